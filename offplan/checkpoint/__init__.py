@@ -1,0 +1,1 @@
+"""What the model is: tensors, layers, segments, experts and KV cache, from headers alone."""

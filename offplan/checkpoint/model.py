@@ -1,0 +1,171 @@
+"""The model as the rest of offplan sees it: layers of parameters, and what lies outside them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from offplan.checkpoint.tensors import TensorInfo
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Tensors of one layer that share a name once the expert's index is left out.
+
+    It is the smallest thing a rule's segments can choose.
+    """
+
+    name: str
+    """Relative to the layer, without expert index: ``mlp.experts.down_proj.weight``."""
+    tensors: tuple[TensorInfo, ...]
+    """One tensor, or one for each routed expert in the order of their indices."""
+    is_expert: bool = False
+    """Whether it belongs to the routed experts (fused or one by one)."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes as stored, over all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements over all its tensors."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def segment(self) -> str:
+        """Its name without the final part: ``mlp.experts.down_proj``."""
+        return self.name.rpartition(".")[0] or self.name
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """What one layer keeps for each sequence while it generates."""
+
+    bytes_per_token: int = 0
+    """Keys and values (or the MLA latent) of one token, in the model's dtype."""
+    window: int | None = None
+    """Tokens kept at most (sliding window); None keeps the whole context."""
+    state_bytes: int = 0
+    """Fixed state a sequence (linear attention's recurrent and convolution state)."""
+
+    def nbytes(self, batch: int, context: int) -> int:
+        """Bytes for ``batch`` sequences of ``context`` tokens."""
+        tokens = context if self.window is None else min(context, self.window)
+        return batch * (tokens * self.bytes_per_token + self.state_bytes)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer."""
+
+    index: int
+    kind: str
+    """``dense`` or ``moe``."""
+    prefix: str
+    """Where its tensors stand in the checkpoint: ``model.layers.3``."""
+    parameters: tuple[Parameter, ...]
+    """Sorted by name."""
+    kv_cache: KVCache = field(default_factory=KVCache)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all its parameters as stored."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of its routed experts; 0 in a dense layer."""
+        return sum(parameter.nbytes for parameter in self.parameters if parameter.is_expert)
+
+    @cached_property
+    def segments(self) -> dict[str, int]:
+        """Bytes by segment; they add up to ``nbytes``."""
+        return sum_by_segment(self.parameters)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a mixture-of-experts model."""
+
+    num_experts: int
+    """In one layer."""
+    num_experts_per_token: int
+    bytes_per_expert: int
+    """In one layer, as stored."""
+
+    def touched(self, num_tokens: int) -> float:
+        """Expected number of distinct experts that ``num_tokens`` tokens use in one layer.
+
+        Assumes uniform, independent routing: E (1 - (1 - k/E)^T).
+        """
+        share = self.num_experts_per_token / self.num_experts
+        return float(self.num_experts * (1 - (1 - share) ** num_tokens))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint understood: everything that planning needs, without a byte of weights."""
+
+    source: str
+    """What the user named: a Hub id, a folder or a ``config.json``."""
+    revision: str | None
+    """The Hub commit; None off the Hub."""
+    model_type: str
+    config: Mapping[str, Any]
+    """``config.json``, as read."""
+    dtype: str
+    """The dtype most bytes are stored in, as torch names it: ``bfloat16``."""
+    layers: tuple[Layer, ...]
+    """In the order of execution; multi-token-prediction layers are not among them."""
+    outside: tuple[TensorInfo, ...]
+    """Tensors outside the layers, as stored: embeddings, norm, head, vision tower, MTP layers."""
+    tied: frozenset[str]
+    """Names in ``outside`` that share another tensor's storage once loaded (a stored, tied head)."""
+    not_loaded: frozenset[str]
+    """Names in ``outside`` that a causal language model does not load (MTP layers)."""
+    experts: Experts | None
+    headers_sha256: str
+    """Over the sorted names, dtypes and shapes, so it is the same on the Hub and in a folder."""
+    num_tensors: int
+    notes: tuple[str, ...] = ()
+    """What the reader should know: what was not understood, what a config cannot show."""
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
+
+    @cached_property
+    def loaded_outside(self) -> tuple[TensorInfo, ...]:
+        """Tensors outside the layers that take memory once loaded (ties counted once)."""
+        skipped = self.tied | self.not_loaded
+        return tuple(tensor for tensor in self.outside if tensor.name not in skipped)
+
+    @cached_property
+    def outside_bytes(self) -> int:
+        """Bytes outside the layers once loaded."""
+        return sum(tensor.nbytes for tensor in self.loaded_outside)
+
+    @cached_property
+    def loaded_bytes(self) -> int:
+        """Bytes once loaded: ties counted once, MTP layers left out."""
+        return sum(layer.nbytes for layer in self.layers) + self.outside_bytes
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all stored tensors, ties counted once."""
+        in_layers = sum(p.num_elements for layer in self.layers for p in layer.parameters)
+        return in_layers + sum(t.num_elements for t in self.outside if t.name not in self.tied)
+
+    def kv_cache_bytes(self, batch: int, context: int) -> int:
+        """KV cache of ``batch`` sequences of ``context`` tokens, over all layers."""
+        return sum(layer.kv_cache.nbytes(batch, context) for layer in self.layers)
+
+
+def sum_by_segment(parameters: tuple[Parameter, ...]) -> dict[str, int]:
+    """Add up bytes by segment, in the order of the names."""
+    sums: dict[str, int] = {}
+    for parameter in parameters:
+        sums[parameter.segment] = sums.get(parameter.segment, 0) + parameter.nbytes
+    return sums

@@ -1,0 +1,53 @@
+"""One tensor of a checkpoint, as its safetensors header describes it."""
+
+import math
+from typing import NamedTuple
+
+DTYPE_BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E8M0": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+"""Bits an element. Source: safetensors 0.8, ``Dtype::bitsize``."""
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's name, type, shape and place; never its values."""
+
+    name: str
+    dtype: str
+    """Safetensors' name of the type, such as ``BF16``."""
+    shape: tuple[int, ...]
+    shard: str | None = None
+    """File that holds it, relative to the checkpoint; None when known from a config alone."""
+    offset: int = 0
+    """First byte in that file, header included; 0 when known from a config alone."""
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.num_elements * DTYPE_BITS[self.dtype] // 8

@@ -1,0 +1,65 @@
+"""Every error that offplan raises on purpose.
+
+::
+
+    OffplanError                 exit code 1: it failed
+     +- InputError               exit code 2: bad usage or bad input
+     |   +- CheckpointError      a model that cannot be read or understood
+     |   +- PlanError            a plan file that is not valid, or not this model's
+     |   +- ProfileError         a machine profile that is not valid, or not there
+     |   +- ExportError          a plan that an engine's flags cannot say
+     +- InfeasibleError          exit code 3: no plan fits
+     +- DriftError               exit code 4: the world is not what the plan says
+     +- MemoryLimitError         the host or the GPU ran out of memory
+"""
+
+
+class OffplanError(Exception):
+    """Base of all errors; its text names what was found, what was expected and what to do."""
+
+    exit_code = 1
+
+
+class InputError(OffplanError):
+    """The command line, or a file it names, is not valid."""
+
+    exit_code = 2
+
+
+class CheckpointError(InputError):
+    """The model cannot be read, or its layers cannot be understood."""
+
+
+class PlanError(InputError):
+    """The plan is not valid, or does not belong to this model."""
+
+
+class ProfileError(InputError):
+    """The machine profile is not valid, or there is none of this name."""
+
+
+class ExportError(InputError):
+    """The plan says what the engine's flags cannot."""
+
+
+class InfeasibleError(OffplanError):
+    """No plan fits the budget.
+
+    ``shortfall_bytes`` is what the best candidate lacks, ``None`` where no amount would do.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, shortfall_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.shortfall_bytes = shortfall_bytes
+
+
+class DriftError(OffplanError):
+    """The model or the machine is no longer what the plan was made for."""
+
+    exit_code = 4
+
+
+class MemoryLimitError(OffplanError):
+    """The host or the GPU did not give the memory that the plan needs."""

@@ -1,0 +1,162 @@
+"""The machine profile: what plans are made from, here or anywhere else."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from offplan import units
+from offplan.errors import InputError, ProfileError
+
+PROFILE_VERSION = 1
+
+
+class Record(BaseModel):
+    """Base of the profile's records: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _reader(parse: Any) -> BeforeValidator:
+    def read(value: Any) -> Any:
+        try:
+            return parse(value)
+        except InputError as error:  # pydantic reports the field's path with it
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(read)
+
+
+Bytes = Annotated[int, _reader(units.parse_bytes), Field(ge=0)]
+Rate = Annotated[float, _reader(units.parse_rate), Field(gt=0)]
+Flops = Annotated[float, _reader(units.parse_flops), Field(gt=0)]
+Seconds = Annotated[float, _reader(units.parse_seconds), Field(ge=0)]
+
+Value = TypeVar("Value")
+
+
+class Figure(Record, Generic[Value]):
+    """A number, how it was obtained and where it comes from."""
+
+    value: Value
+    basis: str = Field(pattern="^(measured|reported|datasheet|estimated)$")
+    source: str = Field(min_length=1)
+
+
+class LayerTime(Record):
+    """Measured compute of one layer, or of what lies outside the layers, with all resident."""
+
+    layer: str
+    """``costs.compute.layer_key`` of the layer; ``outside`` for embedding, norm and head."""
+    phase: str = Field(pattern="^(prefill|decode)$")
+    batch: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    """New tokens of each sequence in the pass: the chunk in prefill, 1 in decode."""
+    context: int = Field(ge=1)
+    """Tokens each sequence's attention could reach."""
+    seconds: Seconds
+
+
+class MachineProfile(Record):
+    """One GPU, its link to host memory, and what a pass costs besides the weights."""
+
+    profile: int = Field(PROFILE_VERSION, ge=PROFILE_VERSION, le=PROFILE_VERSION)
+    name: str
+    link: str
+    h2d: Figure[Rate]
+    """Host to device, one large pinned DMA."""
+    copy_latency: Figure[Seconds]
+    """Fixed cost of one DMA; a copy of n bytes takes latency + n / rate."""
+    uva: Figure[Rate]
+    """Kernels reading pinned host memory in place, each byte once."""
+    hbm: Figure[Rate]
+    """Device memory, as a memory-bound kernel reads it."""
+    matmul: Figure[Flops]
+    """bf16 matrix products, large and back to back."""
+    layer_overhead: Figure[Seconds]
+    """Launch and small-kernel time of one decoder layer in decode, beyond its bytes and flops."""
+    gpu_memory: Figure[Bytes]
+    """What the card offers to a process, context included."""
+    host_memory: Figure[Bytes] | None = None
+    """What can be pinned; absent is unlimited."""
+    gpu_overhead: Figure[Bytes]
+    """Context, libraries and captured graphs of a process that has run a model."""
+    layer_times: tuple[LayerTime, ...] = ()
+    """Measured on this machine; a roofline estimates what is not here."""
+
+    @property
+    def basis(self) -> str:
+        """The weakest basis among the figures of the link."""
+        order = ("measured", "reported", "datasheet", "estimated")
+        return max((self.h2d.basis, self.uva.basis), key=order.index)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the profile's content, layer times included."""
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Time of one DMA of ``num_bytes`` to the device."""
+        return self.copy_latency.value + num_bytes / self.h2d.value
+
+    def find_layer_time(
+        self, layer: str, phase: str, batch: int, tokens: int, context: int
+    ) -> float | None:
+        """The measured time of exactly this layer at exactly this shape, in seconds, if any."""
+        for time in self.layer_times:
+            if (time.layer, time.phase, time.batch, time.tokens, time.context) == (
+                layer, phase, batch, tokens, context,
+            ):  # fmt: skip
+                return time.seconds
+        return None
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with offplan."""
+    files: Iterable[Any] = resources.files("offplan.machine").joinpath("profiles").iterdir()
+    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+
+
+def load_profile(name: str) -> MachineProfile:
+    """Read a profile by the name of a shipped one or from a file.
+
+    Raises ProfileError, saying which names exist and which key is wrong.
+    """
+    if name in shipped_profiles():
+        folder = resources.files("offplan.machine").joinpath("profiles")
+        return parse_profile(folder.joinpath(f"{name}.yaml").read_text("utf-8"), name)
+    path = Path(name)
+    if not path.is_file():
+        raise ProfileError(
+            f"no machine profile {name!r}: it is neither a file nor one of "
+            f"{', '.join(shipped_profiles())}"
+        )
+    try:
+        return parse_profile(path.read_text("utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read machine profile {name}: {error}") from None
+
+
+def parse_profile(text: str, name: str) -> MachineProfile:
+    """Check a profile's YAML; ``name`` is used in errors."""
+    try:
+        return MachineProfile.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ProfileError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "profile"
+        message = first["msg"].removeprefix("Value error, ")
+        raise ProfileError(f"machine profile {name}: {where}: {message}") from None
+
+
+def dump_profile(profile: MachineProfile) -> str:
+    """Print a profile as YAML, with plain numbers: it reads back to an equal profile."""
+    data = profile.model_dump(mode="json", exclude_none=True)
+    return yaml.safe_dump(data, sort_keys=False, width=100)

@@ -1,0 +1,264 @@
+"""Plan and model in, a place for every parameter out.
+
+The placement knows names, bytes and offsets, and no torch: the planner prices it and the runtime
+carries it out.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from offplan.checkpoint.model import Layer, Model, Parameter
+from offplan.errors import PlanError
+from offplan.plan import Backend, Rule
+from offplan.units import format_bytes
+
+ALIGNMENT_BYTES = 256
+"""Every tensor in a slab starts on such a boundary, as the CUDA allocator's own blocks would."""
+
+FUSED_EXPERT_PARTS = (("gate_proj", "up_proj"), ("w1", "w3"))
+"""Projections of the routed experts that are one parameter once loaded.
+
+Source: transformers' conversion mapping (``gate_up_proj``), vLLM (``w13_weight``).
+"""
+
+
+class Phase(str, Enum):
+    """Prefill reads the prompt; decode makes one token a step."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is placed as one: a parameter, or the parameters that the runtime fuses into one."""
+
+    layer: int
+    parameters: tuple[Parameter, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def name(self) -> str:
+        """The first parameter's name, relative to the layer."""
+        return self.parameters[0].name
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it holds routed experts."""
+        return self.parameters[0].is_expert
+
+
+@dataclass(frozen=True)
+class SlabEntry:
+    """One unit inside a slab."""
+
+    unit: Unit
+    offset: int
+    """Bytes from the start of the slab; a multiple of ALIGNMENT_BYTES."""
+    prefill: Backend
+    decode: Backend
+
+    def backend(self, phase: Phase) -> Backend:
+        """How this phase reads it."""
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes ``start`` to ``stop`` of one layer's slab: what one DMA moves."""
+
+    layer: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that cross the link."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Slab:
+    """All offloaded parameters of one layer, in one block of host memory.
+
+    Entries are ordered so that each phase streams one contiguous range: streamed in prefill only,
+    in both phases, in decode only, in neither.
+    """
+
+    layer: int
+    entries: tuple[SlabEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the block, padding between entries included."""
+        last = self.entries[-1]
+        return last.offset + last.unit.nbytes
+
+    def span(self, phase: Phase) -> Span | None:
+        """The range that this phase streams through the ring; None if it streams nothing."""
+        streamed = [entry for entry in self.entries if entry.backend(phase) is Backend.PREFETCH]
+        if not streamed:
+            return None
+        return Span(self.layer, streamed[0].offset, streamed[-1].offset + streamed[-1].unit.nbytes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every parameter of the layers lives. What is in no slab is resident."""
+
+    slabs: tuple[Slab, ...]
+    """In the order of the layers; layers with nothing offloaded have none."""
+    num_slots: int
+    """Slots in the ring: no more than there are layers to stream."""
+    slot_bytes: int
+    """Size of each slot: the largest span of either phase."""
+    resident_bytes: int
+    """Weights on the GPU outside the ring, those outside the layers included."""
+
+    @cached_property
+    def offloaded_bytes(self) -> int:
+        """Host memory of the slabs."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    @property
+    def ring_bytes(self) -> int:
+        """GPU memory of the ring."""
+        return self.num_slots * self.slot_bytes
+
+    @cached_property
+    def by_layer(self) -> dict[int, Slab]:
+        """Slabs by the index of their layer."""
+        return {slab.layer: slab for slab in self.slabs}
+
+    def spans(self, phase: Phase) -> list[Span]:
+        """What the phase streams, in the order of the layers."""
+        spans = (slab.span(phase) for slab in self.slabs)
+        return [span for span in spans if span is not None]
+
+
+def group_units(layer: Layer) -> tuple[Unit, ...]:
+    """Split a layer into units, in the order of their names."""
+    partners = {part: group for group in FUSED_EXPERT_PARTS for part in group}
+    groups: dict[tuple[object, ...], list[Parameter]] = {}
+    for parameter in layer.parameters:
+        parts = parameter.name.split(".")
+        key: tuple[object, ...] = (parameter.name,)
+        if parameter.is_expert:
+            key = tuple(partners.get(part, part) for part in parts)
+        groups.setdefault(key, []).append(parameter)
+    return tuple(Unit(layer.index, tuple(parameters)) for parameters in groups.values())
+
+
+def place(model: Model, rules: Sequence[Rule], prefetch_step: int) -> Placement:
+    """Apply the rules to the model; the first rule that takes a parameter wins.
+
+    Raises PlanError for a rule that takes nothing, or that splits what the runtime fuses.
+    """
+    return place_units([group_units(layer) for layer in model.layers], model, rules, prefetch_step)
+
+
+def place_units(
+    units_by_layer: Sequence[Sequence[Unit]],
+    model: Model,
+    rules: Sequence[Rule],
+    prefetch_step: int,
+) -> Placement:
+    """Do what ``place`` does, for a caller that places the same units many times."""
+    remaining = [rule.max_bytes for rule in rules]
+    used = [False] * len(rules)
+    slabs: list[Slab] = []
+    for units in units_by_layer:
+        chosen: list[tuple[Unit, Rule]] = []
+        for unit in units:
+            number = _first_rule(unit, rules, remaining)
+            if number is None:
+                continue
+            used[number] = True
+            left = remaining[number]
+            if left is not None:
+                remaining[number] = left - unit.nbytes
+            chosen.append((unit, rules[number]))
+        if chosen:
+            slabs.append(_build_slab(chosen))
+    for number, rule in enumerate(rules):
+        if not used[number]:
+            raise PlanError(_describe_unused(number, rule, model))
+    spans = [
+        span for phase in Phase for slab in slabs if (span := slab.span(phase)) is not None
+    ]
+    most_streamed = max(
+        (sum(slab.span(phase) is not None for slab in slabs) for phase in Phase), default=0
+    )
+    weights = sum(layer.nbytes for layer in model.layers) + model.outside_bytes
+    return Placement(
+        slabs=tuple(slabs),
+        num_slots=min(prefetch_step, most_streamed),
+        slot_bytes=max((span.nbytes for span in spans), default=0),
+        resident_bytes=weights - sum(e.unit.nbytes for slab in slabs for e in slab.entries),
+    )
+
+
+def _first_rule(unit: Unit, rules: Sequence[Rule], remaining: Sequence[int | None]) -> int | None:
+    for number, rule in enumerate(rules):
+        if not rule.selects_layer(unit.layer):
+            continue
+        left = remaining[number]
+        if left is not None and left <= 0:
+            continue
+        matched = [rule.matches(parameter.name) for parameter in unit.parameters]
+        if all(matched):
+            return number
+        if any(matched):
+            names = " and ".join(parameter.name for parameter in unit.parameters)
+            raise PlanError(
+                f"cpu_offload_params {list(rule.cpu_offload_params)} takes only part of {names}: "
+                "the runtime fuses them into one parameter, so name all of them or none"
+            )
+    return None
+
+
+def _build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
+    order = {
+        (Backend.PREFETCH, Backend.UVA): 0,
+        (Backend.PREFETCH, Backend.PREFETCH): 1,
+        (Backend.UVA, Backend.PREFETCH): 2,
+        (Backend.UVA, Backend.UVA): 3,
+    }
+    # sorted() is stable: within a class the entries keep the order of their names
+    ranked = sorted(chosen, key=lambda pair: order[pair[1].prefill, pair[1].decode])
+    entries: list[SlabEntry] = []
+    offset = 0
+    for unit, rule in ranked:
+        entries.append(SlabEntry(unit, offset, rule.prefill, rule.decode))
+        offset = align(offset + unit.nbytes)
+    return Slab(entries[0].unit.layer, tuple(entries))
+
+
+def align(num_bytes: int) -> int:
+    """Round up to ALIGNMENT_BYTES."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _describe_unused(number: int, rule: Rule, model: Model) -> str:
+    segments = sorted({segment for layer in model.layers for segment in layer.segments})
+    if rule.cpu_offload_params and not any(rule.matches(f"{name}.weight") for name in segments):
+        found = ", ".join(segments)
+        return (
+            f"rule {number + 1} matches nothing: no parameter of {model.source} has the segment "
+            f"{list(rule.cpu_offload_params)}; its segments are {found}"
+        )
+    what = (
+        f"max_bytes {format_bytes(rule.max_bytes)}"
+        if rule.max_bytes is not None
+        else f"group_size {rule.group_size}, num_in_group {rule.num_in_group}"
+    )
+    return (
+        f"rule {number + 1} takes nothing: {what} selects no layer of {len(model.layers)} that "
+        "has its segments, or an earlier rule takes them all"
+    )

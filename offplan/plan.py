@@ -1,0 +1,313 @@
+"""The plan file: what people review, commit and run.
+
+A plan is a small YAML file with a stable order and nothing volatile in it. It is read with
+``yaml.safe_load``; an unknown key is an error.
+"""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+    model_validator,
+)
+
+from offplan import units
+from offplan.errors import InputError, PlanError
+
+PLAN_VERSION = 1
+YAML_CONTEXT = {"human": True}
+"""Passed to ``model_dump`` to print quantities with units instead of plain numbers."""
+
+
+def _quantity(parse: Any, show: Any) -> tuple[BeforeValidator, PlainSerializer]:
+    def read(value: Any) -> Any:
+        try:
+            return parse(value)
+        except InputError as error:  # pydantic reports the field's path with it
+            raise ValueError(str(error)) from None
+
+    def write(value: float, info: SerializationInfo) -> Any:
+        return show(value) if info.context == YAML_CONTEXT else value
+
+    return BeforeValidator(read), PlainSerializer(write)
+
+
+_read_bytes, _show_bytes = _quantity(units.parse_bytes, units.format_bytes)
+_, _show_bytes_exact = _quantity(units.parse_bytes, units.format_bytes_exact)
+Bytes = Annotated[int, _read_bytes, _show_bytes, Field(ge=0)]
+"""A predicted size: four significant digits in YAML."""
+ExactBytes = Annotated[int, _read_bytes, _show_bytes_exact, Field(ge=0)]
+"""A size that must read back as it was written."""
+Rate = Annotated[float, *_quantity(units.parse_rate, units.format_rate), Field(gt=0)]
+Seconds = Annotated[float, *_quantity(units.parse_seconds, units.format_seconds), Field(ge=0)]
+
+
+class Record(BaseModel):
+    """Base of the plan's records: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Backend(str, Enum):
+    """How an offloaded parameter reaches the GPU in one phase."""
+
+    PREFETCH = "prefetch"
+    """Copied by DMA into a slot of the ring before its layer runs."""
+    UVA = "uva"
+    """Read in place by the kernels, over the link."""
+
+
+class Basis(str, Enum):
+    """How a figure was obtained."""
+
+    MEASURED = "measured"
+    REPORTED = "reported"
+    DATASHEET = "datasheet"
+    ESTIMATED = "estimated"
+
+
+class ModelRef(Record):
+    """Which checkpoint the plan is for."""
+
+    source: str
+    """Hub id, or the folder or config.json it was read from."""
+    revision: str | None = None
+    """Commit on the Hub; null off the Hub."""
+    headers_sha256: str
+    dtype: str
+    """As torch names it: ``bfloat16``."""
+
+
+class Workload(Record):
+    """What the plan is optimised for."""
+
+    batch: int = Field(1, ge=1)
+    prompt_tokens: int = Field(512, ge=1)
+    output_tokens: int = Field(128, ge=1)
+    context: int = Field(4096, ge=1)
+    """Tokens a sequence may reach; the KV cache is sized by it."""
+
+    @model_validator(mode="after")
+    def _fits_context(self) -> "Workload":
+        if self.prompt_tokens + self.output_tokens > self.context:
+            raise ValueError(
+                f"context of {self.context} tokens is less than prompt_tokens + output_tokens "
+                f"({self.prompt_tokens} + {self.output_tokens}); raise --context"
+            )
+        return self
+
+
+class Budget(Record):
+    """Memory the plan may take."""
+
+    gpu_memory: ExactBytes
+    """All that the process takes on the card, context included."""
+    host_memory: ExactBytes | None = None
+    """Pinned host memory; null is unlimited."""
+
+
+class MachineRef(Record):
+    """The machine whose figures the plan was made from."""
+
+    name: str
+    link: str
+    h2d: Rate
+    """Host to device, pinned DMA of a large block."""
+    uva: Rate
+    """Kernels reading pinned host memory in place."""
+    basis: Basis
+    fingerprint: str
+    """SHA-256 of the machine profile."""
+
+
+class Rule(Record):
+    """Which parameters of which layers stay on the host, and how each phase gets them.
+
+    Either a group pattern (``group_size``, ``num_in_group``: of every ``group_size`` layers the
+    last ``num_in_group``; Source: vLLM ``offload_group_size``) or ``max_bytes`` (whole parameters
+    in layer then name order, overshooting by at most one; Source: vLLM ``cpu_offload_gb``).
+    """
+
+    cpu_offload_params: tuple[str, ...] = ()
+    """Segments: dotted runs of name parts relative to the layer. Empty matches everything."""
+    group_size: int | None = Field(None, ge=1)
+    num_in_group: int | None = Field(None, ge=1)
+    max_bytes: ExactBytes | None = Field(None, gt=0)
+    prefill: Backend
+    decode: Backend
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "Rule":
+        if self.max_bytes is not None:
+            if self.group_size is not None or self.num_in_group is not None:
+                raise ValueError("a rule has either max_bytes or group_size and num_in_group")
+            if (self.prefill, self.decode) != (Backend.UVA, Backend.UVA):
+                raise ValueError("a max_bytes rule is read in place: prefill and decode are uva")
+        elif self.group_size is None or self.num_in_group is None:
+            raise ValueError("a rule needs group_size and num_in_group, or max_bytes")
+        elif self.num_in_group > self.group_size:
+            raise ValueError(
+                f"num_in_group {self.num_in_group} is more than group_size {self.group_size}"
+            )
+        return self
+
+    def selects_layer(self, index: int) -> bool:
+        """Whether the group pattern takes this layer (always true for ``max_bytes``)."""
+        if self.group_size is None or self.num_in_group is None:
+            return True
+        return index % self.group_size >= self.group_size - self.num_in_group
+
+    def matches(self, name: str) -> bool:
+        """Whether a segment is a dotted run of ``name`` (relative to the layer).
+
+        Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
+        """
+        return not self.cpu_offload_params or any(
+            f".{segment}." in f".{name}." for segment in self.cpu_offload_params
+        )
+
+
+class Offload(Record):
+    """The decision itself."""
+
+    prefetch_step: int = Field(1, ge=1)
+    """Slots in the ring."""
+    prefill_chunk: int = Field(ge=1)
+    """Prompt tokens of each sequence in one forward pass, at most."""
+    rules: tuple[Rule, ...] = ()
+    """First match wins; empty when everything fits."""
+
+
+class PhasePrediction(Record):
+    """What one phase is predicted to cost (decode: one step; prefill: the whole prompt)."""
+
+    step_s: Seconds = Field(alias="step")
+    compute_s: Seconds = Field(alias="compute")
+    """The same pass with everything resident."""
+    link_s: Seconds = Field(alias="link")
+    """Time the link is busy."""
+    stall_s: Seconds = Field(alias="stall")
+    """Time compute waits for the link."""
+    bound_s: Seconds = Field(alias="bound")
+    """max(compute, this plan's bytes over the link)."""
+    link_bytes: Bytes
+
+
+class GPUMemoryPrediction(Record):
+    """The terms of GPU memory; they add up to the total."""
+
+    resident_bytes: Bytes = Field(alias="resident")
+    ring_bytes: Bytes = Field(alias="ring")
+    kv_cache_bytes: Bytes = Field(alias="kv_cache")
+    activation_bytes: Bytes = Field(alias="activations")
+    overhead_bytes: Bytes = Field(alias="overhead")
+    """Context, libraries, graphs and the margin."""
+    total_bytes: Bytes = Field(alias="total")
+
+
+class Prediction(Record):
+    """What the plan promises; the runtime compares itself with it."""
+
+    objective_s: Seconds = Field(alias="objective")
+    """One request of the workload: prefill and all its decode steps."""
+    basis: Basis
+    """``measured`` when layer times were measured on the machine, ``estimated`` by roofline."""
+    prefill: PhasePrediction
+    decode: PhasePrediction
+    gpu_memory: GPUMemoryPrediction
+    host_memory_bytes: Bytes = Field(alias="host_memory")
+
+
+class Plan(Record):
+    """A plan file."""
+
+    offplan: Literal[1] = PLAN_VERSION
+    model: ModelRef
+    workload: Workload
+    budget: Budget
+    machine: MachineRef
+    offload: Offload
+    prediction: Prediction
+
+
+def load_plan(path: Path) -> Plan:
+    """Read and check a plan file.
+
+    Raises PlanError, naming the file, the key, what was found and what was expected.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return parse_plan(data, str(path))
+
+
+def parse_plan(data: Any, name: str) -> Plan:
+    """Check a plan's data, as YAML or JSON gives it; ``name`` is used in errors."""
+    if not isinstance(data, dict) or "offplan" not in data:
+        raise PlanError(f"{name} is not a plan: it must be a mapping with the key `offplan: 1`")
+    if data["offplan"] != PLAN_VERSION:
+        raise PlanError(
+            f"{name} is a plan of version {data['offplan']!r}; this offplan reads {PLAN_VERSION}"
+        )
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "plan"
+        raise PlanError(f"{name}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def dump_plan(plan: Plan) -> str:
+    """Print the plan as YAML: the same plan always gives the same bytes.
+
+    Quantities are rounded to four digits, sizes that must be exact are printed exactly.
+    """
+    data = plan.model_dump(mode="json", by_alias=True, exclude_none=False, context=YAML_CONTEXT)
+    rules = [{k: v for k, v in rule.items() if v is not None} for rule in data["offload"]["rules"]]
+    data["offload"]["rules"] = rules
+    lines = [f"offplan: {data.pop('offplan')}"]
+    for key, section in data.items():
+        lines += _dump_section(key, section)
+    return "\n".join(lines) + "\n"
+
+
+def _dump_section(key: str, section: dict[str, Any]) -> list[str]:
+    """Print a section on one line if it is flat and fits, otherwise a line for each entry."""
+    line = f"{key}: {_flow(section)}"
+    nested = any(isinstance(value, (dict, list)) for value in section.values())
+    if len(line) <= 100 and not nested:
+        return [line]
+    lines = [f"{key}:"]
+    for name, value in section.items():
+        if isinstance(value, list) and value:
+            lines += [f"  {name}:", *(f"    - {_flow(item)}" for item in value)]
+        else:
+            lines.append(f"  {name}: {_flow(value)}")
+    return lines
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan with plain numbers under the keys that scripts rely on."""
+    return plan.model_dump(mode="json")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a plan, for editors."""
+    return Plan.model_json_schema(by_alias=True)

@@ -1,0 +1,169 @@
+"""The ordered operations of one forward pass: what the timeline prices and the runtime executes.
+
+Operations of the compute stream are in program order. A ``Copy`` stands where its slot becomes
+free: it may start once everything before it in the compute stream is done, and copies run one
+after another on their own stream. ``Wait`` makes the compute stream wait for a copy.
+
+The ring turns like this: in a phase the j-th layer that streams uses slot j mod K, and a slot is
+refilled as soon as its layer has run, for whoever uses it next, in this pass or in the next one.
+A layer that has a slot of its own is never copied again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offplan.placement import Phase, Placement, Span
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Fill a slot from a slab, on the copy stream."""
+
+    slot: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Make the compute stream wait until the slot holds the span."""
+
+    slot: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run one decoder layer."""
+
+    layer: int
+
+
+Operation = Copy | Wait | Compute
+
+Ring = tuple[Span | None, ...]
+"""What each slot holds, or is being filled with; None for a slot never used."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One forward pass over all layers, from the ring it finds to the ring it leaves."""
+
+    phase: Phase
+    operations: tuple[Operation, ...]
+    before: Ring
+    after: Ring
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that its copies move."""
+        return sum(op.span.nbytes for op in self.operations if isinstance(op, Copy))
+
+
+def empty_ring(placement: Placement) -> Ring:
+    """The ring before anything was copied."""
+    return (None,) * placement.num_slots
+
+
+def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
+    """Slot and span of every layer that streams in this phase, by layer index.
+
+    The j-th such layer uses slot j mod min(number of slots, number of such layers).
+    """
+    spans = placement.spans(phase)
+    num_slots = min(placement.num_slots, len(spans))
+    return {span.layer: (j % num_slots, span) for j, span in enumerate(spans)}
+
+
+def build_pass(
+    placement: Placement, num_layers: int, phase: Phase, ring: Ring, next_phase: Phase
+) -> Schedule:
+    """Order the operations of one pass that is followed by a pass of ``next_phase``."""
+    this = slots_of(placement, phase)
+    users: dict[int, list[Span]] = {}
+    for slot, span in this.values():
+        users.setdefault(slot, []).append(span)
+    following = dict(reversed([pair for pair in slots_of(placement, next_phase).values()]))
+
+    contents = list(ring)
+    operations: list[Operation] = []
+    for slot, spans in users.items():  # what the previous pass did not leave ready
+        if contents[slot] != spans[0]:
+            operations.append(Copy(slot, spans[0]))
+            contents[slot] = spans[0]
+    for layer in range(num_layers):
+        if layer not in this:
+            operations.append(Compute(layer))
+            continue
+        slot, span = this[layer]
+        operations += [Wait(slot, span), Compute(layer)]
+        rest = users[slot][users[slot].index(span) + 1 :]
+        successor = rest[0] if rest else following.get(slot)
+        if successor is not None and successor != contents[slot]:
+            operations.append(Copy(slot, successor))
+            contents[slot] = successor
+    return Schedule(phase, tuple(operations), ring, tuple(contents))
+
+
+@dataclass(frozen=True)
+class RequestSchedule:
+    """The passes of one request: the prompt in chunks, then decode in steady state."""
+
+    prefill: tuple[Schedule, ...]
+    first_decode: Schedule
+    decode: Schedule
+    """Leaves the ring as it finds it."""
+
+
+def build_request(
+    placement: Placement, num_layers: int, num_chunks: int, ring: Ring
+) -> RequestSchedule:
+    """Order a request that starts from ``ring`` and reads its prompt in ``num_chunks`` passes."""
+    passes: list[Schedule] = []
+    for chunk in range(num_chunks):
+        upcoming = Phase.PREFILL if chunk + 1 < num_chunks else Phase.DECODE
+        passes.append(build_pass(placement, num_layers, Phase.PREFILL, ring, upcoming))
+        ring = passes[-1].after
+    first = build_pass(placement, num_layers, Phase.DECODE, ring, Phase.DECODE)
+    steady = build_pass(placement, num_layers, Phase.DECODE, first.after, Phase.DECODE)
+    return RequestSchedule(tuple(passes), first, steady)
+
+
+def check_passes(passes: Sequence[Schedule]) -> None:
+    """Prove that consecutive passes are safe, by executing them on names alone.
+
+    Raises ValueError when a layer would run without its bytes, when a copy would overwrite what
+    is still to be read, or move what the slot already holds.
+    """
+    if not passes:
+        return
+    ring: list[Span | None] = list(passes[0].before)
+    waited: set[int] = set()
+    needed = [op.span for p in passes for op in p.operations if isinstance(op, Wait)]
+    position = 0
+    for number, schedule in enumerate(passes):
+        if tuple(ring) != schedule.before:
+            raise ValueError(f"pass {number} expects another ring than the one it finds")
+        for op in schedule.operations:
+            if isinstance(op, Copy):
+                if ring[op.slot] == op.span:
+                    raise ValueError(f"pass {number} copies what slot {op.slot} already holds")
+                held = ring[op.slot]
+                if held is not None and held in _unread(needed[position:], op.span):
+                    raise ValueError(f"pass {number} overwrites slot {op.slot} before its use")
+                ring[op.slot] = op.span
+                waited.discard(op.slot)
+            elif isinstance(op, Wait):
+                if ring[op.slot] != op.span:
+                    raise ValueError(f"pass {number} waits for bytes that nobody copies")
+                waited.add(op.slot)
+                position += 1
+
+
+def _unread(needed: Sequence[Span], successor: Span) -> set[Span]:
+    """Spans still to be read before ``successor`` is: none of them may be overwritten by it."""
+    spans: set[Span] = set()
+    for span in needed:
+        if span == successor:
+            break
+        spans.add(span)
+    return spans
