@@ -1,0 +1,123 @@
+"""Run a plan's workload on random weights and print what it took, as JSON.
+
+    python benchmarks/run_plan.py CONFIG_JSON [--group-size 2 --num-in-group 1 ...]
+
+Needs a CUDA device. Nothing is planned here: the rules come from the command line, so that one
+thing can be varied at a time.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+
+import torch
+
+from offplan.checkpoint.open import open_model
+from offplan.plan import Rule
+from offplan.runtime.session import Session
+from tests.runtime.plans import make_test_plan
+
+
+def describe_machine() -> dict[str, object]:
+    import transformers
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+    }
+
+
+def time_decode(session: Session, prompt: torch.Tensor, num_steps: int) -> dict[str, float]:
+    """Time decode steps by CUDA events, one after another, after three that warm up."""
+    with session.stream():
+        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
+        for _ in range(4):
+            tokens = session.decode(tokens).argmax(-1, keepdim=True)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+        events[0].record()
+        moved = session.link.bytes_moved
+        for event in events[1:]:
+            tokens = session.decode(tokens).argmax(-1, keepdim=True)
+            event.record()
+        torch.cuda.synchronize()
+    steps = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
+    return {
+        "step_s": statistics.median(steps),
+        "step_min_s": min(steps),
+        "step_max_s": max(steps),
+        "mean_s": events[0].elapsed_time(events[-1]) / 1e3 / num_steps,
+        "link_bytes": (session.link.bytes_moved - moved) / num_steps,
+    }
+
+
+def time_prefill(session: Session, prompt: torch.Tensor, repeats: int = 3) -> dict[str, float]:
+    seconds = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        session.prefill(prompt)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return {"prefill_s": statistics.median(seconds[1:]), "prefill_first_s": seconds[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--rules", default="[]", help="JSON list of rules")
+    parser.add_argument("--prefetch-step", type=int, default=2)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--prefill-chunk", type=int, default=8192)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prefill", type=int, help="also time a prompt of this many tokens")
+    args = parser.parse_args()
+    model = open_model(args.config)
+    rules = [Rule.model_validate(rule) for rule in json.loads(args.rules)]
+    plan = make_test_plan(
+        model,
+        *rules,
+        prefetch_step=args.prefetch_step,
+        prefill_chunk=args.prefill_chunk,
+        context=args.context,
+    )
+    began = time.perf_counter()
+    results = []
+    with Session(plan, model, device="cuda") as session:
+        load_s = time.perf_counter() - began
+        loaded_bytes = session.gpu_bytes
+        for batch in args.batch:
+            prompt = torch.randint(0, 1000, (batch, args.prompt_tokens))
+            results.append({"batch": batch, **time_decode(session, prompt, args.steps)})
+            results[-1]["gpu_bytes"] = session.gpu_bytes
+        if args.prefill:
+            prompt = torch.randint(0, 1000, (1, args.prefill))
+            results.append({"batch": 1, **time_prefill(session, prompt)})
+            results[-1]["gpu_bytes"] = session.gpu_bytes
+        placement = session.loaded.placement
+        report = {
+            "config": args.config,
+            "rules": json.loads(args.rules),
+            "load_s": load_s,
+            "loaded_gpu_bytes": loaded_bytes,
+            "resident_bytes": placement.resident_bytes,
+            "ring_bytes": placement.ring_bytes,
+            "offloaded_bytes": placement.offloaded_bytes,
+            "results": results,
+            "machine": describe_machine(),
+        }
+    json.dump(report, sys.stdout)
+    print()
+
+
+if __name__ == "__main__":
+    main()

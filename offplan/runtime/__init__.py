@@ -1,0 +1,1 @@
+"""Executes a plan: store, ring, loader and executor. Imports neither costs nor planner."""

@@ -1,0 +1,91 @@
+"""Greedy generation, timed: the device is never kept waiting for the host."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from offplan.runtime.session import Session
+
+
+@dataclass
+class Measured:
+    """What a generation cost, by the host's clock; filled while tokens are taken."""
+
+    first_token_s: float = 0.0
+    """From the request to its first token on the host."""
+    step_s: list[float] = field(default_factory=list)
+    """Each further token, from the one before it."""
+    prefill_link_bytes: int = 0
+    """Bytes that DMA moved for the prompt. What kernels read in place is not counted."""
+    decode_link_bytes: int = 0
+    """The same for all decode steps together."""
+
+    @property
+    def median_step_s(self) -> float:
+        """The median decode step, the first ones (warm-up and capture) left out."""
+        steady = self.step_s[NUM_WARMUP_STEPS:] or self.step_s
+        return statistics.median(steady) if steady else 0.0
+
+
+NUM_WARMUP_STEPS = 3
+"""Decode steps that run before the step is captured and steady."""
+
+
+def generate(
+    session: Session,
+    prompt: torch.Tensor,
+    num_tokens: int,
+    measured: Measured,
+    stop_tokens: frozenset[int] = frozenset(),
+) -> Iterator[torch.Tensor]:
+    """Yield up to ``num_tokens`` greedy tokens for ``prompt`` ([batch, tokens], int64).
+
+    Each is int64 of shape [batch] on the CPU. Ends early once the first sequence makes one of
+    ``stop_tokens`` and the batch is 1. The next step is queued before a token is read.
+    """
+    began = time.perf_counter()
+    moved = session.link.bytes_moved
+    with session.stream():
+        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
+        measured.prefill_link_bytes = session.link.bytes_moved - moved
+        arrivals = [_ToHost(tokens)]
+        for step in range(num_tokens):
+            moved = session.link.bytes_moved
+            if step + 1 < num_tokens:
+                tokens = session.decode(tokens).argmax(-1, keepdim=True)
+                arrivals.append(_ToHost(tokens))
+                measured.decode_link_bytes += session.link.bytes_moved - moved
+            token = arrivals.pop(0).wait()
+            now = time.perf_counter()
+            if step == 0:
+                measured.first_token_s = now - began
+            else:
+                measured.step_s.append(now - began)
+            began = now
+            yield token
+            if len(token) == 1 and int(token[0]) in stop_tokens:
+                return
+
+
+class _ToHost:
+    """Tokens on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._event = None
+        if tokens.device.type == "cuda":
+            # a copy to pageable memory would make the host wait here
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tokens
+
+    def wait(self) -> torch.Tensor:
+        """The tokens, int64 of shape [batch]."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host[:, 0]

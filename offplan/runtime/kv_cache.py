@@ -1,0 +1,90 @@
+"""The KV cache: fixed addresses for captured graphs, no mask and no position kept on the host."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class Position:
+    """Where the sequences stand; all have the same length.
+
+    In prefill the executor sets ``start`` and layers write slices. In decode ``start`` is None and
+    layers write at ``tensor``, which a captured graph reads afresh at each replay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.start: int | None = 0
+        self.tensor = torch.zeros(1, dtype=torch.int64, device=device)
+        """Tokens kept so far, shape [1], on the device."""
+
+
+class _Layer(CacheLayerMixin):
+    """Keys and values of one layer, or MLA's latent and its rotary part."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, position: Position, context: int) -> None:
+        super().__init__()
+        self._position = position
+        self._context = context
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate [batch, heads, context, dim] like the first states seen."""
+
+        def allocate(states: torch.Tensor) -> torch.Tensor:
+            batch, heads, _, dim = states.shape
+            return states.new_zeros(batch, heads, self._context, dim)
+
+        self.keys = allocate(key_states)
+        self.values = allocate(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [batch, heads, new, dim]; return what attention may look at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self._position.start
+        if start is None:
+            self.keys.index_copy_(2, self._position.tensor, key_states)
+            self.values.index_copy_(2, self._position.tensor, value_states)
+            return self.keys, self.values
+        stop = start + key_states.shape[2]
+        self.keys[:, :, start:stop] = key_states
+        self.values[:, :, start:stop] = value_states
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the cache, for transformers' interface."""
+        return self._context, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens kept; unknown to the host in decode, where positions are passed explicitly."""
+        return self._position.start or 0
+
+    def get_max_length(self) -> int:
+        """Tokens it can keep."""
+        return self._context
+
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        if not self.is_initialized:
+            return 0
+        return int(self.keys.nbytes + self.values.nbytes)
+
+
+class KVCache(Cache):
+    """One layer of cache for each decoder layer, all at the same position."""
+
+    def __init__(self, num_layers: int, context: int, device: torch.device) -> None:
+        self.position = Position(device)
+        self.context = context
+        super().__init__(layers=[_Layer(self.position, context) for _ in range(num_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated over all layers."""
+        return sum(layer.nbytes() for layer in self.layers)

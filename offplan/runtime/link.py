@@ -1,0 +1,91 @@
+"""Carries out a schedule's copies and waits, on a GPU or on the CPU."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from offplan.schedule import Copy, Wait
+
+
+class Link(Protocol):
+    """Moves spans of slabs into slots, in the order they are asked for."""
+
+    bytes_moved: int
+    """Bytes copied so far."""
+
+    def copy(self, op: Copy) -> None:
+        """Queue a copy; it starts once all compute issued so far is done."""
+
+    def wait(self, op: Wait) -> None:
+        """Make compute issued from now on wait for the slot's copy."""
+
+
+class CudaLink:
+    """One copy stream; ordered against the compute stream by events, never by the host.
+
+    Streams: ``copy`` records an event on the current (compute) stream, makes the copy stream wait
+    for it, copies there and records the slot's event. ``wait`` makes the current stream wait for
+    that event. Copies are never joined at the end of a pass: the link stays busy through sampling
+    and into the next one.
+    """
+
+    def __init__(
+        self, slots: list[torch.Tensor], slabs: Mapping[int, torch.Tensor], device: torch.device
+    ) -> None:
+        self.bytes_moved = 0
+        self._slots = slots
+        self._slabs = slabs
+        self._stream = torch.cuda.Stream(device)
+        self._ready = [torch.cuda.Event() for _ in slots]
+        self._free = [torch.cuda.Event() for _ in slots]
+
+    def copy(self, op: Copy) -> None:
+        """Queue the DMA behind the compute issued so far."""
+        span = op.span
+        # without this the DMA could overwrite a slot that a running kernel still reads
+        self._free[op.slot].record()
+        self._stream.wait_event(self._free[op.slot])
+        with torch.cuda.stream(self._stream):
+            source = self._slabs[span.layer][span.start : span.stop]
+            self._slots[op.slot][: span.nbytes].copy_(source, non_blocking=True)
+            self._ready[op.slot].record()
+        self.bytes_moved += span.nbytes
+
+    def wait(self, op: Wait) -> None:
+        """Order the current stream behind the slot's DMA."""
+        torch.cuda.current_stream().wait_event(self._ready[op.slot])
+
+
+class CpuLink:
+    """The same on the CPU, where a copy happens at once or as late as the schedule allows.
+
+    Both are legal orders of a right schedule; with a wrong one at least one of them computes with
+    another layer's weights.
+    """
+
+    def __init__(
+        self, slots: list[torch.Tensor], slabs: Mapping[int, torch.Tensor], *, late: bool = False
+    ) -> None:
+        self.bytes_moved = 0
+        self._slots = slots
+        self._slabs = slabs
+        self._late = late
+        self._pending: list[Copy] = []
+
+    def copy(self, op: Copy) -> None:
+        """Copy now, or remember to."""
+        self._pending.append(op)
+        if not self._late:
+            self._drain(op.slot)
+
+    def wait(self, op: Wait) -> None:
+        """Perform what is pending, in order, up to this slot's copy."""
+        self._drain(op.slot)
+
+    def _drain(self, slot: int) -> None:
+        while any(op.slot == slot for op in self._pending):
+            op = self._pending.pop(0)
+            source = self._slabs[op.span.layer][op.span.start : op.span.stop]
+            self._slots[op.slot][: op.span.nbytes].copy_(source)
+            self.bytes_moved += op.span.nbytes

@@ -1,0 +1,88 @@
+"""A model whose weights lie where a plan puts them."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.checkpoint.model import Model
+from offplan.errors import DriftError, PlanError
+from offplan.placement import Phase, Placement, place
+from offplan.plan import Plan
+from offplan.runtime.loader import Progress, fill_random, load_weights
+from offplan.runtime.skeleton import (
+    Slots,
+    build_skeleton,
+    map_tensors,
+    materialise_buffers,
+)
+from offplan.runtime.store import Tensor, WeightStore
+
+
+class LoadedModel:
+    """Module and memory together: which bytes each parameter reads depends on the phase."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        device: torch.device,
+        folder: Path | None,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Load ``model`` as the plan says; ``folder`` holds its files, None for random weights.
+
+        Raises DriftError when the model is not the plan's, PlanError for rules that do not fit
+        it, CheckpointError for files that cannot be read, MemoryLimitError when memory runs out.
+        """
+        if model.headers_sha256 != plan.model.headers_sha256:
+            raise DriftError(
+                f"the plan was made for headers {plan.model.headers_sha256[:12]}, but "
+                f"{model.source} has {model.headers_sha256[:12]}: plan it again"
+            )
+        self.model = model
+        self.placement: Placement = place(model, plan.offload.rules, plan.offload.prefetch_step)
+        self.module: PreTrainedModel = build_skeleton(model)
+        targets = map_tensors(self.module, model)
+        state = self.module.state_dict()
+        tensors = {name: Tensor(tuple(state[name].shape), state[name].dtype) for name in targets}
+        self._parameters = Slots(self.module)
+        materialise_buffers(self.module, device)
+        self.store = WeightStore(self.placement, targets, tensors, device)
+        try:
+            destinations = self.store.resident | self.store.host
+            if folder is None:
+                fill_random(destinations, on_progress)
+            else:
+                load_weights(folder, targets, destinations, on_progress)
+            for name, value in self.store.resident.items():
+                self._parameters.assign(name, value)
+            self._check()
+        except BaseException:
+            self.store.close()
+            raise
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Point the offloaded parameters at what this phase reads."""
+        for name, value in self.store.by_phase[phase].items():
+            self._parameters.assign(name, value)
+
+    def close(self) -> None:
+        """Give host memory back; the device must be idle."""
+        self.store.close()
+
+    def _check(self) -> None:
+        """Compare what was loaded with the plan; a plan that did not take effect is an error."""
+        resident = sum(view.nbytes for view in self.store.resident.values())
+        offloaded = sum(view.nbytes for view in self.store.host.values())
+        planned = sum(e.unit.nbytes for slab in self.placement.slabs for e in slab.entries)
+        if (resident, offloaded) != (self.placement.resident_bytes, planned):
+            raise PlanError(
+                f"{resident} bytes are on the device and {offloaded} on the host; the plan says "
+                f"{self.placement.resident_bytes} and {planned}"
+            )
+        for phase in Phase:
+            self.enter_phase(phase)
+            left = [name for name, value in self.module.named_parameters() if value.is_meta]
+            if left:
+                raise PlanError(f"{left[0]} has no weights after loading")

@@ -1,0 +1,233 @@
+"""A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from offplan.checkpoint.model import Model
+from offplan.placement import Phase
+from offplan.plan import Plan
+from offplan.runtime.executor import CapturedPass, Executor
+from offplan.runtime.gpu_memory import bytes_in_use
+from offplan.runtime.kv_cache import KVCache
+from offplan.runtime.link import CpuLink, CudaLink, Link
+from offplan.runtime.loaded import LoadedModel
+from offplan.runtime.loader import Progress
+from offplan.runtime.skeleton import decoder_layers
+from offplan.schedule import Ring, Schedule, build_pass, empty_ring
+
+
+class Session:
+    """A loaded model that runs by a plan. Use as a context manager.
+
+    On CUDA everything runs on a stream of its own; the decode step is captured as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        *,
+        device: str | torch.device,
+        folder: Path | None = None,
+        late_copies: bool = False,
+        capture: bool = True,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Load ``model`` as the plan says; ``folder`` holds its files, None for random weights.
+
+        ``late_copies`` (CPU only) makes every copy at the latest legal moment. ``capture`` (CUDA
+        only) captures the decode step.
+
+        Raises what LoadedModel raises.
+        """
+        self.plan = plan
+        self.device = torch.device(device)
+        self._used_before = bytes_in_use(self.device)
+        self.loaded = LoadedModel(plan, model, self.device, folder, on_progress)
+        store = self.loaded.store
+        self.link: Link
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            # loading ran on the default stream
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.link = CudaLink(store.slots, store.slabs, self.device)
+        else:
+            self._stream = None
+            self.link = CpuLink(store.slots, store.slabs, late=late_copies)
+        self._executor = Executor(decoder_layers(self.loaded.module), self.link)
+        self._capture = capture and self._stream is not None
+        self._captured: _CapturedDecode | None = None
+        self._ring: Ring = empty_ring(self.loaded.placement)
+        self._phase: Phase | None = None
+        self.cache: KVCache | None = None
+        self._batch = 0
+        self._length = 0
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free graphs, caches and host memory; the device is idle afterwards."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+        self._executor.close()
+        self._captured = None
+        self.cache = None
+        self.loaded.close()
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Device memory this process took since the session began, the context included.
+
+        The allocator gives nothing back, so at the end this is the peak. 0 on the CPU.
+        """
+        return bytes_in_use(self.device) - self._used_before
+
+    def stream(self) -> Any:
+        """Context in which work is ordered with the session's own."""
+        return torch.cuda.stream(self._stream)
+
+    def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Begin new sequences with a prompt, int64 of shape [batch, tokens].
+
+        Returns the logits that follow it, [batch, vocabulary], on the device. Synchronises
+        nothing on CUDA.
+        """
+        batch, num_tokens = prompt.shape
+        cache = self._begin_sequences(batch)
+        with self.stream(), torch.inference_mode():
+            chunks = prompt.to(self.device).split(self.plan.offload.prefill_chunk, dim=1)
+            self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
+            start = 0
+            for number, chunk in enumerate(chunks):
+                last = number + 1 == len(chunks)
+                schedule = self._next_pass(Phase.PREFILL, Phase.DECODE if last else Phase.PREFILL)
+                cache.position.start = start
+                logits = self._executor.run(schedule, _Forward(self, chunk, start))
+                start += chunk.shape[1]
+            cache.position.start = None
+            cache.position.tensor.fill_(start)
+        self._length = num_tokens
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
+
+        Returns the next logits, [batch, vocabulary], overwritten by the next call. Synchronises
+        nothing on CUDA, once captured.
+        """
+        if self.cache is None:
+            raise ValueError("decode before prefill")
+        if self._length >= self.plan.workload.context:
+            raise ValueError(f"the sequences have reached the context of {self._length} tokens")
+        self._length += 1
+        with self.stream(), torch.inference_mode():
+            self._enter(Phase.DECODE, self._batch)
+            schedule = self._next_pass(Phase.DECODE, Phase.DECODE)
+            if self._capture and schedule.before == schedule.after:
+                if self._captured is None:
+                    self._captured = _CapturedDecode(self, self._batch, schedule)
+                logits = self._captured.replay(tokens)
+            else:
+                logits = self._executor.run(schedule, lambda: self.forward_one(tokens))
+            self.cache.position.tensor.add_(1)
+            return logits
+
+    def forward_one(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run one decode pass at the position on the device; ``tokens`` is [batch, 1]."""
+        assert self.cache is not None
+        position = self.cache.position.tensor
+        filled = torch.arange(self.cache.context, device=self.device) <= position
+        return self._call(tokens, position.expand(tokens.shape[0], 1), filled.view(1, 1, 1, -1))
+
+    def forward_chunk(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
+        """Run one prefill pass; ``tokens`` is [batch, new], ``start`` their first position."""
+        positions = torch.arange(start, start + tokens.shape[1], device=self.device)
+        return self._call(tokens, positions.expand(tokens.shape[0], -1), None)
+
+    def _call(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = self.loaded.module(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits = output.logits[:, -1]
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def _begin_sequences(self, batch: int) -> KVCache:
+        if self.cache is None or batch != self._batch:
+            self._captured = None  # its graphs write to the old cache
+            self.cache = KVCache(
+                len(self.loaded.model.layers), self.plan.workload.context, self.device
+            )
+            self._batch = batch
+        return self.cache
+
+    def _next_pass(self, phase: Phase, upcoming: Phase) -> Schedule:
+        num_layers = len(self.loaded.model.layers)
+        schedule = build_pass(self.loaded.placement, num_layers, phase, self._ring, upcoming)
+        self._ring = schedule.after
+        return schedule
+
+    def _enter(self, phase: Phase, num_tokens: int) -> None:
+        if self._phase is phase:
+            return
+        self._phase = phase
+        self.loaded.enter_phase(phase)
+        if self.loaded.model.experts is not None:
+            # Gathering whole experts for each token wins for one token only; grouped products
+            # on CUDA exist for bf16 alone and would synchronise inside a capture otherwise.
+            alone = num_tokens == 1
+            loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
+            how = "batched_mm" if alone or loops else "grouped_mm"
+            self.loaded.module.set_experts_implementation(how)
+
+
+class _Forward:
+    """One chunk's forward pass, bound to its arguments."""
+
+    def __init__(self, session: Session, chunk: torch.Tensor, start: int) -> None:
+        self._session, self._chunk, self._start = session, chunk, start
+
+    def __call__(self) -> torch.Tensor:
+        return self._session.forward_chunk(self._chunk, self._start)
+
+
+class _CapturedDecode:
+    """The captured decode step with its input and output buffers."""
+
+    def __init__(self, session: Session, batch: int, schedule: Schedule) -> None:
+        self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=session.device)
+        executor = session._executor
+        # Libraries allocate workspaces at their first call, which must not happen in a capture.
+        # It writes to the cache where the captured step will write again.
+        executor.run(schedule, lambda: session.forward_one(self._tokens))
+
+        def forward() -> None:
+            self._logits = session.forward_one(self._tokens)
+
+        self._pass: CapturedPass = executor.capture(schedule, forward)
+
+    def replay(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the step for ``tokens``, [batch, 1]."""
+        self._tokens.copy_(tokens)
+        self._pass.replay()
+        return self._logits

@@ -1,0 +1,223 @@
+"""The transformers model without its weights, and which checkpoint tensor goes where in it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+from offplan.runtime.attention import ATTENTION_NAME
+
+
+def build_skeleton(model: Model) -> PreTrainedModel:
+    """Build the model class for the checkpoint's config with every tensor on the meta device.
+
+    Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
+    """
+    config_values = dict(model.config)
+    if "quantization_config" in config_values:
+        raise CheckpointError(
+            f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints. "
+            "Its plan can still be made and exported"
+        )
+    try:
+        config = AutoConfig.for_model(config_values.pop("model_type"), **config_values)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
+            )
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"transformers cannot build {model.source}: {error}") from None
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise CheckpointError(
+            f"{model.source} has layers of the types {sorted(unknown)}; `run` knows full and "
+            "sliding attention. Its plan can still be made and exported"
+        )
+    return skeleton.eval().requires_grad_(False)
+
+
+def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers, in order."""
+    layers = skeleton.get_decoder().layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stored tensor and the part of a parameter that it fills."""
+
+    tensor: TensorInfo
+    index: int | None = None
+    """Position along dimension 0 when several tensors are stacked; None when not."""
+    axis: int | None = None
+    """Dimension along which parts are concatenated; None when there is one part."""
+    part: int = 0
+    num_parts: int = 1
+
+    def select(self, target: torch.Tensor) -> torch.Tensor:
+        """The view of ``target`` that this tensor fills."""
+        view = target if self.index is None else target[self.index]
+        if self.axis is None:
+            return view
+        # the axis counts the stacked dimension, which `index` removed
+        axis = self.axis - (self.index is not None)
+        size = view.shape[axis] // self.num_parts
+        return view.narrow(axis, self.part * size, size)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parameter of the model and the stored tensors that fill it."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+
+def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
+    """Find for every parameter the stored tensors that fill it, by transformers' own mapping.
+
+    Returns targets by parameter name. Raises CheckpointError when parameters stay unfilled or
+    stored tensors have nowhere to go.
+    """
+    transforms = get_model_conversion_mapping(skeleton)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    state = skeleton.state_dict()
+
+    sources: dict[str, list[tuple[TensorInfo, str | None]]] = {}
+    unused: list[str] = []
+    for tensor in _loaded_tensors(model):
+        name, pattern = rename_source_key(
+            tensor.name, renamings, converters, skeleton.base_model_prefix, state
+        )
+        if name in state:
+            sources.setdefault(name, []).append((tensor, pattern))
+        else:
+            unused.append(tensor.name)
+    tied = _tied_names(skeleton)
+    missing = [name for name in state if name not in sources and not tied[name] & sources.keys()]
+    if missing or unused:
+        raise CheckpointError(_describe_mismatch(model.source, missing, unused))
+    return {name: _make_target(name, found, by_pattern) for name, found in sources.items()}
+
+
+def _loaded_tensors(model: Model) -> Iterator[TensorInfo]:
+    for layer in model.layers:
+        for parameter in layer.parameters:
+            yield from parameter.tensors
+    yield from model.loaded_outside
+
+
+def _tied_names(skeleton: PreTrainedModel) -> dict[str, set[str]]:
+    """For every entry of the state, the names that share its tensor, itself included."""
+    names: dict[int, set[str]] = {}
+    for name, tensor in skeleton.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), set()).add(name)
+    return {name: group for group in names.values() for name in group}
+
+
+def _make_target(
+    name: str,
+    found: list[tuple[TensorInfo, str | None]],
+    by_pattern: Mapping[str, WeightConverter],
+) -> Target:
+    pattern = found[0][1]
+    if pattern is None:
+        return Target(name, tuple(Piece(tensor) for tensor, _ in found))
+    converter = by_pattern[pattern]
+    merge = MergeModulelist
+    operations = [type(operation) for operation in converter.operations]
+    views = operations in ([merge], [merge, Concatenate], [Concatenate])
+    stacked = operations[0] is merge
+    if not views or (stacked and converter.operations[0].dim != 0):
+        names = ", ".join(operation.__name__ for operation in operations)
+        raise CheckpointError(
+            f"{name} is stored in another form than it is used in ({names}); `run` reads tensors "
+            "that are stacked or concatenated. The plan can still be made and exported"
+        )
+    parts: dict[str, list[TensorInfo]] = {}
+    for tensor, source_pattern in found:
+        parts.setdefault(source_pattern or "", []).append(tensor)
+    joined = operations[-1] is Concatenate
+    order = [p for p in converter.source_patterns if p in parts]
+    pieces = [
+        Piece(
+            tensor,
+            index=index if stacked else None,
+            axis=converter.operations[-1].dim if joined else None,
+            part=order.index(source_pattern),
+            num_parts=len(order),
+        )
+        for source_pattern, tensors in parts.items()
+        for index, tensor in enumerate(tensors)
+    ]
+    return Target(name, tuple(pieces))
+
+
+def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> str:
+    def some(names: list[str]) -> str:
+        return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+    told = []
+    if missing:
+        told.append(f"nothing fills {some(missing)}")
+    if unused:
+        told.append(f"nothing takes {some(unused)}")
+    return f"{source} does not match transformers' class for it: {'; '.join(told)}"
+
+
+class Slots:
+    """Every place in a model that holds one parameter, so that it can be exchanged."""
+
+    def __init__(self, skeleton: PreTrainedModel) -> None:
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        owners: dict[str, int] = {}
+        for path, module in skeleton.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module, attribute))
+                    owners[f"{path}.{attribute}".lstrip(".")] = id(parameter)
+        self._places = {name: places[owner] for name, owner in owners.items()}
+
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        """Put ``value`` where ``name`` is used, ties included."""
+        parameter = nn.Parameter(value, requires_grad=False)
+        for module, attribute in self._places[name]:
+            module._parameters[attribute] = parameter
+
+
+def materialise_buffers(skeleton: PreTrainedModel, device: torch.device) -> None:
+    """Give the buffers that no checkpoint holds (rotary frequencies) their values on the device.
+
+    Source: transformers builds on meta too and recomputes them in ``_init_weights``.
+    """
+    for module in skeleton.modules():
+        own: dict[str, Any] = {
+            name: buffer for name, buffer in module._buffers.items() if buffer is not None
+        }
+        if not any(buffer.is_meta for buffer in own.values()):
+            continue
+        for name, buffer in own.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        skeleton._init_weights(module)
+        for name in own:
+            value = module._buffers[name]
+            assert value is not None
+            module._buffers[name] = value.to(device)

@@ -1,0 +1,154 @@
+"""Where the weights live: one arena on the device, a slab in host memory for each layer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from offplan.errors import MemoryLimitError, PlanError
+from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, SlabEntry, align
+from offplan.plan import Backend
+from offplan.runtime.host import HostBlock
+from offplan.runtime.skeleton import Target
+from offplan.schedule import slots_of
+from offplan.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Shape and type of a parameter as the model wants it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
+        """See it in ``memory`` (bytes, shape [n]) at ``offset``."""
+        return memory[offset : offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
+    """Take bytes on the device; raises MemoryLimitError naming ``what`` they were for."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        free = f"; {format_bytes(torch.cuda.mem_get_info(device)[0])} are free" * (
+            device.type == "cuda"
+        )
+        raise MemoryLimitError(
+            f"the device has no room for {format_bytes(num_bytes)} of {what}{free}. Close what "
+            "else uses it, or plan with a smaller --gpu-memory"
+        ) from error
+
+
+class WeightStore:
+    """Memory for every weight of a plan, and the views that each phase computes with."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        targets: Mapping[str, Target],
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        """Allocate everything; nothing is loaded yet.
+
+        ``tensors`` says what the model wants for each name in ``targets``.
+        """
+        self.device = device
+        self._blocks: dict[int, HostBlock] = {}
+        owner = {piece.tensor.name: name for name, t in targets.items() for piece in t.pieces}
+        offloaded = {
+            self._name_of(entry, owner, targets, tensors): (slab.layer, entry)
+            for slab in placement.slabs
+            for entry in slab.entries
+        }
+        self.resident: dict[str, torch.Tensor] = {}
+        """Views of the arena by parameter name."""
+        self.host: dict[str, torch.Tensor] = {}
+        """CPU views of the slabs by parameter name: where offloaded weights are loaded to."""
+        self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
+        """What each phase computes with, for every offloaded parameter."""
+        try:
+            self._allocate_resident({n: tensors[n] for n in targets if n not in offloaded})
+            self.slots = [
+                allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
+            ]
+            for slab in placement.slabs:
+                self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=device.type == "cuda")
+        except BaseException:
+            self.close()
+            raise
+        views = {layer: block.device_view(device) for layer, block in self._blocks.items()}
+        for name, (layer, entry) in offloaded.items():
+            self.host[name] = tensors[name].view(self._blocks[layer].tensor, entry.offset)
+        for phase in Phase:
+            slots = slots_of(placement, phase)
+            for name, (layer, entry) in offloaded.items():
+                if entry.backend(phase) is Backend.UVA:
+                    view = tensors[name].view(views[layer], entry.offset)
+                else:
+                    slot, span = slots[layer]
+                    view = tensors[name].view(self.slots[slot], entry.offset - span.start)
+                self.by_phase[phase][name] = view
+
+    @property
+    def slabs(self) -> dict[int, torch.Tensor]:
+        """Host bytes of each slab by layer."""
+        return {layer: block.tensor for layer, block in self._blocks.items()}
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self._arena.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(block.nbytes for block in self._blocks.values())
+
+    def close(self) -> None:
+        """Give host memory back; the device must be idle."""
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
+
+    def _allocate_resident(self, wanted: Mapping[str, Tensor]) -> None:
+        total = sum(align(tensor.nbytes) for tensor in wanted.values())
+        # one block: the allocator would round thousands of tensors up, beyond what was planned
+        self._arena = allocate(total, self.device, "resident weights")
+        offset = 0
+        for name, tensor in wanted.items():
+            self.resident[name] = tensor.view(self._arena, offset)
+            offset += align(tensor.nbytes)
+        assert offset <= total + ALIGNMENT_BYTES
+
+    @staticmethod
+    def _name_of(
+        entry: SlabEntry,
+        owner: Mapping[str, str],
+        targets: Mapping[str, Target],
+        tensors: Mapping[str, Tensor],
+    ) -> str:
+        stored = [tensor for p in entry.unit.parameters for tensor in p.tensors]
+        names = {owner[tensor.name] for tensor in stored}
+        name = min(names)
+        alone = len(names) == 1 and len(targets[name].pieces) == len(stored)
+        if not alone:
+            raise PlanError(
+                f"layer {entry.unit.layer}: {entry.unit.name} is loaded together with other "
+                f"parameters ({', '.join(sorted(names))}); name all of them in "
+                "cpu_offload_params or none"
+            )
+        if tensors[name].nbytes != entry.unit.nbytes:
+            raise PlanError(
+                f"layer {entry.unit.layer}: {entry.unit.name} is stored in "
+                f"{format_bytes(entry.unit.nbytes)} and used in "
+                f"{format_bytes(tensors[name].nbytes)}; a parameter that changes type when it is "
+                "loaded cannot be offloaded"
+            )
+        return name

@@ -1,0 +1,81 @@
+"""Tiny real checkpoints: random float32 weights, saved by transformers in shards."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+NUM_LAYERS = 5
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        max_position_embeddings=128,
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        vocab_size=64,
+        max_position_embeddings=128,
+        topk_group=1,
+        n_group=1,
+    ),
+    "qwen3_moe_tied": Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def save_tiny(name: str, folder: Path) -> Path:
+    """Save the named tiny checkpoint; weights are large enough that layers differ audibly."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+@pytest.fixture(scope="session", params=sorted(CONFIGS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(request.param, tmp_path_factory.mktemp(request.param))

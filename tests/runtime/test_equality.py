@@ -1,0 +1,115 @@
+"""Offloading changes where weights lie, never what comes out."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offplan.checkpoint.open import open_model
+from offplan.plan import Plan, Rule
+from offplan.runtime.generate import Measured, generate
+from offplan.runtime.session import Session
+from tests.runtime.plans import group, make_test_plan
+
+NUM_TOKENS = 6
+PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
+BATCH = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3], [2, 38, 4, 6, 2]])
+
+GROUPS = [(g, n) for g in range(1, 6) for n in range(1, g + 1)]
+SEGMENTS: list[tuple[str, ...]] = [(), ("self_attn",), ("mlp",), ("down_proj", "input_layernorm")]
+
+
+def run(plan: Plan, folder: Path, prompt: torch.Tensor, **options: bool) -> list[torch.Tensor]:
+    """Logits after the prompt and after each greedy token, [batch, vocabulary] each."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with Session(plan, open_model(str(folder)), device=device, folder=folder, **options) as session:
+        with session.stream():
+            logits = [session.prefill(prompt).clone()]
+            for _ in range(NUM_TOKENS):
+                tokens = logits[-1].argmax(-1, keepdim=True)
+                logits.append(session.decode(tokens).clone())
+            return [entry.cpu() for entry in logits]
+
+
+@functools.lru_cache(maxsize=None)
+def run_resident(
+    folder: Path, prompt: tuple[tuple[int, ...], ...], chunk: int
+) -> list[torch.Tensor]:
+    plan = make_test_plan(open_model(str(folder)), prefill_chunk=chunk)
+    return run(plan, folder, torch.tensor(prompt))
+
+
+def assert_same_as_resident(
+    folder: Path, *rules: Rule, prefetch_step: int, prompt: torch.Tensor = PROMPT, chunk: int = 64
+) -> None:
+    model = open_model(str(folder))
+    resident = run_resident(folder, tuple(map(tuple, prompt.tolist())), chunk)
+    plan = make_test_plan(model, *rules, prefetch_step=prefetch_step, prefill_chunk=chunk)
+    for late in (False, True):
+        for got, expected in zip(
+            run(plan, folder, prompt, late_copies=late), resident, strict=True
+        ):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("prefetch_step", [1, 2, 3, 6])
+@pytest.mark.parametrize("segments", SEGMENTS, ids=lambda s: "+".join(s) or "all")
+@pytest.mark.parametrize("pattern", GROUPS, ids=lambda p: f"{p[0]}x{p[1]}")
+def test_logits_equal_resident(
+    checkpoint: Path, pattern: tuple[int, int], segments: tuple[str, ...], prefetch_step: int
+) -> None:
+    rule = group(*pattern, *segments)
+    if not any(rule.selects_layer(layer) for layer in range(5)):
+        pytest.skip("the pattern selects no layer of five")
+    assert_same_as_resident(checkpoint, rule, prefetch_step=prefetch_step)
+
+
+@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
+@pytest.mark.parametrize("decode", ["prefetch", "uva"])
+@pytest.mark.parametrize("prefetch_step", [1, 2])
+def test_each_phase_has_its_backend(
+    checkpoint: Path, prefill: str, decode: str, prefetch_step: int
+) -> None:
+    first = group(2, 1, "mlp", prefill=prefill, decode=decode)
+    second = group(1, 1, "self_attn", prefill=decode, decode=prefill)
+    assert_same_as_resident(checkpoint, first, second, prefetch_step=prefetch_step, chunk=3)
+    assert_same_as_resident(checkpoint, first, prefetch_step=prefetch_step, prompt=BATCH)
+
+
+def test_max_bytes(checkpoint: Path) -> None:
+    rule = Rule.model_validate({"max_bytes": "30 KB", "prefill": "uva", "decode": "uva"})
+    assert_same_as_resident(checkpoint, rule, prefetch_step=1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_tokens_equal_stock_transformers(checkpoint: Path, chunk: int) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    expected = stock.generate(BATCH, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+    model = open_model(str(checkpoint))
+    plan = make_test_plan(model, group(2, 1), prefill_chunk=chunk)
+    with Session(plan, model, device="cpu", folder=checkpoint) as session:
+        measured = Measured()
+        tokens = list(generate(session, BATCH, NUM_TOKENS, measured))
+    assert torch.equal(torch.stack(tokens, dim=1), expected[:, BATCH.shape[1] :])
+    assert len(measured.step_s) == NUM_TOKENS - 1
+
+
+def test_a_second_request_starts_afresh(checkpoint: Path) -> None:
+    model = open_model(str(checkpoint))
+    plan = make_test_plan(model, group(2, 1))
+    with Session(plan, model, device="cpu", folder=checkpoint) as session:
+        first = [t.tolist() for t in generate(session, PROMPT, NUM_TOKENS, Measured())]
+        list(generate(session, BATCH, NUM_TOKENS, Measured()))
+        assert first == [t.tolist() for t in generate(session, PROMPT, NUM_TOKENS, Measured())]
+
+
+def test_bytes_moved_are_the_schedule(checkpoint: Path) -> None:
+    model = open_model(str(checkpoint))
+    plan = make_test_plan(model, group(2, 1), prefetch_step=1)
+    with Session(plan, model, device="cpu", folder=checkpoint) as session:
+        measured = Measured()
+        list(generate(session, PROMPT, NUM_TOKENS, measured))
+        slabs = sum(slab.nbytes for slab in session.loaded.placement.slabs)
+        assert measured.decode_link_bytes == slabs * (NUM_TOKENS - 1)
