@@ -121,7 +121,7 @@ class Model:
     outside: tuple[TensorInfo, ...]
     """Tensors outside the layers, as stored: embeddings, norm, head, vision tower, MTP layers."""
     tied: frozenset[str]
-    """Names in ``outside`` that share another tensor's storage once loaded (a stored, tied head)."""
+    """Names in ``outside`` that share another's storage once loaded (a stored, tied head)."""
     not_loaded: frozenset[str]
     """Names in ``outside`` that a causal language model does not load (MTP layers)."""
     experts: Experts | None

@@ -1,0 +1,67 @@
+"""Reading figures from ``config.json``, whose keys differ from one architecture to the next."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.stored import CONFIG_NAME
+from offplan.errors import CheckpointError
+
+_TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
+_MAX_COUNT = 2**40
+"""Beyond any model; keeps sizes computed from a hostile config printable."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part that describes the language model: a nested one where there is one."""
+    for key in _TEXT_KEYS:
+        nested = config.get(key)
+        if isinstance(nested, Mapping) and nested:
+            return text_config(nested)
+    return config
+
+
+def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
+    """Read the first of these keys that holds a positive whole number.
+
+    None, false, zero and negative numbers (ways to say "not used") and a list of different numbers
+    count as absent; a list of one number repeated is that number. Raises CheckpointError for text
+    and the like.
+    """
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]
+        if value is None or isinstance(value, (bool, list)):
+            continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or value > _MAX_COUNT:
+            raise CheckpointError(
+                f"{CONFIG_NAME}: found {quote(value)} as {key}, expected a whole number; "
+                "correct the file or fetch it again"
+            )
+        if value > 0:
+            return value
+    return None
+
+
+def read_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that the config names, such as ``bfloat16``, or None."""
+    for part in (config, text_config(config)):
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            if isinstance(value, str):
+                return value.removeprefix("torch.")
+    return None
+
+
+def read_model_type(config: Mapping[str, Any]) -> str:
+    """Return ``model_type``; raises CheckpointError when the config has none."""
+    value = config.get("model_type")
+    if not isinstance(value, str) or not value:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: found {quote(value)} as model_type, expected a name such as 'qwen3'; "
+            "correct the file or fetch it again"
+        )
+    return value

@@ -1,0 +1,168 @@
+"""A model known from its ``config.json`` alone, built by transformers on the meta device.
+
+Slow to import, so it is imported where it is used: this is the one file here that needs torch.
+"""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offplan.checkpoint.assemble import TORCH_NAMES
+from offplan.checkpoint.config import read_count, read_dtype, read_model_type, text_config
+from offplan.checkpoint.experts import count_experts
+from offplan.checkpoint.folder import is_file, read_config, read_index
+from offplan.checkpoint.jsontext import quote, shorten
+from offplan.checkpoint.stored import INDEX_NAME, Stored
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+_MAX_LAYERS = 10_000
+_MAX_EXPERTS = 100_000
+"""Past any model: each layer and each expert is an object to build."""
+
+
+def read_config_only(path: Path) -> Stored:
+    """Build the model that a ``config.json`` describes and return the checkpoint it would save.
+
+    Never runs code from the config. An index beside the file is used to check the total size.
+    Raises CheckpointError when transformers does not know or cannot build the architecture.
+    """
+    config = read_config(path)
+    model_type = read_model_type(config)
+    _check_buildable(config)
+    where = str(path)
+    tensors = _build_tensors(config, model_type, where)
+    notes = ["sizes come from the config alone: no weights were seen"]
+    if read_dtype(config) is None:
+        notes.append("the config names no dtype: took float32, as transformers does")
+    if config.get("quantization_config"):
+        notes.append("the config is of a quantised checkpoint: sizes are before quantisation")
+    if read_count(text_config(config), "num_nextn_predict_layers"):
+        notes.append("layers that predict further tokens, if stored, are not counted")
+    notes += _compare_with_index(path, sum(tensor.nbytes for tensor in tensors))
+    return Stored(config, tensors, notes=tuple(notes))
+
+
+def _check_buildable(config: Mapping[str, Any]) -> None:
+    num_layers = read_count(text_config(config), "num_hidden_layers") or 0
+    num_experts = count_experts(config) or 0
+    if num_layers > _MAX_LAYERS or num_experts > _MAX_EXPERTS:
+        raise CheckpointError(
+            f"found {num_layers} layers and {num_experts} experts in the config, expected "
+            f"{_MAX_LAYERS} and {_MAX_EXPERTS} at most; correct the file"
+        )
+
+
+def _build_tensors(
+    config: Mapping[str, Any], model_type: str, where: str
+) -> tuple[TensorInfo, ...]:
+    """Return the tensors that ``save_pretrained`` would write, by the checkpoint's names."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{where}: found model_type {quote(model_type)}, which transformers "
+            f"{transformers.__version__} does not have (code from a checkpoint is never run); "
+            "name the folder or the Hub id of the checkpoint instead, or update transformers"
+        )
+    # Whatever transformers raises here is about a value in the config, and it has many kinds.
+    try:
+        with _quietly(transformers), torch.device("meta"):
+            built = CONFIG_MAPPING[model_type].from_dict(_without_code(config))
+            # The implementations are named, or a config's own could ask for kernels off the Hub.
+            model = _model_class(built)._from_config(
+                built, attn_implementation="eager", experts_implementation="eager"
+            )
+            return _describe(revert_weight_conversion(model, _saved_state(model)))
+    except Exception as error:
+        reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+        raise CheckpointError(
+            f"{where}: transformers {transformers.__version__} cannot build this model ({reason}); "
+            "correct the config, or name the folder or the Hub id of the checkpoint instead"
+        ) from error
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop, at every depth, what could make transformers fetch code or change the stored types."""
+    return {
+        key: _without_code(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in ("auto_map", "quantization_config") and "_implementation" not in key
+    }
+
+
+def _model_class(built: Any) -> Any:
+    """Return the class that wrote the checkpoint, or the causal language model of its config."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    for name in built.architectures or ():
+        stated = getattr(transformers, str(name), None)
+        if (
+            isinstance(stated, type)
+            and issubclass(stated, transformers.PreTrainedModel)
+            and getattr(stated, "config_class", None) is type(built)
+        ):
+            return stated
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
+
+
+def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
+    """Return what ``save_pretrained`` keeps of a model's state: each tied weight once.
+
+    Source: transformers 5.23, ``modeling_utils.remove_tied_weights_from_state_dict``, which tells
+    ties by storage; on the meta device only the parameter objects tell them.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
+    state: dict[str, torch.Tensor] = {}
+    kept: dict[int, str] = {}
+    # Targets last, so that a tie's source is what stays.
+    for name, tensor in sorted(
+        model.state_dict(keep_vars=True).items(), key=lambda item: item[0] in targets
+    ):
+        if name not in ignored and kept.setdefault(id(tensor), name) == name:
+            state[name] = tensor
+    return state
+
+
+def _describe(state: "Mapping[str, torch.Tensor]") -> tuple[TensorInfo, ...]:
+    types = {name: dtype for dtype, name in TORCH_NAMES.items()}
+    return tuple(
+        TensorInfo(name, types[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+        for name, tensor in state.items()
+    )
+
+
+def _compare_with_index(path: Path, total_bytes: int) -> list[str]:
+    """Return a note when an index lies beside the config and speaks of another size."""
+    beside = path.parent / INDEX_NAME
+    if not is_file(beside):
+        return []
+    stated = read_index(beside).total_size
+    if stated is None or stated == total_bytes:
+        return []
+    return [
+        f"{INDEX_NAME} beside the config says {stated} bytes, the config alone {total_bytes}: "
+        "name the folder or the Hub id to plan with what is stored"
+    ]
+
+
+@contextmanager
+def _quietly(transformers: Any) -> "Iterator[None]":
+    """Keep transformers' warnings about a model that is never run out of the user's sight."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)

@@ -1,0 +1,154 @@
+"""Routed experts: told from the rest of a layer, and counted."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.model import Experts, Layer, Parameter
+from offplan.checkpoint.names import is_index
+from offplan.checkpoint.stored import CONFIG_NAME
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+
+_COUNT_KEYS = (
+    "num_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "num_moe_experts",
+    "num_routed_experts",
+    "n_experts",
+)
+_PER_TOKEN_KEYS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "num_selected_experts",
+    "top_k_experts",
+    "top_k",
+)
+_EXPERTS = "experts"
+
+
+def count_experts(config: Mapping[str, Any]) -> int | None:
+    """Return how many routed experts a layer has by the config, None where it does not say."""
+    text = text_config(config)
+    nested = text.get("ffn_config")
+    return read_count(text, *_COUNT_KEYS) or (
+        read_count(nested, *_COUNT_KEYS) if isinstance(nested, Mapping) else None
+    )
+
+
+def group_parameters(
+    prefix: str, tensors: Iterable[TensorInfo], num_experts: int | None
+) -> tuple[Parameter, ...]:
+    """Group a layer's tensors into parameters, sorted by name.
+
+    Experts stored one by one (``experts.3.up_proj.weight``) come together under the name without
+    the index; fused ones (first dimension a multiple of ``num_experts``) are one tensor.
+    Raises CheckpointError when an expert lacks a tensor that another has.
+    """
+    single: dict[str, TensorInfo] = {}
+    by_expert: dict[str, dict[int, TensorInfo]] = {}
+    start = len(prefix) + 1
+    for tensor in tensors:
+        name = tensor.name[start:]
+        expert = _split_expert(name)
+        if expert is None:
+            single[name] = tensor
+        else:
+            by_expert.setdefault(expert[1], {})[expert[0]] = tensor
+    parameters = [
+        Parameter(name, (tensor,), _is_fused(name, tensor, num_experts))
+        for name, tensor in single.items()
+        if name not in by_expert
+    ]
+    clash = next((name for name in single if name in by_expert), None)
+    if clash is not None:
+        raise CheckpointError(
+            f"{prefix}: found {quote(clash)} both fused and expert by expert, expected one of "
+            "them; the checkpoint mixes two layouts: fetch it again"
+        )
+    count = max((max(found) + 1 for found in by_expert.values()), default=0)
+    for name, found in by_expert.items():
+        if len(found) != count:
+            missing = next(index for index in range(count) if index not in found)
+            raise CheckpointError(
+                f"{prefix}: found {len(found)} experts with {quote(name)}, expected {count} "
+                f"(expert {missing} has none); the checkpoint is incomplete: fetch it again"
+            )
+        parameters.append(Parameter(name, tuple(found[index] for index in range(count)), True))
+    return tuple(sorted(parameters, key=lambda parameter: parameter.name))
+
+
+def describe_experts(
+    config: Mapping[str, Any], layers: Sequence[Layer]
+) -> tuple[Experts | None, list[str]]:
+    """Count the routed experts, the ones a token uses and one's bytes; notes where sources differ.
+
+    The tensors decide: None when no layer has routed experts, whatever the config says.
+    """
+    moe = [layer for layer in layers if layer.kind == "moe"]
+    if not moe:
+        return None, []
+    notes = []
+    stated = count_experts(config)
+    counts = {_count_stored(layer, stated) for layer in moe}
+    num_experts = max(counts)
+    if counts != {stated or num_experts}:
+        found = " and ".join(map(str, sorted(counts)))
+        notes.append(f"{CONFIG_NAME} says {stated} experts a layer, the tensors {found}")
+    if len({layer.expert_bytes for layer in moe}) > 1:
+        notes.append("experts differ in size between layers; bytes_per_expert is the largest")
+    text = text_config(config)
+    nested = text.get("ffn_config")
+    per_token = read_count(text, *_PER_TOKEN_KEYS) or (
+        read_count(nested, *_PER_TOKEN_KEYS) if isinstance(nested, Mapping) else None
+    )
+    if per_token is None or per_token > num_experts:
+        notes.append(
+            f"{CONFIG_NAME} does not say how many experts a token uses: took all {num_experts}"
+        )
+        per_token = num_experts
+    largest = max(moe, key=lambda layer: layer.expert_bytes)
+    bytes_per_expert = largest.expert_bytes // _count_stored(largest, stated)
+    return Experts(num_experts, per_token, bytes_per_expert), notes
+
+
+def _count_stored(layer: Layer, stated: int | None) -> int:
+    """Return how many experts a layer's tensors hold."""
+    routed = [parameter for parameter in layer.parameters if parameter.is_expert]
+    first = routed[0].tensors[0]
+    # Only where the experts are stored one by one does a tensor's name hold an index of theirs.
+    if not first.name.endswith(f".{routed[0].name}"):
+        return len(routed[0].tensors)
+    # Fused: the first dimension is the count, or a multiple of it (DBRX stacks rows).
+    rows = min(parameter.tensors[0].shape[0] for parameter in routed)
+    return stated if stated and rows % stated == 0 else rows
+
+
+def _split_expert(name: str) -> tuple[int, str] | None:
+    """Part ``mlp.experts.3.up_proj.weight`` into 3 and ``mlp.experts.up_proj.weight``."""
+    if _EXPERTS not in name:
+        return None
+    parts = name.split(".")
+    for at, part in enumerate(parts[:-2]):
+        if part == _EXPERTS and is_index(parts[at + 1]):
+            return int(parts[at + 1]), ".".join(parts[: at + 1] + parts[at + 2 :])
+    return None
+
+
+def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:
+    """Whether one tensor holds all of a layer's routed experts."""
+    parts = name.split(".")
+    if num_experts is None:
+        return _EXPERTS in parts and len(tensor.shape) >= 3
+    if _EXPERTS in parts:
+        return bool(tensor.shape) and tensor.shape[0] > 0 and tensor.shape[0] % num_experts == 0
+    # Granite names no experts: block_sparse_moe.input_linear.weight [E, 2I, H].
+    in_moe = any("moe" in part for part in parts)
+    return in_moe and len(tensor.shape) == 3 and tensor.shape[0] == num_experts

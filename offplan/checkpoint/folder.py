@@ -1,0 +1,122 @@
+"""A checkpoint in a folder: config, index and the headers of its shards; no tensor is read."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
+from offplan.checkpoint.index import Index, check_against_index, check_unique, parse_index
+from offplan.checkpoint.jsontext import load_object, quote, shorten
+from offplan.checkpoint.stored import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+
+_MAX_JSON_BYTES = 256 * 2**20
+"""Longest config or index that is read; DeepSeek-R1's index has 9 MB."""
+
+
+def read_folder(folder: Path, on_progress: Callable[[int, int], None] | None = None) -> Stored:
+    """Read a folder of ``config.json`` and safetensors.
+
+    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError.
+    """
+    config = read_config(folder / CONFIG_NAME)
+    index = None
+    # The order in which transformers looks for them.
+    if is_file(folder / SINGLE_NAME):
+        shards = [SINGLE_NAME]
+    elif is_file(folder / INDEX_NAME):
+        index = read_index(folder / INDEX_NAME)
+        shards = index.shards
+        _check_present(folder, shards)
+    else:
+        raise CheckpointError(_no_weights(folder))
+    tensors: list[TensorInfo] = []
+    for done, shard in enumerate(shards, start=1):
+        tensors += read_shard(folder / shard, shard)
+        if on_progress is not None:
+            on_progress(done, len(shards))
+    check_unique(tensors, str(folder))
+    if index is not None:
+        check_against_index(index, tensors, str(folder / INDEX_NAME))
+    return Stored(config, tuple(tensors))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a ``config.json``; raises CheckpointError when it is absent or not a JSON object."""
+    if not is_file(path):
+        raise CheckpointError(
+            f"{path.parent}: found no {path.name}, expected a checkpoint with one; "
+            "name the folder that holds it"
+        )
+    return load_object(_read_small(path), str(path))
+
+
+def read_index(path: Path) -> Index:
+    """Read an index file; raises CheckpointError when it is not valid."""
+    return parse_index(_read_small(path), str(path))
+
+
+def read_shard(path: Path, shard: str) -> list[TensorInfo]:
+    """Read one safetensors file's header and nothing after it; raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length = header_length(file.read(LENGTH_BYTES), file_bytes, str(path))
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, error)) from None
+    return parse_header(header, file_bytes, shard, str(path))
+
+
+def is_file(path: Path) -> bool:
+    """Whether a regular file stands here (a pipe would block); raises CheckpointError."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(_unreadable(path, error)) from None
+
+
+def _read_small(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, error)) from None
+    if len(data) > _MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{path}: found more than {_MAX_JSON_BYTES} bytes, expected a small JSON file"
+        )
+    return data
+
+
+def _check_present(folder: Path, shards: list[str]) -> None:
+    missing = [shard for shard in shards if not is_file(folder / shard)]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(shards)} shards are missing, the first is "
+            f"{quote(missing[0])}; finish the download, or correct {INDEX_NAME}"
+        )
+
+
+def _no_weights(folder: Path) -> str:
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        return _unreadable(folder, error)
+    expected = f"expected {SINGLE_NAME} or {INDEX_NAME}"
+    if any(name.endswith(".safetensors") for name in names):
+        return f"{folder}: found safetensors but no {INDEX_NAME}, {expected}; fetch the index too"
+    other = next((name for name in names if name.endswith((".bin", ".pth", ".gguf", ".pt"))), None)
+    if other is not None:
+        return f"{folder}: found {quote(other)}, {expected}; convert the weights to safetensors"
+    return (
+        f"{folder}: found no weights, {expected}; fetch them, or name {CONFIG_NAME} itself "
+        "to plan from the config alone"
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{shorten(str(path))}: cannot be read ({reason}); check the path and its permissions"

@@ -1,0 +1,154 @@
+"""A checkpoint on the Hub: small files through the Hub's own cache, shards by their headers alone.
+
+Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME, proxies and
+HF_HUB_OFFLINE mean what they mean there.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from huggingface_hub import constants, errors, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+from offplan.checkpoint.folder import read_config, read_index, read_shard
+from offplan.checkpoint.header_cache import CachedHeader, HeaderCache
+from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
+from offplan.checkpoint.hub_errors import HTTPError, explain
+from offplan.checkpoint.index import Index, check_against_index, check_unique
+from offplan.checkpoint.ranges import Cut, RangeReader
+from offplan.checkpoint.stored import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+
+_NUM_THREADS = 12
+_FIRST_READ_BYTES = 64 * 1024
+"""Asked for at first where no index tells how many tensors a shard has."""
+_ENTRY_BYTES = 90
+"""What a header spends on a tensor besides its name, rarely more."""
+
+
+def read_hub(
+    repo: str, revision: str | None, on_progress: Callable[[int, int], None] | None = None
+) -> Stored:
+    """Read a model on the Hub: ``config.json``, the index and every shard's header.
+
+    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError.
+    """
+    config_path = _download(repo, CONFIG_NAME, revision)
+    # huggingface_hub files a download under the commit that the revision stands for.
+    commit = config_path.parent.name
+    config = read_config(config_path)
+    shards = _Shards(repo, commit)
+    index_path = None if shards.is_known(SINGLE_NAME) else _cached(repo, INDEX_NAME, commit)
+    tensors: list[TensorInfo] = []
+    index = None
+    if index_path is None:
+        try:
+            tensors = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
+        except _NoSuchShard:
+            index_path = _download(repo, INDEX_NAME, commit)
+    if index_path is not None:
+        index = read_index(index_path)
+        tensors = shards.read_all(_guess_sizes(index), on_progress)
+        check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
+    check_unique(tensors, repo)
+    return Stored(config, tuple(tensors), revision=commit)
+
+
+class _NoSuchShard(CheckpointError):
+    """The repository has no file of this name."""
+
+
+class _Shards:
+    """The shards of one commit: headers from the caches, or else from the network."""
+
+    def __init__(self, repo: str, commit: str) -> None:
+        self._repo = repo
+        self._commit = commit
+        self._cache = HeaderCache(Path(constants.HF_HOME), repo, commit)
+
+    def is_known(self, shard: str) -> bool:
+        """Whether the shard or its header is on this machine."""
+        cached = self._cache.load(shard) is not None
+        return cached or _cached(self._repo, shard, self._commit) is not None
+
+    def read_all(
+        self, sizes: dict[str, int], on_progress: Callable[[int, int], None] | None
+    ) -> list[TensorInfo]:
+        """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
+        tensors: list[TensorInfo] = []
+        reader = RangeReader()
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            futures = [
+                pool.submit(self._read, reader, shard, size) for shard, size in sizes.items()
+            ]
+            try:
+                for done, future in enumerate(as_completed(futures), start=1):
+                    tensors += future.result()
+                    if on_progress is not None:
+                        on_progress(done, len(futures))
+            except BaseException:
+                # The pool waits for what is running: let nothing start, nothing wait to retry.
+                reader.stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return tensors
+
+    def _read(self, reader: RangeReader, shard: str, size: int) -> list[TensorInfo]:
+        where = f"{self._repo}: {shard}"
+        local = _cached(self._repo, shard, self._commit)
+        if local is not None:
+            return read_shard(local, shard)
+        cached = self._cache.load(shard)
+        if cached is not None:
+            try:
+                return _parse(cached, shard, where)
+            except CheckpointError:
+                # A damaged cache is no fault of the checkpoint's: read it again.
+                self._cache.drop(shard)
+        header = self._fetch(reader, shard, size, where)
+        tensors = _parse(header, shard, where)
+        self._cache.store(shard, header)
+        return tensors
+
+    def _fetch(self, reader: RangeReader, shard: str, size: int, where: str) -> CachedHeader:
+        url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
+        try:
+            return reader.read_header(url, size, where)
+        # OSError: offline mode is a ConnectionError.
+        except (HTTPError, OSError, Cut) as error:
+            told = explain(error, self._repo, self._commit, shard)
+            if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
+                raise _NoSuchShard(str(told)) from error
+            raise told from error
+
+
+def _parse(header: CachedHeader, shard: str, where: str) -> list[TensorInfo]:
+    length = header_length(header.data, header.file_bytes, where)
+    return parse_header(
+        header.data[LENGTH_BYTES : LENGTH_BYTES + length], header.file_bytes, shard, where
+    )
+
+
+def _guess_sizes(index: Index) -> dict[str, int]:
+    """Estimate how long each shard's header is, so that one request brings it and little more."""
+    sizes = dict.fromkeys(index.shards, 512)
+    for name, shard in index.weight_map.items():
+        sizes[shard] += len(name) + _ENTRY_BYTES
+    return sizes
+
+
+def _download(repo: str, filename: str, revision: str | None) -> Path:
+    """Fetch a small file into the Hub's cache, or find it there; raises CheckpointError."""
+    try:
+        return Path(hf_hub_download(repo, filename, revision=revision, library_name="offplan"))
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{repo}: not a Hub id ({error}); correct the name") from error
+    except (errors.EntryNotFoundError, HTTPError, OSError) as error:
+        raise explain(error, repo, revision, filename) from error
+
+
+def _cached(repo: str, filename: str, commit: str) -> Path | None:
+    """Return where the Hub's cache has this file of this commit, or None."""
+    found = try_to_load_from_cache(repo, filename, revision=commit)
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,75 @@
+"""What went wrong on the Hub, in one line that says what to do."""
+
+from huggingface_hub import constants, errors
+
+# The HTTP client's base error: httpx's in huggingface_hub 1, httpx2's in 2.
+from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
+
+from offplan.checkpoint.jsontext import shorten
+from offplan.errors import CheckpointError
+
+_BY_STATUS = {
+    401: "the token is not valid or missing; set HF_TOKEN or run `hf auth login`",
+    403: "the token has no access; ask for it on the model's page, or use another HF_TOKEN",
+    408: "the server timed out; try again later",
+    416: "the file is empty or shorter than its header says; tell the model's owner",
+    429: "too many requests; wait a few minutes, or set HF_TOKEN for a higher limit",
+}
+
+
+def explain(
+    error: BaseException, repo: str, revision: str | None, filename: str
+) -> CheckpointError:
+    """Turn what huggingface_hub or its HTTP client raised into an error for the user."""
+    where = f"{repo}@{revision}" if revision else repo
+    if isinstance(error, errors.GatedRepoError):
+        reason = (
+            f"the model is gated; accept its terms at {constants.ENDPOINT}/{repo}, then set "
+            "HF_TOKEN or run `hf auth login`"
+        )
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        reason = (
+            "found no such model on the Hub, or it is private; check the name, and for a private "
+            "model set HF_TOKEN or run `hf auth login`"
+        )
+    elif isinstance(error, errors.RevisionNotFoundError):
+        reason = "found no such revision; check --revision (a branch, a tag or a commit)"
+    elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
+        reason = f"found no {filename}; the model is not in the safetensors layout of transformers"
+    elif isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
+        return _explain_absent(error, repo, revision, filename)
+    elif isinstance(error, errors.HfHubHTTPError):
+        reason = f"{filename}: {_explain_status(error.response.status_code)}"
+    else:
+        reason = f"{filename}: no answer from {constants.ENDPOINT} ({_describe(error)}); try again"
+    return CheckpointError(f"{where}: {reason}")
+
+
+def _explain_absent(
+    error: BaseException, repo: str, revision: str | None, filename: str
+) -> CheckpointError:
+    where = f"{repo}@{revision}" if revision else repo
+    if constants.HF_HUB_OFFLINE:
+        return CheckpointError(
+            f"{where}: {filename} is not in the cache and HF_HUB_OFFLINE is set; run once online, "
+            "or name a folder"
+        )
+    # huggingface_hub says "not found locally" for whatever kept it from asking the server.
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, errors.LocalEntryNotFoundError):
+        return explain(cause, repo, revision, filename)
+    return CheckpointError(
+        f"{where}: {filename}: cannot reach {constants.ENDPOINT}; check the network and "
+        "HF_ENDPOINT, or name a folder"
+    )
+
+
+def _explain_status(status: int) -> str:
+    if status >= 500:
+        return f"the server failed (HTTP {status}); try again later"
+    return f"HTTP {status}: {_BY_STATUS.get(status, 'the server refused; check HF_ENDPOINT')}"
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__)

@@ -1,0 +1,67 @@
+"""JSON from strangers: read strictly, and quoted so that a terminal survives it."""
+
+import json
+from collections import Counter
+from typing import Any
+
+from offplan.errors import CheckpointError
+
+
+def load_object(data: bytes, where: str) -> dict[str, Any]:
+    """Read one JSON object without duplicate keys from UTF-8 bytes.
+
+    Raises CheckpointError, naming ``where``, for anything else.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    # RecursionError: lists nested thousands deep. ValueError covers bad UTF-8, bad JSON and
+    # numbers of more digits than Python converts.
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{where}: not valid JSON ({shorten(reason)}); the file is damaged: fetch it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{where}: found a JSON {type(value).__name__}, expected an object; "
+            "the file is damaged or not what its name says"
+        )
+    return value
+
+
+def is_text(value: object) -> bool:
+    """Whether this is a string that UTF-8 can say (JSON escapes allow lone surrogates)."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def quote(value: object) -> str:
+    """Show a value from a file in an error: control characters escaped, never long."""
+    try:
+        return shorten(ascii(value))
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+
+
+def shorten(text: str, limit: int = 120) -> str:
+    """Cut a text for an error message."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice, _ = counts.most_common(1)[0]
+        raise CheckpointError(
+            f"the key {quote(twice)} stands twice, expected once; the file is damaged: fetch it "
+            "again"
+        )
+    return value

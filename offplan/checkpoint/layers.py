@@ -1,0 +1,160 @@
+"""The stack of decoder layers, found from the tensors' names and shapes."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.experts import group_parameters
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.model import Parameter
+from offplan.checkpoint.names import is_index
+from offplan.checkpoint.stored import CONFIG_NAME
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+
+_NUM_LAYERS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""Recomputed, never loaded, though old checkpoints store it.
+Source: transformers 4.57, ``PreTrainedModel._load_pretrained_model``."""
+_MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
+"""A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
+
+_MAX_DEPTH = 3
+"""Indices in a name that may count layers: a hostile name of thousands would cost their square."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The tensors of a checkpoint, told apart."""
+
+    prefix: str
+    """What the layers' names start with, before the index: ``model.layers``."""
+    layers: tuple[tuple[TensorInfo, ...], ...]
+    """The tensors of each decoder layer."""
+    outside: tuple[TensorInfo, ...]
+    """All others, sorted by name."""
+    not_loaded: frozenset[str]
+    """Names in ``outside`` that a causal language model does not load."""
+    notes: tuple[str, ...]
+
+
+def split_layers(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> Split:
+    """Find the decoder layers: of the ``<prefix>.<N>.`` that have the config's count, the largest.
+
+    Layers past ``num_hidden_layers`` predict further tokens: they are outside and not loaded.
+    Raises CheckpointError when no stack fits the config.
+    """
+    tensors = tuple(tensors)
+    text = text_config(config)
+    _refuse_encoder_decoder(config)
+    num_layers = _read_num_layers(text)
+    prefix, num_stacked = _choose_stack(tensors, num_layers, text)
+    notes = []
+    if num_layers is None:
+        num_layers = num_stacked
+        notes.append(f"{CONFIG_NAME} does not say how many layers there are: took {prefix}.*")
+    layers: list[list[TensorInfo]] = [[] for _ in range(num_layers)]
+    outside: list[TensorInfo] = []
+    not_loaded: set[str] = set()
+    for tensor in tensors:
+        index = _index_in(prefix, tensor.name)
+        if index is not None and index < num_layers and not _IGNORED.search(tensor.name):
+            layers[index].append(tensor)
+            continue
+        outside.append(tensor)
+        if index is not None or _is_mtp(tensor.name):
+            not_loaded.add(tensor.name)
+    if num_stacked > num_layers:
+        extra = f"{prefix}.{num_layers}"
+        notes.append(f"layers from {extra} on predict further tokens and are not loaded")
+    outside.sort()
+    by_layer = tuple(map(tuple, layers))
+    return Split(prefix, by_layer, tuple(outside), frozenset(not_loaded), tuple(notes))
+
+
+def layer_parameters(split: Split, num_experts: int | None) -> tuple[tuple[Parameter, ...], ...]:
+    """Group each layer's tensors into parameters sorted by name; raises CheckpointError."""
+    return tuple(
+        group_parameters(f"{split.prefix}.{index}", tensors, num_experts)
+        for index, tensors in enumerate(split.layers)
+    )
+
+
+def _read_num_layers(text: Mapping[str, Any]) -> int | None:
+    for key in _NUM_LAYERS_KEYS:
+        value = text.get(key)
+        if value is not None and read_count(text, key) is None:
+            raise CheckpointError(
+                f"{CONFIG_NAME}: found {quote(value)} as {key}, expected a positive whole number; "
+                "correct the file or fetch it again"
+            )
+    return read_count(text, *_NUM_LAYERS_KEYS)
+
+
+def _refuse_encoder_decoder(config: Mapping[str, Any]) -> None:
+    if config.get("is_encoder_decoder") is True:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: found an encoder-decoder model ({quote(config.get('model_type'))}), "
+            "expected a decoder-only one; offplan plans causal language models"
+        )
+
+
+def _choose_stack(
+    tensors: tuple[TensorInfo, ...], num_layers: int | None, text: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Return the prefix of the decoder's stack and the number of layers stored under it."""
+    stacks = {
+        prefix: (len(found), num_bytes)
+        for prefix, (found, num_bytes) in _find_stacks(tensors).items()
+        if max(found) == len(found) - 1
+    }
+    num_extra = read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0
+    fitting = [
+        # An exact count before one with layers to spare, then the most bytes.
+        (count in (num_layers, (num_layers or 0) + num_extra), num_bytes, prefix, count)
+        for prefix, (count, num_bytes) in stacks.items()
+        if num_layers is None or count >= num_layers
+    ]
+    if fitting:
+        _, _, prefix, count = max(fitting)
+        return prefix, count
+    largest = sorted(stacks.items(), key=lambda item: -item[1][1])[:3]
+    found = ", ".join(f"{quote(prefix)} with {count}" for prefix, (count, _) in largest)
+    raise CheckpointError(
+        f"found no stack of {num_layers or 'any'} layers among the tensors (stacks: "
+        f"{found or 'none'}), expected one as {CONFIG_NAME} says; the checkpoint is incomplete, or "
+        f"{CONFIG_NAME} belongs to another model"
+    )
+
+
+def _find_stacks(tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[set[int], int]]:
+    """Collect the indices and the bytes under every ``<prefix>.<N>.`` of the names."""
+    indices: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        num_bytes = tensor.nbytes
+        end = depth = 0
+        for part in tensor.name.split(".")[:-1]:
+            if end and is_index(part):
+                prefix = tensor.name[: end - 1]
+                indices.setdefault(prefix, set()).add(int(part))
+                sizes[prefix] = sizes.get(prefix, 0) + num_bytes
+                depth += 1
+                if depth == _MAX_DEPTH:
+                    break
+            end += len(part) + 1
+    return {prefix: (found, sizes[prefix]) for prefix, found in indices.items()}
+
+
+def _index_in(prefix: str, name: str) -> int | None:
+    """Return the layer that a name belongs to, None outside the stack."""
+    if not name.startswith(prefix + "."):
+        return None
+    index, _, rest = name[len(prefix) + 1 :].partition(".")
+    return int(index) if rest and is_index(index) else None
+
+
+def _is_mtp(name: str) -> bool:
+    return any(_MTP_PART.fullmatch(part) for part in name.split("."))

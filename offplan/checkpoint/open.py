@@ -1,0 +1,64 @@
+"""The way in: a model from a folder, a ``config.json`` or the Hub."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from offplan.checkpoint.assemble import assemble
+from offplan.checkpoint.folder import read_folder
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.stored import CONFIG_NAME, Stored
+from offplan.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+def open_model(
+    source: str,
+    *,
+    revision: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Read what a model is, without reading a weight.
+
+    ``source`` is a folder with ``config.json`` and safetensors, the path of a ``config.json``
+    alone, or a Hub id (``org/name``); what exists on disk is taken first. ``revision`` is a branch,
+    tag or commit, for the Hub only. ``on_progress`` hears (shards read, shards in all).
+
+    Raises CheckpointError when the source cannot be found, read or understood.
+    """
+    return assemble(source, _read(source, revision, on_progress))
+
+
+def _read(
+    source: str, revision: str | None, on_progress: Callable[[int, int], None] | None
+) -> Stored:
+    path = Path(source)
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError):
+        is_folder = exists = False
+    if not source:  # pathlib takes it for the working directory
+        is_folder = exists = False
+    if exists and revision is not None:
+        raise CheckpointError(
+            f"{source}: found on disk, where there are no revisions, expected a Hub id with "
+            f"--revision {revision}; leave the revision out"
+        )
+    if is_folder:
+        return read_folder(path, on_progress)
+    if exists and path.suffix == ".json":
+        # Imported here: it is of use only with torch at hand.
+        from offplan.checkpoint.config_only import read_config_only
+
+        return read_config_only(path)
+    if not exists and _HUB_ID.fullmatch(source):
+        from offplan.checkpoint.hub import read_hub
+
+        return read_hub(source, revision, on_progress)
+    found = "a file" if exists else "nothing on disk and no Hub id"
+    raise CheckpointError(
+        f"{quote(source)}: found {found}, expected a folder with {CONFIG_NAME} and safetensors, a "
+        f"{CONFIG_NAME}, or a Hub id such as Qwen/Qwen3-8B; correct the model's name"
+    )

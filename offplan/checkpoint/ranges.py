@@ -1,0 +1,111 @@
+"""Reading the first bytes of a large file over HTTP, and no more of it."""
+
+import threading
+from typing import Any, NamedTuple
+
+from huggingface_hub import constants, errors
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
+
+from offplan.checkpoint.header_cache import CachedHeader
+from offplan.checkpoint.headers import LENGTH_BYTES, header_length
+from offplan.checkpoint.hub_errors import HTTPError
+
+RETRY_WAITS_S = (0.5, 1.0, 2.0, 4.0)
+"""Waits between attempts; one attempt more than there are waits."""
+_MAX_RETRY_AFTER_S = 30.0
+_RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
+_CHUNK_BYTES = 64 * 1024
+
+
+class Cut(Exception):
+    """The connection ended before the bytes asked for had come."""
+
+
+class _Part(NamedTuple):
+    data: bytes
+    file_bytes: int | None
+
+
+class RangeReader:
+    """Reads headers with ranged requests, through huggingface_hub's own session.
+
+    Safe to use from several threads. ``stop`` ends the waits of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+
+    def read_header(self, url: str, guess_bytes: int, where: str) -> CachedHeader:
+        """Read a safetensors file's length and JSON; ``guess_bytes`` are asked for at first.
+
+        Raises CheckpointError, naming ``where``, when the length cannot be right, and what
+        huggingface_hub and its HTTP client raise once the retries are used up.
+        """
+        data, file_bytes = self._read(url, 0, guess_bytes)
+        wanted = LENGTH_BYTES + header_length(data, file_bytes, where)
+        if len(data) < wanted:
+            rest = self._read(url, len(data), wanted)
+            data += rest.data
+            file_bytes = file_bytes or rest.file_bytes
+        return CachedHeader(data[:wanted], file_bytes)
+
+    def _read(self, url: str, first: int, end: int) -> _Part:
+        """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends), with retries."""
+        for wait_s in RETRY_WAITS_S:
+            try:
+                return _read_once(url, first, end)
+            except (HTTPError, Cut) as error:
+                retry_after_s = _retry_after_s(error)
+                if retry_after_s is None or self.stop.wait(max(wait_s, retry_after_s)):
+                    raise
+        return _read_once(url, first, end)
+
+
+def _read_once(url: str, first: int, end: int) -> _Part:
+    headers = build_hf_headers(library_name="offplan")
+    headers["Range"] = f"bytes={first}-{end - 1}"
+    # A compressed answer would have ranges of its own.
+    headers["Accept-Encoding"] = "identity"
+    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
+        hf_raise_for_status(response)
+        ranged = response.status_code == 206
+        file_bytes = _file_bytes(response, ranged)
+        if ranged and not response.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
+            raise Cut(f"asked for bytes from {first}, the server sent others")
+        # A server that ignores Range sends the file from its start, and all of it: leaving this
+        # block closes the connection, so that only what is read here crosses the network.
+        skip = 0 if ranged else first
+        wanted = skip + end - first
+        data = bytearray()
+        for chunk in response.iter_bytes(_CHUNK_BYTES):
+            data += chunk
+            if len(data) >= wanted:
+                break
+    present = wanted if file_bytes is None else min(wanted, skip + max(0, file_bytes - first))
+    if len(data) < present:
+        raise Cut(f"{len(data)} of {present} bytes came")
+    return _Part(bytes(data[skip:wanted]), file_bytes)
+
+
+def _file_bytes(response: Any, ranged: bool) -> int | None:
+    """Return the size of the whole file as the answer states it."""
+    if ranged:
+        total = response.headers.get("Content-Range", "").rpartition("/")[2]
+    else:
+        total = response.headers.get("Content-Length", "")
+    return int(total) if total.isascii() and total.isdecimal() else None
+
+
+def _retry_after_s(error: Exception) -> float | None:
+    """Return the least wait before another attempt, None when another would be no use."""
+    if not isinstance(error, errors.HfHubHTTPError):
+        return 0.0
+    if error.response.status_code not in _RETRIED_STATUSES:
+        return None
+    stated = error.response.headers.get("Retry-After", "")
+    return min(float(stated), _MAX_RETRY_AFTER_S) if stated.isdecimal() else 0.0

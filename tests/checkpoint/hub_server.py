@@ -1,0 +1,167 @@
+"""A small Hub on 127.0.0.1: what huggingface_hub asks of the real one, and its bad days."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "org/tiny"
+PREFIX = f"/{REPO}/resolve/"
+
+_CHILD = """
+import json, sys, time
+from offplan.checkpoint import ranges
+sleep = time.sleep
+time.sleep = lambda seconds: sleep(min(seconds, 0.01))  # huggingface_hub's own retries
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError
+ranges.RETRY_WAITS_S = (0.01, 0.01, 0.01)
+heard = []
+try:
+    model = open_model(
+        sys.argv[1], revision=sys.argv[2] or None, on_progress=lambda *seen: heard.append(seen)
+    )
+except CheckpointError as error:
+    print(json.dumps({"error": str(error)}))
+else:
+    print(json.dumps({
+        "sha": model.headers_sha256, "revision": model.revision, "heard": heard,
+        "num_tensors": model.num_tensors, "loaded_bytes": model.loaded_bytes,
+        "offsets": sorted(t.offset for t in model.outside),
+    }))
+"""
+
+
+@dataclass
+class Hub:
+    """What the server holds, how it behaves, and what it was asked."""
+
+    files: dict[str, bytes]
+    ignore_range: bool = False
+    tail_bytes: int = 0
+    """Zeros served after every safetensors file's content, never held in memory."""
+    drops: dict[str, int] = field(default_factory=dict)
+    """How often yet to cut the connection in the middle of a file."""
+    statuses: dict[str, list[int]] = field(default_factory=dict)
+    """Statuses to answer with for a file, one a request; the last one stays."""
+    error_code: str = ""
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    """Method, file and Range of each."""
+    tokens: set[str] = field(default_factory=set)
+    sent_bytes: int = 0
+    url: str = ""
+
+    def shard_gets(self) -> list[tuple[str, str, str]]:
+        return [r for r in self.requests if r[0] == "GET" and r[1].endswith(".safetensors")]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        hub, path = self.hub, self.path
+        if not path.startswith(PREFIX):
+            return self.fail(404, "RepoNotFound")
+        revision, _, name = path.removeprefix(PREFIX).partition("/")
+        hub.requests.append((self.command, name, self.headers.get("Range", "")))
+        hub.tokens.add(self.headers.get("Authorization", ""))
+        planned = hub.statuses.get(name)
+        if planned:
+            status = planned.pop(0) if len(planned) > 1 else planned[0]
+            if status != 200:
+                return self.fail(status, hub.error_code)
+        if revision not in ("main", "v1", COMMIT):
+            return self.fail(404, "RevisionNotFound")
+        if name not in hub.files:
+            return self.fail(404, "EntryNotFound")
+        return self.serve(name, body)
+
+    def fail(self, status: int, code: str) -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def serve(self, name: str, body: bool) -> None:
+        hub = self.hub
+        content = hub.files[name]
+        size = len(content) + (hub.tail_bytes if name.endswith(".safetensors") else 0)
+        first, last, asked = 0, size - 1, self.headers.get("Range")
+        ranged = bool(asked) and not hub.ignore_range
+        if ranged:
+            first, last = map(int, asked.removeprefix("bytes=").split("-"))
+            if first >= size:
+                return self.fail(416, "")
+            last = min(last, size - 1)
+        self.send_response(206 if ranged else 200)
+        if ranged:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hash(content) & 0xFFFFFFFF:x}"')
+        self.end_headers()
+        if not body:
+            return None
+        num_bytes = last + 1 - first
+        if hub.drops.get(name, 0):
+            hub.drops[name] -= 1
+            num_bytes //= 2
+            self.close_connection = True
+        return self.send(content[first : first + num_bytes], num_bytes)
+
+    def send(self, start: bytes, num_bytes: int) -> None:
+        """Send ``start``, then zeros up to ``num_bytes``, as far as the client listens."""
+        chunk = bytes(64 * 1024)
+        try:
+            self.wfile.write(start)
+            self.hub.sent_bytes += len(start)
+            left = num_bytes - len(start)
+            while left > 0:
+                self.wfile.write(chunk[:left])
+                self.hub.sent_bytes += min(left, len(chunk))
+                left -= len(chunk)
+        except OSError:
+            self.close_connection = True
+
+
+def start(hub: Hub) -> ThreadingHTTPServer:
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
+def open_from(url: str, home: Path, repo: str = REPO, revision: str = "", **env: str) -> Any:
+    """Open a model in a process of its own, as the environment is read at import."""
+    environment = {key: v for key, v in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "2"}
+    environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", **env}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD, repo, revision],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)

@@ -1,0 +1,175 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offplan.checkpoint.model import Experts, KVCache
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError
+from tests.checkpoint.conftest import MODELS
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+FIXTURES = Path(__file__).parent.parent / "models"
+
+
+def describe(model):
+    """Everything that does not say where the tensors lie."""
+    layers = [
+        (layer.kind, layer.prefix, layer.segments, layer.kv_cache, layer.expert_bytes)
+        for layer in model.layers
+    ]
+    outside = [tensor[:3] for tensor in model.outside]
+    sizes = (model.num_tensors, model.num_parameters, model.total_bytes, model.loaded_bytes)
+    return (model.headers_sha256, model.dtype, layers, outside, sizes, model.experts, model.tied)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_alone_equals_the_saved_checkpoint(saved, name):
+    folder, _ = saved(name)
+    stored, alone = open_model(str(folder)), open_model(str(folder / "config.json"))
+    assert describe(alone) == describe(stored)
+    assert stored.notes == ()
+    assert alone.notes[0].startswith("sizes come from the config alone")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoint_has_the_parameters_of_the_model(saved, name):
+    folder, model = saved(name)
+    got = open_model(str(folder))
+    assert got.num_parameters == model.num_parameters()
+    assert len(got.layers) == model.config.num_hidden_layers
+    assert got.model_type == model.config.model_type
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kv_cache_is_what_transformers_allocates(saved, name):
+    from transformers import DynamicCache
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    folder, model = saved(name)
+    num_tokens = 3  # within gemma3's window
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.ones(2, num_tokens, dtype=torch.long), past_key_values=cache, use_cache=True)
+    for layer, held in zip(open_model(str(folder)).layers, cache.layers, strict=True):
+        if isinstance(held, LinearAttentionCacheLayerMixin):
+            states = [*held.conv_states.values(), *held.recurrent_states.values()]
+        else:
+            states = [held.keys, held.values]
+        assert layer.kv_cache.nbytes(2, num_tokens) == sum(state.nbytes for state in states)
+
+
+def test_experts_one_by_one_and_fused(saved):
+    mixtral = open_model(str(saved("mixtral")[0]))
+    names = [tensor.name for tensor in mixtral.layers[1].parameters[0].tensors]
+    assert names == [f"model.layers.1.block_sparse_moe.experts.{e}.w1.weight" for e in range(4)]
+    assert mixtral.experts == Experts(4, 2, 3 * 32 * 48 * 2)
+    fused = open_model(str(saved("gpt_oss")[0]))
+    assert fused.experts.num_experts == 4
+    assert fused.experts.bytes_per_expert == 2 * (3 * 32 * 48 + 2 * 48 + 32)
+
+
+def test_windows_of_gemma3(saved):
+    layers = open_model(str(saved("gemma3")[0])).layers
+    assert [layer.kv_cache.window for layer in layers] == [4] * 5 + [None]
+
+
+def test_deepseek_v2_lite():
+    model = open_model(str(FIXTURES / "deepseek-v2-lite" / "config.json"))
+    assert model.num_parameters == 15_706_484_224
+    assert model.total_bytes == model.loaded_bytes == 31_412_968_448
+    assert model.num_tensors == 5291
+    assert model.experts == Experts(64, 6, 17_301_504)
+    assert [layer.kind for layer in model.layers] == ["dense"] + ["moe"] * 26
+    assert {layer.kv_cache for layer in model.layers} == {KVCache((512 + 64) * 2)}
+    gate = next(p for p in model.layers[1].parameters if p.segment == "mlp.experts.gate_proj")
+    assert gate.tensors[0][:3] == (
+        "model.layers.1.mlp.experts.0.gate_proj.weight",
+        "BF16",
+        (1408, 2048),
+    )
+    assert len(gate.tensors) == 64
+
+
+def test_qwen3_8b():
+    model = open_model(str(FIXTURES / "qwen3-8b" / "config.json"))
+    assert model.num_parameters == 8_190_735_360
+    assert model.total_bytes == model.loaded_bytes == 16_381_470_720
+    assert model.experts is None
+    assert [layer.kv_cache for layer in model.layers] == [KVCache(2 * 8 * 128 * 2)] * 36
+
+
+def rewrite(saved, tmp_path, **changes):
+    """A copy of the tiny Qwen3's config with other values; None drops a key."""
+    config = json.loads((saved("qwen3")[0] / "config.json").read_text()) | changes
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
+    return path
+
+
+def test_without_a_dtype_sizes_are_float32(saved, tmp_path):
+    model = open_model(str(rewrite(saved, tmp_path, dtype=None)))
+    assert model.dtype == "float32"
+    assert "took float32" in model.notes[1]
+
+
+def test_old_name_of_the_dtype(saved, tmp_path):
+    path = rewrite(saved, tmp_path, dtype=None, torch_dtype="float16")
+    assert open_model(str(path)).dtype == "float16"
+
+
+def test_quantised_config_says_that_sizes_are_before_it(saved, tmp_path):
+    path = rewrite(saved, tmp_path, quantization_config={"quant_method": "fp8"})
+    model = open_model(str(path))
+    assert model.dtype == "bfloat16"
+    assert any("before quantisation" in note for note in model.notes)
+
+
+def test_index_beside_the_config_is_compared(saved, tmp_path):
+    folder, _ = saved("qwen3-sharded")
+    shutil.copy(folder / "config.json", tmp_path)
+    shutil.copy(folder / "model.safetensors.index.json", tmp_path)
+    assert len(open_model(str(tmp_path / "config.json")).notes) == 1
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 5}, "weight_map": {"a": "b"}})
+    )
+    assert "says 5 bytes" in open_model(str(tmp_path / "config.json")).notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "newest"}, "does not have"),
+        ({"model_type": "vit"}, "cannot build"),
+        ({"hidden_size": "wide"}, "cannot build"),
+        ({"hidden_size": -4}, "cannot build"),
+        ({"dtype": "float7"}, "cannot build"),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "10000"),
+        ({"num_hidden_layers": [1, 2]}, "cannot build"),
+    ],
+)
+def test_config_that_cannot_be_built(saved, tmp_path, changes, message):
+    with pytest.raises(CheckpointError) as raised:
+        open_model(str(rewrite(saved, tmp_path, **changes)))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_code_named_by_a_config_is_never_run(saved, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("tried to fetch code")
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.get_class_from_dynamic_module", refuse)
+    monkeypatch.setattr("huggingface_hub.file_download.hf_hub_download", refuse)
+    path = rewrite(
+        saved,
+        tmp_path,
+        auto_map={"AutoModelForCausalLM": "modeling_evil.Evil", "AutoConfig": "evil.Evil"},
+        attn_implementation="kernels-community/flash-attn",
+        _attn_implementation="evil/kernel",
+        architectures=["pipeline", "Trainer", "Qwen3ForCausalLM"],
+    )
+    assert len(open_model(str(path)).layers) == 3

@@ -1,0 +1,231 @@
+import json
+import shutil
+
+import pytest
+
+from offplan.checkpoint.open import open_model
+from tests.checkpoint.files import (
+    DENSE_CONFIG,
+    dense_shapes,
+    entries,
+    header_bytes,
+    safetensors_bytes,
+    split_in_two,
+    write_folder,
+)
+from tests.checkpoint.hub_server import COMMIT, REPO, Hub, open_from, start
+
+pytest.importorskip("huggingface_hub")
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-00002.safetensors"
+SECOND = "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same checkpoint in one file and in two."""
+    root = tmp_path_factory.mktemp("hub")
+    single = write_folder(root / "single", DENSE_CONFIG, {SINGLE: dense_shapes()})
+    return single, write_folder(root / "sharded", DENSE_CONFIG, split_in_two(dense_shapes()))
+
+
+@pytest.fixture
+def serve():
+    """A function that starts a hub; it ends with the test."""
+    servers = []
+
+    def serve_files(folder, **behaviour):
+        hub = Hub({path.name: path.read_bytes() for path in folder.iterdir()}, **behaviour)
+        servers.append(start(hub))
+        return hub
+
+    yield serve_files
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def single(serve, folders):
+    return serve(folders[0])
+
+
+@pytest.fixture
+def sharded(serve, folders):
+    return serve(folders[1])
+
+
+def refusal(hub, home, **options) -> str:
+    text = open_from(hub.url, home, **options)["error"]
+    assert text.isprintable()
+    assert len(text) < 500
+    return text
+
+
+def test_hub_and_folder_are_the_same_model(sharded, folders, tmp_path):
+    got = open_from(sharded.url, tmp_path, revision="v1", HF_TOKEN="hf_secret")
+    local = open_model(str(folders[1]))
+    assert got["sha"] == local.headers_sha256
+    assert got["num_tensors"] == local.num_tensors
+    assert got["loaded_bytes"] == local.loaded_bytes
+    assert got["offsets"] == sorted(tensor.offset for tensor in local.outside)
+    assert got["revision"] == COMMIT
+    assert got["heard"] == [[1, 2], [2, 2]]
+    assert sharded.tokens == {"Bearer hf_secret"}
+
+
+def test_one_ranged_request_a_shard(sharded, tmp_path):
+    open_from(sharded.url, tmp_path)
+    look_for_one_file, *rest = sharded.shard_gets()
+    assert look_for_one_file[1] == SINGLE
+    assert sorted(name for _, name, _ in rest) == [FIRST, SECOND]
+    assert all(asked.startswith("bytes=0-") and len(asked) <= 12 for _, _, asked in rest)
+
+
+def test_second_run_and_offline_need_no_shard(sharded, tmp_path):
+    online = open_from(sharded.url, tmp_path)
+    asked = len(sharded.shard_gets())
+    assert open_from(sharded.url, tmp_path) == online
+    assert len(sharded.shard_gets()) == asked
+    assert open_from("http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1") == online
+    # The network gone without a word: what the revision was last known as.
+    assert open_from("http://127.0.0.1:9", tmp_path) == online
+
+
+def test_one_file_offline(single, tmp_path):
+    online = open_from(single.url, tmp_path)
+    assert [name for _, name, _ in single.shard_gets()] == [SINGLE]
+    assert open_from(single.url, tmp_path, HF_HUB_OFFLINE="1") == online
+
+
+def test_offline_without_a_cache(single, tmp_path):
+    text = refusal(single, tmp_path, HF_HUB_OFFLINE="1")
+    assert "config.json is not in the cache and HF_HUB_OFFLINE is set" in text
+    assert not single.requests
+
+
+def test_damaged_cache_is_read_again(single, tmp_path):
+    online = open_from(single.url, tmp_path)
+    (cached,) = tmp_path.glob(f"offplan/headers/org--tiny/{COMMIT}/*")
+    cached.write_bytes(cached.read_bytes()[:40])
+    assert open_from(single.url, tmp_path) == online
+    assert len(single.shard_gets()) == 2
+
+
+def test_weights_in_the_hubs_own_cache_are_used(sharded, folders, tmp_path):
+    online = open_from(sharded.url, tmp_path)
+    shutil.rmtree(tmp_path / "offplan")
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    for shard in (FIRST, SECOND):
+        shutil.copy(folders[1] / shard, snapshot)
+    assert open_from(sharded.url, tmp_path, HF_HUB_OFFLINE="1") == online
+
+
+def test_header_longer_than_the_first_read(serve, folders, tmp_path):
+    hub = serve(folders[0])
+    header, size = entries(dense_shapes())
+    padded = {"__metadata__": {"note": "x" * 200_000}, **header}
+    hub.files[SINGLE] = header_bytes(padded) + bytes(size)
+    got = open_from(hub.url, tmp_path)
+    assert got["sha"] == open_model(str(folders[0])).headers_sha256
+    asked = [asked for _, _, asked in hub.shard_gets()]
+    assert asked[0] == "bytes=0-65535"
+    assert asked[1].startswith("bytes=65536-")
+    assert hub.sent_bytes < 210_000
+
+
+@pytest.mark.parametrize("metadata", ["x", "x" * 200_000])
+def test_server_that_ignores_range_sends_little(serve, folders, tmp_path, metadata):
+    hub = serve(folders[0], ignore_range=True)
+    header, size = entries(dense_shapes())
+    head = entries({"model.layers.0.big.weight": ("U8", (2**30,))})[0]
+    head["model.layers.0.big.weight"]["data_offsets"] = [size, size + 2**30]
+    hub.files[SINGLE] = header_bytes({"__metadata__": {"a": metadata}, **header, **head})
+    hub.tail_bytes = size + 2**30
+    got = open_from(hub.url, tmp_path)
+    assert got["num_tensors"] == 11
+    # What sockets buffer, twice at most, and not the gigabyte.
+    assert hub.sent_bytes < 2**25
+
+
+def test_dropped_connections_and_busy_servers_are_tried_again(sharded, folders, tmp_path):
+    sharded.drops = {FIRST: 2, SECOND: 1}
+    sharded.statuses = {SECOND: [503, 429, 200]}
+    got = open_from(sharded.url, tmp_path)
+    assert got["sha"] == open_model(str(folders[1])).headers_sha256
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (401, "GatedRepo", "accept its terms"),
+        (401, "RepoNotFound", "no such model"),
+        (403, "", "HTTP 403: the token has no access"),
+        (404, "EntryNotFound", "no model-00001-of-00002.safetensors"),
+        (416, "", "HTTP 416: the file is empty"),
+        (429, "", "HTTP 429: too many requests"),
+        (500, "", "the server failed (HTTP 500); try again later"),
+        (418, "", "HTTP 418: the server refused"),
+    ],
+)
+def test_refused_shard(sharded, tmp_path, status, code, message):
+    sharded.statuses, sharded.error_code = {FIRST: [status]}, code
+    assert message in refusal(sharded, tmp_path)
+    tries = [name for _, name, _ in sharded.shard_gets() if name == FIRST]
+    assert len(tries) == (4 if status in (429, 500) else 1)
+
+
+def test_connection_that_is_always_cut(sharded, tmp_path):
+    sharded.drops = {FIRST: 99}
+    assert f"{FIRST}: no answer from {sharded.url}" in refusal(sharded, tmp_path)
+
+
+def test_nothing_listens(tmp_path):
+    text = open_from("http://127.0.0.1:9", tmp_path)["error"]
+    assert "config.json" in text
+    assert "127.0.0.1:9" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repo": "org/other"}, "org/other: found no such model"),
+        ({"revision": "v9"}, "org/tiny@v9: found no such revision"),
+        ({"repo": "org/a--b"}, "not a Hub id"),
+    ],
+)
+def test_model_that_is_not_there(single, tmp_path, options, message):
+    assert message in refusal(single, tmp_path, **options)
+
+
+def test_repository_without_safetensors(serve, folders, tmp_path):
+    hub = serve(folders[0])
+    del hub.files[SINGLE]
+    assert f"found no {INDEX}" in refusal(hub, tmp_path)
+
+
+def test_hostile_index_is_refused_before_any_request(serve, folders, tmp_path):
+    hub = serve(folders[1])
+    hub.files[INDEX] = json.dumps({"weight_map": {"a": "../../evil.safetensors"}}).encode()
+    assert "do not trust this checkpoint" in refusal(hub, tmp_path)
+    assert [name for _, name, _ in hub.shard_gets()] == [SINGLE]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "HTTP 416"),
+        (b"\x01", "found 1 bytes"),
+        (b"<!doctype html><title>Sign in</title>", "not a safetensors file"),
+        (safetensors_bytes(dense_shapes())[:-5], "cut short"),
+    ],
+)
+def test_shard_that_is_none(serve, folders, tmp_path, content, message):
+    hub = serve(folders[0])
+    hub.files[SINGLE] = content
+    text = refusal(hub, tmp_path)
+    assert message in text
+    assert text.startswith(REPO)
+    assert not list(tmp_path.glob("offplan/headers/**/*.header"))
