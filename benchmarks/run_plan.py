@@ -7,6 +7,7 @@ thing can be varied at a time.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -16,9 +17,8 @@ import time
 import torch
 
 from offplan.checkpoint.open import open_model
-from offplan.plan import Rule
+from offplan.plan import Offload, Rule
 from offplan.runtime.session import Session
-from tests.runtime.plans import make_test_plan
 
 
 def describe_machine() -> dict[str, object]:
@@ -48,12 +48,12 @@ def time_decode(session: Session, prompt: torch.Tensor, num_steps: int) -> dict[
             tokens = session.decode(tokens).argmax(-1, keepdim=True)
             event.record()
         torch.cuda.synchronize()
-    steps = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
+    steps = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
     return {
         "step_s": statistics.median(steps),
         "step_min_s": min(steps),
         "step_max_s": max(steps),
-        "mean_s": events[0].elapsed_time(events[-1]) / 1e3 / num_steps,
+        "stream_mean_s": events[0].elapsed_time(events[-1]) / 1e3 / num_steps,
         "link_bytes": (session.link.bytes_moved - moved) / num_steps,
     }
 
@@ -83,16 +83,12 @@ def main() -> None:
     args = parser.parse_args()
     model = open_model(args.config)
     rules = [Rule.model_validate(rule) for rule in json.loads(args.rules)]
-    plan = make_test_plan(
-        model,
-        *rules,
-        prefetch_step=args.prefetch_step,
-        prefill_chunk=args.prefill_chunk,
-        context=args.context,
+    offload = Offload(
+        prefetch_step=args.prefetch_step, prefill_chunk=args.prefill_chunk, rules=tuple(rules)
     )
     began = time.perf_counter()
     results = []
-    with Session(plan, model, device="cuda") as session:
+    with Session(model, offload, context=args.context, device="cuda") as session:
         load_s = time.perf_counter() - began
         loaded_bytes = session.gpu_bytes
         for batch in args.batch:

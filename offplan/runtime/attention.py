@@ -1,17 +1,22 @@
 """Attention over the filled part of the cache, for transformers' attention interface.
 
 Registered under a name for which transformers builds no mask: in prefill causality follows from
-the shapes, in decode the executor passes one mask for all layers, shape [1, 1, 1, context].
+the shapes, in decode the session passes one mask for all layers.
 """
 
 from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from offplan.runtime.latent import attend_latent
+
 ATTENTION_NAME = "offplan"
+BLOCK_TOKENS = 128
+"""Cached tokens that compiled attention takes or skips as one."""
 
 
 def attend(
@@ -19,7 +24,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | BlockMask | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
@@ -28,11 +33,20 @@ def attend(
 
     ``query`` is [batch, heads, new, head_dim]; ``key`` and ``value`` are [batch, kv_heads, kept,
     ...], where the last ``new`` of the kept tokens are the query's own, unless ``attention_mask``
-    ([1, 1, 1, kept], true where the one new token may look) says which are filled. Returns
-    [batch, new, heads, value_dim] and None. Runs on the current stream, synchronises nothing.
+    (a block mask, or [1, 1, 1, kept] and true where the one new token may look) says which are
+    filled. Returns [batch, new, heads, value_dim] and None. Runs on the current stream,
+    synchronises nothing.
     """
     num_new, num_kept = query.shape[2], key.shape[2]
-    if attention_mask is not None:
+    if isinstance(attention_mask, BlockMask):
+        out = flex_attention(
+            query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
+        )
+        assert isinstance(out, torch.Tensor)
+    elif attention_mask is not None and hasattr(module, "expand_kv"):
+        assert scaling is not None
+        return attend_latent(module, query, key, value, attention_mask, scaling), None
+    elif attention_mask is not None:
         out = _attend_one(query, key, value, attention_mask, scaling, sliding_window)
     elif sliding_window is not None and num_kept > sliding_window:
         mask = _window_mask(num_new, num_kept, sliding_window, query.device)
@@ -80,6 +94,35 @@ def _window_mask(num_new: int, num_kept: int, window: int, device: torch.device)
     position = torch.arange(num_kept - num_new, num_kept, device=device)[:, None]
     other = torch.arange(num_kept, device=device)[None, :]
     return (other <= position) & (other > position - window)
+
+
+def filled_mask(position: torch.Tensor, context: int) -> torch.Tensor:
+    """Mask of the tokens up to ``position`` ([1], on the device), bool of [1, 1, 1, context]."""
+    filled = torch.arange(context, device=position.device) <= position
+    return filled.view(1, 1, 1, context)
+
+
+def filled_blocks(position: torch.Tensor, context: int) -> BlockMask:
+    """The same as a block mask: compiled attention reads no block beyond ``position``.
+
+    Built of device operations alone, so that a captured step follows the position.
+    """
+    num_blocks = -(-context // BLOCK_TOKENS)
+    used = (position // BLOCK_TOKENS + 1).to(torch.int32).view(1, 1, 1)
+    order = torch.arange(num_blocks, dtype=torch.int32, device=position.device)
+
+    def up_to_position(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return key <= position[0]
+
+    return BlockMask.from_kv_blocks(
+        used,
+        order.view(1, 1, 1, num_blocks),
+        BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
+        mask_mod=up_to_position,
+        seq_lengths=(1, context),
+    )
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

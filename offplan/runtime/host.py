@@ -40,11 +40,10 @@ class HostBlock:
         address = self.tensor.data_ptr()
         status = int(cudart.cudaHostRegister(address, self.nbytes, 0))
         if status != 0:
-            # the failed call leaves an error behind that the next launch would report as its own
             raise MemoryLimitError(
-                f"the driver could not page-lock {format_bytes(self.nbytes)} (CUDA error {status}): "
-                "check `ulimit -l`, the container's memory limit and free memory, or plan with a "
-                "smaller --host-memory"
+                f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
+                f"error {status}): check `ulimit -l`, the container's memory limit and free "
+                "memory, or plan with a smaller --host-memory"
             )
         # Registered pages must be unregistered before they are freed: a later registration of the
         # same addresses would fail at some unrelated call.

@@ -79,12 +79,30 @@ class _Layer(CacheLayerMixin):
 class KVCache(Cache):
     """One layer of cache for each decoder layer, all at the same position."""
 
-    def __init__(self, num_layers: int, context: int, device: torch.device) -> None:
-        self.position = Position(device)
-        self.context = context
-        super().__init__(layers=[_Layer(self.position, context) for _ in range(num_layers)])
+    def __init__(self, num_layers: int, context: int, position: Position) -> None:
+        super().__init__(layers=[_Layer(position, context) for _ in range(num_layers)])
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated over all layers."""
         return sum(layer.nbytes() for layer in self.layers)
+
+    def of_layer(self, index: int) -> "LayerCache":
+        """What the layer ``index`` is given as its cache."""
+        return LayerCache(self.layers[index])
+
+
+class LayerCache:
+    """The cache as one layer sees it; the layer's own index is not asked for.
+
+    A compiled layer is compiled again for every index that it reads.
+    """
+
+    def __init__(self, layer: CacheLayerMixin) -> None:
+        self._layer = layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [batch, heads, new, dim]; return what attention may look at."""
+        return self._layer.update(key_states, value_states)

@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.errors import DriftError, PlanError
+from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, place
-from offplan.plan import Plan
+from offplan.plan import Offload
 from offplan.runtime.loader import Progress, fill_random, load_weights
 from offplan.runtime.skeleton import (
     Slots,
@@ -24,24 +24,19 @@ class LoadedModel:
 
     def __init__(
         self,
-        plan: Plan,
         model: Model,
+        offload: Offload,
         device: torch.device,
         folder: Path | None,
         on_progress: Progress | None = None,
     ) -> None:
-        """Load ``model`` as the plan says; ``folder`` holds its files, None for random weights.
+        """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
 
-        Raises DriftError when the model is not the plan's, PlanError for rules that do not fit
-        it, CheckpointError for files that cannot be read, MemoryLimitError when memory runs out.
+        Raises PlanError for rules that do not fit the model, CheckpointError for files that
+        cannot be read, MemoryLimitError when memory runs out.
         """
-        if model.headers_sha256 != plan.model.headers_sha256:
-            raise DriftError(
-                f"the plan was made for headers {plan.model.headers_sha256[:12]}, but "
-                f"{model.source} has {model.headers_sha256[:12]}: plan it again"
-            )
         self.model = model
-        self.placement: Placement = place(model, plan.offload.rules, plan.offload.prefetch_step)
+        self.placement: Placement = place(model, offload.rules, offload.prefetch_step)
         self.module: PreTrainedModel = build_skeleton(model)
         targets = map_tensors(self.module, model)
         state = self.module.state_dict()

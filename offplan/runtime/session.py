@@ -5,13 +5,18 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from offplan.checkpoint.model import Model
+from offplan.errors import DriftError, InputError
 from offplan.placement import Phase
-from offplan.plan import Plan
+from offplan.plan import Offload, Plan
+from offplan.runtime.attention import filled_blocks, filled_mask
+from offplan.runtime.compiled import CacheHooks, compile_layers
 from offplan.runtime.executor import CapturedPass, Executor
 from offplan.runtime.gpu_memory import bytes_in_use
-from offplan.runtime.kv_cache import KVCache
+from offplan.runtime.kv_cache import KVCache, Position
+from offplan.runtime.latent import absorb_expansions
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.loader import Progress
@@ -27,42 +32,51 @@ class Session:
 
     def __init__(
         self,
-        plan: Plan,
         model: Model,
+        offload: Offload,
         *,
+        context: int,
         device: str | torch.device,
         folder: Path | None = None,
         late_copies: bool = False,
         capture: bool = True,
         on_progress: Progress | None = None,
     ) -> None:
-        """Load ``model`` as the plan says; ``folder`` holds its files, None for random weights.
+        """Load ``model`` as a plan's ``offload`` says; sequences may reach ``context`` tokens.
 
-        ``late_copies`` (CPU only) makes every copy at the latest legal moment. ``capture`` (CUDA
-        only) captures the decode step.
+        ``folder`` holds the model's files, None for random weights. ``late_copies`` (CPU only)
+        makes every copy at the latest legal moment. ``capture`` (CUDA only) captures the decode
+        step.
 
         Raises what LoadedModel raises.
         """
-        self.plan = plan
         self.device = torch.device(device)
+        self.context = context
+        self._chunk = offload.prefill_chunk
         self._used_before = bytes_in_use(self.device)
-        self.loaded = LoadedModel(plan, model, self.device, folder, on_progress)
+        self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
         store = self.loaded.store
         self.link: Link
+        self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             # loading ran on the default stream
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             self.link = CudaLink(store.slots, store.slabs, self.device)
         else:
-            self._stream = None
             self.link = CpuLink(store.slots, store.slabs, late=late_copies)
-        self._executor = Executor(decoder_layers(self.loaded.module), self.link)
+        layers = decoder_layers(self.loaded.module)
         self._capture = capture and self._stream is not None
+        if self._capture:
+            compile_layers(layers)
+        self.position = Position(self.device)
+        absorb_expansions(self.loaded.module, self.position)
+        self._cache_hooks = CacheHooks(layers)
+        self._executor = Executor(layers, self.link)
+        self._blocks = self._capture and _blocks_serve(self.loaded)
         self._captured: _CapturedDecode | None = None
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
-        self.cache: KVCache | None = None
         self._batch = 0
         self._length = 0
 
@@ -77,13 +91,26 @@ class Session:
     ) -> None:
         self.close()
 
+    @classmethod
+    def from_plan(cls, plan: Plan, model: Model, **options: Any) -> "Session":
+        """Load a plan's model; ``options`` are those of the constructor, ``context`` aside.
+
+        Raises DriftError when the model is not the one that the plan was made for.
+        """
+        if model.headers_sha256 != plan.model.headers_sha256:
+            raise DriftError(
+                f"the plan was made for headers {plan.model.headers_sha256[:12]}, but "
+                f"{model.source} has {model.headers_sha256[:12]}: plan it again"
+            )
+        return cls(model, plan.offload, context=plan.workload.context, **options)
+
     def close(self) -> None:
         """Free graphs, caches and host memory; the device is idle afterwards."""
         if self._stream is not None:
             torch.cuda.synchronize(self.device)
         self._executor.close()
+        self._cache_hooks.close()
         self._captured = None
-        self.cache = None
         self.loaded.close()
 
     @property
@@ -93,6 +120,19 @@ class Session:
         The allocator gives nothing back, so at the end this is the peak. 0 on the CPU.
         """
         return bytes_in_use(self.device) - self._used_before
+
+    def warm_up(self, batch: int, prompt_tokens: int) -> None:
+        """Compile, capture and let libraries allocate, so that the first request need not.
+
+        Leaves no sequence begun. A prompt of another length than the plan's still compiles
+        nothing: it runs eagerly.
+        """
+        tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64)
+        logits = self.prefill(tokens)
+        for _ in range(min(2, self.context - prompt_tokens)):
+            with self.stream():
+                logits = self.decode(logits.argmax(-1, keepdim=True))
+        self._length = 0
 
     def stream(self) -> Any:
         """Context in which work is ordered with the session's own."""
@@ -105,19 +145,26 @@ class Session:
         nothing on CUDA.
         """
         batch, num_tokens = prompt.shape
-        cache = self._begin_sequences(batch)
+        if not 0 < num_tokens <= self.context:
+            raise InputError(
+                f"the prompt has {num_tokens} tokens; the plan's context is {self.context}"
+            )
+        self._begin_sequences(batch)
         with self.stream(), torch.inference_mode():
-            chunks = prompt.to(self.device).split(self.plan.offload.prefill_chunk, dim=1)
+            chunks = prompt.to(self.device).split(self._chunk, dim=1)
             self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
             start = 0
             for number, chunk in enumerate(chunks):
                 last = number + 1 == len(chunks)
                 schedule = self._next_pass(Phase.PREFILL, Phase.DECODE if last else Phase.PREFILL)
-                cache.position.start = start
-                logits = self._executor.run(schedule, _Forward(self, chunk, start))
+                self.position.start = start
+                # a compilation is worth its seconds for the plan's chunk, not for each remainder
+                planned = start == 0 and chunk.shape[1] == self._chunk
+                with torch.compiler.set_stance("default" if planned else "force_eager"):
+                    logits = self._executor.run(schedule, _Forward(self, chunk, start))
                 start += chunk.shape[1]
-            cache.position.start = None
-            cache.position.tensor.fill_(start)
+            self.position.start = None
+            self.position.tensor.fill_(start)
         self._length = num_tokens
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -128,10 +175,10 @@ class Session:
         Returns the next logits, [batch, vocabulary], overwritten by the next call. Synchronises
         nothing on CUDA, once captured.
         """
-        if self.cache is None:
+        if not self._length:
             raise ValueError("decode before prefill")
-        if self._length >= self.plan.workload.context:
-            raise ValueError(f"the sequences have reached the context of {self._length} tokens")
+        if self._length >= self.context:
+            raise InputError(f"the sequences have reached the context of {self.context} tokens")
         self._length += 1
         with self.stream(), torch.inference_mode():
             self._enter(Phase.DECODE, self._batch)
@@ -142,15 +189,15 @@ class Session:
                 logits = self._captured.replay(tokens)
             else:
                 logits = self._executor.run(schedule, lambda: self.forward_one(tokens))
-            self.cache.position.tensor.add_(1)
+            self.position.tensor.add_(1)
             return logits
 
     def forward_one(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one decode pass at the position on the device; ``tokens`` is [batch, 1]."""
-        assert self.cache is not None
-        position = self.cache.position.tensor
-        filled = torch.arange(self.cache.context, device=self.device) <= position
-        return self._call(tokens, position.expand(tokens.shape[0], 1), filled.view(1, 1, 1, -1))
+        position = self.position.tensor
+        make_mask = filled_blocks if self._blocks else filled_mask
+        mask = make_mask(position, self.context)
+        return self._call(tokens, position.expand(tokens.shape[0], 1), mask)
 
     def forward_chunk(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
         """Run one prefill pass; ``tokens`` is [batch, new], ``start`` their first position."""
@@ -158,13 +205,13 @@ class Session:
         return self._call(tokens, positions.expand(tokens.shape[0], -1), None)
 
     def _call(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | BlockMask | None
     ) -> torch.Tensor:
         output = self.loaded.module(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self.cache,
+            past_key_values=self._cache_hooks.cache,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -172,14 +219,13 @@ class Session:
         assert isinstance(logits, torch.Tensor)
         return logits
 
-    def _begin_sequences(self, batch: int) -> KVCache:
-        if self.cache is None or batch != self._batch:
+    def _begin_sequences(self, batch: int) -> None:
+        if self._cache_hooks.cache is None or batch != self._batch:
             self._captured = None  # its graphs write to the old cache
-            self.cache = KVCache(
-                len(self.loaded.model.layers), self.plan.workload.context, self.device
-            )
+            self._cache_hooks.cache = None  # its memory goes to the new one
+            num_layers = len(self.loaded.model.layers)
+            self._cache_hooks.cache = KVCache(num_layers, self.context, self.position)
             self._batch = batch
-        return self.cache
 
     def _next_pass(self, phase: Phase, upcoming: Phase) -> Schedule:
         num_layers = len(self.loaded.model.layers)
@@ -199,6 +245,18 @@ class Session:
             loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
             how = "batched_mm" if alone or loops else "grouped_mm"
             self.loaded.module.set_experts_implementation(how)
+
+
+def _blocks_serve(loaded: LoadedModel) -> bool:
+    """Whether compiled block attention serves this model's decode.
+
+    It needs heads of a power of two from 16 on, keys (not latents), and no sliding window.
+    """
+    config = loaded.module.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    windows = any(layer.kv_cache.window is not None for layer in loaded.model.layers)
+    latents = getattr(config, "kv_lora_rank", None)
+    return dim >= 16 and dim & (dim - 1) == 0 and not windows and not latents
 
 
 class _Forward:

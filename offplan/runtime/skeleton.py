@@ -48,6 +48,8 @@ def build_skeleton(model: Model) -> PreTrainedModel:
             f"{model.source} has layers of the types {sorted(unknown)}; `run` knows full and "
             "sliding attention. Its plan can still be made and exported"
         )
+    # a model cut short (to time its layers) has fewer layers than its config says
+    del decoder_layers(skeleton)[len(model.layers) :]
     return skeleton.eval().requires_grad_(False)
 
 

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
-from offplan.plan import Plan, Rule
+from offplan.plan import Offload, Rule
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.session import Session
-from tests.runtime.plans import group, make_test_plan
+from tests.runtime.plans import group, offload
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -21,37 +21,43 @@ GROUPS = [(g, n) for g in range(1, 6) for n in range(1, g + 1)]
 SEGMENTS: list[tuple[str, ...]] = [(), ("self_attn",), ("mlp",), ("down_proj", "input_layernorm")]
 
 
-def run(plan: Plan, folder: Path, prompt: torch.Tensor, **options: bool) -> list[torch.Tensor]:
-    """Logits after the prompt and after each greedy token, [batch, vocabulary] each."""
+CONTEXT = 48
+
+
+def open_session(folder: Path, decision: Offload, **options: bool) -> Session:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with Session(plan, open_model(str(folder)), device=device, folder=folder, **options) as session:
-        with session.stream():
-            logits = [session.prefill(prompt).clone()]
-            for _ in range(NUM_TOKENS):
-                tokens = logits[-1].argmax(-1, keepdim=True)
-                logits.append(session.decode(tokens).clone())
-            return [entry.cpu() for entry in logits]
+    model = open_model(str(folder))
+    return Session(model, decision, context=CONTEXT, device=device, folder=folder, **options)
 
 
-@functools.lru_cache(maxsize=None)
+def run(
+    folder: Path, decision: Offload, prompt: torch.Tensor, **options: bool
+) -> list[torch.Tensor]:
+    """Logits after the prompt and after each greedy token, [batch, vocabulary] each."""
+    session = open_session(folder, decision, **options)
+    with session, session.stream():
+        logits = [session.prefill(prompt).clone()]
+        for _ in range(NUM_TOKENS):
+            tokens = logits[-1].argmax(-1, keepdim=True)
+            logits.append(session.decode(tokens).clone())
+        return [entry.cpu() for entry in logits]
+
+
+@functools.cache
 def run_resident(
     folder: Path, prompt: tuple[tuple[int, ...], ...], chunk: int
 ) -> list[torch.Tensor]:
-    plan = make_test_plan(open_model(str(folder)), prefill_chunk=chunk)
-    return run(plan, folder, torch.tensor(prompt))
+    return run(folder, offload(prefill_chunk=chunk), torch.tensor(prompt))
 
 
 def assert_same_as_resident(
     folder: Path, *rules: Rule, prefetch_step: int, prompt: torch.Tensor = PROMPT, chunk: int = 64
 ) -> None:
-    model = open_model(str(folder))
     resident = run_resident(folder, tuple(map(tuple, prompt.tolist())), chunk)
-    plan = make_test_plan(model, *rules, prefetch_step=prefetch_step, prefill_chunk=chunk)
+    decision = offload(*rules, prefetch_step=prefetch_step, prefill_chunk=chunk)
     for late in (False, True):
-        for got, expected in zip(
-            run(plan, folder, prompt, late_copies=late), resident, strict=True
-        ):
-            assert torch.equal(got, expected)
+        got = run(folder, decision, prompt, late_copies=late)
+        assert all(map(torch.equal, got, resident))
 
 
 @pytest.mark.parametrize("prefetch_step", [1, 2, 3, 6])
@@ -87,9 +93,7 @@ def test_max_bytes(checkpoint: Path) -> None:
 def test_tokens_equal_stock_transformers(checkpoint: Path, chunk: int) -> None:
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     expected = stock.generate(BATCH, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
-    model = open_model(str(checkpoint))
-    plan = make_test_plan(model, group(2, 1), prefill_chunk=chunk)
-    with Session(plan, model, device="cpu", folder=checkpoint) as session:
+    with open_session(checkpoint, offload(group(2, 1), prefill_chunk=chunk)) as session:
         measured = Measured()
         tokens = list(generate(session, BATCH, NUM_TOKENS, measured))
     assert torch.equal(torch.stack(tokens, dim=1), expected[:, BATCH.shape[1] :])
@@ -97,18 +101,15 @@ def test_tokens_equal_stock_transformers(checkpoint: Path, chunk: int) -> None:
 
 
 def test_a_second_request_starts_afresh(checkpoint: Path) -> None:
-    model = open_model(str(checkpoint))
-    plan = make_test_plan(model, group(2, 1))
-    with Session(plan, model, device="cpu", folder=checkpoint) as session:
+    with open_session(checkpoint, offload(group(2, 1))) as session:
         first = [t.tolist() for t in generate(session, PROMPT, NUM_TOKENS, Measured())]
         list(generate(session, BATCH, NUM_TOKENS, Measured()))
         assert first == [t.tolist() for t in generate(session, PROMPT, NUM_TOKENS, Measured())]
 
 
-def test_bytes_moved_are_the_schedule(checkpoint: Path) -> None:
-    model = open_model(str(checkpoint))
-    plan = make_test_plan(model, group(2, 1), prefetch_step=1)
-    with Session(plan, model, device="cpu", folder=checkpoint) as session:
+def test_bytes_moved_are_the_slabs(checkpoint: Path) -> None:
+    with open_session(checkpoint, offload(group(2, 1), prefetch_step=1)) as session:
+        session.warm_up(len(PROMPT), PROMPT.shape[1])
         measured = Measured()
         list(generate(session, PROMPT, NUM_TOKENS, measured))
         slabs = sum(slab.nbytes for slab in session.loaded.placement.slabs)

@@ -1,0 +1,150 @@
+"""Measures how long this model's layers compute on this machine, run as the runtime runs them."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.checkpoint.model import Model
+from offplan.machine.profile import LayerTime
+from offplan.plan import Offload, Workload
+from offplan.runtime.session import Session
+from offplan.runtime.skeleton import decoder_layers
+
+NUM_SAMPLES = 5
+REPEATS = 4
+"""Times a layer is run in one captured graph: enough to make launches a small share."""
+
+Progress = Callable[[int, int], None]
+"""Called with steps done and steps in all."""
+
+
+def measure_layer_times(
+    model: Model,
+    workload: Workload,
+    prefill_chunk: int,
+    on_progress: Progress | None = None,
+) -> tuple[LayerTime, ...]:
+    """Time one layer of each kind, and what lies outside the layers, on the current CUDA device.
+
+    The shortest run of layers that has every kind is loaded with random weights, all resident.
+    Prefill is timed for one chunk that starts at position 0, decode for a captured layer.
+    """
+    kinds = [layer.key for layer in model.layers]
+    num_layers = max(kinds.index(kind) for kind in kinds) + 1
+    short = replace(model, layers=model.layers[:num_layers])
+    chunk = min(prefill_chunk, workload.prompt_tokens)
+    offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
+    with Session(short, offload, context=workload.context, device="cuda") as session:
+        prompt = torch.randint(0, 1000, (workload.batch, chunk))
+        prefill = _time_prefill(session, prompt)
+        if on_progress is not None:
+            on_progress(1, 2)
+        decode = _time_decode(session, workload.batch)
+        if on_progress is not None:
+            on_progress(2, 2)
+    names = [*kinds[:num_layers], "outside"]
+    times = [
+        LayerTime(
+            layer=name,
+            phase=phase,
+            batch=workload.batch,
+            tokens=tokens,
+            context=context,
+            seconds=seconds,
+        )
+        for phase, tokens, context, measured in (
+            ("prefill", chunk, chunk, prefill),
+            ("decode", 1, workload.context, decode),
+        )
+        for name, seconds in zip(names, measured, strict=True)
+    ]
+    return tuple({(time.layer, time.phase): time for time in times}.values())
+
+
+def _time_prefill(session: Session, prompt: torch.Tensor) -> list[float]:
+    """Seconds of each layer, and of the rest, in a prefill pass: medians over NUM_SAMPLES."""
+    samples = []
+    layers = decoder_layers(session.loaded.module)
+    for _ in range(NUM_SAMPLES + 1):  # the first one warms up
+        with _layer_events(layers) as events, session.stream():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            session.prefill(prompt)
+            stop.record()
+        stop.synchronize()
+        each = [before.elapsed_time(after) / 1e3 for before, after in events]
+        samples.append([*each, start.elapsed_time(stop) / 1e3 - sum(each)])
+    return [statistics.median(column) for column in zip(*samples[1:], strict=True)]
+
+
+@contextmanager
+def _layer_events(layers: nn.ModuleList) -> Iterator[list[tuple[torch.cuda.Event, ...]]]:
+    """Record an event before and one after every layer that runs inside."""
+    events: list[tuple[torch.cuda.Event, ...]] = []
+
+    def before(*_: Any) -> None:
+        events.append(tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+        events[-1][0].record()
+
+    def after(*_: Any) -> None:
+        events[-1][1].record()
+
+    handles = [layer.register_forward_pre_hook(before) for layer in layers]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield events
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _time_decode(session: Session, batch: int) -> list[float]:
+    """Seconds of each captured layer, and of the rest of a captured step."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    layers = decoder_layers(session.loaded.module)
+    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=session.device)
+    step = _median_seconds(session, lambda: session.decode(tokens))
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    with session.stream(), torch.inference_mode():
+        session.forward_one(tokens)
+    for handle in handles:
+        handle.remove()
+    each = [
+        _time_layer(session, layer, *call) for layer, call in zip(layers, calls, strict=True)
+    ]
+    return [*each, max(0.0, step - sum(each))]
+
+
+def _time_layer(
+    session: Session, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with session.stream(), torch.inference_mode():
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        for _ in range(REPEATS):
+            layer(*args, **kwargs)
+        graph.capture_end()
+    return _median_seconds(session, graph.replay) / REPEATS
+
+
+def _median_seconds(session: Session, work: Callable[[], object]) -> float:
+    samples = []
+    with session.stream():
+        for _ in range(NUM_SAMPLES + 2):  # the first two warm up and capture
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            samples.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(samples[2:])
