@@ -189,9 +189,7 @@ def place_units(
     for number, rule in enumerate(rules):
         if not used[number]:
             raise PlanError(_describe_unused(number, rule, model))
-    spans = [
-        span for phase in Phase for slab in slabs if (span := slab.span(phase)) is not None
-    ]
+    spans = [span for phase in Phase for slab in slabs if (span := slab.span(phase)) is not None]
     most_streamed = max(
         (sum(slab.span(phase) is not None for slab in slabs) for phase in Phase), default=0
     )

@@ -23,7 +23,7 @@ from pydantic import (
 from offplan import units
 from offplan.errors import InputError, PlanError
 
-PLAN_VERSION = 1
+PLAN_VERSION: Literal[1] = 1
 YAML_CONTEXT = {"human": True}
 """Passed to ``model_dump`` to print quantities with units instead of plain numbers."""
 
@@ -47,8 +47,10 @@ Bytes = Annotated[int, _read_bytes, _show_bytes, Field(ge=0)]
 """A predicted size: four significant digits in YAML."""
 ExactBytes = Annotated[int, _read_bytes, _show_bytes_exact, Field(ge=0)]
 """A size that must read back as it was written."""
-Rate = Annotated[float, *_quantity(units.parse_rate, units.format_rate), Field(gt=0)]
-Seconds = Annotated[float, *_quantity(units.parse_seconds, units.format_seconds), Field(ge=0)]
+_read_rate, _show_rate = _quantity(units.parse_rate, units.format_rate)
+Rate = Annotated[float, _read_rate, _show_rate, Field(gt=0)]
+_read_seconds, _show_seconds = _quantity(units.parse_seconds, units.format_seconds)
+Seconds = Annotated[float, _read_seconds, _show_seconds, Field(ge=0)]
 
 
 class Record(BaseModel):
@@ -90,10 +92,10 @@ class ModelRef(Record):
 class Workload(Record):
     """What the plan is optimised for."""
 
-    batch: int = Field(1, ge=1)
-    prompt_tokens: int = Field(512, ge=1)
-    output_tokens: int = Field(128, ge=1)
-    context: int = Field(4096, ge=1)
+    batch: int = Field(default=1, ge=1)
+    prompt_tokens: int = Field(default=512, ge=1)
+    output_tokens: int = Field(default=128, ge=1)
+    context: int = Field(default=4096, ge=1)
     """Tokens a sequence may reach; the KV cache is sized by it."""
 
     @model_validator(mode="after")
@@ -139,9 +141,9 @@ class Rule(Record):
 
     cpu_offload_params: tuple[str, ...] = ()
     """Segments: dotted runs of name parts relative to the layer. Empty matches everything."""
-    group_size: int | None = Field(None, ge=1)
-    num_in_group: int | None = Field(None, ge=1)
-    max_bytes: ExactBytes | None = Field(None, gt=0)
+    group_size: int | None = Field(default=None, ge=1)
+    num_in_group: int | None = Field(default=None, ge=1)
+    max_bytes: ExactBytes | None = Field(default=None, gt=0)
     prefill: Backend
     decode: Backend
 
@@ -179,7 +181,7 @@ class Rule(Record):
 class Offload(Record):
     """The decision itself."""
 
-    prefetch_step: int = Field(1, ge=1)
+    prefetch_step: int = Field(default=1, ge=1)
     """Slots in the ring."""
     prefill_chunk: int = Field(ge=1)
     """Prompt tokens of each sequence in one forward pass, at most."""

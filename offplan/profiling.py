@@ -118,9 +118,7 @@ def _time_decode(session: Session, batch: int) -> list[float]:
         session.forward_one(tokens)
     for handle in handles:
         handle.remove()
-    each = [
-        _time_layer(session, layer, *call) for layer, call in zip(layers, calls, strict=True)
-    ]
+    each = [_time_layer(session, layer, *call) for layer, call in zip(layers, calls, strict=True)]
     return [*each, max(0.0, step - sum(each))]
 
 

@@ -82,7 +82,7 @@ def build_pass(
     users: dict[int, list[Span]] = {}
     for slot, span in this.values():
         users.setdefault(slot, []).append(span)
-    following = dict(reversed([pair for pair in slots_of(placement, next_phase).values()]))
+    following = dict(reversed(list(slots_of(placement, next_phase).values())))
 
     contents = list(ring)
     operations: list[Operation] = []
@@ -132,14 +132,13 @@ def check_passes(passes: Sequence[Schedule]) -> None:
     """Prove that consecutive passes are safe, by executing them on names alone.
 
     Raises ValueError when a layer would run without its bytes, when a copy would overwrite what
-    is still to be read, or move what the slot already holds.
+    was waited for before its layer has run, or move what the slot already holds. Whatever else is
+    overwritten too early is missed by the next wait for it.
     """
     if not passes:
         return
     ring: list[Span | None] = list(passes[0].before)
-    waited: set[int] = set()
-    needed = [op.span for p in passes for op in p.operations if isinstance(op, Wait)]
-    position = 0
+    awaited: dict[int, Span] = {}
     for number, schedule in enumerate(passes):
         if tuple(ring) != schedule.before:
             raise ValueError(f"pass {number} expects another ring than the one it finds")
@@ -147,23 +146,14 @@ def check_passes(passes: Sequence[Schedule]) -> None:
             if isinstance(op, Copy):
                 if ring[op.slot] == op.span:
                     raise ValueError(f"pass {number} copies what slot {op.slot} already holds")
-                held = ring[op.slot]
-                if held is not None and held in _unread(needed[position:], op.span):
+                if op.slot in awaited:
                     raise ValueError(f"pass {number} overwrites slot {op.slot} before its use")
                 ring[op.slot] = op.span
-                waited.discard(op.slot)
             elif isinstance(op, Wait):
                 if ring[op.slot] != op.span:
                     raise ValueError(f"pass {number} waits for bytes that nobody copies")
-                waited.add(op.slot)
-                position += 1
-
-
-def _unread(needed: Sequence[Span], successor: Span) -> set[Span]:
-    """Spans still to be read before ``successor`` is: none of them may be overwritten by it."""
-    spans: set[Span] = set()
-    for span in needed:
-        if span == successor:
-            break
-        spans.add(span)
-    return spans
+                awaited[op.slot] = op.span
+            else:
+                if any(span.layer != op.layer for span in awaited.values()):
+                    raise ValueError(f"pass {number} runs layer {op.layer} with another's bytes")
+                awaited.clear()

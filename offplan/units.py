@@ -3,7 +3,10 @@
 Capacity is printed in GiB (binary), links in GB/s (decimal), as vendors and drivers do.
 """
 
+import itertools
+import math
 import re
+from decimal import Decimal
 
 from offplan.errors import InputError
 
@@ -22,17 +25,25 @@ _BYTES = {
 _RATES = {f"{unit}/s": factor for unit, factor in _BYTES.items() if unit}
 _FLOPS = {"gflop/s": 10**9, "tflop/s": 10**12, "pflop/s": 10**15}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_EXAMPLES = {
+    "size": "16GiB or 24GB",
+    "rate": "55.4 GB/s",
+    "arithmetic rate": "680 TFLOP/s",
+    "time": "31 ms",
+}
 _BINARY = [("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)]
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*", re.IGNORECASE)
+_LIMIT = 2**63
+"""Nothing that is measured here reaches it."""
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*", re.IGNORECASE)
 
 
-def _parse(text: str | int | float, units: dict[str, float] | dict[str, int], what: str) -> float:
+def _parse(text: str | int | float, units: dict[str, int] | dict[str, float], what: str) -> Decimal:
     match = _QUANTITY.fullmatch(str(text))
     factor = units.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        example = {"size": "16GiB or 24GB", "rate": "55.4 GB/s", "time": "31 ms"}.get(what, "680 TFLOP/s")
-        raise InputError(f"{text!r} is not a {what}: write it as {example}")
-    return float(match[1]) * factor
+    value = Decimal(match[1]) * Decimal(str(factor)) if match and factor is not None else None
+    if value is None or value >= _LIMIT:
+        raise InputError(f"{text!r} is not a {what}: write it as {_EXAMPLES[what]}")
+    return value
 
 
 def parse_bytes(text: str | int) -> int:
@@ -45,25 +56,22 @@ def parse_bytes(text: str | int) -> int:
 
 def parse_rate(text: str | float) -> float:
     """Read a rate such as ``55.4 GB/s``, in bytes per second."""
-    return _parse(text, {**_RATES, "": 1}, "rate")
+    return float(_parse(text, {**_RATES, "": 1}, "rate"))
 
 
 def parse_flops(text: str | float) -> float:
     """Read an arithmetic rate such as ``680 TFLOP/s``, in operations per second."""
-    return _parse(text, {**_FLOPS, "": 1}, "arithmetic rate")
+    return float(_parse(text, {**_FLOPS, "": 1}, "arithmetic rate"))
 
 
 def parse_seconds(text: str | float) -> float:
     """Read a duration such as ``31 ms`` (a bare number is seconds), in seconds."""
-    return _parse(text, {**_SECONDS, "": 1.0}, "time")
+    return float(_parse(text, {**_SECONDS, "": 1.0}, "time"))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Print a size for people, three decimals at most: ``15.67 GiB``."""
-    for unit, factor in _BINARY:
-        if abs(num_bytes) >= factor:
-            return f"{_significant(num_bytes / factor)} {unit}"
-    return f"{round(num_bytes)} B"
+    """Print a size for people, four significant digits: ``15.67 GiB``."""
+    return _format(num_bytes, [("B", 1.0), *((unit, float(f)) for unit, f in _BINARY[::-1])])
 
 
 def format_bytes_exact(num_bytes: int) -> str:
@@ -76,26 +84,26 @@ def format_bytes_exact(num_bytes: int) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     """Print a link's or a memory's rate: ``55.4 GB/s``."""
-    for unit, factor in (("TB/s", 10**12), ("GB/s", 10**9), ("MB/s", 10**6)):
-        if bytes_per_s >= factor:
-            return f"{_significant(bytes_per_s / factor)} {unit}"
-    return f"{_significant(bytes_per_s)} B/s"
+    return _format(bytes_per_s, [("B/s", 1.0), ("MB/s", 1e6), ("GB/s", 1e9), ("TB/s", 1e12)])
 
 
 def format_flops(flops_per_s: float) -> str:
     """Print an arithmetic rate: ``680 TFLOP/s``."""
-    return f"{_significant(flops_per_s / 10**12)} TFLOP/s"
+    return _format(flops_per_s, [("TFLOP/s", 1e12)])
 
 
 def format_seconds(seconds: float) -> str:
     """Print a duration: ``31.2 ms``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{_significant(seconds / factor)} {unit}"
-    return f"{_significant(seconds / 1e-6)} us"
+    return _format(seconds, [("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
 
 
-def _significant(value: float) -> str:
-    """Print four significant digits, without an exponent or trailing zeros."""
-    text = f"{value:.{max(0, 3 - len(str(int(abs(value)))) + 1)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+def _format(value: float, units: list[tuple[str, float]]) -> str:
+    """Print four significant digits in the largest unit of which there is at least one.
+
+    The rounded number decides, so that what is printed reads back to what prints the same.
+    """
+    for (unit, factor), (_, following) in itertools.pairwise([*units, ("", math.inf)]):
+        rounded = float(f"{value / factor:.4g}")
+        if rounded < following / factor:
+            return f"{rounded:.4f}".rstrip("0").rstrip(".") + f" {unit}"
+    raise AssertionError("the last unit takes everything")

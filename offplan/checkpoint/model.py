@@ -1,5 +1,7 @@
 """The model as the rest of offplan sees it: layers of parameters, and what lies outside them."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,6 +79,20 @@ class Layer:
     def expert_bytes(self) -> int:
         """Bytes of its routed experts; 0 in a dense layer."""
         return sum(parameter.nbytes for parameter in self.parameters if parameter.is_expert)
+
+    @cached_property
+    def key(self) -> str:
+        """Name what makes two layers cost the same: kind, parameters, their types, and the cache.
+
+        Twelve hexadecimal digits, the same on every machine and for every source of the model.
+        """
+        parameters = [
+            [p.name, len(p.tensors), sorted({(t.dtype, t.shape) for t in p.tensors})]
+            for p in self.parameters
+        ]
+        cache = [self.kv_cache.bytes_per_token, self.kv_cache.window, self.kv_cache.state_bytes]
+        content = json.dumps([self.kind, parameters, cache])
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     @cached_property
     def segments(self) -> dict[str, int]:

@@ -3,13 +3,14 @@
 The only file in this room that imports torch; import it when measuring, not before.
 """
 
+import os
 import statistics
 from collections.abc import Callable
 
 import torch
 
 from offplan.errors import OffplanError
-from offplan.machine.profile import Figure, MachineProfile
+from offplan.machine.profile import MachineProfile
 
 NUM_SAMPLES = 7
 LARGE_BYTES = 256 * 2**20
@@ -54,8 +55,13 @@ def measure_machine(on_progress: Progress | None = None) -> MachineProfile:
             "uva": measured(uva, "matrix-vector product reading 256 MiB of pinned memory in place"),
             "hbm": measured(hbm, "matrix-vector product over 2 GiB"),
             "matmul": measured(matmul, "bf16 products of 8192^3, back to back"),
-            "layer_overhead": measured(launch * KERNELS_PER_LAYER, "captured small kernels"),
+            "layer_overhead": {
+                "value": launch * KERNELS_PER_LAYER,
+                "basis": "estimated",
+                "source": f"{KERNELS_PER_LAYER} captured small kernels, {torch_version}",
+            },
             "gpu_memory": measured(total, "cudaMemGetInfo"),
+            "host_memory": measured(_host_bytes(), "physical memory"),
             "gpu_overhead": measured(
                 total - free - torch.cuda.memory_reserved(), "memory in use beside tensors"
             ),
@@ -65,6 +71,10 @@ def measure_machine(on_progress: Progress | None = None) -> MachineProfile:
 
 KERNELS_PER_LAYER = 20
 """Small kernels of one decoder layer as transformers writes it: norms, rotary, residuals."""
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _median_seconds(work: Callable[[], object], repeats: int = 1) -> float:

@@ -87,7 +87,7 @@ def _attend_one(
         mask = mask & ~beyond
     folded = query.view(batch, kv_heads, heads // kv_heads, head_dim)
     out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return out.view(batch, heads, 1, value.shape[-1])
+    return out.reshape(batch, heads, 1, value.shape[-1])
 
 
 def _window_mask(num_new: int, num_kept: int, window: int, device: torch.device) -> torch.Tensor:

@@ -21,8 +21,8 @@ def compile_layers(layers: nn.ModuleList) -> None:
         # torch.compile guards on every integer that it reads from a module
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = 0  # type: ignore[assignment]
-        layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+                vars(module)["layer_idx"] = 0
+        layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
 class CacheHooks:

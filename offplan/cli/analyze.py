@@ -1,0 +1,80 @@
+"""``offplan analyze``: the model, the machine, and the plan that suits both."""
+
+from typing import TYPE_CHECKING
+
+from offplan.cli.options import (
+    BatchOption,
+    ContextOption,
+    ForceOption,
+    GPUMemoryOption,
+    HostMemoryOption,
+    JsonOption,
+    MachineOption,
+    ModelArgument,
+    OutputOption,
+    OutputTokensOption,
+    PromptTokensOption,
+    RevisionOption,
+    SourceOption,
+)
+from offplan.cli.output import check_writable, print_json, print_note, print_report, write_file
+from offplan.errors import InfeasibleError, InputError
+
+if TYPE_CHECKING:
+    from offplan.checkpoint.model import Model
+    from offplan.cli.planning import Wishes
+    from offplan.report.analysis import Analysis
+
+
+def analyze(
+    model: ModelArgument,
+    machine: MachineOption = None,
+    gpu_memory: GPUMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    batch: BatchOption = 1,
+    prompt_tokens: PromptTokensOption = 512,
+    output_tokens: OutputTokensOption = 128,
+    context: ContextOption = 4096,
+    revision: RevisionOption = None,
+    source: SourceOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Show a model's layers, the machine, and the plan for a workload and a budget."""
+    from offplan.cli.models import open_named_model
+    from offplan.cli.planning import read_wishes, read_workload
+    from offplan.plan import dump_plan
+    from offplan.report.analysis import render_analysis
+    from offplan.report.payload import analyze_payload
+
+    check_writable(output, force=force)
+    workload = read_workload(batch, prompt_tokens, output_tokens, context)
+    wishes = read_wishes(workload, gpu_memory, host_memory)
+    analysis = _analyze(open_named_model(model, revision, source), machine, wishes)
+    if json:
+        print_json(analyze_payload(analysis))
+    else:
+        print_report(*render_analysis(analysis))
+    if output is None:
+        return
+    if analysis.result is None:
+        raise InputError(f"{output} was not written: there is no plan")
+    write_file(output, dump_plan(analysis.result.plan), force=force)
+    print_note(f"wrote {output}")
+
+
+def _analyze(model: "Model", machine: str | None, wishes: "Wishes") -> "Analysis":
+    """Plan if there is a machine to plan for; a plan that does not exist is a finding too."""
+    from offplan.cli.planning import find_machine, unmeasured
+    from offplan.planner import make_plan
+    from offplan.report.analysis import Analysis
+
+    found = find_machine(machine, model, wishes.workload)
+    if found is None:
+        return Analysis(model, None, unmeasured=unmeasured())
+    try:
+        result = make_plan(model, found.profile, wishes.workload, wishes.budget(found))
+    except InfeasibleError as error:
+        return Analysis(model, found.profile, infeasible=error)
+    return Analysis(model, found.profile, result)

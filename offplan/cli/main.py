@@ -1,0 +1,50 @@
+"""``offplan``: the one place where errors become exit codes.
+
+Nothing heavy is imported here or at the top of a command's file: ``offplan --help`` starts at once.
+"""
+
+import sys
+
+import typer
+
+from offplan.cli.analyze import analyze
+from offplan.cli.export import export
+from offplan.cli.measure import measure
+from offplan.cli.plan import plan
+from offplan.cli.run import run
+from offplan.cli.schema import schema
+from offplan.errors import OffplanError
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model or the "
+    "machine is not the plan's."
+)
+
+app = typer.Typer(
+    name="offplan",
+    help="Plan, then run, a model whose weights do not fit the GPU.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: it starts faster and reads the same in the docs
+    pretty_exceptions_enable=False,
+)
+for command in (analyze, plan, run, export, measure, schema):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; always ends in ``SystemExit``."""
+    try:
+        app(prog_name="offplan")
+    except OffplanError as error:
+        _fail(error, error.exit_code)
+    except OSError as error:  # a full disk, a lost network share: not ours, and no traceback helps
+        _fail(error, OffplanError.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(error: Exception, exit_code: int) -> None:
+    print(f"offplan: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(exit_code)

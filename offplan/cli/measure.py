@@ -1,0 +1,54 @@
+"""``offplan measure``: this machine's profile, for plans made anywhere."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from offplan.cli.options import (
+    BatchOption,
+    ContextOption,
+    ForceOption,
+    JsonOption,
+    OutputOption,
+    OutputTokensOption,
+    PromptTokensOption,
+    RevisionOption,
+)
+from offplan.cli.output import Progress, check_writable, print_json, print_note, write_file
+
+
+def measure(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Also time this model's layers, at the workload."),
+    ] = None,
+    batch: BatchOption = 1,
+    prompt_tokens: PromptTokensOption = 512,
+    output_tokens: OutputTokensOption = 128,
+    context: ContextOption = 4096,
+    revision: RevisionOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Measure this machine and print its profile; plans can be made from it elsewhere."""
+    from offplan.cli.models import open_named_model
+    from offplan.cli.planning import measure_here, read_workload
+    from offplan.machine.measure import measure_machine
+    from offplan.machine.profile import dump_profile
+    from offplan.report.payload import JSON_VERSION, machine_payload
+
+    check_writable(output, force=force)
+    if model is None:
+        profile = measure_machine(Progress("measuring the machine"))
+    else:
+        workload = read_workload(batch, prompt_tokens, output_tokens, context)
+        profile = measure_here(open_named_model(model, revision, None), workload).profile
+    if output is not None:
+        write_file(output, dump_profile(profile), force=force)
+        print_note(f"wrote {output}")
+    if json:
+        print_json({"offplan": JSON_VERSION, "machine": machine_payload(profile)})
+    elif output is None:
+        sys.stdout.write(dump_profile(profile))

@@ -1,0 +1,43 @@
+"""Arguments and options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A Hub id, a folder of safetensors, or a config.json."),
+]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+RevisionOption = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")
+]
+SourceOption = Annotated[
+    str | None, typer.Option(help="Name of the model in the plan, when MODEL is a local copy.")
+]
+MachineOption = Annotated[
+    str | None,
+    typer.Option(help="Plan for this machine profile, by name or file; else this GPU is measured."),
+]
+GPUMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="GPU memory the process may take (16GiB). [default: what is free]"),
+]
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="Host memory the weights may take. [default: what the machine has]"),
+]
+BatchOption = Annotated[int, typer.Option(min=1, help="Sequences generated together.")]
+PromptTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
+OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens generated for each.")]
+ContextOption = Annotated[int, typer.Option(min=1, help="Tokens a sequence may reach.")]
+LocalModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Read the model here instead of where the plan says."),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write the result to this file.")
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]

@@ -1,0 +1,122 @@
+"""From command-line options to the planner's arguments."""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offplan.cli.output import Progress
+from offplan.errors import InputError
+from offplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from offplan.checkpoint.model import Model
+    from offplan.machine.profile import MachineProfile
+    from offplan.plan import Budget, Workload
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for, checked before anything is read or measured."""
+
+    workload: "Workload"
+    gpu_memory_bytes: int | None
+    host_memory_bytes: int | None
+
+    def budget(self, machine: "Found") -> "Budget":
+        """Fill in what the machine has where the user set no limit."""
+        from offplan.plan import Budget
+
+        gpu, host = self.gpu_memory_bytes, self.host_memory_bytes
+        if gpu is None:
+            gpu = machine.gpu_memory_bytes
+        if host is None and machine.profile.host_memory is not None:
+            host = machine.profile.host_memory.value
+        return Budget(gpu_memory=gpu, host_memory=host)
+
+
+def read_wishes(
+    workload: "Workload", gpu_memory: str | None = None, host_memory: str | None = None
+) -> Wishes:
+    """Parse the sizes; raises InputError."""
+    return Wishes(
+        workload,
+        None if gpu_memory is None else parse_bytes(gpu_memory),
+        None if host_memory is None else parse_bytes(host_memory),
+    )
+
+
+def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: int) -> "Workload":
+    """Check the workload; raises InputError where it contradicts itself."""
+    from pydantic import ValidationError
+
+    from offplan.plan import Workload
+
+    try:
+        return Workload(
+            batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, context=context
+        )
+    except ValidationError as error:
+        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def has_gpu() -> bool:
+    """Whether a CUDA device can be measured; imports torch only where there is a driver."""
+    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        ctypes.CDLL(driver)
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def unmeasured() -> str:
+    """Say what is missing for a plan where there is neither a GPU nor a profile."""
+    from offplan.machine.profile import shipped_profiles
+
+    return (
+        "no GPU here and no --machine: link bandwidth and compute were not measured, so nothing "
+        f"is planned; --machine takes a profile's file or one of {', '.join(shipped_profiles())}"
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """A machine to plan for, and how much of it is free."""
+
+    profile: "MachineProfile"
+    gpu_memory_bytes: int
+
+
+def find_machine(name: str | None, model: "Model", workload: "Workload") -> "Found | None":
+    """Read the named profile, or measure this machine; None where there is no GPU to measure.
+
+    Raises ProfileError.
+    """
+    if name is not None:
+        from offplan.machine.profile import load_profile
+
+        profile = load_profile(name)
+        return Found(profile, profile.gpu_memory.value)
+    return measure_here(model, workload) if has_gpu() else None
+
+
+def measure_here(model: "Model", workload: "Workload") -> "Found":
+    """Measure the link, and the compute of each kind of layer at the workload's shapes."""
+    import torch
+
+    from offplan.machine.measure import measure_machine
+    from offplan.planner.problem import PREFILL_CHUNKS
+    from offplan.profiling import measure_layer_times
+    from offplan.runtime.gpu_memory import bytes_in_use
+
+    # asked before this process has a context on the card, which the budget is to include
+    used = bytes_in_use(torch.device("cuda"))
+    profile = measure_machine(Progress("measuring the machine"))
+    times = measure_layer_times(
+        model, workload, PREFILL_CHUNKS[0], Progress("measuring the layers")
+    )
+    profile = profile.model_copy(update={"layer_times": times})
+    return Found(profile, profile.gpu_memory.value - used)

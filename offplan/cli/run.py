@@ -1,0 +1,151 @@
+"""``offplan run``: load by a plan, generate, compare with what was predicted."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offplan.cli.options import JsonOption, LocalModelOption, PlanArgument
+from offplan.cli.output import Progress, print_json, print_report
+from offplan.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from offplan.checkpoint.model import Model
+    from offplan.cli.text import Text
+    from offplan.plan import Plan
+    from offplan.report.run import RunResult
+    from offplan.runtime.session import Session
+
+
+def run(
+    plan: PlanArgument,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; without it, random tokens.")
+    ] = None,
+    model: LocalModelOption = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to generate. [default: the plan's]")
+    ] = None,
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="Random weights; none are read.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1 or cpu. [default: a GPU if there is one]")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Run a plan: generate text, then show predicted against measured."""
+    from offplan.cli.models import find_weights, open_planned_model
+    from offplan.plan import load_plan
+
+    loaded = load_plan(plan)
+    found = open_planned_model(loaded, model)
+    num_tokens = max_new_tokens or loaded.workload.output_tokens
+    text = None if prompt is None else _read_prompt(found, prompt, stream=not json)
+    tokens = _random_prompt(loaded, found) if text is None else text.tokens
+    _check_context(loaded, tokens.shape[1], num_tokens)
+    folder = None if dummy_weights else find_weights(found)
+
+    from offplan.runtime.session import Session
+
+    with Session.from_plan(
+        loaded,
+        found,
+        device=_find_device(device),
+        folder=folder,
+        on_progress=Progress("loading"),
+    ) as session:
+        result = _generate(session, tokens, num_tokens, text)
+    _report(loaded, result, text, json=json)
+
+
+def _generate(
+    session: "Session", prompt: "torch.Tensor", num_tokens: int, text: "Text | None"
+) -> "RunResult":
+    """Generate to the end and collect what it cost."""
+    import torch
+
+    from offplan.report.run import RunResult
+    from offplan.runtime.generate import Measured, generate
+
+    session.warm_up(*prompt.shape)
+    measured = Measured()
+    stop = frozenset[int]() if text is None else text.stop_tokens
+    for token in generate(session, prompt, num_tokens, measured, stop):
+        if text is not None:
+            text.add(token)
+    if text is not None:
+        text.end()
+    on_gpu = session.device.type == "cuda"
+    num_steps = len(measured.step_s)
+    # a stop token ends the text when the step after it is already on its way
+    num_decodes = min(num_steps + 1, num_tokens - 1)
+    return RunResult(
+        device=torch.cuda.get_device_name(session.device) if on_gpu else "CPU",
+        batch=prompt.shape[0],
+        prompt_tokens=prompt.shape[1],
+        output_tokens=num_steps + 1,
+        first_token_s=measured.first_token_s,
+        step_s=measured.median_step_s if num_steps else None,
+        prefill_link_bytes=measured.prefill_link_bytes,
+        decode_link_bytes=measured.decode_link_bytes // num_decodes if num_decodes else None,
+        gpu_bytes=session.gpu_bytes if on_gpu else None,
+    )
+
+
+def _report(plan: "Plan", result: "RunResult", text: "Text | None", *, json: bool) -> None:
+    from offplan.report.payload import run_payload
+    from offplan.report.run import render_run
+
+    if json:
+        print_json(run_payload(plan, result, None if text is None else text.generated))
+        return
+    if text is not None:
+        print()
+    print_report(render_run(plan, result))
+
+
+def _read_prompt(model: "Model", prompt: str, *, stream: bool) -> "Text":
+    from offplan.cli.text import Text
+
+    return Text(model, prompt, stream=stream)
+
+
+def _random_prompt(plan: "Plan", model: "Model") -> "torch.Tensor":
+    """The plan's workload on random tokens, the same ones every time."""
+    import torch
+
+    from offplan.checkpoint.config import read_count, text_config
+
+    vocabulary = read_count(text_config(model.config), "vocab_size")
+    if vocabulary is None:
+        raise InputError(f"the config of {model.source} has no vocab_size to draw tokens from")
+    shape = (plan.workload.batch, plan.workload.prompt_tokens)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, shape, generator=generator)
+
+
+def _check_context(plan: "Plan", prompt_tokens: int, num_tokens: int) -> None:
+    context = plan.workload.context
+    if prompt_tokens + num_tokens > context:
+        raise InputError(
+            f"{prompt_tokens} prompt tokens and {num_tokens} new ones exceed the plan's context "
+            f"of {context}: lower --max-new-tokens, or plan with a larger --context"
+        )
+
+
+def _find_device(name: str | None) -> "torch.device":
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"{name!r} is not a device: write cuda, cuda:1 or cpu") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no {name} here: {torch.cuda.device_count()} GPUs are visible")
+    if device.type not in ("cuda", "cpu"):
+        raise InputError(f"offplan runs on cuda and cpu; {name} is neither")
+    return device

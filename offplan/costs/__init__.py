@@ -1,0 +1,1 @@
+"""What a plan costs: compute, memory, and the timeline that prices a schedule."""

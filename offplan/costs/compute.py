@@ -1,0 +1,142 @@
+"""Seconds of compute with everything resident: measured where a profile has it, else a roofline."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import log
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.costs.work import LayerWork, PassShape, layer_work
+from offplan.machine.profile import LayerTime, MachineProfile
+
+MATMUL_EFFICIENCY = 0.75
+"""Share of the profile's matmul rate that the products of a whole layer reach.
+
+Source: an 8192-token prefill of Qwen3-8B (134 TFLOP, attention included) by transformers' model
+code took 0.265 to 0.272 s on an H200 that reaches 680 TFLOP/s on large products alone.
+"""
+
+OUTSIDE = "outside"
+"""Key in a machine profile of what lies outside the layers: embedding, final norm, head."""
+
+_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "tok_embeddings.weight", "embed_in.weight")
+
+
+@dataclass(frozen=True)
+class ComputeTime:
+    """How long something computes, and whether that was measured."""
+
+    seconds: float
+    measured: bool
+    """Measured at exactly this shape; otherwise estimated."""
+
+
+@dataclass(frozen=True)
+class PassCompute:
+    """Compute of one forward pass with everything resident."""
+
+    layers: tuple[ComputeTime, ...]
+    """By layer, in the order of execution."""
+    outside: ComputeTime
+    """Embedding, final norm and head."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole pass."""
+        return sum(time.seconds for time in self.layers) + self.outside.seconds
+
+    @cached_property
+    def measured(self) -> bool:
+        """Whether all of it was measured."""
+        return self.outside.measured and all(time.measured for time in self.layers)
+
+
+@dataclass(frozen=True)
+class ModelCompute:
+    """Prices the passes of one model on one machine; equal layers are summed up once."""
+
+    model: Model
+    machine: MachineProfile
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """``Layer.key`` of every layer."""
+        return tuple(layer.key for layer in self.model.layers)
+
+    @cached_property
+    def works(self) -> dict[str, LayerWork]:
+        """What each kind of layer has to do, by its key."""
+        works: dict[str, LayerWork] = {}
+        for layer in self.model.layers:
+            if layer.key not in works:
+                works[layer.key] = layer_work(self.model, layer)
+        return works
+
+    def price(self, shape: PassShape) -> PassCompute:
+        """Price one pass."""
+        times = {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
+        outside = outside_time(self.machine, self.model, shape)
+        return PassCompute(tuple(times[key] for key in self.keys), outside)
+
+
+def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:
+    """Price one layer: the measured time of this shape, or an estimate.
+
+    The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the profile's
+    overhead of a layer; times measured at other shapes of the same layer scale it.
+    """
+
+    def estimate(at: PassShape) -> float:
+        reading = work.device_bytes(at) / machine.hbm.value
+        multiplying = work.flops(at) / (machine.matmul.value * MATMUL_EFFICIENCY)
+        return max(reading, multiplying) + machine.layer_overhead.value
+
+    return _measured_or(machine, work.key, shape, estimate)
+
+
+def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> ComputeTime:
+    """Price embedding rows, final norm and the head on the last token of each sequence."""
+    head = find_head(model)
+
+    def estimate(at: PassShape) -> float:
+        if head is None:
+            return 0.0
+        hidden_bytes = head.nbytes // max(head.shape)
+        rows = 2 * at.num_tokens * hidden_bytes  # an embedding row in, a hidden state out
+        reading = (head.nbytes + rows) / machine.hbm.value
+        flops = 2 * head.num_elements * at.batch
+        return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
+
+    return _measured_or(machine, OUTSIDE, shape, estimate)
+
+
+def find_head(model: Model) -> TensorInfo | None:
+    """The matrix that turns hidden states into logits: the head, or the embedding it is tied to."""
+    tensors = [tensor for tensor in model.loaded_outside if len(tensor.shape) == 2]
+    for names in (_HEADS, _EMBEDDINGS):
+        for tensor in tensors:
+            if tensor.name.endswith(names):
+                return tensor
+    return None
+
+
+def _measured_or(
+    machine: MachineProfile, key: str, shape: PassShape, estimate: Callable[[PassShape], float]
+) -> ComputeTime:
+    phase = shape.phase.value
+    exact = machine.find_layer_time(key, phase, shape.batch, shape.tokens, shape.context)
+    if exact is not None:
+        return ComputeTime(exact, measured=True)
+    others = [time for time in machine.layer_times if (time.layer, time.phase) == (key, phase)]
+    if not others:
+        return ComputeTime(estimate(shape), measured=False)
+    nearest = min(others, key=lambda time: (_distance(time, shape), time.tokens, time.context))
+    known = PassShape(shape.phase, nearest.batch, nearest.tokens, nearest.context)
+    return ComputeTime(estimate(shape) * nearest.seconds / estimate(known), measured=False)
+
+
+def _distance(time: LayerTime, shape: PassShape) -> float:
+    tokens = abs(log(time.batch * time.tokens / shape.num_tokens))
+    return tokens + abs(log(time.context / shape.context))

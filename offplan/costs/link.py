@@ -1,0 +1,61 @@
+"""What crosses the link when kernels read offloaded weights in place."""
+
+from bisect import bisect_left
+from math import exp, log
+
+from offplan.checkpoint.model import Experts
+from offplan.costs.work import PassShape
+from offplan.placement import Placement, SlabEntry
+from offplan.plan import Backend
+
+REREADS = ((128, 1.0), (256, 2.0), (512, 2.0), (1024, 5.0), (4096, 17.0))
+"""Rows of a matrix product, and how often each byte of a weight read in place then crosses.
+
+Source: cuBLAS bf16 products on an H200 (51, 25.6, 25.6, 10.1 and 3.0 GB/s effective): tiles re-read
+the weight. Between and beyond the points the logarithms are interpolated linearly; at 8192 rows
+that gives 31, where vLLM's prefill of Qwen3-8B with 7 GiB read in place showed 37.
+"""
+
+
+def reread_factor(num_rows: float) -> float:
+    """How often each byte of a weight read in place crosses in a product of ``num_rows`` rows."""
+    first, _ = REREADS[0]
+    if num_rows <= first:
+        return 1.0
+    upper = min(bisect_left([rows for rows, _ in REREADS], num_rows), len(REREADS) - 1)
+    (rows_a, factor_a), (rows_b, factor_b) = REREADS[upper - 1], REREADS[upper]
+    share = log(num_rows / rows_a) / log(rows_b / rows_a)
+    return factor_a * exp(share * log(factor_b / factor_a))
+
+
+def uva_bytes(num_bytes: int, is_expert: bool, experts: Experts | None, num_tokens: int) -> int:
+    """Bytes that cross when a pass of so many tokens reads ``num_bytes`` of one layer in place.
+
+    Weights cross whole; of routed experts those that the tokens are sent to (uniform routing), each
+    for its share of the tokens.
+    """
+    rows: float = num_tokens
+    if not is_expert or experts is None:
+        return round(num_bytes * reread_factor(rows))
+    rows *= experts.num_experts_per_token / experts.num_experts
+    share = experts.touched(num_tokens) / experts.num_experts
+    return round(num_bytes * share * reread_factor(rows))
+
+
+def uva_bytes_by_layer(
+    placement: Placement, experts: Experts | None, num_layers: int, shape: PassShape
+) -> tuple[int, ...]:
+    """Bytes that each layer reads in place in a pass, re-reads included."""
+
+    def crossing(entries: tuple[SlabEntry, ...], is_expert: bool) -> int:
+        num_bytes = sum(
+            entry.unit.nbytes
+            for entry in entries
+            if entry.backend(shape.phase) is Backend.UVA and entry.unit.is_expert == is_expert
+        )
+        return uva_bytes(num_bytes, is_expert, experts, shape.num_tokens)
+
+    by_layer = [0] * num_layers
+    for slab in placement.slabs:
+        by_layer[slab.layer] = crossing(slab.entries, False) + crossing(slab.entries, True)
+    return tuple(by_layer)

@@ -1,0 +1,171 @@
+"""GPU and host memory of a plan, term by term."""
+
+from collections.abc import Iterable
+
+from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.model import Layer, Model, Parameter
+from offplan.costs.compute import find_head
+from offplan.costs.roles import Role, role_of
+from offplan.costs.work import PassShape, attention_dims, decode_shape, prefill_shapes
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase, Placement
+from offplan.plan import Budget, GPUMemoryPrediction, Workload
+
+MARGIN = 0.02
+"""Share of the GPU budget left free, for what is allocated in other sizes than asked.
+
+Source: estimated.
+"""
+
+HIDDEN_COPIES = 4
+"""Hidden states alive at once: residual, normed, a block's output and their sum.
+
+Source: transformers' decoder layer, read.
+"""
+
+ATTENTION_COPIES = 2
+"""Times the attention's products live: as they come out, and turned or laid out for the kernel.
+
+Source: transformers' attention, read.
+"""
+
+LOGIT_BYTES = 6
+"""Of one logit: in bfloat16 as the head gives it, and in float32 to choose a token from."""
+
+SCORE_BYTES = 10
+"""Of one attention score over latents: in float32, its softmax in float32 and in bfloat16.
+
+Source: ``runtime.latent.attend_latent``.
+"""
+
+ROUTED_COPIES = 2
+"""A routed token's hidden state is gathered for its expert, and what returns is scattered.
+
+Source: transformers' ``grouped_mm`` experts, read.
+"""
+
+_ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})
+_MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
+
+
+def kv_cache_bytes(model: Model, workload: Workload) -> int:
+    """Static cache: batch x context tokens of every layer's keys and values, or latents.
+
+    Layers with a window keep the whole context as well: the runtime gives all layers one shape.
+    """
+    return workload.batch * sum(
+        workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
+        for layer in model.layers
+    )
+
+
+def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
+    """Context, libraries and graphs as the profile says, and MARGIN of the budget."""
+    return machine.gpu_overhead.value + round(MARGIN * budget.gpu_memory)
+
+
+def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
+    """Temporaries of the largest pass: hidden states + the hungriest block + logits.
+
+    Of a layer only one block, attention or MLP, is alive at a time.
+    """
+    layers = _distinct_layers(model)
+    # of passes with as many tokens, the last one reaches furthest and takes most
+    last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
+    shapes = [decode_shape(workload), *last.values()]
+
+    def of_pass(shape: PassShape) -> int:
+        blocks = (block(model, layer, shape) for layer in layers for block in _BLOCKS)
+        return hidden_bytes(model, shape) + max(blocks) + logits_bytes(model, shape)
+
+    return max(map(of_pass, shapes))
+
+
+def hidden_bytes(model: Model, shape: PassShape) -> int:
+    """Hidden states: HIDDEN_COPIES x new tokens x hidden size x element size."""
+    hidden = read_count(text_config(model.config), "hidden_size", "n_embd") or 0
+    return HIDDEN_COPIES * shape.num_tokens * hidden * element_bytes(model)
+
+
+def logits_bytes(model: Model, shape: PassShape) -> int:
+    """Logits of each sequence's last token: batch x vocabulary x LOGIT_BYTES."""
+    head = find_head(model)
+    return shape.batch * head.shape[0] * LOGIT_BYTES if head is not None else 0
+
+
+def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """Attention's temporaries.
+
+    ATTENTION_COPIES x new tokens x the width of its products, and for latent attention: in prefill
+    the keys and values of every head, expanded over the whole context (twice: the product, and
+    keys with their rotary part joined); in decode SCORE_BYTES for every head and cached token.
+    """
+    width = _output_width(p for p in layer.parameters if role_of(p) in _ATTENTION_ROLES)
+    products = ATTENTION_COPIES * shape.num_tokens * width * element_bytes(model)
+    if not read_count(text_config(model.config), "kv_lora_rank"):
+        return products
+    dims = attention_dims(model.config, shape.phase)
+    per_token = dims.num_heads * SCORE_BYTES
+    if shape.phase is Phase.PREFILL:
+        per_token = 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * element_bytes(model)
+    return products + shape.batch * shape.context * per_token
+
+
+def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """Temporaries of the MLP, of shared and of routed experts.
+
+    New tokens x the width of the products (gate, up, down), and the same for each of a token's
+    experts with ROUTED_COPIES of its hidden state. A token that is alone has the weights of its
+    experts gathered (``batched_mm``, which the runtime chooses then).
+    """
+    dense = _output_width(p for p in layer.parameters if role_of(p) in _MLP_ROLES)
+    routed = gathered = 0
+    if layer.expert_bytes and model.experts is not None:
+        hidden = read_count(text_config(model.config), "hidden_size", "n_embd") or 0
+        width = _output_width(p for p in layer.parameters if p.is_expert)
+        routed = model.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
+        if shape.num_tokens == 1:
+            gathered = model.experts.num_experts_per_token * model.experts.bytes_per_expert
+    return shape.num_tokens * (dense + routed) * element_bytes(model) + gathered
+
+
+_BLOCKS = (attention_bytes, mlp_bytes)
+
+
+def predict_gpu_memory(
+    placement: Placement,
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    prefill_chunk: int,
+) -> GPUMemoryPrediction:
+    """Add up the terms; they are what a plan promises to stay within."""
+    terms = {
+        "resident": placement.resident_bytes,
+        "ring": placement.ring_bytes,
+        "kv_cache": kv_cache_bytes(model, workload),
+        "activations": activation_bytes(model, workload, prefill_chunk),
+        "overhead": overhead_bytes(machine, budget),
+    }
+    return GPUMemoryPrediction(**terms, total=sum(terms.values()))
+
+
+def element_bytes(model: Model) -> int:
+    """Bytes of one activation: quantised weights are computed with in bfloat16."""
+    return 4 if model.dtype in ("float32", "float64") else 2
+
+
+def _output_width(parameters: Iterable[Parameter]) -> int:
+    """Elements that each token's products with these matrices have, one expert's of routed ones."""
+    shapes = [parameter.tensors[0].shape for parameter in parameters]
+    return sum(shape[-2] for shape in shapes if len(shape) > 1)
+
+
+def _distinct_layers(model: Model) -> list[Layer]:
+    """One layer of each kind of structure: same parameter names, same first shapes."""
+    distinct = {
+        (layer.kv_cache, tuple((p.name, p.tensors[0].shape) for p in layer.parameters)): layer
+        for layer in model.layers
+    }
+    return list(distinct.values())

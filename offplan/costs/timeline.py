@@ -1,0 +1,172 @@
+"""The timeline: prices the very schedule that the runtime executes.
+
+Two queues, as on the GPU: compute runs the operations in program order, and one FIFO link carries
+the copies. A copy starts when everything before it in the compute queue is done and the copy before
+it is done; a wait holds compute until its copy is done; a layer that reads weights in place first
+spends their time on both queues, because kernels and DMA share the link.
+
+Every rule above takes a maximum or adds a constant, so a pass is a linear map over the max-plus
+semiring, and a decode step in steady state takes exactly the map's largest cycle mean: no iteration
+has to settle. Times are whole picoseconds, so the result does not depend on the order of additions.
+
+Source: F. Baccelli et al., Synchronization and Linearity (1992), chapter 3; R. Karp, A
+characterization of the minimum cycle mean in a digraph (1978).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from offplan.placement import Span
+from offplan.plan import PhasePrediction
+from offplan.schedule import Compute, Copy, Schedule, Wait
+
+PS_PER_S = 10**12
+"""Picoseconds in a second."""
+
+_NEVER = float("-inf")
+"""A moment before all others."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """How long each operation of one pass takes, in whole picoseconds."""
+
+    compute_ps: tuple[int, ...]
+    """By layer, with everything resident."""
+    outside_ps: int
+    """After the last layer: head and whatever else lies outside the layers."""
+    uva_ps: tuple[int, ...]
+    """By layer: reading weights in place, before it computes."""
+    uva_bytes: int
+    """Bytes read in place over all layers, re-reads included."""
+    copy_ps: Callable[[Span], int]
+    """One DMA."""
+
+    @property
+    def resident_ps(self) -> int:
+        """The whole pass with everything resident."""
+        return sum(self.compute_ps) + self.outside_ps
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """What a phase takes, in picoseconds; a steady step may be a fraction."""
+
+    step_ps: Fraction
+    compute_ps: int
+    link_ps: int
+    bound_ps: int
+    link_bytes: int
+
+    def predict(self) -> PhasePrediction:
+        """Convert to a plan's record, in seconds."""
+        return PhasePrediction(
+            step=to_seconds(self.step_ps),
+            compute=to_seconds(self.compute_ps),
+            link=to_seconds(self.link_ps),
+            stall=to_seconds(self.step_ps - self.compute_ps),
+            bound=to_seconds(self.bound_ps),
+            link_bytes=self.link_bytes,
+        )
+
+
+def to_ps(seconds: float) -> int:
+    """Round a time to whole picoseconds."""
+    return round(seconds * PS_PER_S)
+
+
+def to_seconds(picoseconds: int | Fraction) -> float:
+    """Convert picoseconds to seconds."""
+    return float(Fraction(picoseconds) / PS_PER_S)
+
+
+def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
+    """Price a decode step in steady state, when each step is followed by another like it.
+
+    ``bound_ps`` is the larger of compute and the time that the link is busy.
+    """
+    copied_ps = sum(times.copy_ps(op.span) for op in schedule.operations if isinstance(op, Copy))
+    link_ps = copied_ps + sum(times.uva_ps)
+    size = 2 + len(schedule.before)
+    columns = []
+    for origin in range(size):  # the map's column: what depends on this moment alone
+        state: list[float] = [_NEVER] * size
+        state[origin] = 0
+        _run_pass(schedule, times, state)
+        columns.append(state)
+    return PhaseTimes(
+        step_ps=_largest_cycle_mean(columns),
+        compute_ps=times.resident_ps,
+        link_ps=link_ps,
+        bound_ps=max(times.resident_ps, link_ps),
+        link_bytes=schedule.link_bytes + times.uva_bytes,
+    )
+
+
+def price_prefill(schedules: Sequence[Schedule], times: Sequence[PassTimes]) -> PhaseTimes:
+    """Price the passes that read a prompt, from an idle link whose ring holds what it should.
+
+    The step ends with the last pass's compute. Copies that the passes queue for the step after
+    them count as link time and bytes, as they do when the runtime measures, but not in
+    ``bound_ps``: nothing in the prompt waits for them.
+    """
+    state: list[float] = [0] * (2 + len(schedules[0].before))
+    uva_ps = copied_ps = awaited_ps = link_bytes = 0
+    pending: dict[int, int] = {}
+    for schedule, pass_times in zip(schedules, times, strict=True):
+        _run_pass(schedule, pass_times, state)
+        uva_ps += sum(pass_times.uva_ps)
+        link_bytes += schedule.link_bytes + pass_times.uva_bytes
+        for op in schedule.operations:
+            if isinstance(op, Copy):
+                pending[op.slot] = pass_times.copy_ps(op.span)
+                copied_ps += pending[op.slot]
+            elif isinstance(op, Wait):
+                awaited_ps += pending.pop(op.slot, 0)
+    compute_ps = sum(pass_times.resident_ps for pass_times in times)
+    return PhaseTimes(
+        step_ps=Fraction(int(state[0])),
+        compute_ps=compute_ps,
+        link_ps=copied_ps + uva_ps,
+        bound_ps=max(compute_ps, awaited_ps + uva_ps),
+        link_bytes=link_bytes,
+    )
+
+
+def _run_pass(schedule: Schedule, times: PassTimes, state: list[float]) -> None:
+    """Advance ``state``: when compute, the link and the fill of each slot are done."""
+    compute, link = state[0], state[1]
+    slots = state[2:]
+    for op in schedule.operations:
+        if isinstance(op, Copy):
+            link = max(link, compute) + times.copy_ps(op.span)
+            slots[op.slot] = link
+        elif isinstance(op, Wait):
+            compute = max(compute, slots[op.slot])
+        elif isinstance(op, Compute):
+            reading = times.uva_ps[op.layer]
+            if reading:
+                # What is being copied meanwhile is late by as much as the kernels read.
+                link = max(link, compute) + reading
+                slots = [max(done, compute) + reading for done in slots]
+            compute += reading + times.compute_ps[op.layer]
+    state[:] = [compute + times.outside_ps, link, *slots]
+
+
+def _largest_cycle_mean(columns: Sequence[Sequence[float]]) -> Fraction:
+    """Largest mean weight of a cycle in the graph whose edge from i to j weighs ``columns[i][j]``.
+
+    Karp's formula: max over v of min over k of (D_n(v) - D_k(v)) / (n - k), where D_k(v) is the
+    heaviest walk of k edges that ends in v.
+    """
+    size = len(columns)
+    heaviest: list[list[float]] = [[0] * size]
+    for _ in range(size):
+        last = heaviest[-1]
+        heaviest.append([max(last[i] + columns[i][j] for i in range(size)) for j in range(size)])
+    # Every moment of a pass depends on an earlier one, so no walk is missing here.
+    return max(
+        min(Fraction(int(heaviest[size][v] - heaviest[k][v]), size - k) for k in range(size))
+        for v in range(size)
+    )

@@ -1,0 +1,164 @@
+"""What one decoder layer has to read and to multiply, whatever the machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
+from offplan.placement import Phase
+from offplan.plan import Workload
+
+_CONTEXT_PART = "kv_b_proj"
+"""In prefill latent attention multiplies this by every cached token, not only by the new ones.
+
+Source: transformers' DeepSeek attention caches the latent and expands all of it in each pass.
+"""
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """The shape of one forward pass."""
+
+    phase: Phase
+    batch: int
+    """Sequences."""
+    tokens: int
+    """New tokens of each sequence."""
+    context: int
+    """Tokens that each sequence's attention can reach, the new ones included."""
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens over all sequences."""
+        return self.batch * self.tokens
+
+
+def decode_shape(workload: Workload) -> PassShape:
+    """The shape of a decode step: attention runs over the whole static cache, filled or not."""
+    return PassShape(Phase.DECODE, workload.batch, 1, workload.context)
+
+
+def prefill_shapes(workload: Workload, prefill_chunk: int) -> tuple[PassShape, ...]:
+    """The shapes of the passes that read the prompt; the last chunk is what remains."""
+    prompt = workload.prompt_tokens
+    return tuple(
+        PassShape(
+            Phase.PREFILL,
+            workload.batch,
+            min(prefill_chunk, prompt - start),
+            min(start + prefill_chunk, prompt),
+        )
+        for start in range(0, prompt, prefill_chunk)
+    )
+
+
+@dataclass(frozen=True)
+class AttentionDims:
+    """Heads of one attention layer; zeros where the config does not say."""
+
+    num_heads: int = 0
+    query_dim: int = 0
+    """Of one query or key head."""
+    value_dim: int = 0
+    """Of one value head."""
+
+
+def attention_dims(config: Mapping[str, Any], phase: Phase) -> AttentionDims:
+    """Read the attention's heads from ``config.json``.
+
+    Latent attention expands keys and values in prefill; in decode its heads look at the cached
+    latents themselves. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
+    """
+    text = text_config(config)
+    heads = read_count(text, "num_attention_heads", "n_head") or 0
+    rank = read_count(text, "kv_lora_rank")
+    if rank:
+        rope = read_count(text, "qk_rope_head_dim") or 0
+        if phase is Phase.DECODE:
+            return AttentionDims(heads, rank + rope, rank)
+        nope = read_count(text, "qk_nope_head_dim") or 0
+        return AttentionDims(heads, nope + rope, read_count(text, "v_head_dim") or 0)
+    hidden = read_count(text, "hidden_size", "n_embd") or 0
+    dim = read_count(text, "head_dim") or (hidden // heads if heads else 0)
+    return AttentionDims(heads, dim, dim)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Bytes and operations of one layer, summed once so that shapes are cheap to price."""
+
+    key: str
+    """``Layer.key`` of the layer."""
+    dense_bytes: int
+    """Weights that every pass reads whole."""
+    expert_bytes: int
+    """Routed experts' weights, of which a pass reads those that its tokens are sent to."""
+    token_elements: float
+    """Weights that each new token is multiplied by; of routed experts, only its own."""
+    context_elements: int
+    """Weights that a prefill multiplies each token of the context by; decode only new ones."""
+    kv_cache: KVCache
+    attention: Mapping[Phase, AttentionDims]
+    experts: Experts | None
+
+    def weight_bytes(self, shape: PassShape) -> float:
+        """Bytes of weights that a pass reads, each once."""
+        if not self.expert_bytes or self.experts is None:
+            return self.dense_bytes
+        share = self.experts.touched(shape.num_tokens) / self.experts.num_experts
+        return self.dense_bytes + share * self.expert_bytes
+
+    def device_bytes(self, shape: PassShape) -> float:
+        """Bytes that a pass reads from GPU memory with everything resident: weights and cache."""
+        return self.weight_bytes(shape) + self.kv_cache.nbytes(shape.batch, shape.context)
+
+    def flops(self, shape: PassShape) -> float:
+        """Operations of a pass: two for each weight and token, and causal attention."""
+        is_prefill = shape.phase is Phase.PREFILL
+        expanded = shape.batch * shape.context if is_prefill else shape.num_tokens
+        products = self.token_elements * shape.num_tokens + self.context_elements * expanded
+        dims = self.attention[shape.phase]
+        pairs = shape.batch * attended_pairs(shape, self.kv_cache.window)
+        if not self.kv_cache.bytes_per_token:  # linear attention: no pairs
+            pairs = 0
+        return 2 * products + 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * pairs
+
+
+def attended_pairs(shape: PassShape, window: int | None) -> int:
+    """Pairs of a new token and one it looks at, in one sequence.
+
+    The new tokens are the last of the context: n of them look at n c - n (n - 1) / 2 tokens, fewer
+    where a window hides the older ones.
+    """
+    first = shape.context - shape.tokens + 1  # tokens that the first new one can look at
+    if window is None or window >= shape.context:
+        return shape.tokens * (first + shape.context) // 2
+    growing = max(0, min(window, shape.context) - first + 1)
+    return growing * (2 * first + growing - 1) // 2 + (shape.tokens - growing) * window
+
+
+def layer_work(model: Model, layer: Layer) -> LayerWork:
+    """Sum up a layer."""
+    dense = [p for p in layer.parameters if not p.is_expert]
+    context = [p for p in dense if _CONTEXT_PART in p.name.split(".")]
+    expert_elements = sum(_matrix_elements(p) for p in layer.parameters if p.is_expert)
+    dense_elements = sum(map(_matrix_elements, dense))
+    context_elements = sum(map(_matrix_elements, context))
+    experts = model.experts
+    share = experts.num_experts_per_token / experts.num_experts if experts else 1.0
+    return LayerWork(
+        key=layer.key,
+        dense_bytes=layer.nbytes - layer.expert_bytes,
+        expert_bytes=layer.expert_bytes,
+        token_elements=dense_elements - context_elements + share * expert_elements,
+        context_elements=context_elements,
+        kv_cache=layer.kv_cache,
+        attention={phase: attention_dims(model.config, phase) for phase in Phase},
+        experts=experts,
+    )
+
+
+def _matrix_elements(parameter: Parameter) -> int:
+    """Elements that take part in matrix products: biases and norms do not."""
+    return parameter.num_elements if len(parameter.tensors[0].shape) > 1 else 0

@@ -1,0 +1,1 @@
+"""Other engines' flags for a plan, or a refusal that says what they would lose."""

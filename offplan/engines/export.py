@@ -1,0 +1,69 @@
+"""Plan in, an engine's flags out, or a refusal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offplan.checkpoint.model import Model
+from offplan.engines.sglang import sglang_flags, sglang_notes
+from offplan.engines.vllm import vllm_flags, vllm_notes
+from offplan.errors import ExportError
+from offplan.placement import Placement, place
+from offplan.plan import Plan, Rule
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to say a rule to one engine."""
+
+    flags: Callable[[Rule, Placement, Model], list[str]]
+    notes: Callable[[Rule, Placement], list[str]]
+
+
+ENGINES = {
+    "vllm": Engine(vllm_flags, vllm_notes),
+    "sglang": Engine(sglang_flags, sglang_notes),
+}
+
+
+def export_plan(plan: Plan, model: Model, engine: str) -> list[str]:
+    """Say the plan in the engine's flags; a plan without rules needs none.
+
+    Raises ExportError, naming what would be lost, and PlanError for a plan that is not this
+    model's.
+    """
+    chosen = _find_engine(engine)
+    rule = _only_rule(plan, engine)
+    if rule is None:
+        return []
+    return chosen.flags(rule, _place(plan, model), model)
+
+
+def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
+    """What the flags of ``export_plan`` do not promise, a sentence each."""
+    chosen = _find_engine(engine)
+    rule = _only_rule(plan, engine)
+    if rule is None:
+        return ["the plan offloads nothing: no flag is needed"]
+    return chosen.notes(rule, _place(plan, model))
+
+
+def _place(plan: Plan, model: Model) -> Placement:
+    return place(model, plan.offload.rules, plan.offload.prefetch_step)
+
+
+def _find_engine(name: str) -> Engine:
+    if name not in ENGINES:
+        raise ExportError(f"no engine {name!r}: offplan exports to {' and '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def _only_rule(plan: Plan, engine: str) -> Rule | None:
+    rules = plan.offload.rules
+    if len(rules) > 1:
+        raise ExportError(f"{engine}'s flags say one rule; the plan has {len(rules)}")
+    if rules and rules[0].prefill is not rules[0].decode:
+        raise ExportError(
+            f"{engine} has one backend for both phases; the plan has {rules[0].prefill.value} in "
+            f"prefill and {rules[0].decode.value} in decode"
+        )
+    return rules[0] if rules else None

@@ -1,0 +1,83 @@
+"""What vLLM calls a checkpoint's parameters once it has built the model.
+
+An engine fuses projections that a checkpoint stores apart, and a fused parameter is offloaded
+whole or not at all.
+
+Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offplan.checkpoint.model import Layer, Model, Parameter
+
+_EXPERT_WEIGHTS = {
+    "gate_proj": "w13",
+    "up_proj": "w13",
+    "gate_up_proj": "w13",
+    "down_proj": "w2",
+    "w1": "w13",
+    "w3": "w13",
+    "w2": "w2",
+}
+_UNCHANGED = frozenset(
+    [
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "gate", "shared_expert_gate"),
+    ]
+)
+"""Modules that keep their name, unless they are fused; so do norms."""
+
+
+@dataclass(frozen=True)
+class EngineParameter:
+    """One checkpoint parameter and the engine's parameter that holds it."""
+
+    layer: int
+    parameter: Parameter
+    name: str | None
+    """Relative to the layer; None where the engine's name is not known."""
+
+
+def vllm_parameters(model: Model) -> Iterator[EngineParameter]:
+    """Name every parameter of the layers as vLLM does."""
+    for layer in model.layers:
+        fused = _fused_projections(layer)
+        for parameter in layer.parameters:
+            yield EngineParameter(layer.index, parameter, _vllm_name(parameter, fused))
+
+
+def _fused_projections(layer: Layer) -> dict[str, str]:
+    """Projections of this layer that vLLM fuses, by their dotted name."""
+    owners = {parameter.segment for parameter in layer.parameters if not parameter.is_expert}
+    fused: dict[str, str] = {}
+    for owner in owners:
+        parent, _, last = owner.rpartition(".")
+        if last in ("q_proj", "k_proj", "v_proj") and f"{parent}.k_proj" in owners:
+            fused[owner] = f"{parent}.qkv_proj"
+        elif last in ("gate_proj", "up_proj"):
+            fused[owner] = f"{parent}.gate_up_proj"
+        elif last in ("q_a_proj", "kv_a_proj_with_mqa") and f"{parent}.q_a_proj" in owners:
+            fused[owner] = f"{parent}.fused_qkv_a_proj"
+    return fused
+
+
+def _vllm_name(parameter: Parameter, fused: dict[str, str]) -> str | None:
+    if parameter.is_expert:
+        return _vllm_expert_name(parameter)
+    owner, _, final = parameter.name.rpartition(".")
+    last = owner.rpartition(".")[2]
+    if last not in _UNCHANGED and not last.endswith("norm"):
+        return None
+    return f"{fused.get(owner, owner)}.{final}"
+
+
+def _vllm_expert_name(parameter: Parameter) -> str | None:
+    """Name a routed expert's parameter: ``mlp.experts.routed_experts.w13_weight``."""
+    module, found, rest = f".{parameter.name}".partition(".experts.")
+    projection, _, final = rest.partition(".")
+    weight = _EXPERT_WEIGHTS.get(projection)
+    if not found or weight is None:
+        return None
+    return f"{module}.experts.routed_experts.{weight}_{final or 'weight'}".removeprefix(".")

@@ -1,0 +1,79 @@
+"""Families of candidates: what the search goes through, best bound first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offplan.plan import Backend, Rule
+from offplan.planner.patterns import Pattern
+
+
+class Family(NamedTuple):
+    """Candidates with the same memory and the same bound: they differ in their pattern alone.
+
+    Families are searched in the order of their fields, which also chooses among equally fast plans.
+    """
+
+    bound_ps: int
+    """No member's request takes less."""
+    link_bytes: int
+    """That a request moves, at least."""
+    prefetch_step: int
+    minus_chunk: int
+    """The prefill chunk, negated: of equally fast plans the one of fewer passes comes first."""
+    num_segments: int
+    segments: tuple[str, ...]
+    prefill: Backend
+    decode: Backend
+    max_bytes: int
+    """Of a rule without a pattern; 0 otherwise."""
+    patterns: tuple[Pattern, ...]
+    """In the order to try; empty when everything is resident, or ``max_bytes`` is set."""
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Prompt tokens of each sequence in one pass."""
+        return -self.minus_chunk
+
+    def members(self) -> Iterator[tuple[Rule, ...]]:
+        """The rules of each member."""
+        if self.max_bytes:
+            yield (
+                Rule(
+                    cpu_offload_params=self.segments,
+                    max_bytes=self.max_bytes,
+                    prefill=self.prefill,
+                    decode=self.decode,
+                ),
+            )
+        elif not self.patterns:
+            yield ()
+        for pattern in self.patterns:
+            yield (
+                Rule(
+                    cpu_offload_params=self.segments,
+                    group_size=pattern.group_size,
+                    num_in_group=pattern.num_in_group,
+                    prefill=self.prefill,
+                    decode=self.decode,
+                ),
+            )
+
+
+@dataclass
+class Shortfall:
+    """What the candidates that come closest to fitting lack, in bytes; 0 once one fits."""
+
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    """Of those that fit the GPU."""
+
+    def note(self, gpu_bytes: int, host_bytes: int) -> bool:
+        """Take note of what a candidate lacks (negative: has to spare); returns whether it fits."""
+        if self.gpu_bytes is None or gpu_bytes < self.gpu_bytes:
+            self.gpu_bytes = max(0, gpu_bytes)
+        if gpu_bytes > 0:
+            return False
+        if self.host_bytes is None or host_bytes < self.host_bytes:
+            self.host_bytes = max(0, host_bytes)
+        return host_bytes <= 0

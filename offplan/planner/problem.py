@@ -1,0 +1,203 @@
+"""One question to the planner, and what all candidates share; equal layers are merged."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offplan.checkpoint.model import Model
+from offplan.costs.compute import ModelCompute
+from offplan.costs.link import uva_bytes
+from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
+from offplan.costs.predict import PricedShape, price_shapes
+from offplan.costs.timeline import to_ps
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Unit, align, group_units
+from offplan.plan import Budget, Workload
+from offplan.planner.segments import SegmentClass
+
+PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
+"""Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """One way to read the prompt, with everything that does not depend on the rules."""
+
+    prefill_chunk: int
+    weight_limit_bytes: int
+    """What resident weights and the ring may take."""
+    prefill: tuple[PricedShape, ...]
+    passes: tuple[tuple[int, int], ...]
+    """New tokens over all sequences, and the number of passes that have as many."""
+    compute_ps: int
+    """The whole prompt with everything resident."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question to the planner, and what all candidates share."""
+
+    model: Model
+    machine: MachineProfile
+    workload: Workload
+    budget: Budget
+    """As the user gave it, but no more than the machine has."""
+
+    @cached_property
+    def compute(self) -> ModelCompute:
+        """Prices passes with everything resident."""
+        return ModelCompute(self.model, self.machine)
+
+    @cached_property
+    def units(self) -> tuple[tuple[Unit, ...], ...]:
+        """What rules can take, by layer."""
+        return tuple(group_units(layer) for layer in self.model.layers)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Keys of the distinct layers, in the order of their first appearance."""
+        return tuple(self.compute.works)
+
+    @cached_property
+    def layers_of_kind(self) -> tuple[int, ...]:
+        """The layers of each kind, as bits."""
+        return tuple(
+            sum(1 << i for i, key in enumerate(self.compute.keys) if key == kind)
+            for kind in self.kinds
+        )
+
+    @cached_property
+    def units_of_kind(self) -> tuple[tuple[Unit, ...], ...]:
+        """The units of one layer of each kind."""
+        return tuple(self.units[self.compute.keys.index(kind)] for kind in self.kinds)
+
+    @cached_property
+    def chunkings(self) -> tuple[Chunking, ...]:
+        """The chunks to try, the largest first."""
+        prompt = self.workload.prompt_tokens
+        sizes = sorted({prompt, *(size for size in PREFILL_CHUNKS if size < prompt)}, reverse=True)
+        return tuple(self._chunking(size) for size in sizes)
+
+    def _chunking(self, prefill_chunk: int) -> Chunking:
+        shapes, _ = price_shapes(self.compute, self.workload, prefill_chunk)
+        taken = (
+            kv_cache_bytes(self.model, self.workload)
+            + activation_bytes(self.model, self.workload, prefill_chunk)
+            + overhead_bytes(self.machine, self.budget)
+        )
+        return Chunking(
+            prefill_chunk=prefill_chunk,
+            weight_limit_bytes=self.budget.gpu_memory - taken,
+            prefill=shapes,
+            passes=tuple(Counter(priced.shape.num_tokens for priced in shapes).items()),
+            compute_ps=sum(_resident_ps(shape) for shape in shapes),
+        )
+
+    @cached_property
+    def decode(self) -> PricedShape:
+        """The decode step and its compute."""
+        return price_shapes(self.compute, self.workload, self.workload.prompt_tokens)[1]
+
+    @cached_property
+    def decode_compute_ps(self) -> int:
+        """A decode step with everything resident."""
+        return _resident_ps(self.decode)
+
+    def objective(self, prefill: int, decode: int) -> int:
+        """Weigh the two phases as a request does: the prompt, and a step for each output token."""
+        return prefill + self.workload.output_tokens * decode
+
+    def host_lack(self, slab_bytes: int) -> int:
+        """Bytes by which slabs exceed the host memory; negative or 0 where they fit."""
+        limit = self.budget.host_memory
+        return 0 if limit is None else slab_bytes - limit
+
+    def read_in_place(self, units: Sequence[Unit], num_tokens: int) -> tuple[int, int]:
+        """Time, and bytes, that a pass takes to read these units of one layer in place."""
+        num_bytes = sum(
+            uva_bytes(
+                sum(unit.nbytes for unit in units if unit.is_expert == is_expert),
+                is_expert,
+                self.model.experts,
+                num_tokens,
+            )
+            for is_expert in (False, True)
+        )
+        return to_ps(num_bytes / self.machine.uva.value), num_bytes
+
+    def read_prompt_in_place(self, units: Sequence[Unit], chunking: "Chunking") -> tuple[int, int]:
+        """Time, and bytes, to read these units of one layer in place in each pass of a prompt."""
+        total_ps = total_bytes = 0
+        for num_tokens, num_passes in chunking.passes:
+            reading_ps, num_bytes = self.read_in_place(units, num_tokens)
+            total_ps += num_passes * reading_ps
+            total_bytes += num_passes * num_bytes
+        return total_ps, total_bytes
+
+
+def _resident_ps(priced: PricedShape) -> int:
+    layers = sum(to_ps(time.seconds) for time in priced.compute.layers)
+    return layers + to_ps(priced.compute.outside.seconds)
+
+
+@dataclass(frozen=True)
+class KindCosts:
+    """What offloading a segment class in one layer of one kind means; zeros if it takes nothing.
+
+    Figures of the prompt are over all its passes, one for each chunking.
+    """
+
+    unit_bytes: int
+    """Taken off the GPU."""
+    slab_bytes: int
+    """On the host, padding included: what one DMA moves."""
+    copy_ps: int
+    decode_uva_bytes: int
+    decode_uva_ps: int
+    prefill_uva_bytes: tuple[int, ...]
+    prefill_uva_ps: tuple[int, ...]
+    decode_compute_ps: int
+    """The layer's own compute."""
+    prefill_compute_ps: tuple[int, ...]
+
+
+def kind_costs(problem: Problem, segment_class: SegmentClass) -> tuple[KindCosts, ...]:
+    """Price a segment class in a layer of each kind."""
+    return tuple(
+        _price_kind(problem, [unit for unit in units if segment_class.takes(unit)], kind)
+        for kind, units in zip(problem.kinds, problem.units_of_kind, strict=True)
+    )
+
+
+def slab_bytes(units: Sequence[Unit]) -> int:
+    """Size of a slab of these units, padding between them included."""
+    end = slab = 0
+    for unit in units:
+        slab = end + unit.nbytes
+        end = align(slab)
+    return slab
+
+
+def _price_kind(problem: Problem, taken: Sequence[Unit], kind: str) -> KindCosts:
+    if not taken:
+        zeros = (0,) * len(problem.chunkings)
+        return KindCosts(0, 0, 0, 0, 0, zeros, zeros, 0, zeros)
+    layer = problem.compute.keys.index(kind)
+    num_bytes = slab_bytes(taken)
+    decode_uva_ps, decode_uva_bytes = problem.read_in_place(taken, problem.workload.batch)
+    prompts = [problem.read_prompt_in_place(taken, chunking) for chunking in problem.chunkings]
+    return KindCosts(
+        unit_bytes=sum(unit.nbytes for unit in taken),
+        slab_bytes=num_bytes,
+        copy_ps=to_ps(problem.machine.copy_seconds(num_bytes)),
+        decode_uva_ps=decode_uva_ps,
+        decode_uva_bytes=decode_uva_bytes,
+        prefill_uva_ps=tuple(reading_ps for reading_ps, _ in prompts),
+        prefill_uva_bytes=tuple(read_bytes for _, read_bytes in prompts),
+        decode_compute_ps=to_ps(problem.decode.compute.layers[layer].seconds),
+        prefill_compute_ps=tuple(
+            sum(to_ps(priced.compute.layers[layer].seconds) for priced in chunking.prefill)
+            for chunking in problem.chunkings
+        ),
+    )

@@ -1,0 +1,125 @@
+"""Segment classes: the groups of parameters that one rule may name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+from offplan.checkpoint.model import Model
+from offplan.costs.roles import Role, role_of
+from offplan.placement import Unit
+from offplan.plan import Backend, Rule
+
+_DENSE_ATOMS = (
+    frozenset({Role.QKV}),
+    frozenset({Role.ATTENTION_OUTPUT}),
+    frozenset({Role.GATE_UP}),
+    frozenset({Role.DOWN}),
+)
+_MOE_ATOMS = (
+    frozenset({Role.QKV, Role.ATTENTION_OUTPUT}),
+    frozenset({Role.SHARED_EXPERTS, Role.GATE_UP, Role.DOWN}),
+    frozenset({Role.EXPERTS_GATE_UP}),
+    frozenset({Role.EXPERTS_DOWN}),
+)
+"""With routed experts the rest is small: attention and the dense MLP are taken whole in unions."""
+
+_LEAF_PARTS = frozenset(
+    (
+        *("weight", "bias", "weight_scale", "weight_scale_inv", "input_scale"),
+        *("qweight", "qzeros", "scales", "g_idx"),
+    )
+)
+"""Last parts of names that say which tensor of a module it is: rules name the module."""
+
+
+@dataclass(frozen=True)
+class SegmentClass:
+    """What one rule's ``cpu_offload_params`` take."""
+
+    segments: tuple[str, ...]
+    """Empty takes everything."""
+
+    def takes(self, unit: Unit) -> bool:
+        """Whether a rule of this class takes the unit, where its pattern selects the layer."""
+        return all(_matches_any(self.segments, parameter.name) for parameter in unit.parameters)
+
+
+def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
+    """List the classes that the search goes over, each with the shortest names that mean it.
+
+    Everything; each role that engines fuse; and all unions of attention inputs, attention output,
+    MLP inputs and MLP output (with routed experts: of attention, the MLPs that are not routed, and
+    the experts' inputs and outputs). A class may take norms and routers along where that makes its
+    names shorter; classes that would take the same are listed once.
+    """
+    roles = {p.name: role_of(p) for layer in model.layers for p in layer.parameters}
+    optional = {name for name, role in roles.items() if role is Role.OTHER}
+    classes: dict[frozenset[str], SegmentClass] = {frozenset(roles): SegmentClass(())}
+    for union in _role_unions(has_experts=model.experts is not None):
+        wanted = {name for name, role in roles.items() if role in union}
+        segments = _shortest_segments(wanted, optional, set(roles))
+        if segments:
+            taken = frozenset(name for name in roles if _matches_any(segments, name))
+            classes.setdefault(taken, SegmentClass(segments))
+    return tuple(classes.values())
+
+
+def _role_unions(has_experts: bool) -> list[frozenset[Role]]:
+    atoms = _MOE_ATOMS if has_experts else _DENSE_ATOMS
+    unions = [
+        frozenset().union(*chosen)
+        for size in range(1, len(atoms) + 1)
+        for chosen in combinations(atoms, size)
+    ]
+    return unions + [frozenset({role}) for role in Role if role is not Role.OTHER]
+
+
+def _shortest_segments(
+    wanted: set[str], optional: set[str], names: set[str]
+) -> tuple[str, ...] | None:
+    """Choose few and short segments that match all wanted names, and beside them optional ones.
+
+    Greedy: the segment that covers most, of the fewest parts. None when nothing is wanted, or the
+    names cannot be told apart.
+    """
+    allowed = wanted | optional
+    covers = {
+        segment: covered
+        for segment in sorted({run for name in wanted for run in _runs(name)})
+        if (matched := {name for name in names if _matches_any((segment,), name)}) <= allowed
+        and (covered := matched & wanted)
+    }
+    chosen: list[str] = []
+    missing = set(wanted)
+    while missing:
+        best = min(
+            covers,
+            key=lambda s: (-len(covers[s] & missing), s.count("."), len(s), s),
+            default=None,
+        )
+        if best is None or not covers[best] & missing:
+            return None
+        chosen.append(best)
+        missing -= covers[best]
+    return tuple(sorted(chosen)) or None
+
+
+def _runs(name: str) -> Iterable[str]:
+    """Dotted runs of a name's parts, the tensor's own last part left out."""
+    parts = name.split(".")
+    if parts[-1] in _LEAF_PARTS and len(parts) > 1:
+        parts.pop()
+    for start in range(len(parts)):
+        for stop in range(start + 1, len(parts) + 1):
+            yield ".".join(parts[start:stop])
+
+
+def _matches_any(segments: tuple[str, ...], name: str) -> bool:
+    """Whether a rule with these segments matches the name."""
+    return _rule(segments).matches(name)
+
+
+@cache
+def _rule(segments: tuple[str, ...]) -> Rule:
+    return Rule(cpu_offload_params=segments, max_bytes=1, prefill=Backend.UVA, decode=Backend.UVA)

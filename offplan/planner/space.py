@@ -1,0 +1,250 @@
+"""The space that the search goes over, priced by arithmetic: memory, and a proven lower bound.
+
+No placement or schedule is built here. A set of layers is known by how many layers of each kind it
+has, its signature: that alone decides its memory and its bound.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from offplan.placement import Unit
+from offplan.plan import Backend
+from offplan.planner.families import Family, Shortfall
+from offplan.planner.patterns import Pattern, distinct_patterns, group_patterns
+from offplan.planner.problem import KindCosts, Problem, kind_costs, slab_bytes
+from offplan.planner.segments import SegmentClass, segment_classes
+
+PREFETCH_STEPS = (1, 2, 3, 4)
+"""Ring sizes tried."""
+
+BACKENDS = (
+    (Backend.PREFETCH, Backend.PREFETCH),
+    (Backend.PREFETCH, Backend.UVA),
+    (Backend.UVA, Backend.UVA),
+)
+"""Prefill's and decode's backend. Decode by prefetch with prefill in place is not tried: a prompt's
+rows are never fewer than a step's, so reading in place never suits the prompt better."""
+
+Signature = tuple[int, ...]
+"""How many layers of each kind."""
+
+
+class _Totals(NamedTuple):
+    """Sums of KindCosts over the layers of a signature."""
+
+    num_layers: int
+    unit_bytes: int
+    slab_bytes: int
+    slot_bytes: int
+    copy_ps: int
+    slowest_copy_ps: int
+    decode_uva_bytes: int
+    decode_uva_ps: int
+    decode_compute_ps: int
+    """Of the layers with something offloaded."""
+    prefill_uva_bytes: tuple[int, ...]
+    prefill_uva_ps: tuple[int, ...]
+    prefill_compute_ps: tuple[int, ...]
+
+
+def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
+    """List all families that fit, and what those that do not lack."""
+    shortfall = Shortfall()
+    families = list(_resident_families(problem, shortfall))
+    patterns = group_patterns(len(problem.model.layers))
+    for segment_class in segment_classes(problem.model):
+        costs = kind_costs(problem, segment_class)
+        families += _max_bytes_families(problem, segment_class, shortfall)
+        for signature, members in _by_signature(problem, costs, patterns).items():
+            totals = _sum_up(signature, costs)
+            for prefill, decode in BACKENDS:
+                uses_ring = Backend.PREFETCH in (prefill, decode)
+                for step in PREFETCH_STEPS if uses_ring else (0,):
+                    if uses_ring and totals.num_layers <= step:
+                        continue  # every layer would own a slot: resident in all but name
+                    families += _pattern_families(
+                        problem, segment_class, totals, members, prefill, decode, step, shortfall
+                    )
+    return families, shortfall
+
+
+def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Family]:
+    for chunking in problem.chunkings:
+        if shortfall.note(problem.model.loaded_bytes - chunking.weight_limit_bytes, 0):
+            bound_ps = problem.objective(chunking.compute_ps, problem.decode_compute_ps)
+            yield Family(
+                bound_ps, 0, 1, -chunking.prefill_chunk, 0, (), Backend.UVA, Backend.UVA, 0, ()
+            )
+
+
+def _by_signature(
+    problem: Problem, costs: Sequence[KindCosts], patterns: tuple[Pattern, ...]
+) -> dict[Signature, tuple[Pattern, ...]]:
+    """Group the patterns that differ for this class by how many layers of each kind they take."""
+    having = [
+        layers if kind.unit_bytes else 0
+        for layers, kind in zip(problem.layers_of_kind, costs, strict=True)
+    ]
+    groups: dict[Signature, list[Pattern]] = {}
+    for pattern in distinct_patterns(patterns, sum(having)):
+        signature = tuple((pattern.layers & layers).bit_count() for layers in having)
+        groups.setdefault(signature, []).append(pattern)
+    return {signature: tuple(members) for signature, members in groups.items()}
+
+
+def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> _Totals:
+    present = [(count, kind) for count, kind in zip(signature, costs, strict=True) if count]
+
+    def total(values: Iterable[int]) -> int:
+        return sum(n * value for (n, _), value in zip(present, values, strict=True))
+
+    def totals(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(total(column) for column in zip(*rows, strict=True))
+
+    return _Totals(
+        num_layers=sum(signature),
+        unit_bytes=total(k.unit_bytes for _, k in present),
+        slab_bytes=total(k.slab_bytes for _, k in present),
+        slot_bytes=max(k.slab_bytes for _, k in present),
+        copy_ps=total(k.copy_ps for _, k in present),
+        slowest_copy_ps=max(k.copy_ps for _, k in present),
+        decode_uva_bytes=total(k.decode_uva_bytes for _, k in present),
+        decode_uva_ps=total(k.decode_uva_ps for _, k in present),
+        decode_compute_ps=total(k.decode_compute_ps for _, k in present),
+        prefill_uva_bytes=totals(k.prefill_uva_bytes for _, k in present),
+        prefill_uva_ps=totals(k.prefill_uva_ps for _, k in present),
+        prefill_compute_ps=totals(k.prefill_compute_ps for _, k in present),
+    )
+
+
+def _pattern_families(
+    problem: Problem,
+    segment_class: SegmentClass,
+    totals: _Totals,
+    members: tuple[Pattern, ...],
+    prefill: Backend,
+    decode: Backend,
+    num_slots: int,
+    shortfall: Shortfall,
+) -> Iterator[Family]:
+    """Price one signature with one ring and backend, for each chunking."""
+    weights = problem.model.loaded_bytes - totals.unit_bytes + num_slots * totals.slot_bytes
+    host_lack = problem.host_lack(totals.slab_bytes)
+    if decode is Backend.UVA:
+        decode_ps = problem.decode_compute_ps + totals.decode_uva_ps
+        decode_bytes = totals.decode_uva_bytes
+    else:
+        decode_ps, decode_bytes = _ring_bound(
+            totals, num_slots, 1, 0, problem.decode_compute_ps, totals.decode_compute_ps
+        )
+    for number, chunking in enumerate(problem.chunkings):
+        if not shortfall.note(weights - chunking.weight_limit_bytes, host_lack):
+            continue
+        if prefill is Backend.UVA:
+            prefill_ps = chunking.compute_ps + totals.prefill_uva_ps[number]
+            prefill_bytes = totals.prefill_uva_bytes[number]
+        else:
+            prefill_ps, prefill_bytes = _ring_bound(
+                totals,
+                num_slots,
+                len(chunking.prefill),
+                num_slots,
+                chunking.compute_ps,
+                totals.prefill_compute_ps[number],
+            )
+        yield Family(
+            bound_ps=problem.objective(prefill_ps, decode_ps),
+            link_bytes=problem.objective(prefill_bytes, decode_bytes),
+            prefetch_step=max(1, num_slots),
+            minus_chunk=-chunking.prefill_chunk,
+            num_segments=len(segment_class.segments),
+            segments=segment_class.segments,
+            prefill=prefill,
+            decode=decode,
+            max_bytes=0,
+            patterns=members,
+        )
+
+
+def _ring_bound(
+    totals: _Totals,
+    num_slots: int,
+    num_passes: int,
+    num_warm: int,
+    compute_ps: int,
+    streamed_compute_ps: int,
+) -> tuple[int, int]:
+    """Least time and bytes of passes that stream through a ring.
+
+    Of n layers over K slots those whose slot nobody shares are not copied again: 2 K - n, where
+    that is positive. Up to ``num_warm`` slots are found full. With one slot, copies and the layers
+    that stream take turns: none overlaps another.
+    """
+    owners = max(0, 2 * num_slots - totals.num_layers)
+    skipped = num_passes * owners + num_warm
+    copied_ps = max(0, num_passes * totals.copy_ps - skipped * totals.slowest_copy_ps)
+    copied_bytes = max(0, num_passes * totals.slab_bytes - skipped * totals.slot_bytes)
+    if num_slots == 1:
+        copied_ps += streamed_compute_ps
+    return max(compute_ps, copied_ps), copied_bytes
+
+
+def _max_bytes_families(
+    problem: Problem, segment_class: SegmentClass, shortfall: Shortfall
+) -> Iterator[Family]:
+    """Read the first parameters in place, as few as fit: for each chunking one candidate.
+
+    More of them would only move more bytes, so no other ``max_bytes`` can be better.
+    """
+    taken = [
+        (layer, unit)
+        for layer, units in enumerate(problem.units)
+        for unit in units
+        if segment_class.takes(unit)
+    ]
+    sums = list(accumulate(unit.nbytes for _, unit in taken))
+    for chunking in problem.chunkings:
+        needed = problem.model.loaded_bytes - chunking.weight_limit_bytes
+        if needed <= 0:
+            continue
+        last = min(bisect_left(sums, needed), len(sums) - 1)
+        by_layer: dict[int, list[Unit]] = {}
+        for layer, unit in taken[: last + 1]:
+            by_layer.setdefault(layer, []).append(unit)
+        host_bytes = sum(slab_bytes(units) for units in by_layer.values())
+        if not shortfall.note(needed - sums[last], problem.host_lack(host_bytes)):
+            continue
+        decode = prefill = (0, 0)
+        # equal layers are read alike: only the last one may be taken in part
+        alike = Counter((problem.compute.keys[i], len(units)) for i, units in by_layer.items())
+        examples = {(problem.compute.keys[i], len(units)): units for i, units in by_layer.items()}
+        for key, count in alike.items():
+            step = problem.read_in_place(examples[key], problem.workload.batch)
+            prompt = problem.read_prompt_in_place(examples[key], chunking)
+            decode = decode[0] + count * step[0], decode[1] + count * step[1]
+            prefill = prefill[0] + count * prompt[0], prefill[1] + count * prompt[1]
+        yield Family(
+            bound_ps=problem.objective(
+                chunking.compute_ps + prefill[0], problem.decode_compute_ps + decode[0]
+            ),
+            link_bytes=problem.objective(prefill[1], decode[1]),
+            prefetch_step=1,
+            minus_chunk=-chunking.prefill_chunk,
+            num_segments=len(segment_class.segments),
+            segments=segment_class.segments,
+            prefill=Backend.UVA,
+            decode=Backend.UVA,
+            max_bytes=_roundest(sums[last - 1] if last else 0, sums[last]),
+            patterns=(),
+        )
+
+
+def _roundest(low: int, high: int) -> int:
+    """The roundest size above ``low`` and up to ``high``: all of them take the same parameters."""
+    unit = 1 << high.bit_length()
+    while high // unit * unit <= low:
+        unit >>= 1
+    return high // unit * unit

@@ -1,0 +1,91 @@
+"""The plan: what stays on the host and what that is predicted to cost."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from offplan.plan import Backend, Plan, Rule
+from offplan.planner import Floor, PlanResult
+from offplan.report.table import make_table
+from offplan.units import format_bytes, format_seconds
+
+
+def render_plan(result: PlanResult) -> RenderableType:
+    """Show the rules, why they were chosen, the memory terms and the prediction."""
+    plan, least = result.plan, result.floor.objective_s
+    request = f"A request takes {format_seconds(plan.prediction.objective_s)}: {_speed(plan)}."
+    return Group(
+        *_render_list("Plan", describe_offload(plan)),
+        *_render_list("Why", result.reasons),
+        Text(),
+        _render_memory(plan),
+        Text(),
+        _render_prediction(plan, result.floor),
+        Text(),
+        Text(request),
+        Text(f"No plan of this budget can take less than {format_seconds(least)}."),
+    )
+
+
+def describe_offload(plan: Plan) -> list[str]:
+    """Say the decision in words, a line for each rule."""
+    offload = plan.offload
+    lines = [_describe_rule(rule) for rule in offload.rules]
+    if not lines:
+        lines.append("everything fits the GPU; nothing is offloaded")
+    if any(Backend.PREFETCH in (rule.prefill, rule.decode) for rule in offload.rules):
+        lines.append(f"slots in the ring (prefetch_step): {offload.prefetch_step}")
+    return [*lines, f"prompts are read in chunks of {offload.prefill_chunk} tokens"]
+
+
+def _render_list(title: str, lines: Sequence[str]) -> list[RenderableType]:
+    return [Text(f"{title}:"), *(Padding(Text(line), (0, 0, 0, 2)) for line in lines)]
+
+
+def _describe_rule(rule: Rule) -> str:
+    what = ", ".join(rule.cpu_offload_params) or "all parameters"
+    if rule.max_bytes is not None:
+        where = f"from layer 0 on, up to {format_bytes(rule.max_bytes)}"
+    elif rule.num_in_group == rule.group_size:
+        where = "of every layer"
+    else:
+        where = f"of the last {rule.num_in_group} in every {rule.group_size} layers"
+    how = f"prefill {rule.prefill.value}, decode {rule.decode.value}"
+    return f"on the host: {what} {where} ({how})"
+
+
+def _render_memory(plan: Plan) -> Table:
+    memory = plan.prediction.gpu_memory
+    table = make_table("Memory", "term", "bytes")
+    table.add_row("resident weights", format_bytes(memory.resident_bytes))
+    table.add_row("ring", format_bytes(memory.ring_bytes))
+    table.add_row("KV cache", format_bytes(memory.kv_cache_bytes))
+    table.add_row("activations", format_bytes(memory.activation_bytes))
+    table.add_row("overhead and margin", format_bytes(memory.overhead_bytes))
+    budget = format_bytes(plan.budget.gpu_memory)
+    table.add_row(f"GPU, of {budget}", format_bytes(memory.total_bytes))
+    table.add_row("host", format_bytes(plan.prediction.host_memory_bytes))
+    return table
+
+
+def _render_prediction(plan: Plan, floor: Floor) -> Table:
+    prefill, decode = plan.prediction.prefill, plan.prediction.decode
+    table = make_table(
+        f"Prediction ({plan.prediction.basis.value})",
+        *("figure", f"prefill of {plan.workload.prompt_tokens}", "decode, a token"),
+    )
+    for name in ("step", "compute", "link", "stall", "bound"):
+        seconds = [getattr(phase, f"{name}_s") for phase in (prefill, decode)]
+        table.add_row(name, *map(format_seconds, seconds))
+    table.add_row("floor", format_seconds(floor.prefill_s), format_seconds(floor.decode_s))
+    crossing = map(format_bytes, (prefill.link_bytes, decode.link_bytes))
+    table.add_row("over the link", *crossing)
+    return table
+
+
+def _speed(plan: Plan) -> str:
+    step = plan.prediction.decode.step_s
+    return f"{plan.workload.batch / step:,.1f} tokens/s in decode" if step else "no decode"

@@ -1,0 +1,90 @@
+"""Compute times: measured first, then scaled by what was measured, then a roofline."""
+
+from dataclasses import replace
+
+import pytest
+
+from offplan.costs.compute import (
+    MATMUL_EFFICIENCY,
+    OUTSIDE,
+    ModelCompute,
+    find_head,
+    layer_time,
+    outside_time,
+)
+from offplan.costs.work import PassShape, layer_work
+from offplan.machine.profile import LayerTime
+from offplan.placement import Phase
+from tests.costs.builders import HIDDEN, VOCABULARY, dense_model, make_machine, moe_model
+
+DECODE = PassShape(Phase.DECODE, 1, 1, 100)
+PREFILL = PassShape(Phase.PREFILL, 1, 10_000, 10_000)
+MODEL = dense_model(2)
+WORK = layer_work(MODEL, MODEL.layers[0])
+
+
+def measured(shape: PassShape, seconds: float, layer: str = WORK.key) -> LayerTime:
+    return LayerTime(
+        layer=layer,
+        phase=shape.phase.value,
+        batch=shape.batch,
+        tokens=shape.tokens,
+        context=shape.context,
+        seconds=seconds,
+    )
+
+
+def test_decode_is_held_by_memory() -> None:
+    time = layer_time(make_machine(), WORK, DECODE)
+    assert time.seconds == pytest.approx(WORK.device_bytes(DECODE) / 100e9 + 2e-6)
+    assert not time.measured
+
+
+def test_prefill_is_held_by_arithmetic() -> None:
+    time = layer_time(make_machine(), WORK, PREFILL)
+    assert time.seconds == pytest.approx(WORK.flops(PREFILL) / (1e12 * MATMUL_EFFICIENCY) + 2e-6)
+
+
+def test_measured_time_is_taken_as_it_is() -> None:
+    machine = make_machine(layer_times=[measured(DECODE, 1.5)])
+    time = layer_time(machine, WORK, DECODE)
+    assert (time.seconds, time.measured) == (1.5, True)
+
+
+def test_other_shapes_scale_the_estimate() -> None:
+    plain = layer_time(make_machine(), WORK, PREFILL).seconds
+    half = PassShape(Phase.PREFILL, 1, 5_000, 5_000)
+    tiny = PassShape(Phase.PREFILL, 1, 5, 5)
+    estimate = layer_time(make_machine(), WORK, half).seconds
+    times = [measured(half, 3 * estimate), measured(tiny, 7.0), measured(DECODE, 9.0)]
+    time = layer_time(make_machine(layer_times=times), WORK, PREFILL)
+    assert time.seconds == pytest.approx(3 * plain)
+    assert not time.measured
+
+
+def test_head_is_read_once_for_the_last_tokens() -> None:
+    machine = make_machine()
+    time = outside_time(machine, MODEL, DECODE)
+    rows = 2 * HIDDEN * 2
+    assert time.seconds == pytest.approx((VOCABULARY * HIDDEN * 2 + rows) / 100e9)
+    known = make_machine(layer_times=[measured(DECODE, 0.25, OUTSIDE)])
+    assert outside_time(known, MODEL, DECODE).seconds == 0.25
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    head = find_head(MODEL)
+    assert head is not None
+    assert head.name == "lm_head.weight"
+    head = find_head(replace(MODEL, tied=frozenset({"lm_head.weight"})))
+    assert head is not None
+    assert head.name == "model.embed_tokens.weight"
+
+
+def test_equal_layers_are_priced_alike() -> None:
+    compute = ModelCompute(moe_model(4), make_machine())
+    priced = compute.price(DECODE)
+    assert len(compute.works) == 2
+    assert priced.layers[1] == priced.layers[3] != priced.layers[0]
+    total = sum(time.seconds for time in priced.layers) + priced.outside.seconds
+    assert priced.seconds == pytest.approx(total)
+    assert not priced.measured

@@ -1,0 +1,68 @@
+"""Predictions come from the schedule, and say whether they rest on measurements."""
+
+import pytest
+
+from offplan.costs.compute import OUTSIDE, ModelCompute
+from offplan.costs.predict import predict
+from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.machine.profile import LayerTime
+from offplan.plan import Backend, Basis, Budget, Offload, Workload
+from tests.costs.builders import MIB, dense_model, make_machine, moe_model, rule
+
+BUDGET = Budget(gpu_memory=64 * MIB)
+WORKLOAD = Workload(prompt_tokens=600, output_tokens=10, context=700)
+
+
+def test_everything_resident_moves_nothing() -> None:
+    prediction = predict(
+        dense_model(4), make_machine(), WORKLOAD, BUDGET, Offload(prefill_chunk=600)
+    )
+    for phase in (prediction.prefill, prediction.decode):
+        assert phase.link_bytes == phase.link_s == phase.stall_s == 0
+        assert phase.step_s == phase.compute_s == phase.bound_s
+    assert prediction.host_memory_bytes == 0
+
+
+def test_objective_is_prompt_and_every_output_token() -> None:
+    offload = Offload(prefetch_step=2, prefill_chunk=512, rules=(rule("mlp"),))
+    prediction = predict(dense_model(4), make_machine(), WORKLOAD, BUDGET, offload)
+    total = prediction.prefill.step_s + 10 * prediction.decode.step_s
+    assert prediction.objective_s == pytest.approx(total)
+    assert prediction.prefill.link_bytes == 2 * prediction.decode.link_bytes  # two chunks
+    assert prediction.host_memory_bytes == prediction.decode.link_bytes
+
+
+def test_experts_read_in_place_cross_as_touched() -> None:
+    offload = Offload(
+        prefill_chunk=600, rules=(rule("experts", prefill=Backend.UVA, decode=Backend.UVA),)
+    )
+    model = moe_model(5)
+    prediction = predict(model, make_machine(), WORKLOAD, BUDGET, offload)
+    assert model.experts is not None
+    assert prediction.decode.link_bytes == 4 * 2 * model.experts.bytes_per_expert
+    assert prediction.decode.stall_s == pytest.approx(prediction.decode.link_s)
+    assert prediction.gpu_memory.ring_bytes == 0
+
+
+def test_basis_is_measured_only_when_all_of_it_is() -> None:
+    model = dense_model(3)
+    offload = Offload(prefill_chunk=512, rules=())
+    shapes = [*prefill_shapes(WORKLOAD, 512), decode_shape(WORKLOAD)]
+    keys = [*ModelCompute(model, make_machine()).works, OUTSIDE]
+    times = [
+        LayerTime(
+            layer=key,
+            phase=shape.phase.value,
+            batch=shape.batch,
+            tokens=shape.tokens,
+            context=shape.context,
+            seconds=0.5,
+        )
+        for shape in shapes
+        for key in keys
+    ]
+    prediction = predict(model, make_machine(layer_times=times), WORKLOAD, BUDGET, offload)
+    assert prediction.basis is Basis.MEASURED
+    assert prediction.decode.step_s == pytest.approx(0.5 * 4)
+    partly = predict(model, make_machine(layer_times=times[1:]), WORKLOAD, BUDGET, offload)
+    assert partly.basis is Basis.ESTIMATED

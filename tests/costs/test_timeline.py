@@ -1,0 +1,204 @@
+"""The timeline against closed forms, and against passes run one after another."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.costs.timeline import PassTimes, PhaseTimes, price_decode, price_prefill
+from offplan.placement import Phase, Placement, Span, place
+from offplan.plan import Backend
+from offplan.schedule import (
+    Compute,
+    Copy,
+    RequestSchedule,
+    Schedule,
+    Wait,
+    build_request,
+    empty_ring,
+)
+from tests.costs.builders import DENSE, dense_model, make_model, rule
+from tests.test_placement import odd_models, place_or_skip, rule_lists
+
+
+def pass_times(compute: list[int], copy: int | dict[int, int], uva: list[int]) -> PassTimes:
+    """Times in picoseconds; copies take one time, or one for each layer."""
+
+    def copy_ps(span: Span) -> int:
+        return copy if isinstance(copy, int) else copy[span.layer]
+
+    return PassTimes(tuple(compute), 0, tuple(uva), sum(uva), copy_ps)
+
+
+def steady_request(placement: Placement, num_layers: int, num_chunks: int) -> RequestSchedule:
+    first = build_request(placement, num_layers, num_chunks, empty_ring(placement))
+    return build_request(placement, num_layers, num_chunks, first.decode.after)
+
+
+def price_equal(num_slabs: int, group: int, num_slots: int, compute: int, copy: int) -> PhaseTimes:
+    num_layers = num_slabs * group
+    model = dense_model(num_layers)
+    placement = place(model, [rule("mlp", group=(group, 1))], num_slots)
+    request = steady_request(placement, num_layers, 1)
+    return price_decode(request.decode, pass_times([compute] * num_layers, copy, [0] * num_layers))
+
+
+@given(
+    st.integers(2, 6),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 50),
+    st.integers(1, 300),
+)
+def test_equal_slabs_follow_the_closed_form(
+    turns: int, group: int, num_slots: int, compute: int, copy: int
+) -> None:
+    """step = n max(x, G c, (x + c) / K), where n is a multiple of K."""
+    n = turns * num_slots
+    times = price_equal(n, group, num_slots, compute, copy)
+    expected = n * max(
+        Fraction(copy), Fraction(group * compute), Fraction(copy + compute, num_slots)
+    )
+    assert times.step_ps == expected
+    assert times.bound_ps == max(n * copy, n * group * compute)
+    assert times.link_ps == n * copy
+
+
+@given(st.integers(3, 9), st.integers(1, 3), st.integers(1, 50), st.integers(1, 300))
+def test_two_slots_reach_the_bound_with_equal_slabs(
+    num_slabs: int, group: int, compute: int, copy: int
+) -> None:
+    """An odd number of slabs gives a slab of the last turn no slot of its own, but no stall."""
+    if num_slabs % 2:
+        num_slabs += 1
+    times = price_equal(num_slabs, group, 2, compute, copy)
+    assert times.step_ps == times.bound_ps
+
+
+def run_decode(schedule: Schedule, times: PassTimes, num_steps: int) -> list[int]:
+    """When each of these steps ends, counted by hand from an idle start."""
+    compute = link = 0
+    done = dict.fromkeys(range(len(schedule.before)), 0)
+    ends = []
+    for _ in range(num_steps):
+        for op in schedule.operations:
+            if isinstance(op, Copy):
+                link = done[op.slot] = max(link, compute) + times.copy_ps(op.span)
+            elif isinstance(op, Wait):
+                compute = max(compute, done[op.slot])
+            else:
+                compute += times.compute_ps[op.layer]
+        ends.append(compute)
+    return ends
+
+
+@st.composite
+def streamed_models(draw: st.DrawFn) -> tuple[Model, Placement]:
+    """Models of some layers with an MLP to stream, and some without."""
+    bare = {name: shape for name, shape in DENSE.items() if not name.startswith("mlp.")}
+    kinds = draw(st.lists(st.sampled_from([DENSE, bare]), min_size=1, max_size=7))
+    model = make_model([DENSE, *kinds])
+    return model, place(model, [rule("mlp")], draw(st.integers(1, 4)))
+
+
+@given(st.data(), streamed_models())
+def test_steady_step_is_what_many_steps_come_to(
+    data: st.DataObject, streamed: tuple[Model, Placement]
+) -> None:
+    model, placement = streamed
+    num_layers = len(model.layers)
+    compute = data.draw(st.lists(st.integers(1, 9), min_size=num_layers, max_size=num_layers))
+    copies = data.draw(st.lists(st.integers(1, 30), min_size=num_layers, max_size=num_layers))
+    times = pass_times(compute, dict(enumerate(copies)), [0] * num_layers)
+    schedule = steady_request(placement, num_layers, 1).decode
+    # small whole numbers settle soon; 60 is a multiple of every period up to 6
+    ends = run_decode(schedule, times, 460)
+    assert price_decode(schedule, times).step_ps == Fraction(ends[-1] - ends[-61], 60)
+
+
+@given(st.data(), odd_models(), st.integers(1, 4), st.integers(1, 3))
+def test_bounds_and_monotony_hold(
+    data: st.DataObject, model: Model, prefetch_step: int, num_chunks: int
+) -> None:
+    """step >= bound, step >= compute, and a faster link or GPU never hurts, UVA mixed in or not."""
+    num_layers = len(model.layers)
+    placement = place_or_skip(model, data.draw(rule_lists(num_layers)), prefetch_step)
+    request = steady_request(placement, num_layers, num_chunks)
+    durations = st.lists(st.integers(1, 40), min_size=num_layers, max_size=num_layers)
+    compute, copies = data.draw(durations), data.draw(durations)
+    reads = {
+        phase: [
+            9 * any(entry.backend(phase) is Backend.UVA for entry in slab.entries)
+            if (slab := placement.by_layer.get(layer))
+            else 0
+            for layer in range(num_layers)
+        ]
+        for phase in Phase
+    }
+
+    def price(slower: int) -> tuple[PhaseTimes, PhaseTimes]:
+        slow_copies = {layer: copy * slower for layer, copy in enumerate(copies)}
+        prefill, decode = (
+            pass_times(compute, slow_copies, [read * slower for read in reads[phase]])
+            for phase in (Phase.PREFILL, Phase.DECODE)
+        )
+        return (
+            price_prefill(request.prefill, [prefill] * num_chunks),
+            price_decode(request.decode, decode),
+        )
+
+    for fast, slow in zip(price(1), price(2), strict=True):
+        assert fast.step_ps >= fast.bound_ps >= fast.compute_ps
+        assert slow.step_ps >= fast.step_ps
+        assert slow.link_ps == 2 * fast.link_ps
+
+
+def test_reading_in_place_delays_what_is_copied_meanwhile() -> None:
+    """The link serves both: a step takes no less than the sum of what crosses it."""
+    rules = [
+        rule("mlp", group=(2, 1)),
+        rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA),
+    ]
+    placement = place(dense_model(4), rules, 2)
+    request = steady_request(placement, 4, 1)
+    placement_without = place(dense_model(4), rules[1:], 2)
+    assert not [op for op in request.decode.operations if isinstance(op, Copy)]  # both own a slot
+    times = pass_times([1, 1, 1, 1], 100, [10, 10, 10, 10])
+    one_slot = steady_request(place(dense_model(4), rules, 1), 4, 1)
+    decode = price_decode(one_slot.decode, times)
+    assert decode.link_ps == 2 * 100 + 4 * 10
+    assert decode.step_ps >= decode.link_ps
+    in_place = steady_request(placement_without, 4, 1)
+    assert price_decode(in_place.decode, times).step_ps == 4 * (1 + 10)
+
+
+def test_prefill_streams_once_a_chunk_and_starts_with_a_warm_ring() -> None:
+    placement = place(dense_model(4), [rule("mlp")], 2)
+    request = steady_request(placement, 4, 3)
+    times = [pass_times([1] * 4, 100, [0] * 4)] * 3
+    prefill = price_prefill(request.prefill, times)
+    assert prefill.link_ps == 3 * 4 * 100
+    assert prefill.bound_ps == (3 * 4 - 2) * 100  # two layers are there at the start
+    # the first copy starts after the first layer; each copy follows another; the last layer runs
+    assert prefill.step_ps == 1 + 10 * 100 + 1
+    assert prefill.link_bytes == sum(schedule.link_bytes for schedule in request.prefill)
+
+
+def test_resident_passes_take_their_compute() -> None:
+    placement = place(dense_model(3), [], 1)
+    request = steady_request(placement, 3, 2)
+    times = PassTimes((5, 6, 7), 4, (0, 0, 0), 0, lambda span: 0)
+    assert price_decode(request.decode, times).step_ps == 22
+    assert price_prefill(request.prefill, [times, times]).step_ps == 44
+    assert request.decode.operations == tuple(Compute(layer) for layer in range(3))
+
+
+@pytest.mark.parametrize(("step", "compute", "stall"), [(30, 10, 20), (10, 10, 0)])
+def test_phase_prediction_adds_up(step: int, compute: int, stall: int) -> None:
+    times = PhaseTimes(Fraction(step), compute, 8, 10, 123)
+    prediction = times.predict()
+    assert prediction.stall_s == pytest.approx(stall * 1e-12)
+    assert prediction.step_s == pytest.approx(prediction.compute_s + prediction.stall_s)
+    assert prediction.link_bytes == 123

@@ -1,0 +1,107 @@
+"""What layers have to read and to multiply."""
+
+from dataclasses import replace
+
+import pytest
+
+from offplan.costs.work import (
+    AttentionDims,
+    PassShape,
+    attended_pairs,
+    attention_dims,
+    decode_shape,
+    layer_work,
+    prefill_shapes,
+)
+from offplan.placement import Phase
+from offplan.plan import Workload
+from tests.costs.builders import DENSE, HIDDEN, MOE, make_model
+
+
+def prefill(tokens: int, context: int, batch: int = 1) -> PassShape:
+    return PassShape(Phase.PREFILL, batch, tokens, context)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "expected"),
+    [
+        (10, 10, [(10, 10)]),
+        (10, 4, [(4, 4), (4, 8), (2, 10)]),
+        (4, 8, [(4, 4)]),
+    ],
+)
+def test_chunks_cover_the_prompt(prompt: int, chunk: int, expected: list[tuple[int, int]]) -> None:
+    shapes = prefill_shapes(Workload(prompt_tokens=prompt, batch=3), chunk)
+    assert [(shape.tokens, shape.context) for shape in shapes] == expected
+    assert all(shape.num_tokens == 3 * shape.tokens for shape in shapes)
+
+
+def test_decode_attends_over_the_whole_cache() -> None:
+    assert decode_shape(Workload(batch=2)) == PassShape(Phase.DECODE, 2, 1, 4096)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 9])
+@pytest.mark.parametrize("context", [9, 12])
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
+def test_pairs_are_counted(tokens: int, context: int, window: int | None) -> None:
+    reach = [min(c, window or c) for c in range(context - tokens + 1, context + 1)]
+    assert attended_pairs(prefill(tokens, context), window) == sum(reach)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_attention_heads": 4, "head_dim": 32, "hidden_size": 64}, (4, 32, 32)),
+        ({"num_attention_heads": 4, "hidden_size": 64}, (4, 16, 16)),
+        ({"text_config": {"num_attention_heads": 2, "hidden_size": 64}}, (2, 32, 32)),
+        (
+            {
+                "num_attention_heads": 16,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+            },
+            (16, 192, 128),
+        ),
+        ({}, (0, 0, 0)),
+    ],
+)
+def test_heads_are_read(config: dict[str, object], expected: tuple[int, int, int]) -> None:
+    assert attention_dims(config, Phase.PREFILL) == AttentionDims(*expected)
+
+
+def test_latents_are_looked_at_as_they_are_in_decode() -> None:
+    config = {"num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert attention_dims(config, Phase.DECODE) == AttentionDims(16, 576, 512)
+
+
+def test_dense_layer_reads_all_and_multiplies_matrices() -> None:
+    model = make_model([DENSE])
+    work = layer_work(model, model.layers[0])
+    matrices = 3 * 3 * HIDDEN**2 + 3 * HIDDEN**2
+    assert work.weight_bytes(prefill(1, 1)) == model.layers[0].nbytes
+    assert work.flops(prefill(1, 1)) == 2 * matrices + 2 * 4 * (16 + 16)
+    assert work.flops(prefill(6, 6, batch=2)) == 12 * 2 * matrices + 2 * 21 * 2 * 4 * 32
+    cache = 2 * 10 * model.layers[0].kv_cache.bytes_per_token
+    assert work.device_bytes(prefill(1, 10, batch=2)) == model.layers[0].nbytes + cache
+
+
+def test_routed_experts_are_read_as_tokens_touch_them() -> None:
+    model = make_model([MOE])
+    layer = model.layers[0]
+    work = layer_work(model, layer)
+    dense = layer.nbytes - layer.expert_bytes
+    assert work.weight_bytes(prefill(1, 1)) == pytest.approx(dense + layer.expert_bytes * 2 / 8)
+    assert work.weight_bytes(prefill(1000, 1000)) == pytest.approx(layer.nbytes)
+    one, two = work.flops(prefill(1, 1)), work.flops(replace(prefill(1, 1), batch=2))
+    assert two == 2 * one
+
+
+def test_latent_attention_expands_the_context_in_prefill_alone() -> None:
+    latent = {**DENSE, "self_attn.kv_b_proj.weight": (96, 32)}
+    model = make_model([latent], num_attention_heads=0)
+    work = layer_work(model, model.layers[0])
+    near, far = work.flops(prefill(1, 1)), work.flops(prefill(1, 101))
+    assert far - near == 2 * 100 * 96 * 32
+    assert work.flops(PassShape(Phase.DECODE, 1, 1, 101)) == near

@@ -1,0 +1,304 @@
+"""The commands: what they print where, what they write, and their exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offplan.cli import planning
+from tests.cli import CLI, TINY_MOE, strip_lines
+
+SMALL = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
+OFFLOADING = ("--machine", "cpu", "--gpu-memory", "1MiB", *SMALL)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
+    """The command line on a machine without a GPU, in the repository's root."""
+    monkeypatch.setattr(planning, "has_gpu", lambda: False)
+    monkeypatch.chdir(TINY_MOE.parents[1])
+    monkeypatch.setenv("COLUMNS", "80")
+    return CLI(monkeypatch, capsys)
+
+
+@pytest.fixture
+def plan_file(cli: CLI, tmp_path: Path) -> Path:
+    path = tmp_path / "made.yaml"
+    assert cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", path).code == 0
+    return path
+
+
+def test_help(cli: CLI) -> None:
+    code, out, err = cli("--help")
+    assert (code, err) == (0, "")
+    for command in ("analyze", "plan", "run", "export", "measure", "schema"):
+        assert f"\n  {command} " in out
+    assert "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits" in out
+
+
+ANALYZED = """\
+plans/tiny-moe
+deepseek_v2, bfloat16: 438,912 parameters in 188 tensors, 857.2 KiB
+
+Layers
+layers     kind       count        each         all
+───────────────────────────────────────────────────
+0         dense           1   81.31 KiB   81.31 KiB
+1-5         moe           5   142.3 KiB   711.6 KiB
+outside           3 tensors               64.38 KiB
+
+Segments
+segment                        layers         all   share
+─────────────────────────────────────────────────────────
+mlp.experts.down_proj               5     160 KiB   18.7%
+mlp.experts.gate_proj               5     160 KiB   18.7%
+mlp.experts.up_proj                 5     160 KiB   18.7%
+self_attn.q_proj                    6      72 KiB    8.4%
+self_attn.kv_b_proj                 6      48 KiB    5.6%
+self_attn.o_proj                    6      48 KiB    5.6%
+outside: lm_head                        32.12 KiB    3.7%
+outside: model.embed_tokens             32.12 KiB    3.7%
+self_attn.kv_a_proj_with_mqa        6      30 KiB    3.5%
+mlp.shared_experts.down_proj        5      20 KiB    2.3%
+mlp.shared_experts.gate_proj        5      20 KiB    2.3%
+mlp.shared_experts.up_proj          5      20 KiB    2.3%
+mlp.down_proj                       1      16 KiB    1.9%
+mlp.gate_proj                       1      16 KiB    1.9%
+mlp.up_proj                         1      16 KiB    1.9%
+mlp.gate                            5       5 KiB    0.6%
+4 smaller ones                              2 KiB    0.2%
+
+Experts: 8 a layer, 2 a token, 12 KiB each
+KV cache: 480 B a token
+
+Not planned: no GPU here and no --machine: link bandwidth and compute were not
+measured, so nothing is planned; --machine takes a profile's file or one of
+"""
+
+
+def test_analyze_without_a_machine_reports_the_model(cli: CLI) -> None:
+    code, out, err = cli("analyze", "plans/tiny-moe")
+    assert (code, err) == (0, "")
+    assert strip_lines(out).startswith(ANALYZED)
+
+
+def test_analyze_json(cli: CLI) -> None:
+    code, out, _ = cli("analyze", "plans/tiny-moe", *OFFLOADING, "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["offplan"] == 1
+    assert data["model"] | {"headers_sha256": ""} == {
+        "source": "plans/tiny-moe",
+        "revision": None,
+        "model_type": "deepseek_v2",
+        "dtype": "bfloat16",
+        "num_layers": 6,
+        "num_tensors": 188,
+        "num_parameters": 438_912,
+        "total_bytes": 877_824,
+        "loaded_bytes": 877_824,
+        "headers_sha256": "",
+    }
+    assert data["experts"] == {
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "bytes_per_expert": 12_288,
+    }
+    assert [layer["kind"] for layer in data["layers"]] == ["dense"] + ["moe"] * 5
+    assert data["layers"][1]["segments"]["mlp.experts.gate_proj"] == 32_768
+    assert data["machine"]["name"] == "CPU"
+    assert data["plan"]["offload"]["rules"]
+    assert data["infeasible"] is None
+    assert data["why"]["reasons"]
+
+
+def test_segments_partition_bytes(cli: CLI) -> None:
+    data = json.loads(cli("analyze", "plans/tiny-moe", "--json").out)
+    for part in [*data["layers"], data["outside_layers"]]:
+        assert sum(part["segments"].values()) == part["bytes"]
+    parts = sum(part["bytes"] for part in [*data["layers"], data["outside_layers"]])
+    assert parts == data["model"]["total_bytes"]
+
+
+def test_analyze_json_without_a_machine(cli: CLI) -> None:
+    code, out, _ = cli("analyze", "plans/tiny-moe", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert (data["machine"], data["plan"], data["infeasible"]) == (None, None, None)
+    assert "not measured" in data["unmeasured"]
+
+
+def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
+    arguments = ("plans/tiny-moe", "--machine", "cpu", "--gpu-memory", "100KiB", *SMALL)
+    code, out, _ = cli("analyze", *arguments, "--json")
+    data = json.loads(out)
+    assert (code, data["plan"]) == (0, None)
+    assert data["infeasible"]["shortfall_bytes"] > 0
+    code, out, _ = cli("analyze", *arguments)
+    assert code == 0
+    assert "Infeasible: no plan fits 100 KiB" in out
+
+
+def test_plan_says_what_does_not_fit_and_exits_3(cli: CLI) -> None:
+    arguments = ("--machine", "cpu", "--gpu-memory", "100KiB", *SMALL)
+    code, out, err = cli("plan", "plans/tiny-moe", *arguments)
+    assert (code, out) == (3, "")
+    assert err.startswith("offplan: no plan fits 100 KiB of GPU memory")
+    assert err.count("\n") == 1
+
+
+def test_plan_prints_yaml_or_json_of_the_same_plan(cli: CLI) -> None:
+    code, out, err = cli("plan", "plans/tiny-moe", *OFFLOADING)
+    assert (code, err) == (0, "")
+    written = yaml.safe_load(out)
+    assert written["offplan"] == 1
+    assert written["workload"] == {
+        "batch": 1,
+        "prompt_tokens": 32,
+        "output_tokens": 96,
+        "context": 256,
+    }
+    data = json.loads(cli("plan", "plans/tiny-moe", *OFFLOADING, "--json").out)
+    assert data["offload"]["prefetch_step"] == written["offload"]["prefetch_step"]
+    memory = data["prediction"]["gpu_memory"]
+    assert sum(memory.values()) == 2 * memory["total_bytes"]
+    for phase in ("prefill", "decode"):
+        assert {"step_s", "compute_s", "link_s", "stall_s", "bound_s", "link_bytes"} == set(
+            data["prediction"][phase]
+        )
+
+
+def test_source_names_the_model(cli: CLI) -> None:
+    out = cli("plan", "plans/tiny-moe", *OFFLOADING, "--source", "me/tiny").out
+    assert yaml.safe_load(out)["model"]["source"] == "me/tiny"
+
+
+def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
+    config = json.loads(cli("analyze", "plans/tiny-moe/config.json", "--json").out)
+    folder = json.loads(cli("analyze", "plans/tiny-moe", "--json").out)
+    assert config["model"]["headers_sha256"] == folder["model"]["headers_sha256"]
+    assert config["layers"] == folder["layers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "plans/tiny-moe"), "no GPU here and no --machine"),
+        (("plan", "plans/nothing/here", "--machine", "cpu"), "plans/nothing/here"),
+        (("plan", "plans/tiny-moe", "--machine", "abacus"), "no machine profile 'abacus'"),
+        (("plan", "plans/tiny-moe", "--gpu-memory", "much"), "'much' is not a size"),
+        (("plan", "plans/tiny-moe", "--host-memory", "-1GiB"), "is not a size"),
+        (("plan", "plans/tiny-moe", "--prompt-tokens", 5000), "raise --context"),
+        (("plan", "plans/tiny-moe", "--revision", "main"), "leave the revision out"),
+        (("plan", "plans/tiny-moe", "-o", "plans"), "is a folder"),
+        (("plan", "plans/tiny-moe", "-o", "no/such/plan.yaml"), "does not exist"),
+        (("analyze", "plans/tiny-moe", "-o", "LICENSE"), "LICENSE exists; --force overwrites it"),
+        (("run", "nothing.yaml"), "cannot read plan nothing.yaml"),
+        (("run", "LICENSE"), "LICENSE is not"),
+        (("export", "plans/replan.sh", "--engine", "vllm"), "is not a plan"),
+    ],
+)
+def test_bad_input_exits_2_in_one_line(
+    cli: CLI, arguments: tuple[object, ...], message: str
+) -> None:
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("offplan: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan",),
+        ("fly", "plans/tiny-moe"),
+        ("plan", "plans/tiny-moe", "--batch", "0"),
+        ("plan", "plans/tiny-moe", "--fast"),
+        ("export", "plan.yaml"),
+    ],
+)
+def test_bad_usage_exits_2(cli: CLI, arguments: tuple[object, ...]) -> None:
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage: offplan" in err
+
+
+def test_analyze_writes_the_plan_that_plan_prints(cli: CLI, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    code, _, err = cli("analyze", "plans/tiny-moe", *OFFLOADING, "-o", path)
+    assert (code, err) == (0, f"offplan: wrote {path}\n")
+    assert path.read_text() == cli("plan", "plans/tiny-moe", *OFFLOADING).out
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_analyze_reports_before_it_fails_to_write(cli: CLI, tmp_path: Path) -> None:
+    code, out, err = cli("analyze", "plans/tiny-moe", "-o", tmp_path / "plan.yaml")
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert "Segments" in out
+    assert "was not written" in err
+
+
+def test_nothing_is_overwritten_without_force(cli: CLI, plan_file: Path) -> None:
+    plan_file.write_text("mine")
+    assert cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", plan_file).code == 2
+    assert plan_file.read_text() == "mine"
+    assert cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", plan_file, "--force").code == 0
+    assert plan_file.read_text().startswith("offplan: 1\n")
+
+
+def test_export(cli: CLI, plan_file: Path) -> None:
+    text = plan_file.read_text()
+    start = text.index("  rules:\n")
+    rule = "{cpu_offload_params: [experts], group_size: 2, num_in_group: 1, prefill: prefetch, "
+    rules = f"  rules:\n    - {rule}decode: prefetch}}\n"
+    plan_file.write_text(text[:start] + rules + text[text.index("prediction:") :])
+    code, out, _ = cli("export", plan_file, "--engine", "vllm")
+    assert code == 0
+    assert out == (
+        "--offload-group-size 2 --offload-num-in-group 1 --offload-prefetch-step 1 "
+        "--offload-params experts\n"
+    )
+    data = json.loads(cli("export", plan_file, "--engine", "sglang", "--json").out)
+    assert data["flags"][:2] == ["--offload-group-size", "2"]
+    assert "one layer more" in data["notes"][0]
+
+
+def test_export_refuses(cli: CLI, plan_file: Path) -> None:
+    code, out, err = cli("export", plan_file, "--engine", "llama.cpp")
+    assert (code, out) == (2, "")
+    assert "vllm and sglang" in err
+
+
+def test_another_model_is_drift(cli: CLI, plan_file: Path) -> None:
+    other = "tests/models/qwen3-8b/config.json"
+    code, out, err = cli("export", plan_file, "--engine", "vllm", "--model", other)
+    assert (code, out) == (4, "")
+    assert "plan it again" in err
+
+
+def test_schema(cli: CLI) -> None:
+    code, out, _ = cli("schema")
+    assert code == 0
+    assert {"offplan", "offload", "prediction"} <= set(json.loads(out)["properties"])
+
+
+def test_interrupt_exits_130(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "has_gpu", interrupt)
+    assert cli("analyze", "plans/tiny-moe").code == 130
+
+
+def test_a_full_disk_exits_1_without_a_traceback(
+    cli: CLI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    code, _, err = cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", tmp_path / "plan.yaml")
+    assert (code, err) == (1, "offplan: [Errno 28] No space left on device\n")
+    assert list(tmp_path.iterdir()) == []

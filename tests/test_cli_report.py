@@ -1,0 +1,187 @@
+"""Reports of a fixed plan, so that they change only when the report does."""
+
+from collections.abc import Mapping
+
+from rich.console import Console, RenderableType
+
+from offplan.plan import Plan, parse_plan
+from offplan.planner import Floor, PlanResult
+from offplan.report.payload import run_payload
+from offplan.report.plan import describe_offload, render_plan
+from offplan.report.run import RunResult, render_run
+from offplan.report.table import WIDTH
+from tests.cli import strip_lines
+
+GIB = 2**30
+
+
+def make_plan(*rules: Mapping[str, object]) -> Plan:
+    prefill = {"step": 0.31, "compute": 0.012, "link": 0.3, "stall": 0.298, "bound": 0.3}
+    decode = {"step": 0.034, "compute": 0.005, "link": 0.029, "stall": 0.029, "bound": 0.029}
+    memory = {"resident": 14, "ring": 1, "kv_cache": 0.5, "activations": 0.1, "overhead": 0.4}
+    terms = {name: round(value * GIB) for name, value in memory.items()}
+    return parse_plan(
+        {
+            "offplan": 1,
+            "model": {"source": "me/model", "headers_sha256": "0", "dtype": "bfloat16"},
+            "workload": {},
+            "budget": {"gpu_memory": "16 GiB"},
+            "machine": {
+                "name": "NVIDIA H200",
+                "link": "PCIe 5 x16",
+                "h2d": "55.4 GB/s",
+                "uva": "51 GB/s",
+                "basis": "measured",
+                "fingerprint": "0",
+            },
+            "offload": {"prefetch_step": 2, "prefill_chunk": 512, "rules": list(rules)},
+            "prediction": {
+                "objective": 4.7,
+                "basis": "estimated",
+                "prefill": prefill | {"link_bytes": 15 * GIB},
+                "decode": decode | {"link_bytes": round(1.4 * GIB)},
+                "gpu_memory": terms | {"total": sum(terms.values())},
+                "host_memory": 15 * GIB,
+            },
+        },
+        "plan",
+    )
+
+
+EXPERTS = {"cpu_offload_params": ["experts"], "group_size": 2, "num_in_group": 1}
+STREAMED = {**EXPERTS, "prefill": "prefetch", "decode": "prefetch"}
+SPLIT = {**EXPERTS, "prefill": "prefetch", "decode": "uva"}
+CAPPED = {"max_bytes": "7 GiB", "prefill": "uva", "decode": "uva"}
+WHOLE = {"group_size": 1, "num_in_group": 1, "prefill": "prefetch", "decode": "prefetch"}
+
+
+def show(part: RenderableType) -> str:
+    console = Console(width=WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(part)
+    return strip_lines(captured.get())
+
+
+def test_offload_in_words() -> None:
+    chunks = "prompts are read in chunks of 512 tokens"
+    ring = "slots in the ring (prefetch_step): 2"
+    assert describe_offload(make_plan()) == [
+        "everything fits the GPU; nothing is offloaded",
+        chunks,
+    ]
+    assert describe_offload(make_plan(CAPPED)) == [
+        "on the host: all parameters from layer 0 on, up to 7 GiB (prefill uva, decode uva)",
+        chunks,
+    ]
+    assert describe_offload(make_plan(SPLIT, WHOLE)) == [
+        "on the host: experts of the last 1 in every 2 layers (prefill prefetch, decode uva)",
+        "on the host: all parameters of every layer (prefill prefetch, decode prefetch)",
+        ring,
+        chunks,
+    ]
+
+
+PLAN = """\
+Plan:
+  on the host: experts of the last 1 in every 2 layers (prefill prefetch, decode
+  uva)
+  slots in the ring (prefetch_step): 2
+  prompts are read in chunks of 512 tokens
+Why:
+  it is the fastest
+
+Memory
+term                      bytes
+───────────────────────────────
+resident weights         14 GiB
+ring                      1 GiB
+KV cache                512 MiB
+activations           102.4 MiB
+overhead and margin   409.6 MiB
+GPU, of 16 GiB           16 GiB
+host                     15 GiB
+
+Prediction (estimated)
+figure          prefill of 512   decode, a token
+────────────────────────────────────────────────
+step                    310 ms             34 ms
+compute                  12 ms              5 ms
+link                    300 ms             29 ms
+stall                   298 ms             29 ms
+bound                   300 ms             29 ms
+floor                   280 ms             27 ms
+over the link           15 GiB           1.4 GiB
+
+A request takes 4.7 s: 29.4 tokens/s in decode.
+No plan of this budget can take less than 3.7 s.
+"""
+
+
+def test_plan() -> None:
+    floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
+    assert show(render_plan(PlanResult(make_plan(SPLIT), ("it is the fastest",), 9, 2, floor))) == (
+        PLAN
+    )
+
+
+def make_result(**changes: object) -> RunResult:
+    values: dict[str, object] = {
+        "device": "NVIDIA H200",
+        "batch": 1,
+        "prompt_tokens": 512,
+        "output_tokens": 128,
+        "first_token_s": 0.341,
+        "step_s": 0.0343,
+        "prefill_link_bytes": 15 * GIB,
+        "decode_link_bytes": round(1.4 * GIB),
+        "gpu_bytes": 15 * GIB,
+    }
+    return RunResult(**(values | changes))  # type: ignore[arg-type]
+
+
+RUN = """\
+Predicted and measured
+what                     predicted   measured   ratio
+─────────────────────────────────────────────────────
+time to first token         310 ms     341 ms   1.100
+time per token               34 ms    34.3 ms   1.009
+GPU memory                  16 GiB     15 GiB   0.938
+over the link, prompt       15 GiB     15 GiB   1.000
+over the link, a token     1.4 GiB    1.4 GiB   1.000
+"""
+
+RUN_ELSEWHERE = """\
+Predicted and measured
+what                     predicted   measured   ratio
+─────────────────────────────────────────────────────
+time to first token         310 ms     31.3 s     101
+time per token               34 ms          -       -
+GPU memory                  16 GiB          -       -
+over the link, prompt       15 GiB     15 GiB   1.000
+over the link, a token     1.4 GiB          -       -
+
+Predicted for NVIDIA H200; ran on CPU.
+Predicted for batch 1 and 512 prompt tokens; ran with 1 and 7.
+What kernels read in place over the link cannot be counted.
+"""
+
+
+def test_run() -> None:
+    assert show(render_run(make_plan(STREAMED), make_result())).strip() == RUN.strip()
+
+
+def test_run_elsewhere_says_what_differs() -> None:
+    result = make_result(
+        device="CPU", prompt_tokens=7, first_token_s=31.3, step_s=None, gpu_bytes=None
+    )
+    assert show(render_run(make_plan(SPLIT), result)) == RUN_ELSEWHERE
+
+
+def test_run_json() -> None:
+    payload = run_payload(make_plan(STREAMED), make_result(), "text")
+    assert payload["predicted"]["decode"]["step_s"] == 0.034
+    assert payload["measured"] == {
+        "decode": {"step_s": 0.0343, "link_bytes": round(1.4 * GIB)},
+        "prefill": {"step_s": 0.341, "link_bytes": 15 * GIB},
+        "gpu_memory": {"total_bytes": 15 * GIB},
+    }

@@ -1,0 +1,106 @@
+"""``offplan run`` on the tiny checkpoint: the text it knows by heart, from every kind of plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli import CLI, TINY_MOE
+
+WEIGHTS = (
+    "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
+)
+RULES = {
+    "resident": "[]",
+    "streamed": "[{group_size: 1, num_in_group: 1, prefill: prefetch, decode: prefetch}]",
+    "in_place": "[{cpu_offload_params: [experts], max_bytes: 200 KiB, prefill: uva, decode: uva}]",
+    "mixed": "[{cpu_offload_params: [experts], group_size: 3, num_in_group: 2, prefill: prefetch, "
+    "decode: uva}, {group_size: 2, num_in_group: 1, prefill: prefetch, decode: prefetch}]",
+}
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
+    monkeypatch.chdir(TINY_MOE.parents[1])
+    return CLI(monkeypatch, capsys)
+
+
+def write_plan(folder: Path, rules: str) -> Path:
+    """Take the shipped plan with other rules."""
+    text = Path("plans/tiny-moe.yaml").read_text()
+    before, after = text.split("  prefetch_step:")[0], text[text.index("prediction:") :]
+    path = folder / "plan.yaml"
+    path.write_text(f"{before}  prefetch_step: 2\n  prefill_chunk: 8\n  rules: {rules}\n{after}")
+    return path
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_it_says_what_it_knows(cli: CLI, tmp_path: Path, rules: str) -> None:
+    plan = write_plan(tmp_path, rules)
+    code, out, _ = cli("run", plan, "--prompt", "Weights", "--device", "cpu")
+    assert code == 0
+    assert out.startswith(f"{WEIGHTS}\n")
+    for row in ("time to first token", "time per token", "GPU memory", "over the link, a token"):
+        assert f"\n{row} " in out
+
+
+def test_the_shipped_plan_in_json(cli: CLI) -> None:
+    arguments = ("--prompt", "Weights", "--device", "cpu", "--json")
+    code, out, _ = cli("run", "plans/tiny-moe.yaml", *arguments)
+    data = json.loads(out)
+    assert code == 0
+    assert f"Weights{data['text']}" == WEIGHTS
+    assert (data["device"], data["prompt_tokens"]) == ("CPU", len("Weights"))
+    assert data["measured"]["decode"]["step_s"] > 0
+    assert data["predicted"]["decode"]["step_s"] > 0
+    assert data["measured"]["gpu_memory"]["total_bytes"] is None
+
+
+def test_bytes_moved_are_those_of_the_schedule(cli: CLI, tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, RULES["streamed"])
+    arguments = ("--prompt", "Weights", "--max-new-tokens", 9, "--device", "cpu", "--json")
+    data = json.loads(cli("run", plan, *arguments).out)
+    layers = json.loads(cli("analyze", "plans/tiny-moe", "--machine", "cpu", "--json").out)[
+        "layers"
+    ]
+    moved = data["measured"]["decode"]["link_bytes"]
+    # slabs align what they hold
+    assert moved == pytest.approx(sum(layer["bytes"] for layer in layers), rel=0.01)
+
+
+def test_without_a_prompt_it_runs_the_workload(cli: CLI) -> None:
+    code, out, _ = cli("run", "plans/tiny-moe.yaml", "--device", "cpu", "--json")
+    data = json.loads(out)
+    assert (code, data["text"]) == (0, None)
+    assert (data["batch"], data["prompt_tokens"], data["output_tokens"]) == (1, 32, 96)
+
+
+def test_dummy_weights_need_no_checkpoint(cli: CLI) -> None:
+    arguments = ("--dummy-weights", "--max-new-tokens", 2, "--device", "cpu", "--json")
+    config = "plans/tiny-moe/config.json"
+    code, out, _ = cli("run", "plans/tiny-moe.yaml", "--model", config, *arguments)
+    assert (code, json.loads(out)["output_tokens"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "abacus"), "is not a device"),
+        (("--device", "meta"), "runs on cuda and cpu"),
+        (("--device", "cuda:64"), "there is no cuda:64 here"),
+        (("--max-new-tokens", 1000), "exceed the plan's context of 256"),
+        (("--model", "plans/tiny-moe/config.json"), "has no weights"),
+        (("--model", "plans/tiny-moe/config.json", "--prompt", "x"), "has no tokenizer"),
+        (("--prompt", ""), "the prompt is empty"),
+    ],
+)
+def test_bad_input_exits_2(cli: CLI, arguments: tuple[object, ...], message: str) -> None:
+    code, out, err = cli("run", "plans/tiny-moe.yaml", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_another_model_is_drift(cli: CLI) -> None:
+    code, _, err = cli("run", "plans/tiny-moe.yaml", "--model", "tests/models/qwen3-8b/config.json")
+    assert code == 4
+    assert "plan it again" in err

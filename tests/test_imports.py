@@ -1,0 +1,104 @@
+"""Imports point one way, and what needs no GPU starts without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "offplan"
+
+ARROWS = {
+    "errors": [],
+    "units": ["errors"],
+    "checkpoint": ["errors", "units"],
+    "machine": ["errors", "units"],
+    "plan": ["errors", "units"],
+    "placement": ["checkpoint", "plan"],
+    "schedule": ["placement"],
+    "costs": ["checkpoint", "machine", "schedule"],
+    "planner": ["costs", "plan"],
+    "runtime": ["schedule", "plan", "checkpoint"],
+    "profiling": ["runtime", "machine", "checkpoint"],
+    "engines": ["plan", "placement"],
+    "report": ["planner", "runtime", "profiling", "engines"],
+    "cli": ["report"],
+}
+"""Room by room, what it may import; what that room may import in turn is allowed too."""
+
+
+def allowed(room: str) -> set[str]:
+    rooms = set(ARROWS[room])
+    return rooms.union(*(allowed(other) for other in rooms)) | {room}
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports anywhere in it, inside functions as well."""
+    rooms: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides which room it enters"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("offplan.")}
+    return rooms - {"__version__"}
+
+
+def rooms() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room != "__init__":
+            found.setdefault(room, []).append(path)
+    return found
+
+
+def test_every_room_is_in_the_order() -> None:
+    assert set(rooms()) <= set(ARROWS)
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_arrows(room: str) -> None:
+    wrong = {
+        str(path.relative_to(PACKAGE)): sorted(forbidden)
+        for path in rooms()[room]
+        if (forbidden := imported_rooms(path) - allowed(room))
+    }
+    assert not wrong, f"{room} may import {sorted(allowed(room))}"
+
+
+def loaded_modules(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter that has run ``code``."""
+    script = f"{code}\nimport sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+def test_help_loads_nothing_heavy() -> None:
+    loaded = loaded_modules("import offplan.cli.main")
+    heavy = {"torch", "transformers", "pydantic", "yaml", "huggingface_hub", "safetensors"}
+    assert not loaded & heavy
+
+
+def test_planning_from_a_folder_needs_no_torch() -> None:
+    command = [
+        "offplan",
+        "plan",
+        str(PACKAGE.parent / "plans" / "tiny-moe"),
+        "--machine",
+        "h200-pcie5",
+        "--context",
+        "1024",
+    ]
+    loaded = loaded_modules(
+        f"import sys; sys.argv = {command!r}\n"
+        "from offplan.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as error: assert error.code == 0, error.code"
+    )
+    assert not loaded & {"torch", "transformers"}

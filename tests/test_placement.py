@@ -1,0 +1,162 @@
+"""Placement: where every byte lives."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.errors import PlanError
+from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, group_units, place
+from offplan.plan import Backend, Rule
+from tests.costs.builders import DENSE, dense_model, make_model, moe_model, rule
+
+NAMES = ("a", "b", "c", "d")
+BACKENDS = st.sampled_from(Backend)
+
+
+def _vector(size: int) -> tuple[int, ...]:
+    return (size,)
+
+
+@st.composite
+def odd_models(draw: st.DrawFn) -> Model:
+    """Layers that each have some of four parameters, of uneven sizes."""
+    shapes = st.dictionaries(
+        st.sampled_from([f"{name}.weight" for name in NAMES]),
+        st.builds(_vector, st.integers(1, 400)),
+        min_size=1,
+    )
+    return make_model(draw(st.lists(shapes, min_size=1, max_size=8)))
+
+
+@st.composite
+def rule_lists(draw: st.DrawFn, num_layers: int) -> list[Rule]:
+    rules = []
+    for _ in range(draw(st.integers(0, 3))):
+        segments = tuple(draw(st.lists(st.sampled_from(NAMES), max_size=3, unique=True)))
+        if draw(st.integers(0, 4)) == 0:
+            rules.append(
+                Rule(
+                    cpu_offload_params=segments,
+                    max_bytes=draw(st.integers(1, 2000)),
+                    prefill=Backend.UVA,
+                    decode=Backend.UVA,
+                )
+            )
+            continue
+        size = draw(st.integers(1, num_layers + 1))
+        group = size, draw(st.integers(1, size))
+        rules.append(rule(*segments, group=group, prefill=draw(BACKENDS), decode=draw(BACKENDS)))
+    return rules
+
+
+def place_or_skip(model: Model, rules: list[Rule], prefetch_step: int) -> Placement:
+    """Place, but drop rules that take nothing, which are errors."""
+    for count in range(len(rules), -1, -1):
+        try:
+            return place(model, rules[:count], prefetch_step)
+        except PlanError:
+            continue
+    raise AssertionError("no rules never fail")
+
+
+@given(st.data(), odd_models(), st.integers(1, 4))
+def test_bytes_add_up(data: st.DataObject, model: Model, prefetch_step: int) -> None:
+    rules = data.draw(rule_lists(len(model.layers)))
+    placement = place_or_skip(model, rules, prefetch_step)
+    on_host = [entry.unit for slab in placement.slabs for entry in slab.entries]
+    assert placement.resident_bytes + sum(unit.nbytes for unit in on_host) == model.loaded_bytes
+    assert len({(unit.layer, unit.name) for unit in on_host}) == len(on_host)
+    assert placement.num_slots <= prefetch_step
+    assert placement.ring_bytes == placement.num_slots * placement.slot_bytes
+    for phase in Phase:
+        assert all(span.nbytes <= placement.slot_bytes for span in placement.spans(phase))
+        assert placement.num_slots <= prefetch_step
+
+
+@given(st.data(), odd_models())
+def test_slabs_are_aligned_and_spans_contiguous(data: st.DataObject, model: Model) -> None:
+    for slab in place_or_skip(model, data.draw(rule_lists(len(model.layers))), 2).slabs:
+        end = 0
+        for entry in slab.entries:
+            assert entry.offset % ALIGNMENT_BYTES == 0
+            assert end <= entry.offset < end + ALIGNMENT_BYTES
+            end = entry.offset + entry.unit.nbytes
+        assert slab.nbytes == end
+        for phase in Phase:
+            span = slab.span(phase)
+            for entry in slab.entries:
+                streamed = entry.backend(phase) is Backend.PREFETCH
+                inside = span is not None and span.start <= entry.offset < span.stop
+                assert streamed == inside
+
+
+@pytest.mark.parametrize(
+    ("group", "layers"),
+    [
+        ((1, 1), [0, 1, 2, 3, 4, 5]),
+        ((2, 1), [1, 3, 5]),
+        ((3, 2), [1, 2, 4, 5]),
+        ((4, 1), [3]),
+        ((6, 5), [1, 2, 3, 4, 5]),
+    ],
+)
+def test_group_pattern_takes_the_last_of_each_group(
+    group: tuple[int, int], layers: list[int]
+) -> None:
+    placement = place(dense_model(6), [rule("mlp", group=group)], 2)
+    assert [slab.layer for slab in placement.slabs] == layers
+
+
+def test_first_rule_wins() -> None:
+    rules = [rule("down_proj", decode=Backend.UVA), rule("mlp")]
+    slab = place(dense_model(2), rules, 1).slabs[0]
+    backends = {entry.unit.name: entry.decode for entry in slab.entries}
+    assert backends == {
+        "mlp.down_proj.weight": Backend.UVA,
+        "mlp.gate_proj.weight": Backend.PREFETCH,
+        "mlp.up_proj.weight": Backend.PREFETCH,
+    }
+
+
+@pytest.mark.parametrize(("max_bytes", "count"), [(1, 1), (24576, 1), (24577, 2), (10**9, 18)])
+def test_max_bytes_overshoots_by_at_most_one(max_bytes: int, count: int) -> None:
+    rules = [
+        Rule(
+            cpu_offload_params=("mlp",),
+            max_bytes=max_bytes,
+            prefill=Backend.UVA,
+            decode=Backend.UVA,
+        )
+    ]
+    placement = place(dense_model(6), rules, 1)
+    assert sum(len(slab.entries) for slab in placement.slabs) == count
+    assert placement.num_slots == 0
+
+
+def test_experts_inputs_are_one_unit() -> None:
+    units = group_units(moe_model(2).layers[1])
+    fused = [unit for unit in units if len(unit.parameters) > 1]
+    assert [[p.name for p in unit.parameters] for unit in fused] == [
+        ["mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([rule("experts.gate_proj")], "fuses them"),
+        ([rule("q_prj")], "matches nothing"),
+        ([rule("experts", group=(9, 1))], "takes nothing"),
+        ([rule("mlp"), rule("experts")], "takes nothing"),
+    ],
+)
+def test_rules_that_cannot_be_meant(rules: list[Rule], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        place(moe_model(5), rules, 1)
+
+
+def test_segments_are_whole_name_parts() -> None:
+    assert not rule("experts").matches("mlp.shared_experts.up_proj.weight")
+    assert not rule("proj").matches("mlp.up_proj.weight")
+    assert all(rule().matches(name) for name in DENSE)

@@ -1,0 +1,221 @@
+"""The plan file: what is written reads back, and what is wrong is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offplan import units
+from offplan.errors import PlanError
+from offplan.plan import (
+    Backend,
+    Basis,
+    Budget,
+    GPUMemoryPrediction,
+    Offload,
+    PhasePrediction,
+    Plan,
+    Prediction,
+    Rule,
+    Workload,
+    dump_plan,
+    json_schema,
+    load_plan,
+    parse_plan,
+    plan_json,
+)
+from offplan.planner import make_plan
+from tests.costs.builders import dense_model, make_machine, moe_model, rule
+
+WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
+
+
+def example() -> Plan:
+    """A plan that offloads experts."""
+    budget = Budget(gpu_memory=3_000_000, host_memory=2**30)
+    plan = make_plan(moe_model(8), make_machine(), WORKLOAD, budget).plan
+    assert plan.offload.rules
+    return plan
+
+
+seconds = st.floats(0, 1e5)
+sizes = st.integers(0, 2**44)
+phases = st.builds(
+    PhasePrediction,
+    step=seconds,
+    compute=seconds,
+    link=seconds,
+    stall=seconds,
+    bound=seconds,
+    link_bytes=sizes,
+)
+memories = st.builds(
+    GPUMemoryPrediction,
+    resident=sizes,
+    ring=sizes,
+    kv_cache=sizes,
+    activations=sizes,
+    overhead=sizes,
+    total=sizes,
+)
+predictions = st.builds(
+    Prediction,
+    objective=seconds,
+    basis=st.sampled_from(Basis),
+    prefill=phases,
+    decode=phases,
+    gpu_memory=memories,
+    host_memory=sizes,
+)
+segments = st.lists(st.sampled_from(["mlp", "experts", "o_proj", "yes", "1.5"]), unique=True)
+backends = st.sampled_from(Backend)
+rules = st.one_of(
+    st.builds(
+        lambda names, size, share, prefill, decode: rule(
+            *names, group=(size, max(1, round(share * size))), prefill=prefill, decode=decode
+        ),
+        segments,
+        st.integers(1, 99),
+        st.floats(0, 1),
+        backends,
+        backends,
+    ),
+    st.builds(
+        Rule,
+        cpu_offload_params=segments,
+        max_bytes=st.integers(1, 2**44),
+        prefill=st.just(Backend.UVA),
+        decode=st.just(Backend.UVA),
+    ),
+)
+offloads = st.builds(
+    Offload,
+    prefetch_step=st.integers(1, 9),
+    prefill_chunk=st.integers(1, 10**6),
+    rules=st.lists(rules, max_size=3),
+)
+budgets = st.builds(
+    Budget, gpu_memory=st.integers(1, 2**44), host_memory=st.none() | st.integers(1, 2**44)
+)
+
+
+@given(predictions, offloads, budgets)
+def test_yaml_round_trip(prediction: Prediction, offload: Offload, budget: Budget) -> None:
+    plan = example_plan.model_copy(
+        update={"prediction": prediction, "offload": offload, "budget": budget}
+    )
+    text = dump_plan(plan)
+    again = parse_plan(yaml.safe_load(text), "again")
+    assert dump_plan(again) == text
+    assert (again.offload, again.budget) == (offload, budget)  # decisions read back exactly
+
+
+@given(predictions, offloads, budgets)
+def test_json_is_exact(prediction: Prediction, offload: Offload, budget: Budget) -> None:
+    plan = example_plan.model_copy(
+        update={"prediction": prediction, "offload": offload, "budget": budget}
+    )
+    assert parse_plan(plan_json(plan), "json") == plan
+
+
+@pytest.mark.parametrize(
+    ("show", "read", "value"),
+    [
+        (units.format_bytes, units.parse_bytes, 2**40 - 2**28),
+        (units.format_seconds, units.parse_seconds, 0.99999),
+    ],
+)
+def test_rounding_up_to_the_next_unit_is_stable(
+    show: Callable[[float], str], read: Callable[[str], float], value: float
+) -> None:
+    assert show(read(show(value))) == show(value)
+
+
+example_plan = example()
+
+
+def test_made_plan_reads_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_plan(example_plan), "utf-8")
+    again = load_plan(path)
+    assert dump_plan(again) == dump_plan(example_plan)
+    assert again.offload == example_plan.offload
+
+
+def test_json_has_the_keys_that_scripts_rely_on() -> None:
+    data = plan_json(example_plan)
+    assert set(data["prediction"]["decode"]) == {
+        *("step_s", "compute_s", "link_s", "stall_s", "bound_s", "link_bytes")
+    }
+    assert set(data["prediction"]["gpu_memory"]) == {
+        *("resident_bytes", "ring_bytes", "kv_cache_bytes", "activation_bytes"),
+        *("overhead_bytes", "total_bytes"),
+    }
+    assert isinstance(data["prediction"]["objective_s"], float)
+    assert "rules" in data["offload"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("offplan",), 2, "version 2"),
+        (("extra",), 1, "extra"),
+        (("offload", "rules", 0, "group_size"), 0, "group_size"),
+        (("offload", "rules", 0, "decode"), "dma", "decode"),
+        (("offload", "prefetch_step"), 0, "prefetch_step"),
+        (("offload", "rules", 0, "segments"), [], "segments"),
+        (("budget", "gpu_memory"), "much", "write it as 16GiB"),
+        (("workload", "context"), 10, "raise --context"),
+        (("prediction", "decode", "step"), "soon", "write it as 31 ms"),
+    ],
+)
+def test_what_is_wrong_is_named(path: tuple[object, ...], value: object, message: str) -> None:
+    data = yaml.safe_load(dump_plan(example_plan))
+    node = data
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    with pytest.raises(PlanError, match=message):
+        parse_plan(data, "a plan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "needs group_size"),
+        ({"group_size": 2}, "needs group_size"),
+        ({"group_size": 2, "num_in_group": 3}, "more than group_size"),
+        ({"group_size": 2, "num_in_group": 1, "max_bytes": 5}, "either max_bytes"),
+        ({"max_bytes": 5, "decode": "prefetch"}, "read in place"),
+    ],
+)
+def test_rules_have_one_form(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rule.model_validate({"prefill": "uva", "decode": "uva", **fields})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "offload: {}", "{", "offplan: [1]"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text, "utf-8")
+    with pytest.raises(PlanError, match="plan"):
+        load_plan(path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="No such file"):
+        load_plan(tmp_path / "none.yaml")
+
+
+def test_schema_knows_the_keys_of_the_file() -> None:
+    properties = json_schema()["properties"]
+    assert set(yaml.safe_load(dump_plan(example_plan))) == set(properties)
+
+
+def test_nothing_to_offload_is_an_empty_list() -> None:
+    budget = Budget(gpu_memory=2**30)
+    plan = make_plan(dense_model(2), make_machine(), WORKLOAD, budget).plan
+    assert "rules: []" in dump_plan(plan)

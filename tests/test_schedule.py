@@ -1,0 +1,151 @@
+"""Schedules: no slot is overwritten before its use, and every wait has its copy."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.placement import Phase, Placement, Span, place
+from offplan.plan import Backend
+from offplan.schedule import (
+    Compute,
+    Copy,
+    Schedule,
+    Wait,
+    build_pass,
+    build_request,
+    check_passes,
+    empty_ring,
+    slots_of,
+)
+from tests.costs.builders import dense_model, rule
+from tests.test_placement import odd_models, place_or_skip, rule_lists
+
+
+def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> None:
+    """Execute passes on names, with every copy as early or as late as it may happen.
+
+    Copies are one queue: one that is waited for carries out all before it. Layers read what
+    their slot holds at that moment.
+    """
+    slots: list[Span | None] = [None] * placement.num_slots
+    queue: list[Copy] = []
+    for schedule in passes:
+        layers = slots_of(placement, schedule.phase)
+        for op in schedule.operations:
+            if isinstance(op, Copy):
+                queue.append(op)
+            elif isinstance(op, Wait):
+                while any(copy.slot == op.slot and copy.span == op.span for copy in queue):
+                    first = queue.pop(0)
+                    slots[first.slot] = first.span
+            elif op.layer in layers:
+                slot, span = layers[op.layer]
+                assert slots[slot] == span, f"layer {op.layer} reads another's bytes"
+            while queue and not late:
+                first = queue.pop(0)
+                slots[first.slot] = first.span
+
+
+@given(st.data(), odd_models(), st.integers(1, 4), st.integers(1, 3))
+def test_requests_are_safe(
+    data: st.DataObject, model: Model, prefetch_step: int, num_chunks: int
+) -> None:
+    placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
+    ring = empty_ring(placement)
+    passes: list[Schedule] = []
+    for _ in range(3):
+        request = build_request(placement, len(model.layers), num_chunks, ring)
+        steps = data.draw(st.integers(0, 2))
+        passes += [*request.prefill, request.first_decode, *[request.decode] * steps]
+        ring = passes[-1].after
+    check_passes(passes)
+    run_by_hand(placement, passes, late=False)
+    run_by_hand(placement, passes, late=True)
+
+
+@given(st.data(), odd_models(), st.integers(1, 4))
+def test_any_order_of_phases_is_safe(data: st.DataObject, model: Model, prefetch_step: int) -> None:
+    """Passes whose successor is another than they were told: more copies, never wrong bytes."""
+    placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
+    ring = empty_ring(placement)
+    passes: list[Schedule] = []
+    for phase, told in data.draw(
+        st.lists(st.tuples(st.sampled_from(Phase), st.sampled_from(Phase)), max_size=6)
+    ):
+        passes.append(build_pass(placement, len(model.layers), phase, ring, told))
+        ring = passes[-1].after
+    run_by_hand(placement, passes, late=False)
+    run_by_hand(placement, passes, late=True)
+
+
+@given(st.data(), odd_models(), st.integers(1, 4))
+def test_steady_decode_leaves_what_it_finds(
+    data: st.DataObject, model: Model, prefetch_step: int
+) -> None:
+    placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
+    decode = build_request(placement, len(model.layers), 1, empty_ring(placement)).decode
+    assert decode.before == decode.after
+    assert [op.layer for op in decode.operations if isinstance(op, Compute)] == list(
+        range(len(model.layers))
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_streamed", "num_slots", "num_copies"),
+    [(6, 1, 6), (6, 2, 6), (5, 2, 5), (3, 2, 2), (5, 3, 4), (5, 4, 2), (2, 2, 0), (3, 4, 0)],
+)
+def test_a_layer_with_a_slot_of_its_own_is_copied_once(
+    num_streamed: int, num_slots: int, num_copies: int
+) -> None:
+    placement = place(dense_model(num_streamed), [rule("mlp")], num_slots)
+    request = build_request(placement, num_streamed, 1, empty_ring(placement))
+    copies = [op for op in request.decode.operations if isinstance(op, Copy)]
+    assert len(copies) == num_copies
+    assert request.decode.link_bytes == sum(copy.span.nbytes for copy in copies)
+
+
+def test_prefetch_in_prefill_alone_leaves_decode_without_copies() -> None:
+    placement = place(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
+    request = build_request(placement, 4, 2, empty_ring(placement))
+    assert [schedule.link_bytes > 0 for schedule in request.prefill] == [True, True]
+    assert request.decode.operations == tuple(Compute(layer) for layer in range(4))
+
+
+def spoil(schedule: Schedule, how: str) -> Schedule:
+    """A schedule with one mistake in it."""
+    ops = list(schedule.operations)
+    first = next(i for i, op in enumerate(ops) if isinstance(op, Copy))
+    copy = ops[first]
+    wait = next(i for i, op in enumerate(ops) if isinstance(op, Wait))
+    if how == "lost copy":
+        del ops[first]
+    elif how == "copied twice":
+        ops.insert(first, copy)
+    elif how == "too early":  # the slot is refilled before its layer has run
+        ops.insert(wait, ops.pop(first))
+    elif how == "between wait and layer":
+        ops.insert(wait + 1, ops.pop(first))
+    elif how == "another's wait":
+        ops[wait + 1], ops[wait + 2] = Compute(3), ops[wait + 1]
+    return replace(schedule, operations=tuple(ops))
+
+
+@pytest.mark.parametrize(
+    "how", ["lost copy", "copied twice", "too early", "between wait and layer", "another's wait"]
+)
+def test_mistakes_are_found(how: str) -> None:
+    placement = place(dense_model(4), [rule("mlp")], 1)
+    decode = build_request(placement, 4, 1, empty_ring(placement)).decode
+    check_passes([decode, decode])
+    with pytest.raises(ValueError, match="pass 0"):
+        check_passes([spoil(decode, how), decode])
+
+
+def test_passes_that_do_not_follow_each_other_are_found() -> None:
+    placement = place(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
+    request = build_request(placement, 4, 1, empty_ring(placement))
+    with pytest.raises(ValueError, match="another ring"):
+        check_passes([*request.prefill, *request.prefill])

@@ -1,0 +1,74 @@
+"""Units: parsed as people write them, printed in one way."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offplan import units
+from offplan.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("16GiB", 16 * 2**30),
+        ("16 gib", 16 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("4096", 4096),
+        (4096, 4096),
+        ("0", 0),
+    ],
+)
+def test_parse_bytes(text: str | int, num_bytes: int) -> None:
+    assert units.parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "16 Gi B", "sixteen", "16GiB/s", "1e400", "nan"]
+)
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(InputError):
+        units.parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (units.parse_rate, "55.4 GB/s", 55.4e9),
+        (units.parse_rate, "4.17TB/s", 4.17e12),
+        (units.parse_rate, "1 GiB/s", 2**30),
+        (units.parse_flops, "680 TFLOP/s", 680e12),
+        (units.parse_seconds, "5.4 us", 5.4e-6),
+        (units.parse_seconds, "31 ms", 0.031),
+        (units.parse_seconds, "2", 2.0),
+    ],
+)
+def test_parse_other_units(parse: Callable[[str], float], text: str, value: float) -> None:
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("show", "value", "text"),
+    [
+        (units.format_bytes, 31_412_968_448, "29.26 GiB"),
+        (units.format_bytes, 17_301_504, "16.5 MiB"),
+        (units.format_bytes, 480, "480 B"),
+        (units.format_bytes, 0, "0 B"),
+        (units.format_rate, 55.4e9, "55.4 GB/s"),
+        (units.format_rate, 4.17e12, "4.17 TB/s"),
+        (units.format_flops, 680e12, "680 TFLOP/s"),
+        (units.format_seconds, 0.12569, "125.7 ms"),
+        (units.format_seconds, 5.4e-6, "5.4 us"),
+        (units.format_seconds, 5.69, "5.69 s"),
+    ],
+)
+def test_format(show: Callable[[float], str], value: float, text: str) -> None:
+    assert show(value) == text
+
+
+@given(st.integers(0, 2**53))
+def test_exact_bytes_read_back(num_bytes: int) -> None:
+    assert units.parse_bytes(units.format_bytes_exact(num_bytes)) == num_bytes
