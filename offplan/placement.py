@@ -10,8 +10,9 @@ from enum import Enum
 from functools import cached_property
 
 from offplan.checkpoint.model import Layer, Model, Parameter
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
-from offplan.plan import Backend, Rule
+from offplan.plan import Backend, Offload, Rule
 from offplan.units import format_bytes
 
 ALIGNMENT_BYTES = 256
@@ -120,11 +121,14 @@ class Placement:
     """Size of each slot: the largest span of either phase."""
     resident_bytes: int
     """Weights on the GPU outside the ring, those outside the layers included."""
+    host_embedding: TensorInfo | None = None
+    """The input embedding, if it lies on the host and is read by row."""
 
     @cached_property
     def offloaded_bytes(self) -> int:
-        """Host memory of the slabs."""
-        return sum(slab.nbytes for slab in self.slabs)
+        """Host memory of the slabs, and of the input embedding if it is there."""
+        embedding = self.host_embedding.nbytes if self.host_embedding is not None else 0
+        return sum(slab.nbytes for slab in self.slabs) + embedding
 
     @property
     def ring_bytes(self) -> int:
@@ -155,21 +159,21 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
     return tuple(Unit(layer.index, tuple(parameters)) for parameters in groups.values())
 
 
-def place(model: Model, rules: Sequence[Rule], prefetch_step: int) -> Placement:
-    """Apply the rules to the model; the first rule that takes a parameter wins.
+def place(model: Model, offload: Offload) -> Placement:
+    """Carry a plan's decision over to the model; the first rule that takes a parameter wins.
 
-    Raises PlanError for a rule that takes nothing, or that splits what the runtime fuses.
+    Raises PlanError for a rule that takes nothing, for one that splits what the runtime fuses, and
+    for an embedding that cannot lie on the host.
     """
-    return place_units([group_units(layer) for layer in model.layers], model, rules, prefetch_step)
+    units = [group_units(layer) for layer in model.layers]
+    return place_units(units, model, offload)
 
 
 def place_units(
-    units_by_layer: Sequence[Sequence[Unit]],
-    model: Model,
-    rules: Sequence[Rule],
-    prefetch_step: int,
+    units_by_layer: Sequence[Sequence[Unit]], model: Model, offload: Offload
 ) -> Placement:
     """Do what ``place`` does, for a caller that places the same units many times."""
+    rules = offload.rules
     remaining = [rule.max_bytes for rule in rules]
     used = [False] * len(rules)
     slabs: list[Slab] = []
@@ -193,12 +197,19 @@ def place_units(
     most_streamed = max(
         (sum(slab.span(phase) is not None for slab in slabs) for phase in Phase), default=0
     )
-    weights = sum(layer.nbytes for layer in model.layers) + model.outside_bytes
+    embedding = model.input_embedding if offload.embeddings == "host" else None
+    if offload.embeddings == "host" and embedding is None:
+        raise PlanError(
+            f"embeddings: host needs an input embedding of its own; that of {model.source} is "
+            "tied to the head, or was not found"
+        )
+    weights = model.loaded_bytes - (embedding.nbytes if embedding is not None else 0)
     return Placement(
         slabs=tuple(slabs),
-        num_slots=min(prefetch_step, most_streamed),
+        num_slots=min(offload.prefetch_step, most_streamed),
         slot_bytes=max((span.nbytes for span in spans), default=0),
         resident_bytes=weights - sum(e.unit.nbytes for slab in slabs for e in slab.entries),
+        host_embedding=embedding,
     )
 
 

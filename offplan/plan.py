@@ -185,6 +185,8 @@ class Offload(Record):
     """Slots in the ring."""
     prefill_chunk: int = Field(ge=1)
     """Prompt tokens of each sequence in one forward pass, at most."""
+    embeddings: Literal["device", "host"] = "device"
+    """``host``: the input embedding stays in pinned host memory and is read by row, in place."""
     rules: tuple[Rule, ...] = ()
     """First match wins; empty when everything fits."""
 
@@ -279,6 +281,8 @@ def dump_plan(plan: Plan) -> str:
     data = plan.model_dump(mode="json", by_alias=True, exclude_none=False, context=YAML_CONTEXT)
     rules = [{k: v for k, v in rule.items() if v is not None} for rule in data["offload"]["rules"]]
     data["offload"]["rules"] = rules
+    if plan.offload.embeddings == "device":
+        del data["offload"]["embeddings"]
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
         lines += _dump_section(key, section)

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, group_units, place
+from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, group_units
 from offplan.plan import Backend, Rule
-from tests.costs.builders import DENSE, dense_model, make_model, moe_model, rule
+from tests.costs.builders import DENSE, dense_model, make_model, moe_model, place_rules, rule
 
 NAMES = ("a", "b", "c", "d")
 BACKENDS = st.sampled_from(Backend)
@@ -54,7 +54,7 @@ def place_or_skip(model: Model, rules: list[Rule], prefetch_step: int) -> Placem
     """Place, but drop rules that take nothing, which are errors."""
     for count in range(len(rules), -1, -1):
         try:
-            return place(model, rules[:count], prefetch_step)
+            return place_rules(model, rules[:count], prefetch_step)
         except PlanError:
             continue
     raise AssertionError("no rules never fail")
@@ -104,13 +104,13 @@ def test_slabs_are_aligned_and_spans_contiguous(data: st.DataObject, model: Mode
 def test_group_pattern_takes_the_last_of_each_group(
     group: tuple[int, int], layers: list[int]
 ) -> None:
-    placement = place(dense_model(6), [rule("mlp", group=group)], 2)
+    placement = place_rules(dense_model(6), [rule("mlp", group=group)], 2)
     assert [slab.layer for slab in placement.slabs] == layers
 
 
 def test_first_rule_wins() -> None:
     rules = [rule("down_proj", decode=Backend.UVA), rule("mlp")]
-    slab = place(dense_model(2), rules, 1).slabs[0]
+    slab = place_rules(dense_model(2), rules, 1).slabs[0]
     backends = {entry.unit.name: entry.decode for entry in slab.entries}
     assert backends == {
         "mlp.down_proj.weight": Backend.UVA,
@@ -129,7 +129,7 @@ def test_max_bytes_overshoots_by_at_most_one(max_bytes: int, count: int) -> None
             decode=Backend.UVA,
         )
     ]
-    placement = place(dense_model(6), rules, 1)
+    placement = place_rules(dense_model(6), rules, 1)
     assert sum(len(slab.entries) for slab in placement.slabs) == count
     assert placement.num_slots == 0
 
@@ -153,7 +153,7 @@ def test_experts_inputs_are_one_unit() -> None:
 )
 def test_rules_that_cannot_be_meant(rules: list[Rule], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        place(moe_model(5), rules, 1)
+        place_rules(moe_model(5), rules, 1)
 
 
 def test_segments_are_whole_name_parts() -> None:

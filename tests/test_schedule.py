@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
-from offplan.placement import Phase, Placement, Span, place
+from offplan.placement import Phase, Placement, Span
 from offplan.plan import Backend
 from offplan.schedule import (
     Compute,
@@ -20,7 +20,7 @@ from offplan.schedule import (
     empty_ring,
     slots_of,
 )
-from tests.costs.builders import dense_model, rule
+from tests.costs.builders import dense_model, place_rules, rule
 from tests.test_placement import odd_models, place_or_skip, rule_lists
 
 
@@ -100,7 +100,7 @@ def test_steady_decode_leaves_what_it_finds(
 def test_a_layer_with_a_slot_of_its_own_is_copied_once(
     num_streamed: int, num_slots: int, num_copies: int
 ) -> None:
-    placement = place(dense_model(num_streamed), [rule("mlp")], num_slots)
+    placement = place_rules(dense_model(num_streamed), [rule("mlp")], num_slots)
     request = build_request(placement, num_streamed, 1, empty_ring(placement))
     copies = [op for op in request.decode.operations if isinstance(op, Copy)]
     assert len(copies) == num_copies
@@ -108,7 +108,7 @@ def test_a_layer_with_a_slot_of_its_own_is_copied_once(
 
 
 def test_prefetch_in_prefill_alone_leaves_decode_without_copies() -> None:
-    placement = place(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
+    placement = place_rules(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
     request = build_request(placement, 4, 2, empty_ring(placement))
     assert [schedule.link_bytes > 0 for schedule in request.prefill] == [True, True]
     assert request.decode.operations == tuple(Compute(layer) for layer in range(4))
@@ -137,7 +137,7 @@ def spoil(schedule: Schedule, how: str) -> Schedule:
     "how", ["lost copy", "copied twice", "too early", "between wait and layer", "another's wait"]
 )
 def test_mistakes_are_found(how: str) -> None:
-    placement = place(dense_model(4), [rule("mlp")], 1)
+    placement = place_rules(dense_model(4), [rule("mlp")], 1)
     decode = build_request(placement, 4, 1, empty_ring(placement)).decode
     check_passes([decode, decode])
     with pytest.raises(ValueError, match="pass 0"):
@@ -145,7 +145,7 @@ def test_mistakes_are_found(how: str) -> None:
 
 
 def test_passes_that_do_not_follow_each_other_are_found() -> None:
-    placement = place(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
+    placement = place_rules(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
     request = build_request(placement, 4, 1, empty_ring(placement))
     with pytest.raises(ValueError, match="another ring"):
         check_passes([*request.prefill, *request.prefill])

@@ -164,6 +164,16 @@ class Model:
         return sum(tensor.nbytes for tensor in self.loaded_outside)
 
     @cached_property
+    def input_embedding(self) -> TensorInfo | None:
+        """The input embedding, if it is a tensor of its own; None where the head is tied to it.
+
+        Only a few rows of it are read in a pass, so it may as well lie on the host.
+        """
+        named = [t for t in self.loaded_outside if _owner(t.name) in INPUT_EMBEDDINGS]
+        heads = [t for t in self.loaded_outside if _owner(t.name) in OUTPUT_HEADS]
+        return named[0] if len(named) == 1 and heads else None
+
+    @cached_property
     def loaded_bytes(self) -> int:
         """Bytes once loaded: ties counted once, MTP layers left out."""
         return sum(layer.nbytes for layer in self.layers) + self.outside_bytes
@@ -177,6 +187,20 @@ class Model:
     def kv_cache_bytes(self, batch: int, context: int) -> int:
         """KV cache of ``batch`` sequences of ``context`` tokens, over all layers."""
         return sum(layer.kv_cache.nbytes(batch, context) for layer in self.layers)
+
+
+INPUT_EMBEDDINGS = frozenset(
+    ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
+)
+"""Names that models give to the module of their input embedding."""
+OUTPUT_HEADS = frozenset(("lm_head", "embed_out", "output", "output_layer"))
+"""Names that models give to the module that turns hidden states into logits."""
+
+
+def _owner(name: str) -> str:
+    """The module that a weight belongs to: ``embed_tokens`` of ``model.embed_tokens.weight``."""
+    module, _, last = name.rpartition(".")
+    return module.rpartition(".")[2] if last == "weight" else ""
 
 
 def sum_by_segment(parameters: tuple[Parameter, ...]) -> dict[str, int]:

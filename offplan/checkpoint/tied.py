@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offplan.checkpoint.config import text_config
+from offplan.checkpoint.model import INPUT_EMBEDDINGS, OUTPUT_HEADS
 from offplan.checkpoint.tensors import TensorInfo
-
-_EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings"}
-_HEADS = {"lm_head", "embed_out", "output", "output_layer"}
 
 
 def find_tied(config: Mapping[str, Any], outside: Iterable[TensorInfo]) -> frozenset[str]:
@@ -22,9 +20,9 @@ def find_tied(config: Mapping[str, Any], outside: Iterable[TensorInfo]) -> froze
     for tensor in outside:
         parts = tensor.name.split(".")
         owner = parts[-2] if len(parts) > 1 else ""
-        if parts[-1] == "weight" and owner in _HEADS:
+        if parts[-1] == "weight" and owner in OUTPUT_HEADS:
             heads[tensor.name] = tensor
-        elif parts[-1] == "weight" and owner in _EMBEDDINGS:
+        elif parts[-1] == "weight" and owner in INPUT_EMBEDDINGS:
             embeddings.add((tensor.dtype, tensor.shape))
     return frozenset(name for name, head in heads.items() if (head.dtype, head.shape) in embeddings)
 

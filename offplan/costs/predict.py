@@ -102,7 +102,7 @@ def predict(
 
     The budget only sets the memory margin. Raises PlanError for rules that do not fit the model.
     """
-    placement = place(model, offload.rules, offload.prefetch_step)
+    placement = place(model, offload)
     compute = ModelCompute(model, machine)
     chunks, decode = price_shapes(compute, workload, offload.prefill_chunk)
     times = price_request(placement, model, machine, chunks, decode)

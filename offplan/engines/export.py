@@ -48,7 +48,7 @@ def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
 
 
 def _place(plan: Plan, model: Model) -> Placement:
-    return place(model, plan.offload.rules, plan.offload.prefetch_step)
+    return place(model, plan.offload)
 
 
 def _find_engine(name: str) -> Engine:

@@ -53,7 +53,10 @@ def find_best(problem: Problem, families: list[Family]) -> Found:
 
 def _objective_ps(problem: Problem, family: Family, rules: tuple[Rule, ...]) -> Fraction:
     chunking = next(c for c in problem.chunkings if c.prefill_chunk == family.prefill_chunk)
-    placement = place_units(problem.units, problem.model, rules, family.prefetch_step)
+    offload = Offload(
+        prefetch_step=family.prefetch_step, prefill_chunk=family.prefill_chunk, rules=rules
+    )
+    placement = place_units(problem.units, problem.model, offload)
     times = price_request(
         placement, problem.model, problem.machine, chunking.prefill, problem.decode
     )

@@ -36,7 +36,7 @@ class LoadedModel:
         cannot be read, MemoryLimitError when memory runs out.
         """
         self.model = model
-        self.placement: Placement = place(model, offload.rules, offload.prefetch_step)
+        self.placement: Placement = place(model, offload)
         self.module: PreTrainedModel = build_skeleton(model)
         targets = map_tensors(self.module, model)
         state = self.module.state_dict()

@@ -6,7 +6,8 @@ from typing import Any
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.machine.profile import LayerTime, MachineProfile
-from offplan.plan import Backend, Rule
+from offplan.placement import Placement, place
+from offplan.plan import Backend, Offload, Rule
 
 HIDDEN = 64
 VOCABULARY = 256
@@ -136,3 +137,9 @@ def rule(
         prefill=prefill,
         decode=decode,
     )
+
+
+def place_rules(model: Model, rules: Sequence[Rule], prefetch_step: int) -> Placement:
+    """Place by rules alone."""
+    offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=tuple(rules))
+    return place(model, offload)

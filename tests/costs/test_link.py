@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Experts
 from offplan.costs.link import REREADS, reread_factor, uva_bytes, uva_bytes_by_layer
 from offplan.costs.work import PassShape
-from offplan.placement import Phase, place
+from offplan.placement import Phase
 from offplan.plan import Backend
-from tests.costs.builders import moe_model, rule
+from tests.costs.builders import moe_model, place_rules, rule
 
 EXPERTS = Experts(64, 6, 1000)
 
@@ -45,7 +45,7 @@ def test_experts_cross_as_tokens_touch_them(
 
 def test_only_what_the_phase_reads_in_place_counts() -> None:
     model = moe_model(3)
-    placement = place(model, [rule("shared_experts", decode=Backend.UVA)], 1)
+    placement = place_rules(model, [rule("shared_experts", decode=Backend.UVA)], 1)
     decode, prefill = (
         uva_bytes_by_layer(placement, model.experts, 3, PassShape(phase, 1, 1, 1))
         for phase in (Phase.DECODE, Phase.PREFILL)

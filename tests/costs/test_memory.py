@@ -21,7 +21,7 @@ from offplan.costs.memory import (
     predict_gpu_memory,
 )
 from offplan.costs.work import PassShape
-from offplan.placement import Phase, place
+from offplan.placement import Phase
 from offplan.plan import Budget, Workload
 from tests.costs.builders import (
     DENSE,
@@ -33,6 +33,7 @@ from tests.costs.builders import (
     make_machine,
     make_model,
     moe_model,
+    place_rules,
     rule,
 )
 
@@ -104,7 +105,7 @@ def test_layers_with_a_window_keep_the_context_as_the_runtime_does() -> None:
 def test_terms_add_up() -> None:
     model = dense_model(4)
     budget = Budget(gpu_memory=100 * MIB)
-    placement = place(model, [rule("mlp")], 2)
+    placement = place_rules(model, [rule("mlp")], 2)
     memory = predict_gpu_memory(placement, model, make_machine(), Workload(), budget, 512)
     terms = memory.model_dump()
     assert memory.total_bytes == sum(terms.values()) - memory.total_bytes

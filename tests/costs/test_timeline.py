@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.costs.timeline import PassTimes, PhaseTimes, price_decode, price_prefill
-from offplan.placement import Phase, Placement, Span, place
+from offplan.placement import Phase, Placement, Span
 from offplan.plan import Backend
 from offplan.schedule import (
     Compute,
@@ -19,7 +19,7 @@ from offplan.schedule import (
     build_request,
     empty_ring,
 )
-from tests.costs.builders import DENSE, dense_model, make_model, rule
+from tests.costs.builders import DENSE, dense_model, make_model, place_rules, rule
 from tests.test_placement import odd_models, place_or_skip, rule_lists
 
 
@@ -40,7 +40,7 @@ def steady_request(placement: Placement, num_layers: int, num_chunks: int) -> Re
 def price_equal(num_slabs: int, group: int, num_slots: int, compute: int, copy: int) -> PhaseTimes:
     num_layers = num_slabs * group
     model = dense_model(num_layers)
-    placement = place(model, [rule("mlp", group=(group, 1))], num_slots)
+    placement = place_rules(model, [rule("mlp", group=(group, 1))], num_slots)
     request = steady_request(placement, num_layers, 1)
     return price_decode(request.decode, pass_times([compute] * num_layers, copy, [0] * num_layers))
 
@@ -100,7 +100,7 @@ def streamed_models(draw: st.DrawFn) -> tuple[Model, Placement]:
     bare = {name: shape for name, shape in DENSE.items() if not name.startswith("mlp.")}
     kinds = draw(st.lists(st.sampled_from([DENSE, bare]), min_size=1, max_size=7))
     model = make_model([DENSE, *kinds])
-    return model, place(model, [rule("mlp")], draw(st.integers(1, 4)))
+    return model, place_rules(model, [rule("mlp")], draw(st.integers(1, 4)))
 
 
 @given(st.data(), streamed_models())
@@ -161,12 +161,12 @@ def test_reading_in_place_delays_what_is_copied_meanwhile() -> None:
         rule("mlp", group=(2, 1)),
         rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA),
     ]
-    placement = place(dense_model(4), rules, 2)
+    placement = place_rules(dense_model(4), rules, 2)
     request = steady_request(placement, 4, 1)
-    placement_without = place(dense_model(4), rules[1:], 2)
+    placement_without = place_rules(dense_model(4), rules[1:], 2)
     assert not [op for op in request.decode.operations if isinstance(op, Copy)]  # both own a slot
     times = pass_times([1, 1, 1, 1], 100, [10, 10, 10, 10])
-    one_slot = steady_request(place(dense_model(4), rules, 1), 4, 1)
+    one_slot = steady_request(place_rules(dense_model(4), rules, 1), 4, 1)
     decode = price_decode(one_slot.decode, times)
     assert decode.link_ps == 2 * 100 + 4 * 10
     assert decode.step_ps >= decode.link_ps
@@ -175,7 +175,7 @@ def test_reading_in_place_delays_what_is_copied_meanwhile() -> None:
 
 
 def test_prefill_streams_once_a_chunk_and_starts_with_a_warm_ring() -> None:
-    placement = place(dense_model(4), [rule("mlp")], 2)
+    placement = place_rules(dense_model(4), [rule("mlp")], 2)
     request = steady_request(placement, 4, 3)
     times = [pass_times([1] * 4, 100, [0] * 4)] * 3
     prefill = price_prefill(request.prefill, times)
@@ -187,7 +187,7 @@ def test_prefill_streams_once_a_chunk_and_starts_with_a_warm_ring() -> None:
 
 
 def test_resident_passes_take_their_compute() -> None:
-    placement = place(dense_model(3), [], 1)
+    placement = place_rules(dense_model(3), [], 1)
     request = steady_request(placement, 3, 2)
     times = PassTimes((5, 6, 7), 4, (0, 0, 0), 0, lambda span: 0)
     assert price_decode(request.decode, times).step_ps == 22

@@ -9,8 +9,8 @@ from offplan.engines.export import export_notes, export_plan
 from offplan.engines.names import vllm_parameters
 from offplan.engines.segments import choose_segments
 from offplan.errors import ExportError, PlanError
-from offplan.placement import place
 from offplan.plan import Plan
+from tests.costs.builders import place_rules
 from tests.engines.builders import (
     ATTENTION,
     deepseek,
@@ -154,7 +154,7 @@ def test_vllm_reads_what_the_plan_says(
     group_size, num_in_group = pattern
     rule = prefetch(*segments, group_size=group_size, num_in_group=num_in_group)
     try:
-        placement = place(model, [rule], 1)
+        placement = place_rules(model, [rule], 1)
         flags = export_plan(make_plan(rule, prefetch_step=1), model, "vllm")
     except (PlanError, ExportError):  # a rule that takes nothing, or a part of what is fused
         return
