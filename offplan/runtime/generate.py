@@ -46,17 +46,20 @@ def generate(
     Each is int64 of shape [batch] on the CPU. Ends early once the first sequence makes one of
     ``stop_tokens`` and the batch is 1. The next step is queued before a token is read.
     """
+    # Page-locked once, before anything is queued: a later allocation would wait for the device.
+    on_gpu = session.device.type == "cuda"
+    host = torch.empty(num_tokens, len(prompt), dtype=torch.int64, pin_memory=on_gpu)
     began = time.perf_counter()
     moved = session.link.bytes_moved
     with session.stream():
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         measured.prefill_link_bytes = session.link.bytes_moved - moved
-        arrivals = [_ToHost(tokens)]
+        arrivals = [_Arrival(tokens, host[0])]
         for step in range(num_tokens):
             moved = session.link.bytes_moved
             if step + 1 < num_tokens:
                 tokens = session.decode(tokens).argmax(-1, keepdim=True)
-                arrivals.append(_ToHost(tokens))
+                arrivals.append(_Arrival(tokens, host[step + 1]))
                 measured.decode_link_bytes += session.link.bytes_moved - moved
             token = arrivals.pop(0).wait()
             now = time.perf_counter()
@@ -70,22 +73,19 @@ def generate(
                 return
 
 
-class _ToHost:
+class _Arrival:
     """Tokens on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+    def __init__(self, tokens: torch.Tensor, host: torch.Tensor) -> None:
+        self._host = host
         self._event = None
+        host.copy_(tokens[:, 0], non_blocking=True)
         if tokens.device.type == "cuda":
-            # a copy to pageable memory would make the host wait here
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = tokens
 
     def wait(self) -> torch.Tensor:
         """The tokens, int64 of shape [batch]."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host[:, 0]
+        return self._host.clone()

@@ -1,8 +1,10 @@
 """A model whose weights lie where a plan puts them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
@@ -11,7 +13,7 @@ from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.runtime.loader import Progress, fill_random, load_weights
 from offplan.runtime.skeleton import (
-    Slots,
+    Places,
     build_skeleton,
     map_tensors,
     materialise_buffers,
@@ -41,7 +43,7 @@ class LoadedModel:
         targets = map_tensors(self.module, model)
         state = self.module.state_dict()
         tensors = {name: Tensor(tuple(state[name].shape), state[name].dtype) for name in targets}
-        self._parameters = Slots(self.module)
+        self._places = Places(self.module)
         materialise_buffers(self.module, device)
         self.store = WeightStore(self.placement, targets, tensors, device)
         try:
@@ -50,8 +52,8 @@ class LoadedModel:
                 fill_random(destinations, on_progress)
             else:
                 load_weights(folder, targets, destinations, on_progress)
-            for name, value in self.store.resident.items():
-                self._parameters.assign(name, value)
+            self._assign(_parameters(self.store.resident))
+            self._by_phase = {phase: _parameters(self.store.by_phase[phase]) for phase in Phase}
             self._check()
         except BaseException:
             self.store.close()
@@ -59,12 +61,15 @@ class LoadedModel:
 
     def enter_phase(self, phase: Phase) -> None:
         """Point the offloaded parameters at what this phase reads."""
-        for name, value in self.store.by_phase[phase].items():
-            self._parameters.assign(name, value)
+        self._assign(self._by_phase[phase])
 
     def close(self) -> None:
         """Give host memory back; the device must be idle."""
         self.store.close()
+
+    def _assign(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            self._places.assign(name, parameter)
 
     def _check(self) -> None:
         """Compare what was loaded with the plan; a plan that did not take effect is an error."""
@@ -81,3 +86,7 @@ class LoadedModel:
             left = [name for name, value in self.module.named_parameters() if value.is_meta]
             if left:
                 raise PlanError(f"{left[0]} has no weights after loading")
+
+
+def _parameters(views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}

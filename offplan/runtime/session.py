@@ -220,12 +220,22 @@ class Session:
         return logits
 
     def _begin_sequences(self, batch: int) -> None:
-        if self._cache_hooks.cache is None or batch != self._batch:
-            self._captured = None  # its graphs write to the old cache
-            self._cache_hooks.cache = None  # its memory goes to the new one
-            num_layers = len(self.loaded.model.layers)
-            self._cache_hooks.cache = KVCache(num_layers, self.context, self.position)
-            self._batch = batch
+        if self._cache_hooks.cache is not None and batch == self._batch:
+            return
+        self._captured = None  # its graphs write to the old cache
+        if self._cache_hooks.cache is not None and self._stream is not None:
+            # blocks of the old cache do not fit the new one and would be kept beside it
+            self._cache_hooks.cache = None
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        num_layers = len(self.loaded.model.layers)
+        self._cache_hooks.cache = KVCache(num_layers, self.context, self.position)
+        self._batch = batch
+        with self.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+            # One pass, of whatever the slots hold, has every layer allocate its cache: layers
+            # compiled before theirs exists would be compiled again once it does.
+            self.position.start = 0
+            self.forward_chunk(torch.zeros(batch, 1, dtype=torch.int64, device=self.device), 0)
 
     def _next_pass(self, phase: Phase, upcoming: Phase) -> Schedule:
         num_layers = len(self.loaded.model.layers)

@@ -185,7 +185,7 @@ def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> st
     return f"{source} does not match transformers' class for it: {'; '.join(told)}"
 
 
-class Slots:
+class Places:
     """Every place in a model that holds one parameter, so that it can be exchanged."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
@@ -198,9 +198,8 @@ class Slots:
                     owners[f"{path}.{attribute}".lstrip(".")] = id(parameter)
         self._places = {name: places[owner] for name, owner in owners.items()}
 
-    def assign(self, name: str, value: torch.Tensor) -> None:
-        """Put ``value`` where ``name`` is used, ties included."""
-        parameter = nn.Parameter(value, requires_grad=False)
+    def assign(self, name: str, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` where ``name`` is used, ties included."""
         for module, attribute in self._places[name]:
             module._parameters[attribute] = parameter
 
