@@ -1,6 +1,12 @@
-"""Offload decisions for tests, made without the planner."""
+"""Offload decisions for tests, made without the planner, and sessions that carry them out."""
 
+from pathlib import Path
+
+from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
+from offplan.runtime.session import Session
+
+CONTEXT = 48
 
 
 def group(
@@ -23,3 +29,8 @@ def group(
 
 def offload(*rules: Rule, prefetch_step: int = 2, prefill_chunk: int = 64) -> Offload:
     return Offload(prefetch_step=prefetch_step, prefill_chunk=prefill_chunk, rules=rules)
+
+
+def open_session(folder: Path, decision: Offload, device: str = "cpu", **options: bool) -> Session:
+    model = open_model(str(folder))
+    return Session(model, decision, context=CONTEXT, device=device, folder=folder, **options)

@@ -7,11 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.session import Session
-from tests.runtime.plans import group, offload
+from tests.runtime.plans import group, offload, open_session
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -19,15 +17,6 @@ BATCH = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3], [2, 38, 4, 6, 2]])
 
 GROUPS = [(g, n) for g in range(1, 6) for n in range(1, g + 1)]
 SEGMENTS: list[tuple[str, ...]] = [(), ("self_attn",), ("mlp",), ("down_proj", "input_layernorm")]
-
-
-CONTEXT = 48
-
-
-def open_session(folder: Path, decision: Offload, **options: bool) -> Session:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = open_model(str(folder))
-    return Session(model, decision, context=CONTEXT, device=device, folder=folder, **options)
 
 
 def run(
