@@ -61,12 +61,15 @@ class WeightStore:
         """
         self.device = device
         self._blocks: dict[int, HostBlock] = {}
+        self._embedding: HostBlock | None = None
         owner = {piece.tensor.name: name for name, t in targets.items() for piece in t.pieces}
         offloaded = {
             self._name_of(entry, owner, targets, tensors): (slab.layer, entry)
             for slab in placement.slabs
             for entry in slab.entries
         }
+        embedding = placement.host_embedding
+        by_row = owner[embedding.name] if embedding is not None else None
         self.resident: dict[str, torch.Tensor] = {}
         """Views of the arena by parameter name."""
         self.host: dict[str, torch.Tensor] = {}
@@ -74,18 +77,27 @@ class WeightStore:
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
         """What each phase computes with, for every offloaded parameter."""
         try:
-            self._allocate_resident({n: tensors[n] for n in targets if n not in offloaded})
+            on_host = offloaded.keys() | {by_row}
+            self._allocate_resident({n: tensors[n] for n in targets if n not in on_host})
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
+            pin = device.type == "cuda"
             for slab in placement.slabs:
-                self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=device.type == "cuda")
+                self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=pin)
+            if by_row is not None:
+                self._embedding = HostBlock(tensors[by_row].nbytes, pin=pin)
         except BaseException:
             self.close()
             raise
         views = {layer: block.device_view(device) for layer, block in self._blocks.items()}
         for name, (layer, entry) in offloaded.items():
             self.host[name] = tensors[name].view(self._blocks[layer].tensor, entry.offset)
+        if by_row is not None and self._embedding is not None:
+            self.host[by_row] = tensors[by_row].view(self._embedding.tensor, 0)
+            view = tensors[by_row].view(self._embedding.device_view(device), 0)
+            for phase in Phase:
+                self.by_phase[phase][by_row] = view
         for phase in Phase:
             slots = slots_of(placement, phase)
             for name, (layer, entry) in offloaded.items():
@@ -108,14 +120,16 @@ class WeightStore:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(block.nbytes for block in self._blocks.values())
+        """Bytes of all host memory."""
+        return sum(view.nbytes for view in self.host.values())
 
     def close(self) -> None:
         """Give host memory back; the device must be idle."""
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
+        if self._embedding is not None:
+            self._embedding.close()
 
     def _allocate_resident(self, wanted: Mapping[str, Tensor]) -> None:
         total = sum(align(tensor.nbytes) for tensor in wanted.values())

@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offplan.checkpoint.open import open_model
+from offplan.errors import PlanError
 from offplan.plan import Offload, Rule
 from offplan.runtime.generate import Measured, generate
 from tests.runtime.plans import group, offload, open_session
@@ -76,6 +78,24 @@ def test_each_phase_has_its_backend(
 def test_max_bytes(checkpoint: Path) -> None:
     rule = Rule.model_validate({"max_bytes": "30 KB", "prefill": "uva", "decode": "uva"})
     assert_same_as_resident(checkpoint, rule, prefetch_step=1)
+
+
+def test_embeddings_on_the_host(checkpoint: Path) -> None:
+    if open_model(str(checkpoint)).input_embedding is None:
+        with pytest.raises(PlanError, match="tied"):
+            run(checkpoint, offload(embeddings="host"), PROMPT)
+        return
+    resident = run_resident(checkpoint, tuple(map(tuple, PROMPT.tolist())), 64)
+    got = run(checkpoint, offload(group(2, 1), embeddings="host"), PROMPT)
+    assert all(map(torch.equal, got, resident))
+
+
+@pytest.mark.parametrize("chunk", [3, 10])
+def test_weights_cross_once_a_prompt(checkpoint: Path, chunk: int) -> None:
+    with open_session(checkpoint, offload(group(2, 1), prefetch_step=1, prefill_chunk=chunk)) as s:
+        s.prefill(PROMPT)
+        slabs = [slab.nbytes for slab in s.loaded.placement.slabs]
+        assert s.link.bytes_moved == sum(slabs) + slabs[0]  # the last one is for decode
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
 from tests.runtime.plans import group, offload, open_session
 
@@ -24,6 +25,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "attention": (group(1, 1, "self_attn"),),
     "prefetch, then in place": (group(2, 1, "mlp", decode="uva"),),
     "in place": (group(1, 1, "mlp", prefill="uva", decode="uva"),),
+    "in chunks": (group(2, 1, "mlp"),),
     "two rules": (group(2, 1, "mlp", decode="uva"), group(1, 1, "self_attn", prefill="uva")),
 }
 
@@ -46,13 +48,20 @@ def run(
 
 @pytest.mark.parametrize("capture", [True, False], ids=["captured", "eager"])
 @pytest.mark.parametrize("prefetch_step", [1, 2, 3])
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("name", RULES)
 def test_logits_equal_resident(
-    checkpoint: Path, rules: tuple[Rule, ...], prefetch_step: int, capture: bool
+    checkpoint: Path, name: str, prefetch_step: int, capture: bool
 ) -> None:
+    rules, chunk = RULES[name], 4 if name == "in chunks" else 10
+    untied = open_model(str(checkpoint)).input_embedding is not None
     for prompt in (PROMPT, BATCH):
-        resident, _, all_weights = run(checkpoint, offload(), prompt, capture)
-        decision = offload(*rules, prefetch_step=prefetch_step)
+        resident, _, all_weights = run(checkpoint, offload(prefill_chunk=chunk), prompt, capture)
+        decision = offload(
+            *rules,
+            prefetch_step=prefetch_step,
+            prefill_chunk=chunk,
+            embeddings="host" if untied and name == "two rules" else "device",
+        )
         got, moved, weights = run(checkpoint, decision, prompt, capture)
         assert all(map(torch.equal, got, resident))
         streams = any(rule.decode == "prefetch" for rule in rules)
