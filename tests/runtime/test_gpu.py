@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from offplan.checkpoint.open import open_model
+from offplan.placement import Phase, place
 from offplan.plan import Offload, Rule
 from tests.runtime.plans import group, offload, open_session
 
@@ -72,6 +73,10 @@ def test_logits_equal_resident(
     )
     resident, all_weights = run_resident(checkpoint, chunk, capture)
     got, moved, weights = run(checkpoint, decision, capture)
-    assert all(map(torch.equal, got, resident))
-    assert (moved > 0) == any(rule.decode == "prefetch" for rule in rules)
-    assert weights < all_weights
+    differences = [(a - b).abs().max().item() for a, b in zip(got, resident, strict=True)]
+    assert differences == [0.0] * len(resident)
+    placement = place(open_model(str(checkpoint)), decision)
+    # with no more layers than slots, every layer owns one and is as good as resident
+    assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > prefetch_step)
+    if placement.offloaded_bytes > placement.ring_bytes:
+        assert weights < all_weights
