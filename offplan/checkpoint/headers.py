@@ -58,7 +58,8 @@ def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) 
     it is not known (then missing data cannot be noticed). Raises CheckpointError, naming
     ``where``.
     """
-    if not header.startswith(b"{"):
+    # Writers may pad the JSON on either side, to align the data.
+    if not header.lstrip(b" \t\r\n").startswith(b"{"):
         raise CheckpointError(
             f"{where}: the header starts with {quote(header[:8])}, expected a JSON object; "
             "this is not a safetensors file, or it is damaged"

@@ -229,7 +229,20 @@ def test_header_without_tensors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", ["", "nowhere", "./no/where", "a/b/c", "../x", "x\0y", "/" + "a" * 5000, "a b/c", "~"]
+    "source",
+    [
+        "",
+        "./nowhere",
+        "model.safetensors",
+        "config.json",
+        "./no/where",
+        "a/b/c",
+        "../x",
+        "x\0y",
+        "/" + "a" * 5000,
+        "a b/c",
+        "~",
+    ],
 )
 def test_source_that_is_nothing(source):
     assert "expected a folder" in refusal(source)

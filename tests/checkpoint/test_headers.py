@@ -38,6 +38,13 @@ def test_order_of_the_json_is_not_the_order_of_the_data():
     assert [tensor.name for tensor in parse(data)] == ["a", "b"]
 
 
+def test_json_may_be_padded_on_either_side():
+    header, size = entries({"a": ("U8", (3,))})
+    padded = b"\t\n  " + json.dumps(header).encode() + b" \r\n"
+    (tensor,) = parse(header_bytes(padded) + bytes(size))
+    assert tensor.offset == 8 + len(padded)
+
+
 def test_packed_type_takes_half_a_byte():
     assert parse(safetensors_bytes({"a": ("F4", (4, 3))}))[0].nbytes == 6
 
@@ -51,7 +58,8 @@ MALFORMED = {
     "length past the limit": (struct.pack("<Q", 2**63) + b"{}", "100000000 at most"),
     "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "not an object": (header_bytes(b"[1, 2]"), "expected a JSON object"),
-    "leading space": (header_bytes(b" {}"), "expected a JSON object"),
+    "space before no object": (header_bytes(b" []"), "expected a JSON object"),
+    "more values than any model": (header_bytes(b'{"a":[' + b"[]," * 5_000_000), "JSON values"),
     "no json": (header_bytes(b"{nonsense"), "not valid JSON"),
     "bad utf-8": (header_bytes(b'{"\xff": 1}'), "not valid JSON"),
     "deep nesting": (header_bytes(b'{"a":' + b"[" * 100_000), "not valid JSON"),
