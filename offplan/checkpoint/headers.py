@@ -91,7 +91,9 @@ def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) 
 def _check_metadata(metadata: object, where: str) -> None:
     if metadata is None:
         return
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        is_text(key) and is_text(value) for key, value in metadata.items()
+    ):
         raise CheckpointError(
             f"{where}: found {quote(metadata)} as __metadata__, expected texts by name; {_AGAIN}"
         )

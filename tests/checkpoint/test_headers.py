@@ -70,6 +70,7 @@ MALFORMED = {
     "lone surrogate": (header_bytes({"\ud800": TWO}) + bytes(4), "expected valid text"),
     "endless name": (header_bytes({"1." * 9999: TWO}) + bytes(4), "1024 at most"),
     "metadata of numbers": (header_bytes({"__metadata__": {"a": 1}}), "__metadata__"),
+    "metadata of half a character": (header_bytes({"__metadata__": {"a": "\ud800"}}), "__metadata"),
     "entry is a list": (header_bytes({"a": []}), "expected dtype, shape"),
     "no offsets": (header_bytes({"a": {"dtype": "U8", "shape": [1]}}), "expected dtype, shape"),
     "unknown dtype": (entry(dtype="F33"), "found dtype 'F33'"),
