@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,8 +46,8 @@ class Hub:
 
     files: dict[str, bytes]
     ignore_range: bool = False
-    tail_bytes: int = 0
-    """Zeros served after every safetensors file's content, never held in memory."""
+    tails: dict[str, int] = field(default_factory=dict)
+    """Zeros served after a file's content, never held in memory."""
     drops: dict[str, int] = field(default_factory=dict)
     """How often yet to cut the connection in the middle of a file."""
     statuses: dict[str, list[int]] = field(default_factory=dict)
@@ -56,6 +57,8 @@ class Hub:
     """Method, file and Range of each."""
     tokens: set[str] = field(default_factory=set)
     sent_bytes: int = 0
+    delay_s: float = 0.0
+    """Before each answer."""
     url: str = ""
     old_name: str = ""
     """A name that the server answers with a redirect to the repository."""
@@ -88,6 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, body: bool) -> None:
         hub, path = self.hub, self.path
+        time.sleep(hub.delay_s)
         if hub.old_name and path.startswith(f"/{hub.old_name}/resolve/"):
             return self.redirect(path.replace(f"/{hub.old_name}", f"/{REPO}", 1))
         if path.startswith("/elsewhere/"):
@@ -127,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     def serve(self, name: str, body: bool) -> None:
         hub = self.hub
         content = hub.files[name]
-        size = len(content) + (hub.tail_bytes if name.endswith(".safetensors") else 0)
+        size = len(content) + hub.tails.get(name, 0)
         first, last, asked = 0, size - 1, self.headers.get("Range")
         ranged = bool(asked) and not hub.ignore_range
         if ranged:

@@ -154,7 +154,7 @@ def test_server_that_ignores_range_sends_little(serve, folders, tmp_path, metada
     head = entries({"model.layers.0.big.weight": ("U8", (2**30,))})[0]
     head["model.layers.0.big.weight"]["data_offsets"] = [size, size + 2**30]
     hub.files[SINGLE] = header_bytes({"__metadata__": {"a": metadata}, **header, **head})
-    hub.tail_bytes = size + 2**30
+    hub.tails[SINGLE] = size + 2**30
     got = open_from(hub.url, tmp_path)
     assert got["num_tensors"] == 11
     # What sockets buffer, twice at most, and not the gigabyte.
