@@ -1,6 +1,7 @@
 """What crosses the link when kernels read offloaded weights in place."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from math import exp, log
 
 from offplan.checkpoint.model import Experts
@@ -43,17 +44,21 @@ def uva_bytes(num_bytes: int, is_expert: bool, experts: Experts | None, num_toke
 
 
 def uva_bytes_by_layer(
-    placement: Placement, experts: Experts | None, num_layers: int, shape: PassShape
+    placement: Placement, experts: Experts | None, num_layers: int, shapes: Sequence[PassShape]
 ) -> tuple[int, ...]:
-    """Bytes that each layer reads in place in a pass, re-reads included."""
+    """Bytes that each layer reads in place in a pass of these chunks, re-reads included.
+
+    The kernels of each chunk read for themselves.
+    """
+    phase = shapes[0].phase
 
     def crossing(entries: tuple[SlabEntry, ...], is_expert: bool) -> int:
         num_bytes = sum(
             entry.unit.nbytes
             for entry in entries
-            if entry.backend(shape.phase) is Backend.UVA and entry.unit.is_expert == is_expert
+            if entry.backend(phase) is Backend.UVA and entry.unit.is_expert == is_expert
         )
-        return uva_bytes(num_bytes, is_expert, experts, shape.num_tokens)
+        return sum(uva_bytes(num_bytes, is_expert, experts, shape.num_tokens) for shape in shapes)
 
     by_layer = [0] * num_layers
     for slab in placement.slabs:

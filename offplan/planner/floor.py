@@ -40,8 +40,8 @@ def find_floor(problem: Problem) -> Floor:
     decode_bytes = _least_read(problem, missing, problem.workload.batch)
     prompt_tokens = problem.workload.batch * problem.workload.prompt_tokens
     prefill_bytes = _least_read(problem, missing, prompt_tokens)
-    decode_s = max(to_seconds(problem.decode_compute_ps), decode_bytes / rate)
-    compute_ps = min(chunking.compute_ps for chunking in problem.chunkings)
+    decode_s = max(to_seconds(problem.decode.resident_ps), decode_bytes / rate)
+    compute_ps = min(chunking.prefill.resident_ps for chunking in problem.chunkings)
     prefill_s = max(to_seconds(compute_ps), prefill_bytes / rate)
     return Floor(
         missing_bytes=missing,

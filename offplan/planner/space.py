@@ -74,7 +74,7 @@ def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
 def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Family]:
     for chunking in problem.chunkings:
         if shortfall.note(problem.model.loaded_bytes - chunking.weight_limit_bytes, 0):
-            bound_ps = problem.objective(chunking.compute_ps, problem.decode_compute_ps)
+            bound_ps = problem.objective(chunking.prefill.resident_ps, problem.decode.resident_ps)
             yield Family(
                 bound_ps, 0, 1, -chunking.prefill_chunk, 0, (), Backend.UVA, Backend.UVA, 0, ()
             )
@@ -134,25 +134,24 @@ def _pattern_families(
     weights = problem.model.loaded_bytes - totals.unit_bytes + num_slots * totals.slot_bytes
     host_lack = problem.host_lack(totals.slab_bytes)
     if decode is Backend.UVA:
-        decode_ps = problem.decode_compute_ps + totals.decode_uva_ps
+        decode_ps = problem.decode.resident_ps + totals.decode_uva_ps
         decode_bytes = totals.decode_uva_bytes
     else:
         decode_ps, decode_bytes = _ring_bound(
-            totals, num_slots, 1, 0, problem.decode_compute_ps, totals.decode_compute_ps
+            totals, num_slots, 0, problem.decode.resident_ps, totals.decode_compute_ps
         )
     for number, chunking in enumerate(problem.chunkings):
         if not shortfall.note(weights - chunking.weight_limit_bytes, host_lack):
             continue
         if prefill is Backend.UVA:
-            prefill_ps = chunking.compute_ps + totals.prefill_uva_ps[number]
+            prefill_ps = chunking.prefill.resident_ps + totals.prefill_uva_ps[number]
             prefill_bytes = totals.prefill_uva_bytes[number]
         else:
             prefill_ps, prefill_bytes = _ring_bound(
                 totals,
                 num_slots,
-                len(chunking.prefill),
                 num_slots,
-                chunking.compute_ps,
+                chunking.prefill.resident_ps,
                 totals.prefill_compute_ps[number],
             )
         yield Family(
@@ -172,21 +171,20 @@ def _pattern_families(
 def _ring_bound(
     totals: _Totals,
     num_slots: int,
-    num_passes: int,
     num_warm: int,
     compute_ps: int,
     streamed_compute_ps: int,
 ) -> tuple[int, int]:
-    """Least time and bytes of passes that stream through a ring.
+    """Least time and bytes of a pass that streams through a ring.
 
     Of n layers over K slots those whose slot nobody shares are not copied again: 2 K - n, where
     that is positive. Up to ``num_warm`` slots are found full. With one slot, copies and the layers
     that stream take turns: none overlaps another.
     """
     owners = max(0, 2 * num_slots - totals.num_layers)
-    skipped = num_passes * owners + num_warm
-    copied_ps = max(0, num_passes * totals.copy_ps - skipped * totals.slowest_copy_ps)
-    copied_bytes = max(0, num_passes * totals.slab_bytes - skipped * totals.slot_bytes)
+    skipped = max(owners, num_warm)
+    copied_ps = max(0, totals.copy_ps - skipped * totals.slowest_copy_ps)
+    copied_bytes = max(0, totals.slab_bytes - skipped * totals.slot_bytes)
     if num_slots == 1:
         copied_ps += streamed_compute_ps
     return max(compute_ps, copied_ps), copied_bytes
@@ -222,13 +220,13 @@ def _max_bytes_families(
         alike = Counter((problem.compute.keys[i], len(units)) for i, units in by_layer.items())
         examples = {(problem.compute.keys[i], len(units)): units for i, units in by_layer.items()}
         for key, count in alike.items():
-            step = problem.read_in_place(examples[key], problem.workload.batch)
-            prompt = problem.read_prompt_in_place(examples[key], chunking)
+            step = problem.read_step_in_place(examples[key])
+            prompt = problem.read_in_place(examples[key], chunking.chunk_tokens)
             decode = decode[0] + count * step[0], decode[1] + count * step[1]
             prefill = prefill[0] + count * prompt[0], prefill[1] + count * prompt[1]
         yield Family(
             bound_ps=problem.objective(
-                chunking.compute_ps + prefill[0], problem.decode_compute_ps + decode[0]
+                chunking.prefill.resident_ps + prefill[0], problem.decode.resident_ps + decode[0]
             ),
             link_bytes=problem.objective(prefill[1], decode[1]),
             prefetch_step=1,
