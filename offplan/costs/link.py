@@ -43,6 +43,14 @@ def uva_bytes(num_bytes: int, is_expert: bool, experts: Experts | None, num_toke
     return round(num_bytes * share * reread_factor(rows))
 
 
+def embedding_bytes(placement: Placement, shapes: Sequence[PassShape]) -> int:
+    """Bytes that a pass of these chunks reads of an input embedding on the host: a row a token."""
+    table = placement.host_embedding
+    if table is None:
+        return 0
+    return sum(shape.num_tokens for shape in shapes) * (table.nbytes // table.shape[0])
+
+
 def uva_bytes_by_layer(
     placement: Placement, experts: Experts | None, num_layers: int, shapes: Sequence[PassShape]
 ) -> tuple[int, ...]:

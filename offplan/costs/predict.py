@@ -6,7 +6,7 @@ from functools import cached_property
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.link import uva_bytes_by_layer
+from offplan.costs.link import embedding_bytes, uva_bytes_by_layer
 from offplan.costs.memory import predict_gpu_memory
 from offplan.costs.timeline import (
     PassTimes,
@@ -95,11 +95,14 @@ def price_request(
 
     def times(priced: PricedPass) -> PassTimes:
         read = uva_bytes_by_layer(placement, model.experts, len(model.layers), priced.shapes)
+        rows = embedding_bytes(placement, priced.shapes)
+        first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
         return PassTimes(
             compute_ps=priced.layer_ps,
             outside_ps=priced.outside_ps,
-            uva_ps=tuple(to_ps(num_bytes / machine.uva.value) for num_bytes in read),
-            uva_bytes=sum(read),
+            # embedding rows are read just before the first layer, and count as its reading
+            uva_ps=(first_ps + to_ps(rows / machine.uva.value), *rest_ps),
+            uva_bytes=sum(read) + rows,
             copy_ps=copy_ps,
         )
 

@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.compute import ModelCompute
 from offplan.costs.link import uva_bytes
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
@@ -21,12 +23,19 @@ PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 
 
 @dataclass(frozen=True)
-class Chunking:
-    """One way to read the prompt, with everything that does not depend on the rules."""
+class Setting:
+    """One choice of everything that does not depend on the rules: chunk and embedding."""
 
     prefill_chunk: int
-    weight_limit_bytes: int
-    """What resident weights and the ring may take."""
+    embeddings: Literal["device", "host"]
+    lacking_bytes: int
+    """Of layers' weights that must leave the GPU, the ring's bytes to come on top; may be < 0."""
+    host_bytes: int
+    """Of the embedding, if it lies there."""
+    row_ps: tuple[int, int]
+    """Reading embedding rows in place: while a prompt is read, and in a decode step."""
+    row_bytes: tuple[int, int]
+    """That this moves."""
     prefill: PricedPass
     chunk_tokens: tuple[tuple[int, int], ...]
     """New tokens over all sequences, and the number of chunks that have as many."""
@@ -71,22 +80,40 @@ class Problem:
         return tuple(self.units[self.compute.keys.index(kind)] for kind in self.kinds)
 
     @cached_property
-    def chunkings(self) -> tuple[Chunking, ...]:
-        """The chunks to try, the largest first."""
+    def settings(self) -> tuple[Setting, ...]:
+        """The chunks to try, the largest first, with the embedding in either place."""
         prompt = self.workload.prompt_tokens
         sizes = sorted({prompt, *(size for size in PREFILL_CHUNKS if size < prompt)}, reverse=True)
-        return tuple(self._chunking(size) for size in sizes)
+        places = (
+            (None,) if self.model.input_embedding is None else (None, self.model.input_embedding)
+        )
+        return tuple(self._setting(size, place) for size in sizes for place in places)
 
-    def _chunking(self, prefill_chunk: int) -> Chunking:
+    def _setting(self, prefill_chunk: int, host_embedding: TensorInfo | None) -> Setting:
         prompt = price_prompt(self.compute, self.workload, prefill_chunk)
         taken = (
             kv_cache_bytes(self.model, self.workload)
             + activation_bytes(self.model, self.workload, prefill_chunk)
             + overhead_bytes(self.machine, self.budget)
         )
-        return Chunking(
+        host_bytes = row_bytes = 0
+        if host_embedding is not None:
+            host_bytes = host_embedding.nbytes
+            row_bytes = host_bytes // host_embedding.shape[0]
+        read = tuple(
+            row_bytes * sum(shape.num_tokens for shape in priced.shapes)
+            for priced in (prompt, self.decode)
+        )
+        return Setting(
             prefill_chunk=prefill_chunk,
-            weight_limit_bytes=self.budget.gpu_memory - taken,
+            embeddings="device" if host_embedding is None else "host",
+            lacking_bytes=self.model.loaded_bytes - host_bytes + taken - self.budget.gpu_memory,
+            host_bytes=host_bytes,
+            row_ps=(
+                to_ps(read[0] / self.machine.uva.value),
+                to_ps(read[1] / self.machine.uva.value),
+            ),
+            row_bytes=(read[0], read[1]),
             prefill=prompt,
             chunk_tokens=tuple(Counter(shape.num_tokens for shape in prompt.shapes).items()),
         )
@@ -100,10 +127,10 @@ class Problem:
         """Weigh the two phases as a request does: the prompt, and a step for each output token."""
         return prefill + self.workload.output_tokens * decode
 
-    def host_lack(self, slab_bytes: int) -> int:
-        """Bytes by which slabs exceed the host memory; negative or 0 where they fit."""
+    def host_lack(self, slab_bytes: int, setting: Setting) -> int:
+        """Bytes by which slabs and embedding exceed the host memory; at most 0 where they fit."""
         limit = self.budget.host_memory
-        return 0 if limit is None else slab_bytes - limit
+        return 0 if limit is None else slab_bytes + setting.host_bytes - limit
 
     def read_in_place(
         self, units: Sequence[Unit], chunk_tokens: Iterable[tuple[int, int]]
@@ -132,7 +159,7 @@ class Problem:
 class KindCosts:
     """What offloading a segment class in one layer of one kind means; zeros if it takes nothing.
 
-    Figures of the prompt are over all its chunks, one for each chunking.
+    Figures of the prompt are over all its chunks, one for each setting.
     """
 
     unit_bytes: int
@@ -168,12 +195,12 @@ def slab_bytes(units: Sequence[Unit]) -> int:
 
 def _price_kind(problem: Problem, taken: Sequence[Unit], kind: str) -> KindCosts:
     if not taken:
-        zeros = (0,) * len(problem.chunkings)
+        zeros = (0,) * len(problem.settings)
         return KindCosts(0, 0, 0, 0, 0, zeros, zeros, 0, zeros)
     layer = problem.compute.keys.index(kind)
     num_bytes = slab_bytes(taken)
     decode_uva_ps, decode_uva_bytes = problem.read_step_in_place(taken)
-    prompts = [problem.read_in_place(taken, each.chunk_tokens) for each in problem.chunkings]
+    prompts = [problem.read_in_place(taken, each.chunk_tokens) for each in problem.settings]
     return KindCosts(
         unit_bytes=sum(unit.nbytes for unit in taken),
         slab_bytes=num_bytes,
@@ -183,5 +210,5 @@ def _price_kind(problem: Problem, taken: Sequence[Unit], kind: str) -> KindCosts
         prefill_uva_ps=tuple(reading_ps for reading_ps, _ in prompts),
         prefill_uva_bytes=tuple(read_bytes for _, read_bytes in prompts),
         decode_compute_ps=problem.decode.layer_ps[layer],
-        prefill_compute_ps=tuple(each.prefill.layer_ps[layer] for each in problem.chunkings),
+        prefill_compute_ps=tuple(each.prefill.layer_ps[layer] for each in problem.settings),
     )

@@ -72,12 +72,25 @@ def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
 
 
 def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Family]:
-    for chunking in problem.chunkings:
-        if shortfall.note(problem.model.loaded_bytes - chunking.weight_limit_bytes, 0):
-            bound_ps = problem.objective(chunking.prefill.resident_ps, problem.decode.resident_ps)
-            yield Family(
-                bound_ps, 0, 1, -chunking.prefill_chunk, 0, (), Backend.UVA, Backend.UVA, 0, ()
-            )
+    for setting in problem.settings:
+        if not shortfall.note(setting.lacking_bytes, problem.host_lack(0, setting)):
+            continue
+        yield Family(
+            bound_ps=problem.objective(
+                setting.prefill.resident_ps + setting.row_ps[0],
+                problem.decode.resident_ps + setting.row_ps[1],
+            ),
+            link_bytes=problem.objective(*setting.row_bytes),
+            prefetch_step=1,
+            minus_chunk=-setting.prefill_chunk,
+            embeddings=setting.embeddings,
+            num_segments=0,
+            segments=(),
+            prefill=Backend.UVA,
+            decode=Backend.UVA,
+            max_bytes=0,
+            patterns=(),
+        )
 
 
 def _by_signature(
@@ -130,9 +143,8 @@ def _pattern_families(
     num_slots: int,
     shortfall: Shortfall,
 ) -> Iterator[Family]:
-    """Price one signature with one ring and backend, for each chunking."""
-    weights = problem.model.loaded_bytes - totals.unit_bytes + num_slots * totals.slot_bytes
-    host_lack = problem.host_lack(totals.slab_bytes)
+    """Price one signature with one ring and backend, for each setting."""
+    saved_bytes = totals.unit_bytes - num_slots * totals.slot_bytes
     if decode is Backend.UVA:
         decode_ps = problem.decode.resident_ps + totals.decode_uva_ps
         decode_bytes = totals.decode_uva_bytes
@@ -140,25 +152,31 @@ def _pattern_families(
         decode_ps, decode_bytes = _ring_bound(
             totals, num_slots, 0, problem.decode.resident_ps, totals.decode_compute_ps
         )
-    for number, chunking in enumerate(problem.chunkings):
-        if not shortfall.note(weights - chunking.weight_limit_bytes, host_lack):
+    for number, setting in enumerate(problem.settings):
+        host_lack = problem.host_lack(totals.slab_bytes, setting)
+        if not shortfall.note(setting.lacking_bytes - saved_bytes, host_lack):
             continue
         if prefill is Backend.UVA:
-            prefill_ps = chunking.prefill.resident_ps + totals.prefill_uva_ps[number]
+            prefill_ps = setting.prefill.resident_ps + totals.prefill_uva_ps[number]
             prefill_bytes = totals.prefill_uva_bytes[number]
         else:
             prefill_ps, prefill_bytes = _ring_bound(
                 totals,
                 num_slots,
                 num_slots,
-                chunking.prefill.resident_ps,
+                setting.prefill.resident_ps,
                 totals.prefill_compute_ps[number],
             )
         yield Family(
-            bound_ps=problem.objective(prefill_ps, decode_ps),
-            link_bytes=problem.objective(prefill_bytes, decode_bytes),
+            bound_ps=problem.objective(
+                prefill_ps + setting.row_ps[0], decode_ps + setting.row_ps[1]
+            ),
+            link_bytes=problem.objective(
+                prefill_bytes + setting.row_bytes[0], decode_bytes + setting.row_bytes[1]
+            ),
             prefetch_step=max(1, num_slots),
-            minus_chunk=-chunking.prefill_chunk,
+            minus_chunk=-setting.prefill_chunk,
+            embeddings=setting.embeddings,
             num_segments=len(segment_class.segments),
             segments=segment_class.segments,
             prefill=prefill,
@@ -193,7 +211,7 @@ def _ring_bound(
 def _max_bytes_families(
     problem: Problem, segment_class: SegmentClass, shortfall: Shortfall
 ) -> Iterator[Family]:
-    """Read the first parameters in place, as few as fit: for each chunking one candidate.
+    """Read the first parameters in place, as few as fit: for each setting one candidate.
 
     More of them would only move more bytes, so no other ``max_bytes`` can be better.
     """
@@ -204,8 +222,8 @@ def _max_bytes_families(
         if segment_class.takes(unit)
     ]
     sums = list(accumulate(unit.nbytes for _, unit in taken))
-    for chunking in problem.chunkings:
-        needed = problem.model.loaded_bytes - chunking.weight_limit_bytes
+    for setting in problem.settings:
+        needed = setting.lacking_bytes
         if needed <= 0:
             continue
         last = min(bisect_left(sums, needed), len(sums) - 1)
@@ -213,24 +231,25 @@ def _max_bytes_families(
         for layer, unit in taken[: last + 1]:
             by_layer.setdefault(layer, []).append(unit)
         host_bytes = sum(slab_bytes(units) for units in by_layer.values())
-        if not shortfall.note(needed - sums[last], problem.host_lack(host_bytes)):
+        if not shortfall.note(needed - sums[last], problem.host_lack(host_bytes, setting)):
             continue
-        decode = prefill = (0, 0)
+        prefill, decode = zip(setting.row_ps, setting.row_bytes, strict=True)
         # equal layers are read alike: only the last one may be taken in part
         alike = Counter((problem.compute.keys[i], len(units)) for i, units in by_layer.items())
         examples = {(problem.compute.keys[i], len(units)): units for i, units in by_layer.items()}
         for key, count in alike.items():
             step = problem.read_step_in_place(examples[key])
-            prompt = problem.read_in_place(examples[key], chunking.chunk_tokens)
+            prompt = problem.read_in_place(examples[key], setting.chunk_tokens)
             decode = decode[0] + count * step[0], decode[1] + count * step[1]
             prefill = prefill[0] + count * prompt[0], prefill[1] + count * prompt[1]
         yield Family(
             bound_ps=problem.objective(
-                chunking.prefill.resident_ps + prefill[0], problem.decode.resident_ps + decode[0]
+                setting.prefill.resident_ps + prefill[0], problem.decode.resident_ps + decode[0]
             ),
             link_bytes=problem.objective(prefill[1], decode[1]),
             prefetch_step=1,
-            minus_chunk=-chunking.prefill_chunk,
+            minus_chunk=-setting.prefill_chunk,
+            embeddings=setting.embeddings,
             num_segments=len(segment_class.segments),
             segments=segment_class.segments,
             prefill=Backend.UVA,
