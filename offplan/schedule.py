@@ -74,6 +74,19 @@ def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
     return {span.layer: (j % num_slots, span) for j, span in enumerate(spans)}
 
 
+def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
+    """Slot and span of the layers whose slab prefill leaves in the ring, by layer index.
+
+    Where decode copies nothing, no slot is refilled after its last use in prefill: decode reads
+    what these spans hold from their slots, and only what lies outside them over the link. Empty
+    where decode streams anything, since it needs the slots.
+    """
+    if placement.spans(Phase.DECODE):
+        return {}
+    last_users = dict(slots_of(placement, Phase.PREFILL).values())
+    return {span.layer: (slot, span) for slot, span in last_users.items()}
+
+
 def build_pass(
     placement: Placement, num_layers: int, phase: Phase, ring: Ring, next_phase: Phase
 ) -> Schedule:

@@ -18,6 +18,7 @@ from offplan.schedule import (
     build_request,
     check_passes,
     empty_ring,
+    kept_after_prefill,
     slots_of,
 )
 from tests.costs.builders import dense_model, place_rules, rule
@@ -110,6 +111,33 @@ def test_prefetch_in_prefill_alone_leaves_decode_without_copies() -> None:
     request = build_request(placement, 4, empty_ring(placement))
     assert request.prefill.link_bytes > 0
     assert request.decode.operations == tuple(Compute(layer) for layer in range(4))
+
+
+@given(st.data(), odd_models(), st.integers(1, 4))
+def test_what_is_kept_stays_in_its_slot_through_decode(
+    data: st.DataObject, model: Model, prefetch_step: int
+) -> None:
+    placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
+    kept = kept_after_prefill(placement)
+    request = build_request(placement, len(model.layers), empty_ring(placement))
+    streams = any(isinstance(op, Copy | Wait) for op in request.first_decode.operations)
+    if streams:
+        assert kept == {}
+        return
+    assert len(kept) == min(placement.num_slots, len(placement.spans(Phase.PREFILL)))
+    for schedule in (request.first_decode, request.decode):
+        assert all(schedule.before[slot] == span for slot, span in kept.values())
+        assert schedule.before == schedule.after
+
+
+def test_the_last_layers_to_stream_are_kept() -> None:
+    placement = place_rules(dense_model(5), [rule("mlp", decode=Backend.UVA)], 2)
+    assert {layer: slot for layer, (slot, _) in kept_after_prefill(placement).items()} == {
+        3: 1,
+        4: 0,
+    }
+    mixed = [rule("mlp", decode=Backend.UVA), rule("o_proj", prefill=Backend.UVA)]
+    assert kept_after_prefill(place_rules(dense_model(5), mixed, 2)) == {}
 
 
 def spoil(schedule: Schedule, how: str) -> Schedule:

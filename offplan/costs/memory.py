@@ -11,7 +11,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Budget, GPUMemoryPrediction, Workload
 
-MARGIN = 0.02
+MARGIN = 0.01
 """Share of the GPU budget left free, for what is allocated in other sizes than asked.
 
 Source: estimated.

@@ -43,6 +43,9 @@ class _Totals(NamedTuple):
     slowest_copy_ps: int
     decode_uva_bytes: int
     decode_uva_ps: int
+    most_uva_bytes: int
+    """Of one layer."""
+    slowest_uva_ps: int
     decode_compute_ps: int
     """Of the layers with something offloaded."""
     prefill_uva_bytes: tuple[int, ...]
@@ -126,6 +129,8 @@ def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> _Totals:
         slowest_copy_ps=max(k.copy_ps for _, k in present),
         decode_uva_bytes=total(k.decode_uva_bytes for _, k in present),
         decode_uva_ps=total(k.decode_uva_ps for _, k in present),
+        most_uva_bytes=max(k.decode_uva_bytes for _, k in present),
+        slowest_uva_ps=max(k.decode_uva_ps for _, k in present),
         decode_compute_ps=total(k.decode_compute_ps for _, k in present),
         prefill_uva_bytes=totals(k.prefill_uva_bytes for _, k in present),
         prefill_uva_ps=totals(k.prefill_uva_ps for _, k in present),
@@ -146,8 +151,10 @@ def _pattern_families(
     """Price one signature with one ring and backend, for each setting."""
     saved_bytes = totals.unit_bytes - num_slots * totals.slot_bytes
     if decode is Backend.UVA:
-        decode_ps = problem.decode.resident_ps + totals.decode_uva_ps
-        decode_bytes = totals.decode_uva_bytes
+        # as many layers as there are slots find their slab where prefill left it
+        spared_ps = num_slots * totals.slowest_uva_ps
+        decode_ps = problem.decode.resident_ps + max(0, totals.decode_uva_ps - spared_ps)
+        decode_bytes = max(0, totals.decode_uva_bytes - num_slots * totals.most_uva_bytes)
     else:
         decode_ps, decode_bytes = _ring_bound(
             totals, num_slots, 0, problem.decode.resident_ps, totals.decode_compute_ps
@@ -163,7 +170,7 @@ def _pattern_families(
             prefill_ps, prefill_bytes = _ring_bound(
                 totals,
                 num_slots,
-                num_slots,
+                num_slots if decode is Backend.PREFETCH else 0,
                 setting.prefill.resident_ps,
                 totals.prefill_compute_ps[number],
             )
@@ -196,7 +203,8 @@ def _ring_bound(
     """Least time and bytes of a pass that streams through a ring.
 
     Of n layers over K slots those whose slot nobody shares are not copied again: 2 K - n, where
-    that is positive. Up to ``num_warm`` slots are found full. With one slot, copies and the layers
+    that is positive. Of the slots ``num_warm`` are found full: decode refills them for the prompt
+    that follows, where it streams at all. With one slot, copies and the layers
     that stream take turns: none overlaps another.
     """
     owners = max(0, 2 * num_slots - totals.num_layers)
