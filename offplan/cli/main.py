@@ -8,6 +8,7 @@ import sys
 import typer
 
 from offplan.cli.analyze import analyze
+from offplan.cli.bench import bench
 from offplan.cli.export import export
 from offplan.cli.measure import measure
 from offplan.cli.plan import plan
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: it starts faster and reads the same in the docs
     pretty_exceptions_enable=False,
 )
-for command in (analyze, plan, run, export, measure, schema):
+for command in (analyze, plan, run, bench, export, measure, schema):
     app.command()(command)
 
 
