@@ -21,6 +21,9 @@ EXIT_CODES = (
     "machine is not the plan's."
 )
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
 app = typer.Typer(
     name="offplan",
     help="Plan, then run, a model whose weights do not fit the GPU.",
@@ -42,8 +45,12 @@ def main() -> None:
         _fail(error, error.exit_code)
     except OSError as error:  # a full disk, a lost network share: not ours, and no traceback helps
         _fail(error, OffplanError.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        # typer has made an exit of a Ctrl-C inside a command
+        if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
+            raise
+        print("offplan: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _fail(error: Exception, exit_code: int) -> None:
