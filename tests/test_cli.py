@@ -32,7 +32,7 @@ def plan_file(cli: CLI, tmp_path: Path) -> Path:
 def test_help(cli: CLI) -> None:
     code, out, err = cli("--help")
     assert (code, err) == (0, "")
-    for command in ("analyze", "plan", "run", "export", "measure", "schema"):
+    for command in ("analyze", "plan", "run", "bench", "export", "measure", "schema"):
         assert f"\n  {command} " in out
     assert "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits" in out
 

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from offplan.cli.analyze import analyze
+from offplan.cli.bench import bench
 from offplan.cli.export import export
 from offplan.cli.measure import measure
 from offplan.cli.plan import plan
@@ -20,6 +21,9 @@ EXIT_CODES = (
     "machine is not the plan's."
 )
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
 app = typer.Typer(
     name="offplan",
     help="Plan, then run, a model whose weights do not fit the GPU.",
@@ -29,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: it starts faster and reads the same in the docs
     pretty_exceptions_enable=False,
 )
-for command in (analyze, plan, run, export, measure, schema):
+for command in (analyze, plan, run, bench, export, measure, schema):
     app.command()(command)
 
 
@@ -41,8 +45,12 @@ def main() -> None:
         _fail(error, error.exit_code)
     except OSError as error:  # a full disk, a lost network share: not ours, and no traceback helps
         _fail(error, OffplanError.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        # typer has made an exit of a Ctrl-C inside a command
+        if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
+            raise
+        print("offplan: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _fail(error: Exception, exit_code: int) -> None:

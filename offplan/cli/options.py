@@ -36,6 +36,12 @@ LocalModelOption = Annotated[
     str | None,
     typer.Option("--model", help="Read the model here instead of where the plan says."),
 ]
+DummyWeightsOption = Annotated[
+    bool, typer.Option("--dummy-weights", help="Random weights; none are read.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cuda, cuda:1 or cpu. [default: a GPU if there is one]")
+]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the result to this file.")
 ]

@@ -4,7 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offplan.cli.options import JsonOption, LocalModelOption, PlanArgument
+from offplan.cli.options import (
+    DeviceOption,
+    DummyWeightsOption,
+    JsonOption,
+    LocalModelOption,
+    PlanArgument,
+)
 from offplan.cli.output import Progress, print_json, print_report
 from offplan.errors import InputError
 
@@ -27,12 +33,8 @@ def run(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens to generate. [default: the plan's]")
     ] = None,
-    dummy_weights: Annotated[
-        bool, typer.Option("--dummy-weights", help="Random weights; none are read.")
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. [default: a GPU if there is one]")
-    ] = None,
+    dummy_weights: DummyWeightsOption = False,
+    device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a plan: generate text, then show predicted against measured."""
@@ -41,9 +43,12 @@ def run(
 
     loaded = load_plan(plan)
     found = open_planned_model(loaded, model)
+
+    from offplan.cli.workload import find_device, random_prompt
+
     num_tokens = max_new_tokens or loaded.workload.output_tokens
     text = None if prompt is None else _read_prompt(found, prompt, stream=not json)
-    tokens = _random_prompt(loaded, found) if text is None else text.tokens
+    tokens = random_prompt(loaded, found) if text is None else text.tokens
     _check_context(loaded, tokens.shape[1], num_tokens)
     folder = None if dummy_weights else find_weights(found)
 
@@ -52,7 +57,7 @@ def run(
     with Session.from_plan(
         loaded,
         found,
-        device=_find_device(device),
+        device=find_device(device),
         folder=folder,
         on_progress=Progress("loading"),
     ) as session:
@@ -64,8 +69,7 @@ def _generate(
     session: "Session", prompt: "torch.Tensor", num_tokens: int, text: "Text | None"
 ) -> "RunResult":
     """Generate to the end and collect what it cost."""
-    import torch
-
+    from offplan.cli.workload import device_name
     from offplan.report.run import RunResult
     from offplan.runtime.generate import Measured, generate
 
@@ -82,7 +86,7 @@ def _generate(
     # a stop token ends the text when the step after it is already on its way
     num_decodes = min(num_steps + 1, num_tokens - 1)
     return RunResult(
-        device=torch.cuda.get_device_name(session.device) if on_gpu else "CPU",
+        device=device_name(session.device),
         batch=prompt.shape[0],
         prompt_tokens=prompt.shape[1],
         output_tokens=num_steps + 1,
@@ -112,20 +116,6 @@ def _read_prompt(model: "Model", prompt: str, *, stream: bool) -> "Text":
     return Text(model, prompt, stream=stream)
 
 
-def _random_prompt(plan: "Plan", model: "Model") -> "torch.Tensor":
-    """The plan's workload on random tokens, the same ones every time."""
-    import torch
-
-    from offplan.checkpoint.config import read_count, text_config
-
-    vocabulary = read_count(text_config(model.config), "vocab_size")
-    if vocabulary is None:
-        raise InputError(f"the config of {model.source} has no vocab_size to draw tokens from")
-    shape = (plan.workload.batch, plan.workload.prompt_tokens)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, shape, generator=generator)
-
-
 def _check_context(plan: "Plan", prompt_tokens: int, num_tokens: int) -> None:
     context = plan.workload.context
     if prompt_tokens + num_tokens > context:
@@ -133,19 +123,3 @@ def _check_context(plan: "Plan", prompt_tokens: int, num_tokens: int) -> None:
             f"{prompt_tokens} prompt tokens and {num_tokens} new ones exceed the plan's context "
             f"of {context}: lower --max-new-tokens, or plan with a larger --context"
         )
-
-
-def _find_device(name: str | None) -> "torch.device":
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"{name!r} is not a device: write cuda, cuda:1 or cpu") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"there is no {name} here: {torch.cuda.device_count()} GPUs are visible")
-    if device.type not in ("cuda", "cpu"):
-        raise InputError(f"offplan runs on cuda and cpu; {name} is neither")
-    return device

@@ -9,8 +9,11 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, plan_json
 from offplan.planner import PlanResult
 from offplan.report.analysis import Analysis
+from offplan.report.bench import PHASES, BenchResult, measured_phase
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
+from offplan.runtime.bench import PhaseCost
+from offplan.runtime.versus import Measurement
 
 JSON_VERSION = 1
 
@@ -112,4 +115,60 @@ def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, An
             "prefill": {"step_s": result.first_token_s, "link_bytes": result.prefill_link_bytes},
             "gpu_memory": {"total_bytes": result.gpu_bytes},
         },
+    }
+
+
+def bench_payload(plan: Plan, result: BenchResult) -> dict[str, Any]:
+    """What ``bench --json`` prints; ``vs`` has the other ways, or why they were not measured."""
+    predicted = plan_json(plan)["prediction"]
+    return {
+        "offplan": JSON_VERSION,
+        "device": result.device,
+        "batch": result.batch,
+        "prompt_tokens": result.prompt_tokens,
+        "num_steps": result.num_steps,
+        "num_repeats": result.num_repeats,
+        "predicted": {
+            **{key: predicted[key] for key in ("decode", "prefill", "gpu_memory")},
+            "host_memory": {"weights_bytes": predicted["host_memory_bytes"]},
+        },
+        "measured": {
+            **{phase: _measured_payload(plan, result, phase) for phase in PHASES},
+            "link": {"bytes_per_s": result.plan.cost.link_bytes_per_s},
+            "gpu_memory": {"total_bytes": result.plan.gpu_bytes},
+            "host_memory": {"process_bytes": result.host_bytes},
+        },
+        "vs": {name: _way_payload(way) for name, way in result.others.items()},
+    }
+
+
+def _measured_payload(plan: Plan, result: BenchResult, phase: str) -> dict[str, Any]:
+    found = measured_phase(plan, result, phase)
+    cost: PhaseCost = getattr(result.plan.cost, phase)
+    return {
+        **_step_payload(cost),
+        "link_bytes": found.link_bytes,
+        "stall_s": found.stall_s,
+        "bound_s": found.bound_s,
+        "compute_s": found.compute_s,
+        "stalls": [
+            {"layer": layer, "stall_s": seconds}
+            for layer, seconds in sorted((cost.stalls_s or {}).items())
+        ],
+    }
+
+
+def _step_payload(cost: PhaseCost) -> dict[str, float]:
+    step = cost.step
+    return {"step_s": step.median_s, "step_min_s": step.min_s, "step_max_s": step.max_s}
+
+
+def _way_payload(way: Measurement | str) -> dict[str, Any]:
+    """One way to run the workload; the same keys whether it could be measured or not."""
+    if isinstance(way, str):
+        return {"decode": None, "prefill": None, "gpu_memory": None, "why_not": way}
+    return {
+        **{phase: _step_payload(getattr(way.cost, phase)) for phase in PHASES},
+        "gpu_memory": {"total_bytes": way.gpu_bytes},
+        "why_not": None,
     }

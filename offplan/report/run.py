@@ -43,7 +43,7 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     def add(name: str, predicted: float, measured: float | None, show: Show) -> None:
         found = "-" if measured is None else show(measured)
         ratio = None if measured is None or not predicted else measured / predicted
-        table.add_row(name, show(predicted), found, _format_ratio(ratio))
+        table.add_row(name, show(predicted), found, format_ratio(ratio))
 
     add("time to first token", prediction.prefill.step_s, result.first_token_s, format_seconds)
     add("time per token", prediction.decode.step_s, result.step_s, format_seconds)
@@ -58,7 +58,7 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     return Group(table, Text(), *map(Text, _differences(plan, result)))
 
 
-def _format_ratio(ratio: float | None) -> str:
+def format_ratio(ratio: float | None) -> str:
     """Print measured over predicted: three decimals where a percent matters, none where not."""
     if ratio is None:
         return "-"

@@ -1,5 +1,6 @@
 """What the card says is in use, the CUDA context included."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -28,3 +29,15 @@ def bytes_in_use(device: torch.device) -> int:
     ]
     answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
     return int(answer.stdout.strip()) * 2**20
+
+
+def return_memory(device: torch.device) -> None:
+    """Give back to the card what sessions that are gone have left with torch.
+
+    Compiled code goes too: it may keep the tensors that it was compiled for.
+    """
+    if device.type == "cuda":
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -42,8 +42,8 @@ class HostBlock:
         if status != 0:
             raise MemoryLimitError(
                 f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
-                f"error {status}): check `ulimit -l`, the container's memory limit and free "
-                "memory, or plan with a smaller --host-memory"
+                f"error {status}): check `ulimit -l` (now {_lock_limit()}), the container's "
+                "memory limit and free memory, or plan with a smaller --host-memory"
             )
         # Registered pages must be unregistered before they are freed: a later registration of the
         # same addresses would fail at some unrelated call.
@@ -59,6 +59,14 @@ class HostBlock:
         """Give the pages back. The GPU must be done with them."""
         if self._unregister is not None:
             self._unregister()
+
+
+def _lock_limit() -> str:
+    """How much memory the process may lock, as ``ulimit -l`` would say it."""
+    import resource  # not on Windows, where sessions on the CPU run all the same
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
 
 
 class _DeviceArray:

@@ -11,8 +11,9 @@ from offplan.schedule import Copy, Wait
 class Link(Protocol):
     """Moves spans of slabs into slots, in the order they are asked for."""
 
-    bytes_moved: int
-    """Bytes copied so far."""
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes copied so far."""
 
     def copy(self, op: Copy) -> None:
         """Queue a copy; it starts once all compute issued so far is done."""

@@ -11,6 +11,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
+from offplan.runtime.host_memory import check_host_room
 from offplan.runtime.loader import Progress, fill_random, load_weights
 from offplan.runtime.skeleton import (
     Places,
@@ -19,6 +20,7 @@ from offplan.runtime.skeleton import (
     materialise_buffers,
 )
 from offplan.runtime.store import Tensor, WeightStore
+from offplan.runtime.verify import verify_files, verify_headers
 
 
 class LoadedModel:
@@ -35,13 +37,18 @@ class LoadedModel:
         """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
 
         Raises PlanError for rules that do not fit the model, CheckpointError for files that
-        cannot be read, MemoryLimitError when memory runs out.
+        cannot be read or do not fit the model, DriftError for files that changed since their
+        headers were read, MemoryLimitError when memory runs out.
         """
         self.model = model
         self.placement: Placement = place(model, offload)
         self.module: PreTrainedModel = build_skeleton(model)
         targets = map_tensors(self.module, model)
         state = self.module.state_dict()
+        verify_headers(targets, state)
+        if folder is not None:
+            verify_files(folder, targets)
+        check_host_room(self._host_bytes(device))
         tensors = {name: Tensor(tuple(state[name].shape), state[name].dtype) for name in targets}
         self._places = Places(self.module)
         materialise_buffers(self.module, device)
@@ -70,6 +77,12 @@ class LoadedModel:
     def _assign(self, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in parameters.items():
             self._places.assign(name, parameter)
+
+    def _host_bytes(self, device: torch.device) -> int:
+        """Bytes that the weights will take on the host."""
+        placement = self.placement
+        on_device = placement.resident_bytes + placement.ring_bytes
+        return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)
 
     def _check(self) -> None:
         """Compare what was loaded with the plan; a plan that did not take effect is an error."""

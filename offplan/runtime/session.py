@@ -1,6 +1,6 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from offplan.placement import Phase
 from offplan.plan import Offload, Plan
 from offplan.runtime.attention import filled_blocks, filled_mask
 from offplan.runtime.executor import CapturedPass, Executor
+from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
 from offplan.runtime.kv_cache import KVCache, Position
 from offplan.runtime.latent import absorb_expansions
@@ -33,6 +34,7 @@ class Session:
     On CUDA everything runs on a stream of its own; the decode step is captured as CUDA graphs.
     """
 
+    @memory_limits("loading the weights")
     def __init__(
         self,
         model: Model,
@@ -44,20 +46,30 @@ class Session:
         late_copies: bool = False,
         capture: bool = True,
         on_progress: Progress | None = None,
+        wrap_link: Callable[[Link], Link] | None = None,
     ) -> None:
         """Load ``model`` as a plan's ``offload`` says; sequences may reach ``context`` tokens.
 
         ``folder`` holds the model's files, None for random weights. ``late_copies`` (CPU only)
         makes every copy at the latest legal moment. ``capture`` (CUDA only) captures the decode
-        step.
+        step. ``wrap_link`` puts another link in front of the one that moves the bytes.
 
-        Raises what LoadedModel raises.
+        Raises what LoadedModel raises; whatever was taken until then is given back.
         """
         self.device = torch.device(device)
         self.context = context
         self._chunk = offload.prefill_chunk
         self._used_before = bytes_in_use(self.device)
         self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
+        try:
+            self._install(late_copies, capture, wrap_link or (lambda link: link))
+        except BaseException:
+            let_go(self.device)
+            self.loaded.close()
+            raise
+
+    def _install(self, late_copies: bool, capture: bool, wrap_link: Callable[[Link], Link]) -> None:
+        """Make streams, link, hooks and state around the loaded model."""
         store = self.loaded.store
         self.link: Link
         self._stream: torch.cuda.Stream | None = None
@@ -68,6 +80,7 @@ class Session:
             self.link = CudaLink(store.slots, store.slabs, self.device)
         else:
             self.link = CpuLink(store.slots, store.slabs, late=late_copies)
+        self.link = wrap_link(self.link)
         layers = decoder_layers(self.loaded.module)
         self._capture = capture and self._stream is not None
         self.position = Position(self.device)
@@ -107,8 +120,7 @@ class Session:
 
     def close(self) -> None:
         """Free graphs, caches and host memory; the device is idle afterwards."""
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)
+        let_go(self.device)
         self._executor.close()
         self.layers.cache = None
         self._captured = None
@@ -139,6 +151,7 @@ class Session:
         """Context in which work is ordered with the session's own."""
         return torch.cuda.stream(self._stream)
 
+    @memory_limits("reading the prompt")
     def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
 
@@ -197,6 +210,7 @@ class Session:
         planned = chunk.shape[1] == self._chunk
         return torch.compiler.set_stance("default" if planned else "force_eager")
 
+    @memory_limits("making a token")
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
 

@@ -1,0 +1,199 @@
+"""A benchmark of a plan: what was measured beside the prediction, the bound and other ways."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offplan.plan import Backend, PhasePrediction, Plan
+from offplan.report.run import format_ratio
+from offplan.report.table import make_table
+from offplan.runtime.bench import BenchCost, PhaseCost, Spread
+from offplan.runtime.versus import Measurement
+from offplan.units import format_bytes, format_rate, format_seconds
+
+PHASES = {"decode": "Decode, a step", "prefill": "Prefill, the prompt"}
+"""The phases as keys and as people read them."""
+MOST_STALLED = 8
+"""Layers that the report names; JSON has them all."""
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What one run of ``offplan bench`` measured."""
+
+    device: str
+    """What it ran on, as people call it: ``NVIDIA H200``, ``CPU``."""
+    batch: int
+    prompt_tokens: int
+    num_steps: int
+    """Decode steps that were timed in each request."""
+    num_repeats: int
+    """Requests that were timed."""
+    plan: Measurement
+    host_bytes: int
+    """Host memory of the process at its peak, libraries included, with the plan loaded."""
+    others: Mapping[str, "Measurement | str"]
+    """Other ways by name; a text says why one could not be measured."""
+
+
+@dataclass(frozen=True)
+class MeasuredPhase:
+    """One phase of the plan as it was measured (decode: one step; prefill: the whole prompt)."""
+
+    step: Spread
+    link_bytes: int | None
+    """Moved by DMA; None if kernels read some in place, which nobody counts."""
+    stall_s: float
+    """Time compute waited for the link."""
+    compute_s: float
+    """Time with everything resident: measured if that ran too, else as predicted."""
+    bound_s: float | None
+    """max(compute, bytes over the link's measured rate); None where bytes are."""
+
+
+def measured_phase(plan: Plan, result: BenchResult, phase: str) -> MeasuredPhase:
+    """Bring the measurements of a phase (``decode`` or ``prefill``) together."""
+    cost: PhaseCost = getattr(result.plan.cost, phase)
+    resident = result.others.get("resident")
+    predicted: PhasePrediction = getattr(plan.prediction, phase)
+    compute_s = predicted.compute_s
+    if isinstance(resident, Measurement):
+        compute_s = getattr(resident.cost, phase).step.median_s
+    in_place = any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules)
+    link_bytes = None if in_place else cost.link_bytes
+    rate = result.plan.cost.link_bytes_per_s
+    bound_s = compute_s if link_bytes == 0 else None
+    if link_bytes and rate:
+        bound_s = max(compute_s, link_bytes / rate)
+    stall_s = sum((cost.stalls_s or {}).values())
+    return MeasuredPhase(cost.step, link_bytes, stall_s, compute_s, bound_s)
+
+
+def render_bench(plan: Plan, result: BenchResult) -> list[RenderableType]:
+    """Show everything, for people."""
+    tables = [_render_phase(plan, result, phase) for phase in PHASES]
+    parts: list[RenderableType] = [*tables, _render_machine(plan, result)]
+    if stalls := _render_stalls(result.plan.cost):
+        parts.append(stalls)
+    if result.others:
+        parts.append(_render_others(result))
+    return [*parts, Group(*map(Text, _notes(plan, result)))]
+
+
+def _render_phase(plan: Plan, result: BenchResult, phase: str) -> Table:
+    predicted: PhasePrediction = getattr(plan.prediction, phase)
+    found = measured_phase(plan, result, phase)
+    table = make_table(PHASES[phase], "what", "predicted", "measured", "ratio", "min", "max")
+    add = _Rows(table)
+    step = found.step
+    add("time", predicted.step_s, step.median_s, format_seconds, step.min_s, step.max_s)
+    add("bound", predicted.bound_s, found.bound_s, format_seconds)
+    add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
+    add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
+    over = None if not found.bound_s else step.median_s / found.bound_s
+    table.add_row(
+        "time / bound",
+        format_ratio(predicted.step_s / predicted.bound_s if predicted.bound_s else None),
+        format_ratio(over),
+    )
+    return table
+
+
+def _render_machine(plan: Plan, result: BenchResult) -> Table:
+    table = make_table("Link and memory", "what", "predicted", "measured", "ratio")
+    add = _Rows(table)
+    decode = measured_phase(plan, result, "decode")
+    add("link, copies alone", plan.machine.h2d, result.plan.cost.link_bytes_per_s, format_rate)
+    if decode.link_bytes:
+        add("link, in decode", None, decode.link_bytes / decode.step.median_s, format_rate)
+    memory = plan.prediction.gpu_memory
+    add("GPU memory", memory.total_bytes, result.plan.gpu_bytes, format_bytes)
+    host = plan.prediction.host_memory_bytes, result.host_bytes
+    # without a ratio: the prediction counts the weights, the measurement all of the process
+    table.add_row("host memory", *map(format_bytes, host), "-")
+    return table
+
+
+def _render_stalls(cost: BenchCost) -> Table | None:
+    """The layers that compute waited for the longest; None where it never did."""
+    decode, prefill = cost.decode.stalls_s or {}, cost.prefill.stalls_s or {}
+    layers = sorted(
+        decode.keys() | prefill.keys(),
+        key=lambda layer: (-decode.get(layer, 0.0) - prefill.get(layer, 0.0), layer),
+    )
+    if not layers:
+        return None
+    table = make_table("Stalls by layer", "layer", "decode", "prefill")
+
+    def add(name: str, some: list[int]) -> None:
+        waits = (sum(phase.get(layer, 0.0) for layer in some) for phase in (decode, prefill))
+        table.add_row(name, *map(format_seconds, waits))
+
+    for layer in layers[:MOST_STALLED]:
+        add(str(layer), [layer])
+    if rest := layers[MOST_STALLED:]:
+        add(f"{len(rest)} others", rest)
+    return table
+
+
+def _render_others(result: BenchResult) -> Table:
+    table = make_table(
+        "Side by side", "way", "decode step", "x plan", "prefill", "x plan", "GPU memory"
+    )
+    plan = result.plan.cost
+    ways = {"plan": result.plan, **result.others}
+    for name, way in ways.items():
+        if isinstance(way, str):
+            table.add_row(name, "-", "-", "-", "-", "-")
+            continue
+        decode, prefill = way.cost.decode.step.median_s, way.cost.prefill.step.median_s
+        table.add_row(
+            name,
+            format_seconds(decode),
+            format_ratio(decode / plan.decode.step.median_s),
+            format_seconds(prefill),
+            format_ratio(prefill / plan.prefill.step.median_s),
+            "-" if way.gpu_bytes is None else format_bytes(way.gpu_bytes),
+        )
+    return table
+
+
+def _notes(plan: Plan, result: BenchResult) -> list[str]:
+    """How the figures were obtained, and what keeps them from being comparable."""
+    lines = [
+        f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
+        f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "
+        "warm-up excluded."
+    ]
+    measured = isinstance(result.others.get("resident"), Measurement)
+    compute = "measured with everything resident" if measured else "as predicted"
+    lines.append(f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.")
+    lines.append("Host memory: predicted for the weights, measured for the whole process.")
+    if result.device != plan.machine.name:
+        lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")
+    if any(Backend.UVA in (rule.prefill, rule.decode) for rule in plan.offload.rules):
+        lines.append("What kernels read in place over the link cannot be counted.")
+    lines += [f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)]
+    return lines
+
+
+class _Rows:
+    """Adds rows of predicted and measured figures to a table."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __call__(
+        self,
+        name: str,
+        predicted: float | None,
+        measured: float | None,
+        show: Callable[[float], str],
+        *spread: float,
+    ) -> None:
+        ratio = None if measured is None or not predicted else measured / predicted
+        figures = ["-" if value is None else show(value) for value in (predicted, measured)]
+        self._table.add_row(name, *figures, format_ratio(ratio), *map(show, spread))
