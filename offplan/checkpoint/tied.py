@@ -4,12 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offplan.checkpoint.config import text_config
-<<<<<<< HEAD
-from offplan.checkpoint.model import INPUT_EMBEDDINGS, OUTPUT_HEADS
-=======
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.model import INPUT_EMBEDDINGS, OUTPUT_HEADS
 from offplan.checkpoint.stored import CONFIG_NAME
->>>>>>> issue5
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.checkpoint.tie_defaults import TIED_BY_DEFAULT, UNTIED_BY_DEFAULT
 

@@ -232,19 +232,12 @@ def test_header_without_tensors(tmp_path):
     "source",
     [
         "",
-<<<<<<< HEAD
-        "nowhere",
-        "./no/where",
-        "a/b/c",
-        "../no-such-folder",
-=======
         "./nowhere",
         "model.safetensors",
         "config.json",
         "./no/where",
         "a/b/c",
-        "../x",
->>>>>>> issue5
+        "../no-such-folder",
         "x\0y",
         "/" + "a" * 5000,
         "a b/c",
