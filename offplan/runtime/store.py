@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from offplan.errors import MemoryLimitError, PlanError
-from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, SlabEntry, align
-from offplan.plan import Backend
+from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, SlabEntry, Span, align
 from offplan.runtime.host import HostBlock
 from offplan.runtime.skeleton import Target
-from offplan.schedule import slots_of
+from offplan.schedule import kept_after_prefill, slots_of
 from offplan.units import format_bytes
 
 
@@ -90,23 +89,36 @@ class WeightStore:
         except BaseException:
             self.close()
             raise
-        views = {layer: block.device_view(device) for layer, block in self._blocks.items()}
         for name, (layer, entry) in offloaded.items():
             self.host[name] = tensors[name].view(self._blocks[layer].tensor, entry.offset)
+        for phase in Phase:
+            self.by_phase[phase] = self._views(phase, placement, offloaded, tensors)
         if by_row is not None and self._embedding is not None:
             self.host[by_row] = tensors[by_row].view(self._embedding.tensor, 0)
             view = tensors[by_row].view(self._embedding.device_view(device), 0)
             for phase in Phase:
                 self.by_phase[phase][by_row] = view
-        for phase in Phase:
-            slots = slots_of(placement, phase)
-            for name, (layer, entry) in offloaded.items():
-                if entry.backend(phase) is Backend.UVA:
-                    view = tensors[name].view(views[layer], entry.offset)
-                else:
-                    slot, span = slots[layer]
-                    view = tensors[name].view(self.slots[slot], entry.offset - span.start)
-                self.by_phase[phase][name] = view
+
+    def _views(
+        self,
+        phase: Phase,
+        placement: Placement,
+        offloaded: Mapping[str, tuple[int, SlabEntry]],
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """See every offloaded parameter where this phase reads it: in a slot, or on the host."""
+        in_place = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
+        slots = slots_of(placement, phase)
+        if phase is Phase.DECODE:
+            slots |= kept_after_prefill(placement)
+        views = {}
+        for name, (layer, entry) in offloaded.items():
+            slot, span = slots.get(layer, (0, Span(layer, 0, 0)))
+            if span.start <= entry.offset and entry.offset + entry.unit.nbytes <= span.stop:
+                views[name] = tensors[name].view(self.slots[slot], entry.offset - span.start)
+            else:
+                views[name] = tensors[name].view(in_place[layer], entry.offset)
+        return views
 
     @property
     def slabs(self) -> dict[int, torch.Tensor]:

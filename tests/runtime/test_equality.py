@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
+from offplan.placement import Phase
 from offplan.plan import Offload, Rule
 from offplan.runtime.generate import Measured, generate
 from tests.runtime.plans import group, offload, open_session
@@ -123,3 +124,16 @@ def test_bytes_moved_are_the_slabs(checkpoint: Path) -> None:
         list(generate(session, PROMPT, NUM_TOKENS, measured))
         slabs = sum(slab.nbytes for slab in session.loaded.placement.slabs)
         assert measured.decode_link_bytes == slabs * (NUM_TOKENS - 1)
+
+
+def test_decode_reads_what_prefill_left_in_the_ring(checkpoint: Path) -> None:
+    """Layers whose slabs prefill left in slots are as good as resident."""
+    with open_session(checkpoint, offload(group(1, 1, "mlp", decode="uva"))) as session:
+        decode = session.loaded.store.by_phase[Phase.DECODE]
+        slots = [(s.data_ptr(), s.data_ptr() + s.nbytes) for s in session.loaded.store.slots]
+        kept = {
+            name.split(".")[2]
+            for name, view in decode.items()
+            if any(start <= view.data_ptr() < stop for start, stop in slots)
+        }
+    assert len(kept) == len(slots) == 2
