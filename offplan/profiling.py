@@ -48,7 +48,7 @@ def measure_layer_times(
         decode = _time_decode(session, workload.batch)
         if on_progress is not None:
             on_progress(2, 2)
-    names = [*kinds[:num_layers], "outside"]
+    names = [*kinds[:num_layers], model.outside_key]
     times = [
         LayerTime(
             layer=name,

@@ -169,6 +169,12 @@ class Model:
         return sum(tensor.nbytes for tensor in self.loaded_outside)
 
     @cached_property
+    def outside_key(self) -> str:
+        """Name what lies outside the layers for its cost, as ``Layer.key`` does for a layer."""
+        tensors = sorted((t.name, t.dtype, t.shape) for t in self.loaded_outside)
+        return f"outside-{hashlib.sha256(json.dumps(tensors).encode()).hexdigest()[:12]}"
+
+    @cached_property
     def input_embedding(self) -> TensorInfo | None:
         """The input embedding, if it is a tensor of its own; None where the head is tied to it.
 

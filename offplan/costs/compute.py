@@ -17,8 +17,6 @@ Source: an 8192-token prefill of Qwen3-8B (134 TFLOP, attention included) by tra
 code took 0.265 to 0.272 s on an H200 that reaches 680 TFLOP/s on large products alone.
 """
 
-OUTSIDE = "outside"
-"""Key in a machine profile of what lies outside the layers: embedding, final norm, head."""
 
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "tok_embeddings.weight", "embed_in.weight")
@@ -109,7 +107,7 @@ def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> Com
         flops = 2 * head.num_elements * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 
-    return _measured_or(machine, OUTSIDE, shape, estimate)
+    return _measured_or(machine, model.outside_key, shape, estimate)
 
 
 def find_head(model: Model) -> TensorInfo | None:

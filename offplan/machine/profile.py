@@ -52,7 +52,7 @@ class LayerTime(Record):
     """Measured compute of one layer, or of what lies outside the layers, with all resident."""
 
     layer: str
-    """``Layer.key`` of the layer; ``outside`` for embedding, norm and head."""
+    """``Layer.key`` of the layer, or ``Model.outside_key`` for embedding, norm and head."""
     phase: str = Field(pattern="^(prefill|decode)$")
     batch: int = Field(ge=1)
     tokens: int = Field(ge=1)

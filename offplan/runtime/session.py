@@ -146,6 +146,8 @@ class Session:
             with self.stream():
                 logits = self.decode(logits.argmax(-1, keepdim=True))
         self._length = 0
+        if self._stream is not None:
+            self._stream.synchronize()  # or the first request would wait for these steps
 
     def stream(self) -> Any:
         """Context in which work is ordered with the session's own."""

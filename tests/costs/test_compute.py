@@ -6,7 +6,6 @@ import pytest
 
 from offplan.costs.compute import (
     MATMUL_EFFICIENCY,
-    OUTSIDE,
     ModelCompute,
     find_head,
     layer_time,
@@ -67,7 +66,7 @@ def test_head_is_read_once_for_the_last_tokens() -> None:
     time = outside_time(machine, MODEL, DECODE)
     rows = 2 * HIDDEN * 2
     assert time.seconds == pytest.approx((VOCABULARY * HIDDEN * 2 + rows) / 100e9)
-    known = make_machine(layer_times=[measured(DECODE, 0.25, OUTSIDE)])
+    known = make_machine(layer_times=[measured(DECODE, 0.25, MODEL.outside_key)])
     assert outside_time(known, MODEL, DECODE).seconds == 0.25
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offplan.costs.compute import OUTSIDE, ModelCompute
+from offplan.costs.compute import ModelCompute
 from offplan.costs.predict import predict
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import LayerTime
@@ -70,7 +70,7 @@ def test_basis_is_measured_only_when_all_of_it_is() -> None:
     model = dense_model(3)
     offload = Offload(prefill_chunk=512, rules=())
     shapes = [*prefill_shapes(WORKLOAD, 512), decode_shape(WORKLOAD)]
-    keys = [*ModelCompute(model, make_machine()).works, OUTSIDE]
+    keys = [*ModelCompute(model, make_machine()).works, model.outside_key]
     times = [
         LayerTime(
             layer=key,
