@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--prefill-chunk", type=int, default=8192)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prefill", type=int, help="also time a prompt of this many tokens")
     args = parser.parse_args()
