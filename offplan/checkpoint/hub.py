@@ -155,7 +155,7 @@ def _download(repo: str, filename: str, revision: str | None) -> Path:
 def _quietly() -> Iterator[None]:
     """Keep huggingface_hub's lines about each retry from the user, who gets one about the end."""
     before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
