@@ -6,6 +6,7 @@ Capacity is printed in GiB (binary), links in GB/s (decimal), as vendors and dri
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 from offplan.errors import InputError
@@ -72,6 +73,17 @@ def parse_seconds(text: str | float) -> float:
 def format_bytes(num_bytes: float) -> str:
     """Print a size for people, four significant digits: ``15.67 GiB``."""
     return _format(num_bytes, [("B", 1.0), *((unit, float(f)) for unit, f in _BINARY[::-1])])
+
+
+def format_bytes_alike(sizes: Sequence[int]) -> tuple[str, list[str]]:
+    """Print a column of sizes in one unit, the largest one's, so that they compare at a glance.
+
+    Returns the unit and the figures: ``("GiB", ["8.938", "0.391"])``.
+    """
+    largest = max(sizes, default=0)
+    unit, factor = next((pair for pair in _BINARY if largest >= pair[1]), ("B", 1))
+    num_decimals = 0 if factor == 1 else 3 if largest < 100 * factor else 1
+    return unit, [f"{size / factor:,.{num_decimals}f}" for size in sizes]
 
 
 def format_bytes_exact(num_bytes: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -42,32 +43,32 @@ plans/tiny-moe
 deepseek_v2, bfloat16: 438,912 parameters in 188 tensors, 857.2 KiB
 
 Layers
-layers     kind       count        each         all
-───────────────────────────────────────────────────
-0         dense           1   81.31 KiB   81.31 KiB
-1-5         moe           5   142.3 KiB   711.6 KiB
-outside           3 tensors               64.38 KiB
+layers     kind       count   each, KiB   all, KiB
+──────────────────────────────────────────────────
+0         dense           1        81.3       81.3
+1-5         moe           5       142.3      711.6
+outside           3 tensors                   64.4
 
 Segments
-segment                        layers         all   share
-─────────────────────────────────────────────────────────
-mlp.experts.down_proj               5     160 KiB   18.7%
-mlp.experts.gate_proj               5     160 KiB   18.7%
-mlp.experts.up_proj                 5     160 KiB   18.7%
-self_attn.q_proj                    6      72 KiB    8.4%
-self_attn.kv_b_proj                 6      48 KiB    5.6%
-self_attn.o_proj                    6      48 KiB    5.6%
-outside: lm_head                        32.12 KiB    3.7%
-outside: model.embed_tokens             32.12 KiB    3.7%
-self_attn.kv_a_proj_with_mqa        6      30 KiB    3.5%
-mlp.shared_experts.down_proj        5      20 KiB    2.3%
-mlp.shared_experts.gate_proj        5      20 KiB    2.3%
-mlp.shared_experts.up_proj          5      20 KiB    2.3%
-mlp.down_proj                       1      16 KiB    1.9%
-mlp.gate_proj                       1      16 KiB    1.9%
-mlp.up_proj                         1      16 KiB    1.9%
-mlp.gate                            5       5 KiB    0.6%
-4 smaller ones                              2 KiB    0.2%
+segment                        layers   all, KiB   share
+───────────────────────────────────────────────────────────────────────────
+mlp.experts.down_proj               5      160.0   18.7%   ████████████████
+mlp.experts.gate_proj               5      160.0   18.7%   ████████████████
+mlp.experts.up_proj                 5      160.0   18.7%   ████████████████
+self_attn.q_proj                    6       72.0    8.4%   ███████▎
+self_attn.kv_b_proj                 6       48.0    5.6%   ████▊
+self_attn.o_proj                    6       48.0    5.6%   ████▊
+outside: lm_head                            32.1    3.7%   ███▎
+outside: model.embed_tokens                 32.1    3.7%   ███▎
+self_attn.kv_a_proj_with_mqa        6       30.0    3.5%   ███
+mlp.shared_experts.down_proj        5       20.0    2.3%   ██
+mlp.shared_experts.gate_proj        5       20.0    2.3%   ██
+mlp.shared_experts.up_proj          5       20.0    2.3%   ██
+mlp.down_proj                       1       16.0    1.9%   █▋
+mlp.gate_proj                       1       16.0    1.9%   █▋
+mlp.up_proj                         1       16.0    1.9%   █▋
+mlp.gate                            5        5.0    0.6%   ▌
+4 smaller ones                               2.0    0.2%   ▎
 
 Experts: 8 a layer, 2 a token, 12 KiB each
 KV cache: 480 B a token
@@ -81,6 +82,22 @@ def test_analyze_without_a_machine_reports_the_model(cli: CLI) -> None:
     code, out, err = cli("analyze", "plans/tiny-moe")
     assert (code, err) == (0, "")
     assert strip_lines(out).startswith(ANALYZED)
+
+
+def test_analyze_saves_a_picture_of_the_report(cli: CLI, tmp_path: Path) -> None:
+    path = tmp_path / "report.svg"
+    code, out, err = cli("analyze", "plans/tiny-moe", "--svg", path)
+    assert (code, err) == (0, f"offplan: wrote {path}\n")
+    assert strip_lines(out).startswith(ANALYZED)
+    picture = ElementTree.parse(path).getroot()
+    texts = "".join(picture.itertext()).replace("\xa0", " ")
+    assert "mlp.experts.down_proj" in texts
+    assert "████" in texts
+    # Nothing is fetched when it is opened.
+    assert "url(http" not in path.read_text().replace('"', "")
+    code, _, err = cli("analyze", "plans/tiny-moe", "--svg", path)
+    assert code == 2
+    assert "--force overwrites it" in err
 
 
 def test_analyze_json(cli: CLI) -> None:

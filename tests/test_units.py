@@ -35,6 +35,20 @@ def test_parse_bytes_refuses(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "unit", "figures"),
+    [
+        ([9_597_317_120, 419_430_400, 0], "GiB", ["8.938", "0.391", "0.000"]),
+        ([700 * 2**30, 2**30], "GiB", ["700.0", "1.0"]),
+        ([3 * 2**40], "TiB", ["3.000"]),
+        ([1023, 5], "B", ["1,023", "5"]),
+        ([], "B", []),
+    ],
+)
+def test_sizes_of_a_column_share_a_unit(sizes: list[int], unit: str, figures: list[str]) -> None:
+    assert units.format_bytes_alike(sizes) == (unit, figures)
+
+
+@pytest.mark.parametrize(
     ("parse", "text", "value"),
     [
         (units.parse_rate, "55.4 GB/s", 55.4e9),

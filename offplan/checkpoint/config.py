@@ -57,9 +57,9 @@ def read_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def read_model_type(config: Mapping[str, Any]) -> str:
-    """Return ``model_type``; raises CheckpointError when the config has none."""
+    """Return ``model_type``; raises CheckpointError when the config has none fit to be shown."""
     value = config.get("model_type")
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not value.isprintable() or len(value) > 100:
         raise CheckpointError(
             f"{CONFIG_NAME}: found {quote(value)} as model_type, expected a name such as 'qwen3'; "
             "correct the file or fetch it again"

@@ -13,6 +13,7 @@ from offplan.checkpoint.config import read_count, read_dtype, read_model_type, t
 from offplan.checkpoint.experts import count_experts, split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote, shorten
+from offplan.checkpoint.layers import MAX_LAYERS
 from offplan.checkpoint.stored import INDEX_NAME, Stored
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
-_MAX_LAYERS = 10_000
 _MAX_EXPERTS = 100_000
-"""Past any model: each layer and each expert is an object to build."""
+"""Past any model: each expert is an object to build."""
 
 
 def read_config_only(path: Path) -> Stored:
@@ -52,10 +52,10 @@ def read_config_only(path: Path) -> Stored:
 def _check_buildable(config: Mapping[str, Any]) -> None:
     num_layers = read_count(text_config(config), "num_hidden_layers") or 0
     num_experts = count_experts(config) or 0
-    if num_layers > _MAX_LAYERS or num_experts > _MAX_EXPERTS:
+    if num_layers > MAX_LAYERS or num_experts > _MAX_EXPERTS:
         raise CheckpointError(
             f"found {num_layers} layers and {num_experts} experts in the config, expected "
-            f"{_MAX_LAYERS} and {_MAX_EXPERTS} at most; correct the file"
+            f"{MAX_LAYERS} and {_MAX_EXPERTS} at most; correct the file"
         )
 
 

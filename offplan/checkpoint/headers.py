@@ -104,10 +104,11 @@ def _parse_entry(
 ) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
     """Check one tensor's entry; return its name, type and shape, and its span in the data."""
     at = f"{where}: tensor {quote(name)}"
-    if not is_text(name) or len(name) > _MAX_NAME_LENGTH:
+    # A name ends in reports: it must not be able to steer a terminal.
+    if not is_text(name) or not name.isprintable() or len(name) > _MAX_NAME_LENGTH:
         raise CheckpointError(
-            f"{at}: found a name of {len(name)} characters, expected valid text of "
-            f"{_MAX_NAME_LENGTH} at most; {_AGAIN}"
+            f"{at}: found a name of {len(name)} characters, expected printable text of "
+            f"{_MAX_NAME_LENGTH} at most; the file is damaged, or not to be trusted"
         )
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_KEYS:
         raise CheckpointError(

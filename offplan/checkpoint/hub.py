@@ -4,11 +4,13 @@ Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME, prox
 HF_HUB_OFFLINE mean what they mean there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import constants, errors, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils import logging
 
 from offplan.checkpoint.folder import read_config, read_index, read_shard
 from offplan.checkpoint.header_cache import CachedHeader, HeaderCache
@@ -141,11 +143,23 @@ def _guess_sizes(index: Index) -> dict[str, int]:
 def _download(repo: str, filename: str, revision: str | None) -> Path:
     """Fetch a small file into the Hub's cache, or find it there; raises CheckpointError."""
     try:
-        return Path(hf_hub_download(repo, filename, revision=revision, library_name="offplan"))
+        with _quietly():
+            return Path(hf_hub_download(repo, filename, revision=revision, library_name="offplan"))
     except errors.HFValidationError as error:
         raise CheckpointError(f"{repo}: not a Hub id ({error}); correct the name") from error
     except (errors.EntryNotFoundError, HTTPError, OSError) as error:
         raise explain(error, repo, revision, filename) from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep huggingface_hub's lines about each retry from the user, who gets one about the end."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _cached(repo: str, filename: str, commit: str) -> Path | None:

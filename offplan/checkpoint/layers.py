@@ -23,6 +23,8 @@ GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or bu
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
 
+MAX_LAYERS = 10_000
+"""Past any model; every layer costs time to understand and to plan."""
 _MAX_DEPTH = 3
 """Indices in a name that may count layers: a hostile name of thousands would cost their square."""
 
@@ -52,10 +54,15 @@ def split_layers(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> Sp
     text = text_config(config)
     _refuse_encoder_decoder(config)
     num_layers = _read_num_layers(text)
+    if num_layers is not None and num_layers > MAX_LAYERS:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: found {num_layers} layers, expected {MAX_LAYERS} at most; correct the "
+            "file or fetch it again"
+        )
     prefix, num_stacked = _choose_stack(tensors, num_layers, text)
     notes = []
     if num_layers is None:
-        num_layers = num_stacked
+        num_layers = min(num_stacked, MAX_LAYERS)
         notes.append(f"{CONFIG_NAME} does not say how many layers there are: took {prefix}.*")
     layers: list[list[TensorInfo]] = [[] for _ in range(num_layers)]
     outside: list[TensorInfo] = []

@@ -13,11 +13,19 @@ from offplan.cli.options import (
     ModelArgument,
     OutputOption,
     OutputTokensOption,
+    PictureOption,
     PromptTokensOption,
     RevisionOption,
     SourceOption,
 )
-from offplan.cli.output import check_writable, print_json, print_note, print_report, write_file
+from offplan.cli.output import (
+    check_writable,
+    draw_report,
+    print_json,
+    print_note,
+    print_report,
+    write_file,
+)
 from offplan.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
@@ -38,6 +46,7 @@ def analyze(
     revision: RevisionOption = None,
     source: SourceOption = None,
     output: OutputOption = None,
+    svg: PictureOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -49,6 +58,7 @@ def analyze(
     from offplan.report.payload import analyze_payload
 
     check_writable(output, force=force)
+    check_writable(svg, force=force)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
     analysis = _analyze(open_named_model(model, revision, source), machine, wishes)
@@ -56,6 +66,10 @@ def analyze(
         print_json(analyze_payload(analysis))
     else:
         print_report(*render_analysis(analysis))
+    if svg is not None:
+        picture = draw_report(f"offplan analyze {model}", *render_analysis(analysis))
+        write_file(svg, picture, force=force)
+        print_note(f"wrote {svg}")
     if output is None:
         return
     if analysis.result is None:

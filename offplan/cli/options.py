@@ -45,5 +45,8 @@ DeviceOption = Annotated[
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the result to this file.")
 ]
+PictureOption = Annotated[
+    Path | None, typer.Option("--svg", help="Save the report as a picture, too.")
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]

@@ -1,28 +1,47 @@
 """Where results go: reports and JSON to stdout, everything else to stderr, files whole or not."""
 
+import io
 import json
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from offplan.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 
 def print_report(*parts: "RenderableType") -> None:
     """Print tables to stdout, an empty line between them."""
+    _print_parts(parts, sys.stdout, record=False)
+
+
+def draw_report(title: str, *parts: "RenderableType") -> str:
+    """Return what ``print_report`` prints as a picture: an SVG with a ``title`` over it."""
+    from rich._export_format import CONSOLE_SVG_FORMAT
+
+    # Rich's own names a font to be fetched: a picture that is opened should ask nobody.
+    layout = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    layout = layout.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas")
+    console = _print_parts(parts, io.StringIO(), record=True)
+    return console.export_svg(title=title, code_format=layout)
+
+
+def _print_parts(parts: "Sequence[RenderableType]", file: IO[str], *, record: bool) -> "Console":
     from rich.console import Console
 
     from offplan.report.table import WIDTH
 
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    console = Console(width=WIDTH, highlight=False, soft_wrap=False, file=file, record=record)
     for number, part in enumerate(parts):
         if number:
             console.print()
         console.print(part)
+    return console
 
 
 def print_json(payload: dict[str, Any]) -> None:

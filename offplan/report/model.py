@@ -1,6 +1,5 @@
 """The model: its layers, what they are made of, what lies outside them."""
 
-from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -8,11 +7,18 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.checkpoint.model import Layer, Model
-from offplan.report.table import make_table
-from offplan.units import format_bytes
+from offplan.checkpoint.names import is_index
+from offplan.report.bar import ShareBar
+from offplan.report.table import WIDTH, make_table
+from offplan.units import format_bytes, format_bytes_alike
 
 MIN_SHARE = 0.002
 """Segments with a smaller share of the stored bytes are summed up in one row."""
+_MAX_RANGES = 3
+_FIGURES_WIDTH = 36
+"""Columns of the segments' figures and the gaps between them."""
+_NAME_WIDTH = 38
+_MAX_BAR_WIDTH = 24
 
 
 def render_model(model: Model) -> RenderableType:
@@ -28,12 +34,25 @@ def render_model(model: Model) -> RenderableType:
     )
 
 
-def layer_ranges(layers: tuple[Layer, ...]) -> Iterator[tuple[str, list[Layer]]]:
-    """Group neighbouring layers of the same kind and size: ``("1-26", [...])``."""
-    for _, group in groupby(layers, key=lambda layer: (layer.kind, layer.segments)):
-        members = list(group)
-        first, last = members[0].index, members[-1].index
-        yield (str(first) if first == last else f"{first}-{last}"), members
+def group_layers(layers: tuple[Layer, ...]) -> list[list[Layer]]:
+    """Group layers of the same kind and sizes, wherever they stand, in the order of the first."""
+    groups: dict[tuple[object, ...], list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault((layer.kind, *layer.segments.items()), []).append(layer)
+    return list(groups.values())
+
+
+def name_layers(layers: list[Layer]) -> str:
+    """Write the indices as ranges, many of them by the first two and the last: ``0-2, 4-6``."""
+    # What neighbours have in common is the distance between index and position.
+    ranges = []
+    for _, run in groupby(enumerate(layers), key=lambda item: item[1].index - item[0]):
+        indices = [layer.index for _, layer in run]
+        ends = indices[:1] if len(indices) == 1 else [indices[0], indices[-1]]
+        ranges.append("-".join(map(str, ends)))
+    if len(ranges) > _MAX_RANGES:
+        ranges = [*ranges[:2], f"... {ranges[-1]}"]
+    return ", ".join(ranges)
 
 
 def outside_segments(model: Model) -> dict[str, int]:
@@ -55,18 +74,44 @@ def _render_heading(model: Model) -> Text:
 
 
 def _render_layers(model: Model) -> Table:
-    table = make_table("Layers", "layers", "kind", "count", "each", "all")
-    for name, members in layer_ranges(model.layers):
-        size = members[0].nbytes
-        each, total = format_bytes(size), format_bytes(size * len(members))
-        table.add_row(name, members[0].kind, str(len(members)), each, total)
+    groups = group_layers(model.layers)
     outside = sum(tensor.nbytes for tensor in model.outside)
-    table.add_row("outside", "", f"{len(model.outside)} tensors", "", format_bytes(outside))
+    sizes = [members[0].nbytes for members in groups]
+    totals = [sum(layer.nbytes for layer in members) for members in groups]
+    unit, figures = format_bytes_alike([*sizes, *totals, outside])
+    table = make_table("Layers", "layers", "kind", "count", f"each, {unit}", f"all, {unit}")
+    for at, members in enumerate(groups):
+        each, total = figures[at], figures[at + len(groups)]
+        table.add_row(name_layers(members), members[0].kind, str(len(members)), each, total)
+    table.add_row("outside", "", f"{len(model.outside)} tensors", "", figures[-1])
     return table
 
 
 def _render_segments(model: Model) -> Table:
-    table = make_table("Segments", "segment", "layers", "all", "share")
+    """Show where the bytes are: a row and a bar for each segment, the largest first."""
+    sums, counts = _sum_segments(model)
+    limit = MIN_SHARE * model.total_bytes
+    shown = sorted((name for name in sums if sums[name] >= limit), key=lambda n: (-sums[n], n))
+    rest = [size for name, size in sums.items() if name not in shown]
+    rows = [(name, str(counts.get(name, "")), sums[name]) for name in shown]
+    if rest:
+        rows.append((f"{len(rest)} smaller ones", "", sum(rest)))
+    most = max((size for _, _, size in rows), default=0)
+    # What names and figures leave of the width.
+    names = [_shorten(name) for name, _, _ in rows]
+    width = min(WIDTH - _FIGURES_WIDTH - max(map(len, names), default=0), _MAX_BAR_WIDTH)
+    unit, figures = format_bytes_alike([size for _, _, size in rows])
+    table = make_table("Segments", "segment", "layers", f"all, {unit}", "share")
+    table.add_column(no_wrap=True)
+    for name, (_, count, size), figure in zip(names, rows, figures, strict=True):
+        share = size / model.total_bytes if model.total_bytes else 0.0
+        bar = ShareBar(size / most if most else 0.0, width)
+        table.add_row(name, count, figure, f"{share:.1%}", bar)
+    return table
+
+
+def _sum_segments(model: Model) -> tuple[dict[str, int], dict[str, int]]:
+    """Add up each segment's bytes over all layers, and count its layers."""
     sums: dict[str, int] = {}
     counts: dict[str, int] = {}
     for layer in model.layers:
@@ -74,18 +119,21 @@ def _render_segments(model: Model) -> Table:
             sums[name] = sums.get(name, 0) + size
             counts[name] = counts.get(name, 0) + 1
     for name, size in outside_segments(model).items():
-        sums[f"outside: {name}"] = size
-    limit = MIN_SHARE * model.total_bytes
-    shown = sorted((name for name in sums if sums[name] >= limit), key=lambda n: (-sums[n], n))
-    for name in shown:
-        count = str(counts[name]) if name in counts else ""
-        table.add_row(
-            name, count, format_bytes(sums[name]), f"{sums[name] / model.total_bytes:.1%}"
-        )
-    if rest := [size for name, size in sums.items() if name not in shown]:
-        share = sum(rest) / model.total_bytes
-        table.add_row(f"{len(rest)} smaller ones", "", format_bytes(sum(rest)), f"{share:.1%}")
-    return table
+        # The blocks of a vision tower, or the experts of a prediction layer, are one row.
+        parts = ("*" if is_index(part) else part for part in name.split("."))
+        merged = f"outside: {'.'.join(parts)}"
+        sums[merged] = sums.get(merged, 0) + size
+    return sums, counts
+
+
+def _shorten(name: str) -> str:
+    """Cut a name to its column, leading parts first: the end tells more than the start."""
+    if len(name) <= _NAME_WIDTH:
+        return name
+    kind = "outside: " if name.startswith("outside: ") else ""
+    room = _NAME_WIDTH - len(kind) - len("...")
+    rest = name[-room:]
+    return f"{kind}...{rest.partition('.')[2] or rest}"
 
 
 def _render_facts(model: Model) -> list[Text]:

@@ -211,4 +211,6 @@ def open_from(url: str, home: Path, repo: str = REPO, revision: str = "", **env:
         timeout=60,
     )
     assert child.returncode == 0, child.stderr
+    # Errors are told by what is raised: nothing else speaks.
+    assert child.stderr == ""
     return json.loads(child.stdout)

@@ -1,15 +1,18 @@
 """What is understood of each architecture, saved by transformers or laid out as published."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.stored import Stored
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.report.model import render_model
+from offplan.report.table import WIDTH
 from tests.checkpoint.architectures import MODELS
 
 QKVO = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
@@ -188,6 +191,19 @@ def test_saved_model_is_understood(saved, name):
     )
     assert not model.notes
     assert not model.tied | model.not_loaded
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_report_fits_eighty_columns(saved, name):
+    console = Console(width=WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(render_model(replace(open_model(str(saved(name)[0])), source=name)))
+    lines = captured.get().splitlines()
+    assert max(map(len, map(str.rstrip, lines))) <= 80
+    # No name was folded: each segment's row has its share.
+    start = lines.index(next(line for line in lines if line.startswith("segment "))) + 2
+    rows = lines[start : lines.index("", start)] if "" in lines[start:] else lines[start:]
+    assert all("%" in row for row in rows if row.strip())
 
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]

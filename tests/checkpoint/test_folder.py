@@ -176,6 +176,8 @@ def test_index_that_is_none(tmp_path, index):
         b'{"model_type": "a", "model_type": "b"}',
         b"{}",
         b'{"model_type": 3}',
+        b'{"model_type": "a\\u001b[2Jb"}',
+        b'{"model_type": "llama", "num_hidden_layers": 1000000}',
         b'{"model_type": "llama", "num_hidden_layers": "two"}',
         b'{"model_type": "llama", "num_hidden_layers": -2}',
         b'{"model_type": "llama", "num_hidden_layers": 1e400}',

@@ -67,7 +67,13 @@ MALFORMED = {
     "huge number": (header_bytes(b'{"a":' + b"9" * 5000 + b"}"), "not valid JSON"),
     "duplicate tensor": (header_bytes(b'{"a": 1, "a": 2}'), "'a' stands twice"),
     "duplicate field": (header_bytes(b'{"a": {"dtype": "U8", "dtype": "I8"}}'), "stands twice"),
-    "lone surrogate": (header_bytes({"\ud800": TWO}) + bytes(4), "expected valid text"),
+    "lone surrogate": (header_bytes({"\ud800": TWO}) + bytes(4), "expected printable text"),
+    "name that steers a terminal": (
+        header_bytes({"\x1b[2J": TWO}) + bytes(4),
+        "expected printable",
+    ),
+    "name of two lines": (header_bytes({"a\nb": TWO}) + bytes(4), "expected printable"),
+    "name that turns the text": (header_bytes({"a\u202eb": TWO}) + bytes(4), "expected printable"),
     "endless name": (header_bytes({"1." * 9999: TWO}) + bytes(4), "1024 at most"),
     "metadata of numbers": (header_bytes({"__metadata__": {"a": 1}}), "__metadata__"),
     "metadata of half a character": (header_bytes({"__metadata__": {"a": "\ud800"}}), "__metadata"),
@@ -103,8 +109,14 @@ def test_malformed_header_is_refused_in_one_line(data, message):
     assert len(text) < 700
 
 
-STRICTER = {"duplicate tensor", "endless name"}
-"""What offplan refuses though safetensors takes the last of the two, or any length."""
+STRICTER = {
+    "duplicate tensor",
+    "endless name",
+    "name that steers a terminal",
+    "name of two lines",
+    "name that turns the text",
+}
+"""What offplan refuses though safetensors takes the last of the two, or any name."""
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -217,7 +229,7 @@ def test_any_json_is_read_or_refused(header):
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
-            lambda name: name != "__metadata__"
+            lambda name: name.isprintable() and name != "__metadata__"
         ),
         st.tuples(st.sampled_from(["BF16", "F32", "U8"]), st.tuples(st.integers(0, 4))),
         max_size=6,
