@@ -149,20 +149,35 @@ def test_nothing_known_about_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "told"),
     [
-        OUT_OF_MEMORY,
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        MemoryError(),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+                "139.80 GiB of which 1.20 GiB is free. Including non-PyTorch memory, ..."
+            ),
+            " (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+            "139.80 GiB of which 1.20 GiB is free)",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+            " (CUDA error: out of memory Search for `cudaErrorMemoryAllocation')",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            " (CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`)",
+        ),
+        (MemoryError(), ""),
     ],
+    ids=["torch", "driver", "cublas", "host"],
 )
-def test_out_of_memory_says_what_to_do(error: Exception) -> None:
-    with (
-        pytest.raises(MemoryLimitError, match=r"ran out while testing.*--gpu-memory"),
-        memory_limits("testing"),
-    ):
+def test_out_of_memory_says_what_to_do(error: Exception, told: str) -> None:
+    with pytest.raises(MemoryLimitError) as raised, memory_limits("testing"):
         raise error
+    assert str(raised.value) == (
+        f"memory ran out while testing{told}. Close what else uses it, or plan again with a "
+        "smaller --gpu-memory, --batch or --context"
+    )
 
 
 def test_out_of_memory_behind_another_error() -> None:
