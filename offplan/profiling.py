@@ -12,6 +12,7 @@ from torch import nn
 from offplan.checkpoint.model import Model
 from offplan.machine.profile import LayerTime
 from offplan.plan import Offload, Workload
+from offplan.runtime.layers import Call
 from offplan.runtime.session import Session
 from offplan.runtime.skeleton import decoder_layers
 
@@ -105,32 +106,21 @@ def _layer_events(layers: nn.ModuleList) -> Iterator[list[tuple[torch.cuda.Event
 
 def _time_decode(session: Session, batch: int) -> list[float]:
     """Seconds of each captured layer, and of the rest of a captured step."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-
-    layers = decoder_layers(session.loaded.module)
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=session.device)
     step = _median_seconds(session, lambda: session.decode(tokens))
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     with session.stream(), torch.inference_mode():
-        session.forward_one(tokens)
-    for handle in handles:
-        handle.remove()
-    each = [_time_layer(session, layer, *call) for layer, call in zip(layers, calls, strict=True)]
+        calls = session.layers.note_calls(lambda: session.forward_one(tokens))
+    each = [_time_layer(session, index, call) for index, call in enumerate(calls)]
     return [*each, max(0.0, step - sum(each))]
 
 
-def _time_layer(
-    session: Session, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float:
+def _time_layer(session: Session, index: int, call: Call) -> float:
     graph = torch.cuda.CUDAGraph()
     with session.stream(), torch.inference_mode():
         torch.cuda.synchronize()
         graph.capture_begin()
         for _ in range(REPEATS):
-            layer(*args, **kwargs)
+            session.layers.step(index, call)
         graph.capture_end()
     return _median_seconds(session, graph.replay) / REPEATS
 

@@ -74,6 +74,19 @@ def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
     return {span.layer: (j % num_slots, span) for j, span in enumerate(spans)}
 
 
+def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
+    """Slot and span of the layers whose slab prefill leaves in the ring, by layer index.
+
+    Where decode copies nothing, no slot is refilled after its last use in prefill: decode reads
+    what these spans hold from their slots, and only what lies outside them over the link. Empty
+    where decode streams anything, since it needs the slots.
+    """
+    if placement.spans(Phase.DECODE):
+        return {}
+    last_users = dict(slots_of(placement, Phase.PREFILL).values())
+    return {span.layer: (slot, span) for slot, span in last_users.items()}
+
+
 def build_pass(
     placement: Placement, num_layers: int, phase: Phase, ring: Ring, next_phase: Phase
 ) -> Schedule:
@@ -106,26 +119,21 @@ def build_pass(
 
 @dataclass(frozen=True)
 class RequestSchedule:
-    """The passes of one request: the prompt in chunks, then decode in steady state."""
+    """The passes of one request: the prompt, then decode in steady state."""
 
-    prefill: tuple[Schedule, ...]
+    prefill: Schedule
+    """The whole prompt: every chunk goes through a layer before the next layer's slab is needed."""
     first_decode: Schedule
     decode: Schedule
     """Leaves the ring as it finds it."""
 
 
-def build_request(
-    placement: Placement, num_layers: int, num_chunks: int, ring: Ring
-) -> RequestSchedule:
-    """Order a request that starts from ``ring`` and reads its prompt in ``num_chunks`` passes."""
-    passes: list[Schedule] = []
-    for chunk in range(num_chunks):
-        upcoming = Phase.PREFILL if chunk + 1 < num_chunks else Phase.DECODE
-        passes.append(build_pass(placement, num_layers, Phase.PREFILL, ring, upcoming))
-        ring = passes[-1].after
-    first = build_pass(placement, num_layers, Phase.DECODE, ring, Phase.DECODE)
+def build_request(placement: Placement, num_layers: int, ring: Ring) -> RequestSchedule:
+    """Order a request that starts from ``ring``; its prompt is one pass, in however many chunks."""
+    prefill = build_pass(placement, num_layers, Phase.PREFILL, ring, Phase.DECODE)
+    first = build_pass(placement, num_layers, Phase.DECODE, prefill.after, Phase.DECODE)
     steady = build_pass(placement, num_layers, Phase.DECODE, first.after, Phase.DECODE)
-    return RequestSchedule(tuple(passes), first, steady)
+    return RequestSchedule(prefill, first, steady)
 
 
 def check_passes(passes: Sequence[Schedule]) -> None:

@@ -81,6 +81,13 @@ def test_offload_in_words() -> None:
     ]
 
 
+def test_an_embedding_on_the_host_in_words() -> None:
+    plan = make_plan()
+    on_host = plan.offload.model_copy(update={"embeddings": "host"})
+    lines = describe_offload(plan.model_copy(update={"offload": on_host}))
+    assert lines[0] == "on the host: the input embedding, read by row"
+
+
 PLAN = """\
 Plan:
   on the host: experts of the last 1 in every 2 layers (prefill prefetch, decode

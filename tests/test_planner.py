@@ -1,6 +1,8 @@
 """The planner: exact, within the budget, and honest about what does not fit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -70,8 +72,10 @@ def search_everything(
     for rules in all_rules(model):
         uses_ring = any(Backend.PREFETCH in (r.prefill, r.decode) for r in rules)
         for step in PREFETCH_STEPS if uses_ring else (1,):
-            for chunk in (600, 512):
-                offload = Offload(prefetch_step=step, prefill_chunk=chunk, rules=rules)
+            for chunk, embeddings in product((600, 512), ("device", "host")):
+                offload = Offload(
+                    prefetch_step=step, prefill_chunk=chunk, embeddings=embeddings, rules=rules
+                )
                 try:
                     prediction = predict(model, machine, workload, budget, offload)
                 except PlanError:
@@ -162,7 +166,7 @@ def test_one_byte_too_few_offloads_something() -> None:
     budget = budget_for(model, machine, 1.0, chunked)
     assert make_plan(model, machine, chunked, budget).plan.offload.rules == ()
     tight = Budget(gpu_memory=budget.gpu_memory - 200)
-    assert make_plan(model, machine, chunked, tight).plan.offload.rules != ()
+    assert make_plan(model, machine, chunked, tight).plan.prediction.host_memory_bytes > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -193,6 +197,30 @@ def test_host_memory_is_kept() -> None:
     plan = make_plan(model, machine, WORKLOAD, roomy).plan
     assert roomy.host_memory is not None
     assert plan.prediction.host_memory_bytes <= roomy.host_memory
+
+
+def test_an_embedding_on_the_host_spares_a_rule() -> None:
+    """What is missing is less than the embedding: reading its rows beats moving any layer."""
+    model, machine = MODELS["dense"], make_machine()
+    assert model.input_embedding is not None
+    chunked = Workload(prompt_tokens=512, output_tokens=20, context=700)
+    budget = budget_for(model, machine, 1.0, chunked)
+    tight = Budget(gpu_memory=budget.gpu_memory - model.input_embedding.nbytes // 2)
+    result = make_plan(model, machine, chunked, tight)
+    plan, row = result.plan, model.input_embedding.nbytes // model.input_embedding.shape[0]
+    assert (plan.offload.rules, plan.offload.embeddings) == ((), "host")
+    assert plan.prediction.decode.link_bytes == row
+    assert plan.prediction.prefill.link_bytes == 512 * row
+    assert plan.prediction.host_memory_bytes == model.input_embedding.nbytes
+    assert any("input embedding" in reason for reason in result.reasons)
+
+
+def test_a_tied_embedding_stays_on_the_gpu() -> None:
+    model = MODELS["dense"]
+    tied = replace(model, outside=model.outside[1:])
+    assert tied.input_embedding is None
+    plan = make_plan(tied, make_machine(), WORKLOAD, budget_for(tied, make_machine(), 0.5)).plan
+    assert plan.offload.embeddings == "device"
 
 
 def test_machine_limits_the_budget() -> None:

@@ -18,6 +18,7 @@ from offplan.schedule import (
     build_request,
     check_passes,
     empty_ring,
+    kept_after_prefill,
     slots_of,
 )
 from tests.costs.builders import dense_model, place_rules, rule
@@ -49,17 +50,15 @@ def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> 
                 slots[first.slot] = first.span
 
 
-@given(st.data(), odd_models(), st.integers(1, 4), st.integers(1, 3))
-def test_requests_are_safe(
-    data: st.DataObject, model: Model, prefetch_step: int, num_chunks: int
-) -> None:
+@given(st.data(), odd_models(), st.integers(1, 4))
+def test_requests_are_safe(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
     ring = empty_ring(placement)
     passes: list[Schedule] = []
     for _ in range(3):
-        request = build_request(placement, len(model.layers), num_chunks, ring)
+        request = build_request(placement, len(model.layers), ring)
         steps = data.draw(st.integers(0, 2))
-        passes += [*request.prefill, request.first_decode, *[request.decode] * steps]
+        passes += [request.prefill, request.first_decode, *[request.decode] * steps]
         ring = passes[-1].after
     check_passes(passes)
     run_by_hand(placement, passes, late=False)
@@ -86,7 +85,7 @@ def test_steady_decode_leaves_what_it_finds(
     data: st.DataObject, model: Model, prefetch_step: int
 ) -> None:
     placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
-    decode = build_request(placement, len(model.layers), 1, empty_ring(placement)).decode
+    decode = build_request(placement, len(model.layers), empty_ring(placement)).decode
     assert decode.before == decode.after
     assert [op.layer for op in decode.operations if isinstance(op, Compute)] == list(
         range(len(model.layers))
@@ -101,7 +100,7 @@ def test_a_layer_with_a_slot_of_its_own_is_copied_once(
     num_streamed: int, num_slots: int, num_copies: int
 ) -> None:
     placement = place_rules(dense_model(num_streamed), [rule("mlp")], num_slots)
-    request = build_request(placement, num_streamed, 1, empty_ring(placement))
+    request = build_request(placement, num_streamed, empty_ring(placement))
     copies = [op for op in request.decode.operations if isinstance(op, Copy)]
     assert len(copies) == num_copies
     assert request.decode.link_bytes == sum(copy.span.nbytes for copy in copies)
@@ -109,9 +108,36 @@ def test_a_layer_with_a_slot_of_its_own_is_copied_once(
 
 def test_prefetch_in_prefill_alone_leaves_decode_without_copies() -> None:
     placement = place_rules(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
-    request = build_request(placement, 4, 2, empty_ring(placement))
-    assert [schedule.link_bytes > 0 for schedule in request.prefill] == [True, True]
+    request = build_request(placement, 4, empty_ring(placement))
+    assert request.prefill.link_bytes > 0
     assert request.decode.operations == tuple(Compute(layer) for layer in range(4))
+
+
+@given(st.data(), odd_models(), st.integers(1, 4))
+def test_what_is_kept_stays_in_its_slot_through_decode(
+    data: st.DataObject, model: Model, prefetch_step: int
+) -> None:
+    placement = place_or_skip(model, data.draw(rule_lists(len(model.layers))), prefetch_step)
+    kept = kept_after_prefill(placement)
+    request = build_request(placement, len(model.layers), empty_ring(placement))
+    streams = any(isinstance(op, Copy | Wait) for op in request.first_decode.operations)
+    if streams:
+        assert kept == {}
+        return
+    assert len(kept) == min(placement.num_slots, len(placement.spans(Phase.PREFILL)))
+    for schedule in (request.first_decode, request.decode):
+        assert all(schedule.before[slot] == span for slot, span in kept.values())
+        assert schedule.before == schedule.after
+
+
+def test_the_last_layers_to_stream_are_kept() -> None:
+    placement = place_rules(dense_model(5), [rule("mlp", decode=Backend.UVA)], 2)
+    assert {layer: slot for layer, (slot, _) in kept_after_prefill(placement).items()} == {
+        3: 1,
+        4: 0,
+    }
+    mixed = [rule("mlp", decode=Backend.UVA), rule("o_proj", prefill=Backend.UVA)]
+    assert kept_after_prefill(place_rules(dense_model(5), mixed, 2)) == {}
 
 
 def spoil(schedule: Schedule, how: str) -> Schedule:
@@ -138,7 +164,7 @@ def spoil(schedule: Schedule, how: str) -> Schedule:
 )
 def test_mistakes_are_found(how: str) -> None:
     placement = place_rules(dense_model(4), [rule("mlp")], 1)
-    decode = build_request(placement, 4, 1, empty_ring(placement)).decode
+    decode = build_request(placement, 4, empty_ring(placement)).decode
     check_passes([decode, decode])
     with pytest.raises(ValueError, match="pass 0"):
         check_passes([spoil(decode, how), decode])
@@ -146,6 +172,6 @@ def test_mistakes_are_found(how: str) -> None:
 
 def test_passes_that_do_not_follow_each_other_are_found() -> None:
     placement = place_rules(dense_model(4), [rule("mlp", decode=Backend.UVA)], 2)
-    request = build_request(placement, 4, 1, empty_ring(placement))
+    request = build_request(placement, 4, empty_ring(placement))
     with pytest.raises(ValueError, match="another ring"):
-        check_passes([*request.prefill, *request.prefill])
+        check_passes([request.prefill, request.prefill])

@@ -59,6 +59,7 @@ def assemble(source: str, stored: Stored) -> Model:
         for index, of_layer in enumerate(parameters)
     )
     experts, expert_notes = describe_experts(stored.config, layers)
+    tied, tie_notes = find_tied(stored.config, split.outside)
     return Model(
         source=source,
         revision=stored.revision,
@@ -67,13 +68,34 @@ def assemble(source: str, stored: Stored) -> Model:
         dtype=_main_dtype(stored.tensors),
         layers=layers,
         outside=split.outside,
-        tied=find_tied(stored.config, split.outside),
+        tied=tied,
         not_loaded=split.not_loaded,
         experts=experts,
         headers_sha256=headers_sha256(stored.tensors),
         num_tensors=len(stored.tensors),
-        notes=(*stored.notes, *split.notes, *cache_notes, *expert_notes),
+        notes=(
+            *stored.notes,
+            *split.notes,
+            *cache_notes,
+            *expert_notes,
+            *tie_notes,
+            *_note_packing(stored.tensors),
+        ),
     )
+
+
+def _note_packing(tensors: Iterable[TensorInfo]) -> list[str]:
+    """Return a note when an element of some tensor holds several weights."""
+    # GPTQ, AWQ and compressed-tensors pack eight 4-bit weights in an int32; bitsandbytes, MXFP4
+    # and NVFP4 two in a byte.
+    if any(
+        tensor.dtype in ("I32", "U8")
+        and tensor.name.endswith(("qweight", "weight_packed", "_blocks", ".weight"))
+        and len(tensor.shape) > 1
+        for tensor in tensors
+    ):
+        return ["weights are packed: what is counted as parameters are the elements stored"]
+    return []
 
 
 def _main_dtype(tensors: Iterable[TensorInfo]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.assemble import TORCH_NAMES
 from offplan.checkpoint.config import read_count, read_dtype, read_model_type, text_config
-from offplan.checkpoint.experts import count_experts
+from offplan.checkpoint.experts import count_experts, split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote, shorten
 from offplan.checkpoint.stored import INDEX_NAME, Stored
@@ -45,7 +45,7 @@ def read_config_only(path: Path) -> Stored:
         notes.append("the config is of a quantised checkpoint: sizes are before quantisation")
     if read_count(text_config(config), "num_nextn_predict_layers"):
         notes.append("layers that predict further tokens, if stored, are not counted")
-    notes += _compare_with_index(path, sum(tensor.nbytes for tensor in tensors))
+    notes += _compare_with_index(path, tensors)
     return Stored(config, tensors, notes=tuple(notes))
 
 
@@ -77,18 +77,36 @@ def _build_tensors(
     # Whatever transformers raises here is about a value in the config, and it has many kinds.
     try:
         with _quietly(transformers), torch.device("meta"):
-            built = CONFIG_MAPPING[model_type].from_dict(_without_code(config))
+            # What from_json_file does before it calls from_dict: infinity is no JSON number.
+            decoded = transformers.PreTrainedConfig._decode_special_floats(_without_code(config))
+            built = CONFIG_MAPPING[model_type].from_dict(decoded)
             # The implementations are named, or a config's own could ask for kernels off the Hub.
             model = _model_class(built)._from_config(
                 built, attn_implementation="eager", experts_implementation="eager"
             )
-            return _describe(revert_weight_conversion(model, _saved_state(model)))
+            saved = revert_weight_conversion(model, _saved_state(model))
     except Exception as error:
         reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)
         raise CheckpointError(
             f"{where}: transformers {transformers.__version__} cannot build this model ({reason}); "
             "correct the config, or name the folder or the Hub id of the checkpoint instead"
         ) from error
+    return _without_zero_experts(config, _describe(saved))
+
+
+def _without_zero_experts(
+    config: Mapping[str, Any], tensors: tuple[TensorInfo, ...]
+) -> tuple[TensorInfo, ...]:
+    """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
+
+    Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
+    zero_expert_num`` experts, down for the former only; the published checkpoint has the former.
+    """
+    num_experts = count_experts(config)
+    if num_experts is None or not read_count(text_config(config), "zero_expert_num"):
+        return tensors
+    indices = ((tensor, split_expert(tensor.name)) for tensor in tensors)
+    return tuple(tensor for tensor, at in indices if at is None or at[0] < num_experts)
 
 
 def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,18 +161,32 @@ def _describe(state: "Mapping[str, torch.Tensor]") -> tuple[TensorInfo, ...]:
     )
 
 
-def _compare_with_index(path: Path, total_bytes: int) -> list[str]:
-    """Return a note when an index lies beside the config and speaks of another size."""
+def _compare_with_index(path: Path, tensors: tuple[TensorInfo, ...]) -> list[str]:
+    """Return notes when an index lies beside the config and speaks of other sizes or names."""
     beside = path.parent / INDEX_NAME
     if not is_file(beside):
         return []
-    stated = read_index(beside).total_size
-    if stated is None or stated == total_bytes:
-        return []
-    return [
-        f"{INDEX_NAME} beside the config says {stated} bytes, the config alone {total_bytes}: "
-        "name the folder or the Hub id to plan with what is stored"
-    ]
+    index = read_index(beside)
+    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    notes = []
+    if index.total_size is not None and index.total_size != total_bytes:
+        notes.append(
+            f"{INDEX_NAME} beside the config says {index.total_size} bytes, the config alone "
+            f"{total_bytes}: the index has {index.total_size - total_bytes:+} bytes"
+        )
+    built = {tensor.name for tensor in tensors}
+    for names, where in (
+        (index.weight_map.keys() - built, f"in {INDEX_NAME} and not in"),
+        (built - index.weight_map.keys(), f"not in {INDEX_NAME} but in"),
+    ):
+        if names:
+            notes.append(
+                f"{len(names)} tensors are {where} the model that the config describes, the first "
+                f"is {quote(min(names))}"
+            )
+    if notes:
+        notes.append("name the folder or the Hub id to plan with what is stored")
+    return notes
 
 
 @contextmanager

@@ -50,14 +50,15 @@ def group_parameters(
 
     Experts stored one by one (``experts.3.up_proj.weight``) come together under the name without
     the index; fused ones (first dimension a multiple of ``num_experts``) are one tensor.
-    Raises CheckpointError when an expert lacks a tensor that another has.
+    Raises CheckpointError when an expert lacks a tensor that another has, unless it is past
+    ``num_experts``: LongCat's zero experts compute nothing.
     """
     single: dict[str, TensorInfo] = {}
     by_expert: dict[str, dict[int, TensorInfo]] = {}
     start = len(prefix) + 1
     for tensor in tensors:
         name = tensor.name[start:]
-        expert = _split_expert(name)
+        expert = split_expert(name)
         if expert is None:
             single[name] = tensor
         else:
@@ -75,13 +76,15 @@ def group_parameters(
         )
     count = max((max(found) + 1 for found in by_expert.values()), default=0)
     for name, found in by_expert.items():
-        if len(found) != count:
-            missing = next(index for index in range(count) if index not in found)
+        # Whole up to the last one needed, and without a gap after it.
+        needed = max(max(found) + 1, min(count, num_experts or count))
+        if len(found) != needed:
+            missing = next(index for index in range(needed) if index not in found)
             raise CheckpointError(
-                f"{prefix}: found {len(found)} experts with {quote(name)}, expected {count} "
+                f"{prefix}: found {len(found)} experts with {quote(name)}, expected {needed} "
                 f"(expert {missing} has none); the checkpoint is incomplete: fetch it again"
             )
-        parameters.append(Parameter(name, tuple(found[index] for index in range(count)), True))
+        parameters.append(Parameter(name, tuple(found[index] for index in range(needed)), True))
     return tuple(sorted(parameters, key=lambda parameter: parameter.name))
 
 
@@ -125,14 +128,17 @@ def _count_stored(layer: Layer, stated: int | None) -> int:
     first = routed[0].tensors[0]
     # Only where the experts are stored one by one does a tensor's name hold an index of theirs.
     if not first.name.endswith(f".{routed[0].name}"):
-        return len(routed[0].tensors)
+        return min(len(parameter.tensors) for parameter in routed)
     # Fused: the first dimension is the count, or a multiple of it (DBRX stacks rows).
     rows = min(parameter.tensors[0].shape[0] for parameter in routed)
     return stated if stated and rows % stated == 0 else rows
 
 
-def _split_expert(name: str) -> tuple[int, str] | None:
-    """Part ``mlp.experts.3.up_proj.weight`` into 3 and ``mlp.experts.up_proj.weight``."""
+def split_expert(name: str) -> tuple[int, str] | None:
+    """Part ``mlp.experts.3.up_proj.weight`` into 3 and ``mlp.experts.up_proj.weight``.
+
+    None for a name without an expert's index.
+    """
     if _EXPERTS not in name:
         return None
     parts = name.split(".")

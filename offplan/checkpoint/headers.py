@@ -58,7 +58,8 @@ def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) 
     it is not known (then missing data cannot be noticed). Raises CheckpointError, naming
     ``where``.
     """
-    if not header.startswith(b"{"):
+    # Writers may pad the JSON on either side, to align the data.
+    if not header.lstrip(b" \t\r\n").startswith(b"{"):
         raise CheckpointError(
             f"{where}: the header starts with {quote(header[:8])}, expected a JSON object; "
             "this is not a safetensors file, or it is damaged"
@@ -90,7 +91,9 @@ def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) 
 def _check_metadata(metadata: object, where: str) -> None:
     if metadata is None:
         return
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        is_text(key) and is_text(value) for key, value in metadata.items()
+    ):
         raise CheckpointError(
             f"{where}: found {quote(metadata)} as __metadata__, expected texts by name; {_AGAIN}"
         )

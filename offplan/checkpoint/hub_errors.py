@@ -29,8 +29,8 @@ def explain(
         )
     elif isinstance(error, errors.RepositoryNotFoundError):
         reason = (
-            "found no such model on the Hub, or it is private; check the name, and for a private "
-            "model set HF_TOKEN or run `hf auth login`"
+            "found nothing of this name on disk and no such model on the Hub, or it is private; "
+            "check the name, and for a private model set HF_TOKEN or run `hf auth login`"
         )
     elif isinstance(error, errors.RevisionNotFoundError):
         reason = "found no such revision; check --revision (a branch, a tag or a commit)"

@@ -39,11 +39,13 @@ def parse_index(data: bytes, where: str) -> Index:
             raise CheckpointError(
                 f"{where}: tensor {quote(name)} has a name that is not valid text"
             )
-    index = Index(weight_map, _total_size(content.get("metadata")))
-    stray = next((shard for shard in weight_map.values() if not isinstance(shard, str)), None)
-    for shard in index.shards if stray is None else [stray]:
-        _check_shard_name(shard, where)
-    return index
+    known: set[str] = set()
+    for shard in weight_map.values():
+        # Few shards hold many tensors: each name is checked once.
+        if not isinstance(shard, str) or shard not in known:
+            _check_shard_name(shard, where)
+            known.add(shard)
+    return Index(weight_map, _total_size(content.get("metadata")))
 
 
 def check_against_index(index: Index, tensors: Iterable[TensorInfo], where: str) -> None:

@@ -6,12 +6,24 @@ from typing import Any
 
 from offplan.errors import CheckpointError
 
+_MAX_VALUES = 2_000_000
+"""Most values that a text may hold: those of a quarter of a million tensors in one file, three
+times DeepSeek-R1's in all of its 163. Each becomes an object of some hundred bytes, so that a
+header as long as the format allows could otherwise fill tens of GB."""
+
 
 def load_object(data: bytes, where: str) -> dict[str, Any]:
     """Read one JSON object without duplicate keys from UTF-8 bytes.
 
     Raises CheckpointError, naming ``where``, for anything else.
     """
+    # What stands in strings is counted too, which no model's names come near.
+    num_values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if num_values > _MAX_VALUES:
+        raise CheckpointError(
+            f"{where}: found {num_values} JSON values, expected {_MAX_VALUES} at most; "
+            "do not trust this checkpoint"
+        )
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except CheckpointError as error:

@@ -15,9 +15,11 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
 
 _NUM_LAYERS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-"""Recomputed, never loaded, though old checkpoints store it.
-Source: transformers 4.57, ``PreTrainedModel._load_pretrained_model``."""
+_ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
+"""Recomputed, never loaded, though old checkpoints store them (GPT-2, GPT-J, Pythia).
+Source: transformers 4.57, ``PreTrainedModel._load_pretrained_model`` and the GPT-2, GPT-Neo,
+GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or buffers."""
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
 
@@ -60,7 +62,7 @@ def split_layers(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> Sp
     not_loaded: set[str] = set()
     for tensor in tensors:
         index = _index_in(prefix, tensor.name)
-        if index is not None and index < num_layers and not _IGNORED.search(tensor.name):
+        if index is not None and index < num_layers and not _is_recomputed(tensor):
             layers[index].append(tensor)
             continue
         outside.append(tensor)
@@ -154,6 +156,14 @@ def _index_in(prefix: str, name: str) -> int | None:
         return None
     index, _, rest = name[len(prefix) + 1 :].partition(".")
     return int(index) if rest and is_index(index) else None
+
+
+def _is_recomputed(tensor: TensorInfo) -> bool:
+    if _ROTARY.search(tensor.name):
+        return True
+    # A mask is a scalar or [1, 1, n, n]; a real bias of such a name has one dimension.
+    is_mask = tensor.shape == () or (len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1))
+    return is_mask and _CAUSAL_MASK.search(tensor.name) is not None
 
 
 def _is_mtp(name: str) -> bool:

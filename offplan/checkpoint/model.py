@@ -36,8 +36,13 @@ class Parameter:
 
     @property
     def segment(self) -> str:
-        """Its name without the final part: ``mlp.experts.down_proj``."""
-        return self.name.rpartition(".")[0] or self.name
+        """Its name without the final part: ``mlp.experts.down_proj``.
+
+        bitsandbytes hangs its scales on the weight's own name (``down_proj.weight.absmax``): they
+        belong to the same segment.
+        """
+        owner, found, _ = self.name.partition(".weight.")
+        return owner if found else self.name.rpartition(".")[0] or self.name
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.stored import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+"""With an organisation or, as the oldest models have it, without: ``gpt2``."""
+_FILE = re.compile(r".*\.(json|safetensors|bin|gguf|pth?|ya?ml)", re.IGNORECASE)
+"""Names of files, which a bare word of this kind is far more likely to mean than a model."""
 
 
 def open_model(
@@ -23,8 +26,9 @@ def open_model(
     """Read what a model is, without reading a weight.
 
     ``source`` is a folder with ``config.json`` and safetensors, the path of a ``config.json``
-    alone, or a Hub id (``org/name``); what exists on disk is taken first. ``revision`` is a branch,
-    tag or commit, for the Hub only. ``on_progress`` hears (shards read, shards in all).
+    alone, or a Hub id (``org/name``, or ``gpt2``); what exists on disk is taken first. ``revision``
+    is a branch, tag or commit, for the Hub only. ``on_progress`` hears (shards read, shards in
+    all).
 
     Raises CheckpointError when the source cannot be found, read or understood.
     """
@@ -53,7 +57,7 @@ def _read(
         from offplan.checkpoint.config_only import read_config_only
 
         return read_config_only(path)
-    if not exists and _HUB_ID.fullmatch(source):
+    if not exists and _HUB_ID.fullmatch(source) and not _FILE.fullmatch(source):
         from offplan.checkpoint.hub import read_hub
 
         return read_hub(source, revision, on_progress)

@@ -1,6 +1,7 @@
 """Reading the first bytes of a large file over HTTP, and no more of it."""
 
 import threading
+import time
 from typing import Any, NamedTuple
 
 from huggingface_hub import constants, errors
@@ -18,7 +19,10 @@ RETRY_WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """Waits between attempts; one attempt more than there are waits."""
 _MAX_RETRY_AFTER_S = 30.0
 _RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
-_CHUNK_BYTES = 64 * 1024
+_PATIENCE_S = 30.0
+_LEAST_BYTES_PER_S = 16 * 1024
+"""A read may take so long and so much longer for its bytes. The client's own timeout starts anew
+with every byte, so that a server that lets them drip would hold it for ever."""
 
 
 class Cut(Exception):
@@ -82,10 +86,14 @@ def _read_once(url: str, first: int, end: int) -> _Part:
         skip = 0 if ranged else first
         wanted = skip + end - first
         data = bytearray()
-        for chunk in response.iter_bytes(_CHUNK_BYTES):
+        ends_at = time.monotonic() + _PATIENCE_S + wanted / _LEAST_BYTES_PER_S
+        # As they arrive: chunks of a set size would be waited for.
+        for chunk in response.iter_bytes():
             data += chunk
             if len(data) >= wanted:
                 break
+            if time.monotonic() > ends_at:
+                raise Cut(f"only {len(data)} of {wanted} bytes came in time")
     present = wanted if file_bytes is None else min(wanted, skip + max(0, file_bytes - first))
     if len(data) < present:
         raise Cut(f"{len(data)} of {present} bytes came")

@@ -35,8 +35,11 @@ def print_note(text: str) -> None:
     print(f"offplan: {text}", file=sys.stderr, flush=True)
 
 
+_BAR_WIDTH = 30
+
+
 class Progress:
-    """A counter on stderr, for people who watch: silent unless stderr is a terminal."""
+    """A bar on stderr, for people who watch: silent unless stderr is a terminal."""
 
     def __init__(self, what: str) -> None:
         """``what`` is done: ``reading headers``."""
@@ -50,7 +53,9 @@ class Progress:
             return
         self._shown = percent
         end = "\n" if percent == 100 else ""
-        print(f"\r{self._what}: {percent} %", end=end, file=sys.stderr, flush=True)
+        bar = ("#" * (percent * _BAR_WIDTH // 100)).ljust(_BAR_WIDTH, ".")
+        text = f"\r{self._what} [{bar}] {percent:3} % ({done}/{total})"
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def check_writable(path: Path | None, *, force: bool) -> None:

@@ -1,12 +1,14 @@
 """What crosses the link when kernels read offloaded weights in place."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from math import exp, log
 
 from offplan.checkpoint.model import Experts
 from offplan.costs.work import PassShape
-from offplan.placement import Placement, SlabEntry
+from offplan.placement import Phase, Placement, SlabEntry
 from offplan.plan import Backend
+from offplan.schedule import kept_after_prefill
 
 REREADS = ((128, 1.0), (256, 2.0), (512, 2.0), (1024, 5.0), (4096, 17.0))
 """Rows of a matrix product, and how often each byte of a weight read in place then crosses.
@@ -42,20 +44,36 @@ def uva_bytes(num_bytes: int, is_expert: bool, experts: Experts | None, num_toke
     return round(num_bytes * share * reread_factor(rows))
 
 
-def uva_bytes_by_layer(
-    placement: Placement, experts: Experts | None, num_layers: int, shape: PassShape
-) -> tuple[int, ...]:
-    """Bytes that each layer reads in place in a pass, re-reads included."""
+def embedding_bytes(placement: Placement, shapes: Sequence[PassShape]) -> int:
+    """Bytes that a pass of these chunks reads of an input embedding on the host: a row a token."""
+    table = placement.host_embedding
+    if table is None:
+        return 0
+    return sum(shape.num_tokens for shape in shapes) * (table.nbytes // table.shape[0])
 
-    def crossing(entries: tuple[SlabEntry, ...], is_expert: bool) -> int:
-        num_bytes = sum(
-            entry.unit.nbytes
-            for entry in entries
-            if entry.backend(shape.phase) is Backend.UVA and entry.unit.is_expert == is_expert
-        )
-        return uva_bytes(num_bytes, is_expert, experts, shape.num_tokens)
+
+def uva_bytes_by_layer(
+    placement: Placement, experts: Experts | None, num_layers: int, shapes: Sequence[PassShape]
+) -> tuple[int, ...]:
+    """Bytes that each layer reads in place in a pass of these chunks, re-reads included.
+
+    The kernels of each chunk read for themselves. Decode reads what prefill left in the ring from
+    there.
+    """
+    phase = shapes[0].phase
+    kept = kept_after_prefill(placement) if phase is Phase.DECODE else {}
+
+    def crossing(entries: Sequence[SlabEntry], is_expert: bool) -> int:
+        num_bytes = sum(entry.unit.nbytes for entry in entries if entry.unit.is_expert == is_expert)
+        return sum(uva_bytes(num_bytes, is_expert, experts, shape.num_tokens) for shape in shapes)
 
     by_layer = [0] * num_layers
     for slab in placement.slabs:
-        by_layer[slab.layer] = crossing(slab.entries, False) + crossing(slab.entries, True)
+        in_place = [
+            entry
+            for entry in slab.entries
+            if entry.backend(phase) is Backend.UVA
+            and not (slab.layer in kept and entry.prefill is Backend.PREFETCH)
+        ]
+        by_layer[slab.layer] = crossing(in_place, False) + crossing(in_place, True)
     return tuple(by_layer)

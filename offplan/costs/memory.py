@@ -11,7 +11,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Budget, GPUMemoryPrediction, Workload
 
-MARGIN = 0.02
+MARGIN = 0.01
 """Share of the GPU budget left free, for what is allocated in other sizes than asked.
 
 Source: estimated.
@@ -65,26 +65,37 @@ def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
 
 
 def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
-    """Temporaries of the largest pass: hidden states + the hungriest block + logits.
+    """Temporaries of the larger phase: of its largest chunk, and what waits for the other chunks.
 
-    Of a layer only one block, attention or MLP, is alive at a time.
+    Of a chunk: hidden states + the hungriest block + logits; of a layer only one block, attention
+    or MLP, is alive at a time.
     """
     layers = _distinct_layers(model)
-    # of passes with as many tokens, the last one reaches furthest and takes most
+    # of chunks with as many tokens, the last one reaches furthest and takes most
     last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
-    shapes = [decode_shape(workload), *last.values()]
 
-    def of_pass(shape: PassShape) -> int:
+    def of_chunk(shape: PassShape) -> int:
         blocks = (block(model, layer, shape) for layer in layers for block in _BLOCKS)
         return hidden_bytes(model, shape) + max(blocks) + logits_bytes(model, shape)
 
-    return max(map(of_pass, shapes))
+    prompt = max(of_chunk(shape) + waiting_bytes(model, workload, shape) for shape in last.values())
+    return max(of_chunk(decode_shape(workload)), prompt)
+
+
+def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
+    """What a prompt keeps while ``chunk`` is in a layer.
+
+    A hidden state of every other token, since all chunks pass a layer before the next one runs, and
+    the rotary table of the whole prompt: a cosine and a sine for each element of a query head.
+    """
+    others = workload.batch * (workload.prompt_tokens - chunk.tokens)
+    table = 2 * workload.prompt_tokens * attention_dims(model.config, chunk.phase).query_dim
+    return (others * _hidden_size(model) + table) * element_bytes(model)
 
 
 def hidden_bytes(model: Model, shape: PassShape) -> int:
     """Hidden states: HIDDEN_COPIES x new tokens x hidden size x element size."""
-    hidden = read_count(text_config(model.config), "hidden_size", "n_embd") or 0
-    return HIDDEN_COPIES * shape.num_tokens * hidden * element_bytes(model)
+    return HIDDEN_COPIES * shape.num_tokens * _hidden_size(model) * element_bytes(model)
 
 
 def logits_bytes(model: Model, shape: PassShape) -> int:
@@ -121,7 +132,7 @@ def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     dense = _output_width(p for p in layer.parameters if role_of(p) in _MLP_ROLES)
     routed = gathered = 0
     if layer.expert_bytes and model.experts is not None:
-        hidden = read_count(text_config(model.config), "hidden_size", "n_embd") or 0
+        hidden = _hidden_size(model)
         width = _output_width(p for p in layer.parameters if p.is_expert)
         routed = model.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
         if shape.num_tokens == 1:
@@ -154,6 +165,10 @@ def predict_gpu_memory(
 def element_bytes(model: Model) -> int:
     """Bytes of one activation: quantised weights are computed with in bfloat16."""
     return 4 if model.dtype in ("float32", "float64") else 2
+
+
+def _hidden_size(model: Model) -> int:
+    return read_count(text_config(model.config), "hidden_size", "n_embd") or 0
 
 
 def _output_width(parameters: Iterable[Parameter]) -> int:

@@ -1,12 +1,12 @@
 """What an offload decision is predicted to cost: memory terms, both phases, the objective."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from offplan.checkpoint.model import Model
-from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.link import uva_bytes_by_layer
+from offplan.costs.compute import ModelCompute
+from offplan.costs.link import embedding_bytes, uva_bytes_by_layer
 from offplan.costs.memory import predict_gpu_memory
 from offplan.costs.timeline import (
     PassTimes,
@@ -24,11 +24,22 @@ from offplan.schedule import RequestSchedule, build_request, empty_ring
 
 
 @dataclass(frozen=True)
-class PricedShape:
-    """A pass's shape and its compute."""
+class PricedPass:
+    """The compute of one pass over the layers, in picoseconds: a decode step, or a whole prompt."""
 
-    shape: PassShape
-    compute: PassCompute
+    shapes: tuple[PassShape, ...]
+    """Of its chunks, which go through each layer one after another; a decode step is one."""
+    layer_ps: tuple[int, ...]
+    """By layer, all chunks, with everything resident."""
+    outside_ps: int
+    """Of the last chunk alone: only the prompt's last token reaches the head."""
+    measured: bool
+    """Whether all of it was measured."""
+
+    @cached_property
+    def resident_ps(self) -> int:
+        """The whole pass with everything resident."""
+        return sum(self.layer_ps) + self.outside_ps
 
 
 @dataclass(frozen=True)
@@ -43,50 +54,61 @@ class RequestTimes:
         return self.prefill.step_ps + output_tokens * self.decode.step_ps
 
 
-def price_shapes(
-    compute: ModelCompute, workload: Workload, prefill_chunk: int
-) -> tuple[tuple[PricedShape, ...], PricedShape]:
-    """Price the compute of a workload's passes: the prompt's chunks, and a decode step."""
-    chunks = prefill_shapes(workload, prefill_chunk)
-    decode = decode_shape(workload)
-    return (
-        tuple(PricedShape(shape, compute.price(shape)) for shape in chunks),
-        PricedShape(decode, compute.price(decode)),
+def price_prompt(compute: ModelCompute, workload: Workload, prefill_chunk: int) -> PricedPass:
+    """Price the compute of the pass that reads a workload's prompt."""
+    return _price_pass(compute, prefill_shapes(workload, prefill_chunk))
+
+
+def price_step(compute: ModelCompute, workload: Workload) -> PricedPass:
+    """Price the compute of a workload's decode step."""
+    return _price_pass(compute, (decode_shape(workload),))
+
+
+def _price_pass(compute: ModelCompute, shapes: tuple[PassShape, ...]) -> PricedPass:
+    chunks = [compute.price(shape) for shape in shapes]
+    by_layer = zip(*(chunk.layers for chunk in chunks), strict=True)
+    return PricedPass(
+        shapes,
+        layer_ps=tuple(sum(to_ps(time.seconds) for time in times) for times in by_layer),
+        outside_ps=to_ps(chunks[-1].outside.seconds),
+        measured=all(chunk.measured for chunk in chunks),
     )
 
 
-def build_steady_request(placement: Placement, num_layers: int, num_chunks: int) -> RequestSchedule:
+def build_steady_request(placement: Placement, num_layers: int) -> RequestSchedule:
     """Order a request that finds the ring as an earlier, equal request left it."""
-    first = build_request(placement, num_layers, num_chunks, empty_ring(placement))
-    return build_request(placement, num_layers, num_chunks, first.decode.after)
+    first = build_request(placement, num_layers, empty_ring(placement))
+    return build_request(placement, num_layers, first.decode.after)
 
 
 def price_request(
     placement: Placement,
     model: Model,
     machine: MachineProfile,
-    prefill: Sequence[PricedShape],
-    decode: PricedShape,
+    prefill: PricedPass,
+    decode: PricedPass,
 ) -> RequestTimes:
     """Price the schedules of one request among many like it."""
 
     def copy_ps(span: Span) -> int:
         return to_ps(machine.copy_seconds(span.nbytes))
 
-    def times(priced: PricedShape) -> PassTimes:
-        num_layers = len(model.layers)
-        read = uva_bytes_by_layer(placement, model.experts, num_layers, priced.shape)
+    def times(priced: PricedPass) -> PassTimes:
+        read = uva_bytes_by_layer(placement, model.experts, len(model.layers), priced.shapes)
+        rows = embedding_bytes(placement, priced.shapes)
+        first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
         return PassTimes(
-            compute_ps=tuple(to_ps(time.seconds) for time in priced.compute.layers),
-            outside_ps=to_ps(priced.compute.outside.seconds),
-            uva_ps=tuple(to_ps(num_bytes / machine.uva.value) for num_bytes in read),
-            uva_bytes=sum(read),
+            compute_ps=priced.layer_ps,
+            outside_ps=priced.outside_ps,
+            # embedding rows are read just before the first layer, and count as its reading
+            uva_ps=(first_ps + to_ps(rows / machine.uva.value), *rest_ps),
+            uva_bytes=sum(read) + rows,
             copy_ps=copy_ps,
         )
 
-    request = build_steady_request(placement, len(model.layers), len(prefill))
+    request = build_steady_request(placement, len(model.layers))
     return RequestTimes(
-        price_prefill(request.prefill, [times(chunk) for chunk in prefill]),
+        price_prefill(request.prefill, times(prefill)),
         price_decode(request.decode, times(decode)),
     )
 
@@ -104,12 +126,12 @@ def predict(
     """
     placement = place(model, offload)
     compute = ModelCompute(model, machine)
-    chunks, decode = price_shapes(compute, workload, offload.prefill_chunk)
-    times = price_request(placement, model, machine, chunks, decode)
-    measured = all(priced.compute.measured for priced in (*chunks, decode))
+    prompt = price_prompt(compute, workload, offload.prefill_chunk)
+    decode = price_step(compute, workload)
+    times = price_request(placement, model, machine, prompt, decode)
     return Prediction(
         objective=to_seconds(times.objective_ps(workload.output_tokens)),
-        basis=Basis.MEASURED if measured else Basis.ESTIMATED,
+        basis=Basis.MEASURED if prompt.measured and decode.measured else Basis.ESTIMATED,
         prefill=times.prefill.predict(),
         decode=times.decode.predict(),
         gpu_memory=predict_gpu_memory(

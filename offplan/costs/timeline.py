@@ -33,11 +33,11 @@ class PassTimes:
     """How long each operation of one pass takes, in whole picoseconds."""
 
     compute_ps: tuple[int, ...]
-    """By layer, with everything resident."""
+    """By layer, all chunks, with everything resident."""
     outside_ps: int
     """After the last layer: head and whatever else lies outside the layers."""
     uva_ps: tuple[int, ...]
-    """By layer: reading weights in place, before it computes."""
+    """By layer: reading weights in place, once for each chunk, before it computes."""
     uva_bytes: int
     """Bytes read in place over all layers, re-reads included."""
     copy_ps: Callable[[Span], int]
@@ -104,33 +104,29 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     )
 
 
-def price_prefill(schedules: Sequence[Schedule], times: Sequence[PassTimes]) -> PhaseTimes:
-    """Price the passes that read a prompt, from an idle link whose ring holds what it should.
+def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
+    """Price the pass that reads a prompt, from an idle link whose ring holds what it should.
 
-    The step ends with the last pass's compute. Copies that the passes queue for the step after
-    them count as link time and bytes, as they do when the runtime measures, but not in
-    ``bound_ps``: nothing in the prompt waits for them.
+    The step ends with the pass's compute. Copies that the pass queues for the step after it count
+    as link time and bytes, as they do when the runtime measures, but not in ``bound_ps``: nothing
+    in the prompt waits for them.
     """
-    state: list[float] = [0] * (2 + len(schedules[0].before))
-    uva_ps = copied_ps = awaited_ps = link_bytes = 0
+    state: list[float] = [0] * (2 + len(schedule.before))
+    _run_pass(schedule, times, state)
+    uva_ps, copied_ps, awaited_ps = sum(times.uva_ps), 0, 0
     pending: dict[int, int] = {}
-    for schedule, pass_times in zip(schedules, times, strict=True):
-        _run_pass(schedule, pass_times, state)
-        uva_ps += sum(pass_times.uva_ps)
-        link_bytes += schedule.link_bytes + pass_times.uva_bytes
-        for op in schedule.operations:
-            if isinstance(op, Copy):
-                pending[op.slot] = pass_times.copy_ps(op.span)
-                copied_ps += pending[op.slot]
-            elif isinstance(op, Wait):
-                awaited_ps += pending.pop(op.slot, 0)
-    compute_ps = sum(pass_times.resident_ps for pass_times in times)
+    for op in schedule.operations:
+        if isinstance(op, Copy):
+            pending[op.slot] = times.copy_ps(op.span)
+            copied_ps += pending[op.slot]
+        elif isinstance(op, Wait):
+            awaited_ps += pending.pop(op.slot, 0)
     return PhaseTimes(
         step_ps=Fraction(int(state[0])),
-        compute_ps=compute_ps,
+        compute_ps=times.resident_ps,
         link_ps=copied_ps + uva_ps,
-        bound_ps=max(compute_ps, awaited_ps + uva_ps),
-        link_bytes=link_bytes,
+        bound_ps=max(times.resident_ps, awaited_ps + uva_ps),
+        link_bytes=schedule.link_bytes + times.uva_bytes,
     )
 
 

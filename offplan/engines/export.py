@@ -59,6 +59,10 @@ def _find_engine(name: str) -> Engine:
 
 def _only_rule(plan: Plan, engine: str) -> Rule | None:
     rules = plan.offload.rules
+    if plan.offload.embeddings == "host":
+        raise ExportError(
+            f"{engine} keeps the input embedding on the GPU; the plan has it on the host"
+        )
     if len(rules) > 1:
         raise ExportError(f"{engine}'s flags say one rule; the plan has {len(rules)}")
     if rules and rules[0].prefill is not rules[0].decode:

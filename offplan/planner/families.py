@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from offplan.plan import Backend, Rule
+from offplan.plan import Backend, Offload, Rule
 from offplan.planner.patterns import Pattern
 
 
@@ -21,6 +21,7 @@ class Family(NamedTuple):
     prefetch_step: int
     minus_chunk: int
     """The prefill chunk, negated: of equally fast plans the one of fewer passes comes first."""
+    embeddings: Literal["device", "host"]
     num_segments: int
     segments: tuple[str, ...]
     prefill: Backend
@@ -34,6 +35,15 @@ class Family(NamedTuple):
     def prefill_chunk(self) -> int:
         """Prompt tokens of each sequence in one pass."""
         return -self.minus_chunk
+
+    def offload(self, rules: tuple[Rule, ...]) -> Offload:
+        """The decision that a member stands for."""
+        return Offload(
+            prefetch_step=self.prefetch_step,
+            prefill_chunk=self.prefill_chunk,
+            embeddings=self.embeddings,
+            rules=rules,
+        )
 
     def members(self) -> Iterator[tuple[Rule, ...]]:
         """The rules of each member."""

@@ -10,8 +10,7 @@ from offplan.planner.problem import Problem
 class Floor:
     """The least that any plan of this budget must move, and the time that takes.
 
-    Embeddings, norm and head are resident in every plan, so nothing is saved on them. Real plans
-    pay for the ring, for whole layers or parameters, and for what does not overlap.
+    Real plans pay for the ring, for whole layers or parameters, and for what does not overlap.
     """
 
     missing_bytes: int
@@ -29,19 +28,19 @@ class Floor:
 def find_floor(problem: Problem) -> Floor:
     """Find the floor of a budget.
 
-    What is not on the GPU when a pass starts must cross before it ends, if the pass reads it. The
-    routed experts are read least, so they are what is missing first; uniform routing. Memory is
-    taken from the chunking that needs least, compute from the one that is fastest.
+    What is not on the GPU when a pass starts must cross before it ends, if the pass reads it. What
+    is read least is missing first: rows of the input embedding, then routed experts (uniform
+    routing). Memory is taken from the chunks that need least, compute from the fastest.
     """
-    model, machine = problem.model, problem.machine
-    limit = max(chunking.weight_limit_bytes for chunking in problem.chunkings)
-    missing = max(0, model.loaded_bytes - limit)
+    machine = problem.machine
+    on_device = [s for s in problem.settings if s.embeddings == "device"]
+    missing = max(0, min(setting.lacking_bytes for setting in on_device))
     rate = max(machine.h2d.value, machine.uva.value)
     decode_bytes = _least_read(problem, missing, problem.workload.batch)
     prompt_tokens = problem.workload.batch * problem.workload.prompt_tokens
     prefill_bytes = _least_read(problem, missing, prompt_tokens)
-    decode_s = max(to_seconds(problem.decode_compute_ps), decode_bytes / rate)
-    compute_ps = min(chunking.compute_ps for chunking in problem.chunkings)
+    decode_s = max(to_seconds(problem.decode.resident_ps), decode_bytes / rate)
+    compute_ps = min(setting.prefill.resident_ps for setting in problem.settings)
     prefill_s = max(to_seconds(compute_ps), prefill_bytes / rate)
     return Floor(
         missing_bytes=missing,
@@ -54,9 +53,15 @@ def find_floor(problem: Problem) -> Floor:
 
 
 def _least_read(problem: Problem, missing_bytes: int, num_tokens: int) -> int:
-    experts = problem.model.experts
-    if experts is None:
-        return missing_bytes
-    routed = min(missing_bytes, sum(layer.expert_bytes for layer in problem.model.layers))
-    share = experts.touched(num_tokens) / experts.num_experts
-    return round(share * routed) + missing_bytes - routed
+    """Bytes of the missing ones that a pass reads, if those read least are missing."""
+    model, read, left = problem.model, 0.0, missing_bytes
+    embedding, experts = model.input_embedding, model.experts
+    if embedding is not None:
+        rows = min(left, embedding.nbytes)
+        read += rows * min(1.0, num_tokens / embedding.shape[0])
+        left -= rows
+    if experts is not None:
+        routed = min(left, sum(layer.expert_bytes for layer in model.layers))
+        read += routed * experts.touched(num_tokens) / experts.num_experts
+        left -= routed
+    return int(read) + left

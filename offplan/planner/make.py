@@ -42,8 +42,9 @@ def make_plan(
     """Find the fastest plan that keeps the budget: prompt plus all output tokens of a request.
 
     Exact over the stated space (``planner.space``): at most one rule over the segment classes, all
-    group patterns, ring sizes, backends and chunks. The same input gives the same plan, byte for
-    byte. Raises InfeasibleError, with the shortfall, when no candidate fits.
+    group patterns, ring sizes, backends and chunks, the input embedding in either place. The same
+    input gives the same plan, byte for byte. Raises InfeasibleError, with the shortfall, when no
+    candidate fits.
     """
     problem = Problem(model, machine, workload, _within(machine, budget))
     families, shortfall = list_families(problem)
@@ -90,13 +91,15 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
     """Say what is missing and what would help."""
     budget = problem.budget
     if shortfall.gpu_bytes:
-        lack = -(-shortfall.gpu_bytes * 100 // round(100 * (1 - MARGIN)))
-        smallest = max(problem.chunkings, key=lambda chunking: chunking.weight_limit_bytes)
-        taken = budget.gpu_memory - smallest.weight_limit_bytes
+        lack = -(-shortfall.gpu_bytes * 1000 // round(1000 * (1 - MARGIN)))
+        smallest = min(problem.settings, key=lambda setting: setting.lacking_bytes)
+        fixed = problem.model.outside_bytes - smallest.host_bytes
+        weights = problem.model.loaded_bytes - smallest.host_bytes
+        taken = smallest.lacking_bytes + budget.gpu_memory - weights
         return InfeasibleError(
             f"no plan fits {format_bytes(budget.gpu_memory)} of GPU memory: "
-            f"{format_bytes(lack)} more are needed. What lies outside the layers "
-            f"({format_bytes(problem.model.outside_bytes)}) is always on the GPU; KV cache, "
+            f"{format_bytes(lack)} more are needed. Of what lies outside the layers "
+            f"{format_bytes(fixed)} are always on the GPU; KV cache, "
             f"activations and overhead take {format_bytes(taken)}. Give more GPU memory, or "
             f"shorten the context ({problem.workload.context} tokens) or the batch "
             f"({problem.workload.batch})",
@@ -113,7 +116,7 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
 
 def _explain(plan: Plan, floor: Floor, found: Found) -> tuple[str, ...]:
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
-    if not plan.offload.rules:
+    if not plan.offload.rules and plan.offload.embeddings == "device":
         return (
             f"everything fits: {format_bytes(memory.total_bytes)} of "
             f"{format_bytes(plan.budget.gpu_memory)}, so nothing is offloaded",
@@ -125,6 +128,11 @@ def _explain(plan: Plan, floor: Floor, found: Found) -> tuple[str, ...]:
         f"{found.num_priced} of {found.num_candidates} plans that fit were priced; bounds rule out "
         "the others",
     ]
+    if plan.offload.embeddings == "host":
+        reasons.append(
+            "of the input embedding only a row a token is read, so it lies on the host and leaves "
+            "its place to layers; no engine's flag says that"
+        )
     for name, phase in (("prefill", prediction.prefill), ("decode", prediction.decode)):
         hidden = "compute" if phase.compute_s >= phase.link_s else "the link"
         reasons.append(

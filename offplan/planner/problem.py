@@ -1,15 +1,17 @@
 """One question to the planner, and what all candidates share; equal layers are merged."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.compute import ModelCompute
 from offplan.costs.link import uva_bytes
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
-from offplan.costs.predict import PricedShape, price_shapes
+from offplan.costs.predict import PricedPass, price_prompt, price_step
 from offplan.costs.timeline import to_ps
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, align, group_units
@@ -21,17 +23,22 @@ PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 
 
 @dataclass(frozen=True)
-class Chunking:
-    """One way to read the prompt, with everything that does not depend on the rules."""
+class Setting:
+    """One choice of everything that does not depend on the rules: chunk and embedding."""
 
     prefill_chunk: int
-    weight_limit_bytes: int
-    """What resident weights and the ring may take."""
-    prefill: tuple[PricedShape, ...]
-    passes: tuple[tuple[int, int], ...]
-    """New tokens over all sequences, and the number of passes that have as many."""
-    compute_ps: int
-    """The whole prompt with everything resident."""
+    embeddings: Literal["device", "host"]
+    lacking_bytes: int
+    """Of layers' weights that must leave the GPU, the ring's bytes to come on top; may be < 0."""
+    host_bytes: int
+    """Of the embedding, if it lies there."""
+    row_ps: tuple[int, int]
+    """Reading embedding rows in place: while a prompt is read, and in a decode step."""
+    row_bytes: tuple[int, int]
+    """That this moves."""
+    prefill: PricedPass
+    chunk_tokens: tuple[tuple[int, int], ...]
+    """New tokens over all sequences, and the number of chunks that have as many."""
 
 
 @dataclass(frozen=True)
@@ -73,79 +80,86 @@ class Problem:
         return tuple(self.units[self.compute.keys.index(kind)] for kind in self.kinds)
 
     @cached_property
-    def chunkings(self) -> tuple[Chunking, ...]:
-        """The chunks to try, the largest first."""
+    def settings(self) -> tuple[Setting, ...]:
+        """The chunks to try, the largest first, with the embedding in either place."""
         prompt = self.workload.prompt_tokens
         sizes = sorted({prompt, *(size for size in PREFILL_CHUNKS if size < prompt)}, reverse=True)
-        return tuple(self._chunking(size) for size in sizes)
+        places = (
+            (None,) if self.model.input_embedding is None else (None, self.model.input_embedding)
+        )
+        return tuple(self._setting(size, place) for size in sizes for place in places)
 
-    def _chunking(self, prefill_chunk: int) -> Chunking:
-        shapes, _ = price_shapes(self.compute, self.workload, prefill_chunk)
+    def _setting(self, prefill_chunk: int, host_embedding: TensorInfo | None) -> Setting:
+        prompt = price_prompt(self.compute, self.workload, prefill_chunk)
         taken = (
             kv_cache_bytes(self.model, self.workload)
             + activation_bytes(self.model, self.workload, prefill_chunk)
             + overhead_bytes(self.machine, self.budget)
         )
-        return Chunking(
+        host_bytes = row_bytes = 0
+        if host_embedding is not None:
+            host_bytes = host_embedding.nbytes
+            row_bytes = host_bytes // host_embedding.shape[0]
+        read = tuple(
+            row_bytes * sum(shape.num_tokens for shape in priced.shapes)
+            for priced in (prompt, self.decode)
+        )
+        return Setting(
             prefill_chunk=prefill_chunk,
-            weight_limit_bytes=self.budget.gpu_memory - taken,
-            prefill=shapes,
-            passes=tuple(Counter(priced.shape.num_tokens for priced in shapes).items()),
-            compute_ps=sum(_resident_ps(shape) for shape in shapes),
+            embeddings="device" if host_embedding is None else "host",
+            lacking_bytes=self.model.loaded_bytes - host_bytes + taken - self.budget.gpu_memory,
+            host_bytes=host_bytes,
+            row_ps=(
+                to_ps(read[0] / self.machine.uva.value),
+                to_ps(read[1] / self.machine.uva.value),
+            ),
+            row_bytes=(read[0], read[1]),
+            prefill=prompt,
+            chunk_tokens=tuple(Counter(shape.num_tokens for shape in prompt.shapes).items()),
         )
 
     @cached_property
-    def decode(self) -> PricedShape:
+    def decode(self) -> PricedPass:
         """The decode step and its compute."""
-        return price_shapes(self.compute, self.workload, self.workload.prompt_tokens)[1]
-
-    @cached_property
-    def decode_compute_ps(self) -> int:
-        """A decode step with everything resident."""
-        return _resident_ps(self.decode)
+        return price_step(self.compute, self.workload)
 
     def objective(self, prefill: int, decode: int) -> int:
         """Weigh the two phases as a request does: the prompt, and a step for each output token."""
         return prefill + self.workload.output_tokens * decode
 
-    def host_lack(self, slab_bytes: int) -> int:
-        """Bytes by which slabs exceed the host memory; negative or 0 where they fit."""
+    def host_lack(self, slab_bytes: int, setting: Setting) -> int:
+        """Bytes by which slabs and embedding exceed the host memory; at most 0 where they fit."""
         limit = self.budget.host_memory
-        return 0 if limit is None else slab_bytes - limit
+        return 0 if limit is None else slab_bytes + setting.host_bytes - limit
 
-    def read_in_place(self, units: Sequence[Unit], num_tokens: int) -> tuple[int, int]:
-        """Time, and bytes, that a pass takes to read these units of one layer in place."""
-        num_bytes = sum(
-            uva_bytes(
-                sum(unit.nbytes for unit in units if unit.is_expert == is_expert),
-                is_expert,
-                self.model.experts,
-                num_tokens,
-            )
+    def read_in_place(
+        self, units: Sequence[Unit], chunk_tokens: Iterable[tuple[int, int]]
+    ) -> tuple[int, int]:
+        """Time, and bytes, that a pass takes to read these units of one layer in place.
+
+        ``chunk_tokens`` are the tokens of its chunks, and how many chunks have as many.
+        """
+        sums = [
+            (sum(unit.nbytes for unit in units if unit.is_expert == is_expert), is_expert)
             for is_expert in (False, True)
+        ]
+        num_bytes = sum(
+            count * uva_bytes(of_kind, is_expert, self.model.experts, num_tokens)
+            for of_kind, is_expert in sums
+            for num_tokens, count in chunk_tokens
         )
         return to_ps(num_bytes / self.machine.uva.value), num_bytes
 
-    def read_prompt_in_place(self, units: Sequence[Unit], chunking: "Chunking") -> tuple[int, int]:
-        """Time, and bytes, to read these units of one layer in place in each pass of a prompt."""
-        total_ps = total_bytes = 0
-        for num_tokens, num_passes in chunking.passes:
-            reading_ps, num_bytes = self.read_in_place(units, num_tokens)
-            total_ps += num_passes * reading_ps
-            total_bytes += num_passes * num_bytes
-        return total_ps, total_bytes
-
-
-def _resident_ps(priced: PricedShape) -> int:
-    layers = sum(to_ps(time.seconds) for time in priced.compute.layers)
-    return layers + to_ps(priced.compute.outside.seconds)
+    def read_step_in_place(self, units: Sequence[Unit]) -> tuple[int, int]:
+        """Time, and bytes, that a decode step takes to read these units of one layer in place."""
+        return self.read_in_place(units, [(self.workload.batch, 1)])
 
 
 @dataclass(frozen=True)
 class KindCosts:
     """What offloading a segment class in one layer of one kind means; zeros if it takes nothing.
 
-    Figures of the prompt are over all its passes, one for each chunking.
+    Figures of the prompt are over all its chunks, one for each setting.
     """
 
     unit_bytes: int
@@ -181,12 +195,12 @@ def slab_bytes(units: Sequence[Unit]) -> int:
 
 def _price_kind(problem: Problem, taken: Sequence[Unit], kind: str) -> KindCosts:
     if not taken:
-        zeros = (0,) * len(problem.chunkings)
+        zeros = (0,) * len(problem.settings)
         return KindCosts(0, 0, 0, 0, 0, zeros, zeros, 0, zeros)
     layer = problem.compute.keys.index(kind)
     num_bytes = slab_bytes(taken)
-    decode_uva_ps, decode_uva_bytes = problem.read_in_place(taken, problem.workload.batch)
-    prompts = [problem.read_prompt_in_place(taken, chunking) for chunking in problem.chunkings]
+    decode_uva_ps, decode_uva_bytes = problem.read_step_in_place(taken)
+    prompts = [problem.read_in_place(taken, each.chunk_tokens) for each in problem.settings]
     return KindCosts(
         unit_bytes=sum(unit.nbytes for unit in taken),
         slab_bytes=num_bytes,
@@ -195,9 +209,6 @@ def _price_kind(problem: Problem, taken: Sequence[Unit], kind: str) -> KindCosts
         decode_uva_bytes=decode_uva_bytes,
         prefill_uva_ps=tuple(reading_ps for reading_ps, _ in prompts),
         prefill_uva_bytes=tuple(read_bytes for _, read_bytes in prompts),
-        decode_compute_ps=to_ps(problem.decode.compute.layers[layer].seconds),
-        prefill_compute_ps=tuple(
-            sum(to_ps(priced.compute.layers[layer].seconds) for priced in chunking.prefill)
-            for chunking in problem.chunkings
-        ),
+        decode_compute_ps=problem.decode.layer_ps[layer],
+        prefill_compute_ps=tuple(each.prefill.layer_ps[layer] for each in problem.settings),
     )

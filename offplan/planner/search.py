@@ -43,21 +43,14 @@ def find_best(problem: Problem, families: list[Family]) -> Found:
     assert chosen is not None, "list_families gave at least one"
     family, rules = chosen
     return Found(
-        Offload(
-            prefetch_step=family.prefetch_step, prefill_chunk=family.prefill_chunk, rules=rules
-        ),
+        family.offload(rules),
         num_candidates=sum(max(1, len(family.patterns)) for family in families),
         num_priced=num_priced,
     )
 
 
 def _objective_ps(problem: Problem, family: Family, rules: tuple[Rule, ...]) -> Fraction:
-    chunking = next(c for c in problem.chunkings if c.prefill_chunk == family.prefill_chunk)
-    offload = Offload(
-        prefetch_step=family.prefetch_step, prefill_chunk=family.prefill_chunk, rules=rules
-    )
-    placement = place_units(problem.units, problem.model, offload)
-    times = price_request(
-        placement, problem.model, problem.machine, chunking.prefill, problem.decode
-    )
+    chosen = next(s for s in problem.settings if s.prefill_chunk == family.prefill_chunk)
+    placement = place_units(problem.units, problem.model, family.offload(rules))
+    times = price_request(placement, problem.model, problem.machine, chosen.prefill, problem.decode)
     return times.objective_ps(problem.workload.output_tokens)

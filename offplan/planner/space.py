@@ -43,6 +43,9 @@ class _Totals(NamedTuple):
     slowest_copy_ps: int
     decode_uva_bytes: int
     decode_uva_ps: int
+    most_uva_bytes: int
+    """Of one layer."""
+    slowest_uva_ps: int
     decode_compute_ps: int
     """Of the layers with something offloaded."""
     prefill_uva_bytes: tuple[int, ...]
@@ -72,12 +75,25 @@ def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
 
 
 def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Family]:
-    for chunking in problem.chunkings:
-        if shortfall.note(problem.model.loaded_bytes - chunking.weight_limit_bytes, 0):
-            bound_ps = problem.objective(chunking.compute_ps, problem.decode_compute_ps)
-            yield Family(
-                bound_ps, 0, 1, -chunking.prefill_chunk, 0, (), Backend.UVA, Backend.UVA, 0, ()
-            )
+    for setting in problem.settings:
+        if not shortfall.note(setting.lacking_bytes, problem.host_lack(0, setting)):
+            continue
+        yield Family(
+            bound_ps=problem.objective(
+                setting.prefill.resident_ps + setting.row_ps[0],
+                problem.decode.resident_ps + setting.row_ps[1],
+            ),
+            link_bytes=problem.objective(*setting.row_bytes),
+            prefetch_step=1,
+            minus_chunk=-setting.prefill_chunk,
+            embeddings=setting.embeddings,
+            num_segments=0,
+            segments=(),
+            prefill=Backend.UVA,
+            decode=Backend.UVA,
+            max_bytes=0,
+            patterns=(),
+        )
 
 
 def _by_signature(
@@ -113,6 +129,8 @@ def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> _Totals:
         slowest_copy_ps=max(k.copy_ps for _, k in present),
         decode_uva_bytes=total(k.decode_uva_bytes for _, k in present),
         decode_uva_ps=total(k.decode_uva_ps for _, k in present),
+        most_uva_bytes=max(k.decode_uva_bytes for _, k in present),
+        slowest_uva_ps=max(k.decode_uva_ps for _, k in present),
         decode_compute_ps=total(k.decode_compute_ps for _, k in present),
         prefill_uva_bytes=totals(k.prefill_uva_bytes for _, k in present),
         prefill_uva_ps=totals(k.prefill_uva_ps for _, k in present),
@@ -130,36 +148,42 @@ def _pattern_families(
     num_slots: int,
     shortfall: Shortfall,
 ) -> Iterator[Family]:
-    """Price one signature with one ring and backend, for each chunking."""
-    weights = problem.model.loaded_bytes - totals.unit_bytes + num_slots * totals.slot_bytes
-    host_lack = problem.host_lack(totals.slab_bytes)
+    """Price one signature with one ring and backend, for each setting."""
+    saved_bytes = totals.unit_bytes - num_slots * totals.slot_bytes
     if decode is Backend.UVA:
-        decode_ps = problem.decode_compute_ps + totals.decode_uva_ps
-        decode_bytes = totals.decode_uva_bytes
+        # as many layers as there are slots find their slab where prefill left it
+        spared_ps = num_slots * totals.slowest_uva_ps
+        decode_ps = problem.decode.resident_ps + max(0, totals.decode_uva_ps - spared_ps)
+        decode_bytes = max(0, totals.decode_uva_bytes - num_slots * totals.most_uva_bytes)
     else:
         decode_ps, decode_bytes = _ring_bound(
-            totals, num_slots, 1, 0, problem.decode_compute_ps, totals.decode_compute_ps
+            totals, num_slots, 0, problem.decode.resident_ps, totals.decode_compute_ps
         )
-    for number, chunking in enumerate(problem.chunkings):
-        if not shortfall.note(weights - chunking.weight_limit_bytes, host_lack):
+    for number, setting in enumerate(problem.settings):
+        host_lack = problem.host_lack(totals.slab_bytes, setting)
+        if not shortfall.note(setting.lacking_bytes - saved_bytes, host_lack):
             continue
         if prefill is Backend.UVA:
-            prefill_ps = chunking.compute_ps + totals.prefill_uva_ps[number]
+            prefill_ps = setting.prefill.resident_ps + totals.prefill_uva_ps[number]
             prefill_bytes = totals.prefill_uva_bytes[number]
         else:
             prefill_ps, prefill_bytes = _ring_bound(
                 totals,
                 num_slots,
-                len(chunking.prefill),
-                num_slots,
-                chunking.compute_ps,
+                num_slots if decode is Backend.PREFETCH else 0,
+                setting.prefill.resident_ps,
                 totals.prefill_compute_ps[number],
             )
         yield Family(
-            bound_ps=problem.objective(prefill_ps, decode_ps),
-            link_bytes=problem.objective(prefill_bytes, decode_bytes),
+            bound_ps=problem.objective(
+                prefill_ps + setting.row_ps[0], decode_ps + setting.row_ps[1]
+            ),
+            link_bytes=problem.objective(
+                prefill_bytes + setting.row_bytes[0], decode_bytes + setting.row_bytes[1]
+            ),
             prefetch_step=max(1, num_slots),
-            minus_chunk=-chunking.prefill_chunk,
+            minus_chunk=-setting.prefill_chunk,
+            embeddings=setting.embeddings,
             num_segments=len(segment_class.segments),
             segments=segment_class.segments,
             prefill=prefill,
@@ -172,21 +196,21 @@ def _pattern_families(
 def _ring_bound(
     totals: _Totals,
     num_slots: int,
-    num_passes: int,
     num_warm: int,
     compute_ps: int,
     streamed_compute_ps: int,
 ) -> tuple[int, int]:
-    """Least time and bytes of passes that stream through a ring.
+    """Least time and bytes of a pass that streams through a ring.
 
     Of n layers over K slots those whose slot nobody shares are not copied again: 2 K - n, where
-    that is positive. Up to ``num_warm`` slots are found full. With one slot, copies and the layers
+    that is positive. Of the slots ``num_warm`` are found full: decode refills them for the prompt
+    that follows, where it streams at all. With one slot, copies and the layers
     that stream take turns: none overlaps another.
     """
     owners = max(0, 2 * num_slots - totals.num_layers)
-    skipped = num_passes * owners + num_warm
-    copied_ps = max(0, num_passes * totals.copy_ps - skipped * totals.slowest_copy_ps)
-    copied_bytes = max(0, num_passes * totals.slab_bytes - skipped * totals.slot_bytes)
+    skipped = max(owners, num_warm)
+    copied_ps = max(0, totals.copy_ps - skipped * totals.slowest_copy_ps)
+    copied_bytes = max(0, totals.slab_bytes - skipped * totals.slot_bytes)
     if num_slots == 1:
         copied_ps += streamed_compute_ps
     return max(compute_ps, copied_ps), copied_bytes
@@ -195,7 +219,7 @@ def _ring_bound(
 def _max_bytes_families(
     problem: Problem, segment_class: SegmentClass, shortfall: Shortfall
 ) -> Iterator[Family]:
-    """Read the first parameters in place, as few as fit: for each chunking one candidate.
+    """Read the first parameters in place, as few as fit: for each setting one candidate.
 
     More of them would only move more bytes, so no other ``max_bytes`` can be better.
     """
@@ -206,8 +230,8 @@ def _max_bytes_families(
         if segment_class.takes(unit)
     ]
     sums = list(accumulate(unit.nbytes for _, unit in taken))
-    for chunking in problem.chunkings:
-        needed = problem.model.loaded_bytes - chunking.weight_limit_bytes
+    for setting in problem.settings:
+        needed = setting.lacking_bytes
         if needed <= 0:
             continue
         last = min(bisect_left(sums, needed), len(sums) - 1)
@@ -215,24 +239,25 @@ def _max_bytes_families(
         for layer, unit in taken[: last + 1]:
             by_layer.setdefault(layer, []).append(unit)
         host_bytes = sum(slab_bytes(units) for units in by_layer.values())
-        if not shortfall.note(needed - sums[last], problem.host_lack(host_bytes)):
+        if not shortfall.note(needed - sums[last], problem.host_lack(host_bytes, setting)):
             continue
-        decode = prefill = (0, 0)
+        prefill, decode = zip(setting.row_ps, setting.row_bytes, strict=True)
         # equal layers are read alike: only the last one may be taken in part
         alike = Counter((problem.compute.keys[i], len(units)) for i, units in by_layer.items())
         examples = {(problem.compute.keys[i], len(units)): units for i, units in by_layer.items()}
         for key, count in alike.items():
-            step = problem.read_in_place(examples[key], problem.workload.batch)
-            prompt = problem.read_prompt_in_place(examples[key], chunking)
+            step = problem.read_step_in_place(examples[key])
+            prompt = problem.read_in_place(examples[key], setting.chunk_tokens)
             decode = decode[0] + count * step[0], decode[1] + count * step[1]
             prefill = prefill[0] + count * prompt[0], prefill[1] + count * prompt[1]
         yield Family(
             bound_ps=problem.objective(
-                chunking.compute_ps + prefill[0], problem.decode_compute_ps + decode[0]
+                setting.prefill.resident_ps + prefill[0], problem.decode.resident_ps + decode[0]
             ),
             link_bytes=problem.objective(prefill[1], decode[1]),
             prefetch_step=1,
-            minus_chunk=-chunking.prefill_chunk,
+            minus_chunk=-setting.prefill_chunk,
+            embeddings=setting.embeddings,
             num_segments=len(segment_class.segments),
             segments=segment_class.segments,
             prefill=Backend.UVA,

@@ -34,6 +34,8 @@ def describe_offload(plan: Plan) -> list[str]:
     """Say the decision in words, a line for each rule."""
     offload = plan.offload
     lines = [_describe_rule(rule) for rule in offload.rules]
+    if offload.embeddings == "host":
+        lines.append("on the host: the input embedding, read by row")
     if not lines:
         lines.append("everything fits the GPU; nothing is offloaded")
     if any(Backend.PREFETCH in (rule.prefill, rule.decode) for rule in offload.rules):

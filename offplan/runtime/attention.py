@@ -37,32 +37,40 @@ def attend(
     filled. Returns [batch, new, heads, value_dim] and None. Runs on the current stream,
     synchronises nothing.
     """
-    num_new, num_kept = query.shape[2], key.shape[2]
     if isinstance(attention_mask, BlockMask):
         out = flex_attention(
             query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
         )
         assert isinstance(out, torch.Tensor)
-    elif attention_mask is not None and hasattr(module, "expand_kv"):
+    elif attention_mask is None:
+        out = _attend_many(query, key, value, scaling, sliding_window)
+    elif hasattr(module, "expand_kv"):
         assert scaling is not None
         return attend_latent(module, query, key, value, attention_mask, scaling), None
-    elif attention_mask is not None:
-        out = _attend_one(query, key, value, attention_mask, scaling, sliding_window)
-    elif sliding_window is not None and num_kept > sliding_window:
-        mask = _window_mask(num_new, num_kept, sliding_window, query.device)
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
-        )
-    elif num_new == num_kept:
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=num_new > 1, scale=scaling, enable_gqa=True
-        )
     else:
-        bias = causal_lower_right(num_new, num_kept)
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True
-        )
+        out = _attend_one(query, key, value, attention_mask, scaling, sliding_window)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable  # it would be compiled again for every position of a chunk
+def _attend_many(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend from a chunk of a prompt to all tokens up to its own."""
+    num_new, num_kept = query.shape[2], key.shape[2]
+    mask = None
+    if window is not None and num_kept > window:
+        mask = _window_mask(num_new, num_kept, window, query.device)
+    elif num_new < num_kept:
+        mask = causal_lower_right(num_new, num_kept)
+    causal = mask is None and num_new > 1
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
+    )
 
 
 def _attend_one(

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ class Executor:
         self._apply: Callable[[list[Operation]], None] = self._carry_out
         self._handles = []
         for index, layer in enumerate(layers):
-            before, after = self._make_hooks(index)
+            before, after = partial(self.before, index), partial(self.after, index)
             self._handles.append(layer.register_forward_pre_hook(before))
             self._handles.append(layer.register_forward_hook(after))
 
     def run(self, schedule: Schedule, forward: Callable[[], Any]) -> Any:
-        """Call ``forward``, which must run every layer once, in order, by the schedule."""
+        """Call ``forward``, which must run every layer in order, by the schedule.
+
+        A layer is run by calling its module, or between calls of ``before`` and ``after``.
+        """
         try:
             if start := self._split(schedule):
                 self._apply(start)
@@ -58,16 +62,15 @@ class Executor:
             handle.remove()
         self._handles.clear()
 
-    def _make_hooks(self, index: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        def before(*_: Any) -> None:
-            if operations := self._before.get(index):
-                self._apply(operations)
+    def before(self, index: int, *_: Any) -> None:
+        """Carry out what precedes a layer; its hook, or a caller that runs the layer alone."""
+        if operations := self._before.pop(index, None):
+            self._apply(operations)
 
-        def after(*_: Any) -> None:
-            if operations := self._after.get(index):
-                self._apply(operations)
-
-        return before, after
+    def after(self, index: int, *_: Any) -> None:
+        """Carry out what follows a layer."""
+        if operations := self._after.pop(index, None):
+            self._apply(operations)
 
     def _split(self, schedule: Schedule) -> list[Operation]:
         """Sort operations by the layer they precede or follow; return the copies before any layer.

@@ -47,11 +47,18 @@ class _Layer(CacheLayerMixin):
         """Store [batch, heads, new, dim]; return what attention may look at."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._position.start is not None:
+            return self._extend(key_states, value_states)
+        self.keys.index_copy_(2, self._position.tensor, key_states)
+        self.values.index_copy_(2, self._position.tensor, value_states)
+        return self.keys, self.values
+
+    @torch.compiler.disable  # it would be compiled again for every position of a chunk
+    def _extend(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         start = self._position.start
-        if start is None:
-            self.keys.index_copy_(2, self._position.tensor, key_states)
-            self.values.index_copy_(2, self._position.tensor, value_states)
-            return self.keys, self.values
+        assert start is not None
         stop = start + key_states.shape[2]
         self.keys[:, :, start:stop] = key_states
         self.values[:, :, start:stop] = value_states

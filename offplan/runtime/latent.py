@@ -34,6 +34,10 @@ class _Expansion:
     def __call__(self, latent: torch.Tensor, rotary: torch.Tensor) -> Any:
         if self._position.start is None:
             return latent, rotary
+        return self._expand_all(latent, rotary)
+
+    @torch.compiler.disable  # it would be compiled again for every position of a chunk
+    def _expand_all(self, latent: torch.Tensor, rotary: torch.Tensor) -> Any:
         return self._expand(latent, rotary)
 
 

@@ -89,6 +89,8 @@ class LoadedModel:
         resident = sum(view.nbytes for view in self.store.resident.values())
         offloaded = sum(view.nbytes for view in self.store.host.values())
         planned = sum(e.unit.nbytes for slab in self.placement.slabs for e in slab.entries)
+        if self.placement.host_embedding is not None:
+            planned += self.placement.host_embedding.nbytes
         if (resident, offloaded) != (self.placement.resident_bytes, planned):
             raise PlanError(
                 f"{resident} bytes are on the device and {offloaded} on the host; the plan says "

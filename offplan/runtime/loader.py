@@ -1,16 +1,25 @@
 """Brings weights from safetensors files straight to where they live."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import queue
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from offplan.errors import CheckpointError
-from offplan.runtime.skeleton import Target
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.runtime.shards import Shards
+from offplan.runtime.skeleton import Conversion, Target
+from offplan.runtime.staging import Part, Reader, split_parts, stored_dtype
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
+
+NUM_THREADS = min(4, os.cpu_count() or 1)
+"""Threads that read: a read is a copy out of the page cache, which one core does below the speed
+of memory; each costs two staging buffers."""
 
 
 def load_weights(
@@ -21,48 +30,100 @@ def load_weights(
 ) -> None:
     """Fill every destination (by parameter name) from the files in ``folder``.
 
-    Tensors are read file by file in the order they are stored and copied once, to their place.
-    Raises CheckpointError when a file is truncated or a tensor is not what the header said.
+    Tensors are read file by file in the order they are stored, in parts, by a few threads, each
+    straight to its place; what is converted is staged one parameter at a time after that. On CUDA
+    all copies are done on return.
+
+    Raises CheckpointError when a file is missing, cut short or changed, or a tensor is not what
+    the model wants, and MemoryLimitError when there is no room for the staging buffers.
     """
-    total = sum(piece.tensor.nbytes for target in targets.values() for piece in target.pieces)
+    straight = [target for target in targets.values() if target.conversion is None]
+    conversions = {id(t.conversion): t.conversion for t in targets.values() if t.conversion}
+    parts = _in_file_order(
+        (piece.tensor, piece.select(destinations[target.name]))
+        for target in straight
+        for piece in target.pieces
+    )
+    tensors = {piece.tensor for target in targets.values() for piece in target.pieces}
+    total = sum(tensor.nbytes for tensor in tensors)
     done = 0
-    jobs = [(piece, target) for target in targets.values() for piece in target.pieces]
-    jobs.sort(key=lambda job: (job[0].tensor.shard or "", job[0].tensor.offset))
-    shard, reader = None, None
-    for piece, target in jobs:
-        if piece.tensor.shard != shard:
-            shard = piece.tensor.shard
-            reader = _open(folder, shard)
-        assert reader is not None
+    with Shards(folder, tensors) as shards, _Readers(shards, _device_of(destinations)) as readers:
+        for part in readers.read(parts):
+            done += part.nbytes
+            if on_progress is not None:
+                on_progress(done, total)
+        for conversion in conversions.values():
+            _convert(conversion, destinations, readers)
+            done += sum(tensor.nbytes for _, tensor in conversion.sources)
+            if on_progress is not None:
+                on_progress(done, total)
+
+
+def _in_file_order(jobs: Iterable[tuple[TensorInfo, torch.Tensor]]) -> list[Part]:
+    parts = [part for tensor, view in jobs for part in split_parts(tensor, view)]
+    return sorted(parts, key=lambda part: (part.tensor.shard or "", part.offset))
+
+
+def _convert(
+    conversion: Conversion, destinations: Mapping[str, torch.Tensor], readers: "_Readers"
+) -> None:
+    """Stage a conversion's tensors, convert them and put the outcome where it lives."""
+    staged = [
+        torch.empty(tensor.shape, dtype=stored_dtype(tensor)) for _, tensor in conversion.sources
+    ]
+    stored = (tensor for _, tensor in conversion.sources)
+    for _ in readers.read(_in_file_order(zip(stored, staged, strict=True))):
+        pass
+    for name, value in conversion.convert(staged).items():
+        destinations[name].copy_(value)
+
+
+def _device_of(destinations: Mapping[str, torch.Tensor]) -> torch.device:
+    devices = {destination.device for destination in destinations.values()}
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+class _Readers:
+    """A few threads with a reader each. Use as a context manager."""
+
+    def __init__(self, shards: Shards, device: torch.device) -> None:
+        self._idle: queue.SimpleQueue[Reader] = queue.SimpleQueue()
+        with contextlib.ExitStack() as stack:
+            for _ in range(NUM_THREADS):
+                reader = Reader(shards, device)
+                stack.callback(reader.close)
+                self._idle.put(reader)
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offplan-load")
+            # threads end before the buffers that they fill are given back
+            stack.callback(self._threads.shutdown, cancel_futures=True)
+            self._closing = stack.pop_all()
+
+    def __enter__(self) -> "_Readers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.close()
+
+    def read(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Read all parts, begun in their order; yield each once it is read.
+
+        The first error is raised, after which no further part is begun.
+        """
+        futures = [self._threads.submit(self._read, part) for part in parts]
         try:
-            stored = reader.get_tensor(piece.tensor.name)
-        except Exception as error:  # safetensors has one exception type, defined in its extension
-            raise CheckpointError(f"{folder / str(shard)}: {piece.tensor.name}: {error}") from None
-        _copy(stored, piece.select(destinations[target.name]), piece.tensor.name)
-        done += piece.tensor.nbytes
-        if on_progress is not None:
-            on_progress(done, total)
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
 
-
-def _open(folder: Path, shard: str | None) -> "safe_open":
-    if shard is None:
-        raise CheckpointError(
-            f"{folder} has no weights, only a config: give a folder with safetensors files, or "
-            "--dummy-weights"
-        )
-    try:
-        return safe_open(folder / shard, framework="pt")
-    except Exception as error:  # as above
-        raise CheckpointError(f"cannot read {folder / shard}: {error}") from None
-
-
-def _copy(stored: torch.Tensor, destination: torch.Tensor, name: str) -> None:
-    if stored.shape != destination.shape:
-        raise CheckpointError(
-            f"{name} has the shape {tuple(stored.shape)}; the model wants "
-            f"{tuple(destination.shape)}"
-        )
-    destination.copy_(stored)
+    def _read(self, part: Part) -> Part:
+        reader = self._idle.get()
+        try:
+            reader.read(part)
+        finally:
+            self._idle.put(reader)
+        return part
 
 
 def fill_random(destinations: Mapping[str, torch.Tensor], on_progress: Progress | None) -> None:

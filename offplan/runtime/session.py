@@ -1,6 +1,8 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,12 +15,12 @@ from offplan.errors import DriftError, InputError
 from offplan.placement import Phase
 from offplan.plan import Offload, Plan
 from offplan.runtime.attention import filled_blocks, filled_mask
-from offplan.runtime.compiled import CacheHooks, compile_layers
 from offplan.runtime.executor import CapturedPass, Executor
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
 from offplan.runtime.kv_cache import KVCache, Position
 from offplan.runtime.latent import absorb_expansions
+from offplan.runtime.layers import DecoderLayers
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.loader import Progress
@@ -81,11 +83,9 @@ class Session:
         self.link = wrap_link(self.link)
         layers = decoder_layers(self.loaded.module)
         self._capture = capture and self._stream is not None
-        if self._capture:
-            compile_layers(layers)
         self.position = Position(self.device)
         absorb_expansions(self.loaded.module, self.position)
-        self._cache_hooks = CacheHooks(layers)
+        self.layers = DecoderLayers(layers, compiled=self._capture)
         self._executor = Executor(layers, self.link)
         self._blocks = self._capture and _blocks_serve(self.loaded)
         self._captured: _CapturedDecode | None = None
@@ -122,7 +122,7 @@ class Session:
         """Free graphs, caches and host memory; the device is idle afterwards."""
         let_go(self.device)
         self._executor.close()
-        self._cache_hooks.close()
+        self.layers.cache = None
         self._captured = None
         self.loaded.close()
 
@@ -167,21 +167,48 @@ class Session:
         with self.stream(), torch.inference_mode():
             chunks = prompt.to(self.device).split(self._chunk, dim=1)
             self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
-            start = 0
-            for number, chunk in enumerate(chunks):
-                last = number + 1 == len(chunks)
-                schedule = self._next_pass(Phase.PREFILL, Phase.DECODE if last else Phase.PREFILL)
-                self.position.start = start
-                # a compilation is worth its seconds for the plan's chunk, not for each remainder
-                planned = start == 0 and chunk.shape[1] == self._chunk
-                with torch.compiler.set_stance("default" if planned else "force_eager"):
-                    logits = self._executor.run(schedule, _Forward(self, chunk, start))
-                start += chunk.shape[1]
+            schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
+            if len(chunks) == 1:
+                with self._as_compiled_for(chunks[0]):
+                    forward = partial(self.forward_chunk, chunks[0], 0)
+                    logits = self._executor.run(schedule, forward)
+            else:
+                logits = self._prefill_by_layer(schedule, chunks)
             self.position.start = None
-            self.position.tensor.fill_(start)
+            self.position.tensor.fill_(num_tokens)
         self._length = num_tokens
         assert isinstance(logits, torch.Tensor)
         return logits
+
+    def _prefill_by_layer(self, schedule: Schedule, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run every chunk through a layer before the next one: weights cross once a prompt."""
+        forwards = [
+            partial(self.forward_chunk, chunk, number * self._chunk)
+            for number, chunk in enumerate(chunks)
+        ]
+        calls = [self.layers.note_calls(forward) for forward in forwards]
+        hidden = [first.hidden for first, *_ in calls]
+
+        def run_layers() -> None:
+            for index in range(len(self.layers)):
+                self._executor.before(index)
+                for number, chunk in enumerate(chunks):
+                    self.position.start = number * self._chunk
+                    call = replace(calls[number][index], hidden=hidden[number])
+                    with self._as_compiled_for(chunk):
+                        hidden[number] = self.layers.step(index, call)
+                self._executor.after(index)
+
+        self._executor.run(schedule, run_layers)
+        # the last chunk's hidden states pass the norm and the head as if its layers had run
+        logits = self.layers.finish(hidden[-1], forwards[-1])
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def _as_compiled_for(self, chunk: torch.Tensor) -> Any:
+        """A compilation is worth its seconds for the plan's chunk, not for each remainder."""
+        planned = chunk.shape[1] == self._chunk
+        return torch.compiler.set_stance("default" if planned else "force_eager")
 
     @memory_limits("making a token")
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -216,6 +243,7 @@ class Session:
 
     def forward_chunk(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
         """Run one prefill pass; ``tokens`` is [batch, new], ``start`` their first position."""
+        self.position.start = start
         positions = torch.arange(start, start + tokens.shape[1], device=self.device)
         return self._call(tokens, positions.expand(tokens.shape[0], -1), None)
 
@@ -226,7 +254,7 @@ class Session:
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self._cache_hooks.cache,
+            past_key_values=self.layers.cache,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -235,21 +263,20 @@ class Session:
         return logits
 
     def _begin_sequences(self, batch: int) -> None:
-        if self._cache_hooks.cache is not None and batch == self._batch:
+        if self.layers.cache is not None and batch == self._batch:
             return
         self._captured = None  # its graphs write to the old cache
-        if self._cache_hooks.cache is not None and self._stream is not None:
+        if self.layers.cache is not None and self._stream is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
-            self._cache_hooks.cache = None
+            self.layers.cache = None
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
         num_layers = len(self.loaded.model.layers)
-        self._cache_hooks.cache = KVCache(num_layers, self.context, self.position)
+        self.layers.cache = KVCache(num_layers, self.context, self.position)
         self._batch = batch
         with self.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.
-            self.position.start = 0
             self.forward_chunk(torch.zeros(batch, 1, dtype=torch.int64, device=self.device), 0)
 
     def _next_pass(self, phase: Phase, upcoming: Phase) -> Schedule:
@@ -282,16 +309,6 @@ def _blocks_serve(loaded: LoadedModel) -> bool:
     windows = any(layer.kv_cache.window is not None for layer in loaded.model.layers)
     latents = getattr(config, "kv_lora_rank", None)
     return dim >= 16 and dim & (dim - 1) == 0 and not windows and not latents
-
-
-class _Forward:
-    """One chunk's forward pass, bound to its arguments."""
-
-    def __init__(self, session: Session, chunk: torch.Tensor, start: int) -> None:
-        self._session, self._chunk, self._start = session, chunk, start
-
-    def __call__(self) -> torch.Tensor:
-        return self._session.forward_chunk(self._chunk, self._start)
 
 
 class _CapturedDecode:

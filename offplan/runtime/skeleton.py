@@ -1,6 +1,6 @@
 """The transformers model without its weights, and which checkpoint tensor goes where in it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +84,36 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """Operations of transformers that make parameters of stored tensors where views will not do."""
+
+    converter: WeightConverter
+    skeleton: PreTrainedModel
+    name: str
+    """The parameter that the tensors are renamed to; the first one where there are several."""
+    sources: tuple[tuple[str, TensorInfo], ...]
+    """The converter's pattern that each stored tensor matches, and the tensor."""
+
+    def convert(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert the sources' values, given in their order; returns values by parameter name."""
+        for (pattern, _), tensor in zip(self.sources, tensors, strict=True):
+            self.converter.collected_tensors[pattern].append(tensor)
+        converted = self.converter.convert(
+            self.name, model=self.skeleton, config=self.skeleton.config
+        )
+        # operations return a list where they pass on what they were given
+        return {n: v[0] if isinstance(v, list) else v for n, v in converted.items()}
+
+
+@dataclass(frozen=True)
 class Target:
     """One parameter of the model and the stored tensors that fill it."""
 
     name: str
     pieces: tuple[Piece, ...]
+    """What fills it. With a conversion, what it is made of: then they select nothing."""
+    conversion: Conversion | None = None
+    """Shared by all parameters that are made together; None when the pieces are views."""
 
 
 def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
@@ -113,11 +138,22 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
             sources.setdefault(name, []).append((tensor, pattern))
         else:
             unused.append(tensor.name)
+    targets: dict[str, Target] = {}
+    for name, found in sources.items():
+        pattern = found[0][1]
+        converter = by_pattern[pattern] if pattern is not None else None
+        if converter is None or _makes_views(converter, found):
+            targets[name] = _make_target(name, found, converter)
+        else:
+            conversion = Conversion(
+                converter, skeleton, name, tuple((p or "", tensor) for tensor, p in found)
+            )
+            targets |= _convert_targets(conversion, state)
     tied = _tied_names(skeleton)
-    missing = [name for name in state if name not in sources and not tied[name] & sources.keys()]
+    missing = [name for name in state if name not in targets and not tied[name] & targets.keys()]
     if missing or unused:
         raise CheckpointError(_describe_mismatch(model.source, missing, unused))
-    return {name: _make_target(name, found, by_pattern) for name, found in sources.items()}
+    return targets
 
 
 def _loaded_tensors(model: Model) -> Iterator[TensorInfo]:
@@ -135,25 +171,51 @@ def _tied_names(skeleton: PreTrainedModel) -> dict[str, set[str]]:
     return {name: group for group in names.values() for name in group}
 
 
-def _make_target(
-    name: str,
-    found: list[tuple[TensorInfo, str | None]],
-    by_pattern: Mapping[str, WeightConverter],
-) -> Target:
-    pattern = found[0][1]
-    if pattern is None:
-        return Target(name, tuple(Piece(tensor) for tensor, _ in found))
-    converter = by_pattern[pattern]
-    merge = MergeModulelist
+def _makes_views(converter: WeightConverter, found: list[tuple[TensorInfo, str | None]]) -> bool:
+    """Whether each stored tensor fills a view of one parameter: stacked, concatenated or both."""
     operations = [type(operation) for operation in converter.operations]
-    views = operations in ([merge], [merge, Concatenate], [Concatenate])
-    stacked = operations[0] is merge
-    if not views or (stacked and converter.operations[0].dim != 0):
-        names = ", ".join(operation.__name__ for operation in operations)
+    if operations == [Concatenate]:
+        one_each = len({pattern for _, pattern in found}) == len(found)
+    elif operations in ([MergeModulelist], [MergeModulelist, Concatenate]):
+        one_each = converter.operations[0].dim == 0
+    else:
+        return False
+    # parts of unequal size are not where Piece.select looks for them
+    return one_each and len({tensor.shape for tensor, _ in found}) == 1
+
+
+def _convert_targets(
+    conversion: Conversion, state: Mapping[str, torch.Tensor]
+) -> dict[str, Target]:
+    """Find what a conversion fills, by converting shapes alone."""
+    tensors = [tensor for _, tensor in conversion.sources]
+    operations = ", ".join(type(o).__name__ for o in conversion.converter.operations)
+    try:
+        made = conversion.convert(torch.empty(t.shape, device="meta") for t in tensors)
+    except Exception as error:  # whatever an operation of transformers raises
         raise CheckpointError(
-            f"{name} is stored in another form than it is used in ({names}); `run` reads tensors "
-            "that are stacked or concatenated. The plan can still be made and exported"
-        )
+            f"{conversion.name} is stored in another form than it is used in ({operations}), and "
+            f"transformers cannot convert it: {error}. The plan can still be made and exported"
+        ) from None
+    for name, value in made.items():
+        expected = state[name].shape if name in state else None
+        if value.shape != expected:
+            raise CheckpointError(
+                f"{conversion.name}: {operations} of {', '.join(t.name for t in tensors[:2])} "
+                f"makes {name} {list(value.shape)}; the model wants "
+                f"{'no such parameter' if expected is None else list(expected)}"
+            )
+    pieces = tuple(Piece(tensor) for tensor in tensors)
+    return {name: Target(name, pieces, conversion) for name in made}
+
+
+def _make_target(
+    name: str, found: list[tuple[TensorInfo, str | None]], converter: WeightConverter | None
+) -> Target:
+    if converter is None:
+        return Target(name, tuple(Piece(tensor) for tensor, _ in found))
+    operations = [type(operation) for operation in converter.operations]
+    stacked = operations[0] is MergeModulelist
     parts: dict[str, list[TensorInfo]] = {}
     for tensor, source_pattern in found:
         parts.setdefault(source_pattern or "", []).append(tensor)

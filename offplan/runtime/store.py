@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from offplan.errors import MemoryLimitError, PlanError
-from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, SlabEntry, align
-from offplan.plan import Backend
+from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, SlabEntry, Span, align
 from offplan.runtime.host import HostBlock
 from offplan.runtime.skeleton import Target
-from offplan.schedule import slots_of
+from offplan.schedule import kept_after_prefill, slots_of
 from offplan.units import format_bytes
 
 
@@ -61,12 +60,15 @@ class WeightStore:
         """
         self.device = device
         self._blocks: dict[int, HostBlock] = {}
+        self._embedding: HostBlock | None = None
         owner = {piece.tensor.name: name for name, t in targets.items() for piece in t.pieces}
         offloaded = {
             self._name_of(entry, owner, targets, tensors): (slab.layer, entry)
             for slab in placement.slabs
             for entry in slab.entries
         }
+        embedding = placement.host_embedding
+        by_row = owner[embedding.name] if embedding is not None else None
         self.resident: dict[str, torch.Tensor] = {}
         """Views of the arena by parameter name."""
         self.host: dict[str, torch.Tensor] = {}
@@ -74,27 +76,49 @@ class WeightStore:
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
         """What each phase computes with, for every offloaded parameter."""
         try:
-            self._allocate_resident({n: tensors[n] for n in targets if n not in offloaded})
+            on_host = offloaded.keys() | {by_row}
+            self._allocate_resident({n: tensors[n] for n in targets if n not in on_host})
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
+            pin = device.type == "cuda"
             for slab in placement.slabs:
-                self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=device.type == "cuda")
+                self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=pin)
+            if by_row is not None:
+                self._embedding = HostBlock(tensors[by_row].nbytes, pin=pin)
         except BaseException:
             self.close()
             raise
-        views = {layer: block.device_view(device) for layer, block in self._blocks.items()}
         for name, (layer, entry) in offloaded.items():
             self.host[name] = tensors[name].view(self._blocks[layer].tensor, entry.offset)
         for phase in Phase:
-            slots = slots_of(placement, phase)
-            for name, (layer, entry) in offloaded.items():
-                if entry.backend(phase) is Backend.UVA:
-                    view = tensors[name].view(views[layer], entry.offset)
-                else:
-                    slot, span = slots[layer]
-                    view = tensors[name].view(self.slots[slot], entry.offset - span.start)
-                self.by_phase[phase][name] = view
+            self.by_phase[phase] = self._views(phase, placement, offloaded, tensors)
+        if by_row is not None and self._embedding is not None:
+            self.host[by_row] = tensors[by_row].view(self._embedding.tensor, 0)
+            view = tensors[by_row].view(self._embedding.device_view(device), 0)
+            for phase in Phase:
+                self.by_phase[phase][by_row] = view
+
+    def _views(
+        self,
+        phase: Phase,
+        placement: Placement,
+        offloaded: Mapping[str, tuple[int, SlabEntry]],
+        tensors: Mapping[str, Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """See every offloaded parameter where this phase reads it: in a slot, or on the host."""
+        in_place = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
+        slots = slots_of(placement, phase)
+        if phase is Phase.DECODE:
+            slots |= kept_after_prefill(placement)
+        views = {}
+        for name, (layer, entry) in offloaded.items():
+            slot, span = slots.get(layer, (0, Span(layer, 0, 0)))
+            if span.start <= entry.offset and entry.offset + entry.unit.nbytes <= span.stop:
+                views[name] = tensors[name].view(self.slots[slot], entry.offset - span.start)
+            else:
+                views[name] = tensors[name].view(in_place[layer], entry.offset)
+        return views
 
     @property
     def slabs(self) -> dict[int, torch.Tensor]:
@@ -108,14 +132,16 @@ class WeightStore:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(block.nbytes for block in self._blocks.values())
+        """Bytes of all host memory."""
+        return sum(view.nbytes for view in self.host.values())
 
     def close(self) -> None:
         """Give host memory back; the device must be idle."""
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
+        if self._embedding is not None:
+            self._embedding.close()
 
     def _allocate_resident(self, wanted: Mapping[str, Tensor]) -> None:
         total = sum(align(tensor.nbytes) for tensor in wanted.values())

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +23,7 @@ time.sleep = lambda seconds: sleep(min(seconds, 0.01))  # huggingface_hub's own 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
 ranges.RETRY_WAITS_S = (0.01, 0.01, 0.01)
+ranges._PATIENCE_S = 0.3
 heard = []
 try:
     model = open_model(
@@ -44,8 +46,8 @@ class Hub:
 
     files: dict[str, bytes]
     ignore_range: bool = False
-    tail_bytes: int = 0
-    """Zeros served after every safetensors file's content, never held in memory."""
+    tails: dict[str, int] = field(default_factory=dict)
+    """Zeros served after a file's content, never held in memory."""
     drops: dict[str, int] = field(default_factory=dict)
     """How often yet to cut the connection in the middle of a file."""
     statuses: dict[str, list[int]] = field(default_factory=dict)
@@ -55,7 +57,20 @@ class Hub:
     """Method, file and Range of each."""
     tokens: set[str] = field(default_factory=set)
     sent_bytes: int = 0
+    delay_s: float = 0.0
+    """Before each answer."""
     url: str = ""
+    old_name: str = ""
+    """A name that the server answers with a redirect to the repository."""
+    elsewhere: bool = False
+    """Send on requests for shards to another host's name, as the Hub does for large files."""
+    tokens_elsewhere: set[str] = field(default_factory=set)
+    stall: str = ""
+    """A file of which three bytes are sent, and then nothing."""
+    drip: str = ""
+    """A file of which a byte is sent now and then."""
+    released: threading.Event = field(default_factory=threading.Event)
+    """Ends the stall, at the latest with the test."""
 
     def shard_gets(self) -> list[tuple[str, str, str]]:
         return [r for r in self.requests if r[0] == "GET" and r[1].endswith(".safetensors")]
@@ -76,6 +91,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, body: bool) -> None:
         hub, path = self.hub, self.path
+        time.sleep(hub.delay_s)
+        if hub.old_name and path.startswith(f"/{hub.old_name}/resolve/"):
+            return self.redirect(path.replace(f"/{hub.old_name}", f"/{REPO}", 1))
+        if path.startswith("/elsewhere/"):
+            hub.tokens_elsewhere.add(self.headers.get("Authorization", ""))
+            return self.serve(path.removeprefix("/elsewhere/"), body)
         if not path.startswith(PREFIX):
             return self.fail(404, "RepoNotFound")
         revision, _, name = path.removeprefix(PREFIX).partition("/")
@@ -90,7 +111,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self.fail(404, "RevisionNotFound")
         if name not in hub.files:
             return self.fail(404, "EntryNotFound")
+        if hub.elsewhere and name.endswith(".safetensors"):
+            return self.redirect(f"{hub.url.replace('127.0.0.1', 'localhost')}/elsewhere/{name}")
         return self.serve(name, body)
+
+    def redirect(self, location: str) -> None:
+        self.send_response(307)
+        self.send_header("Location", location)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def fail(self, status: int, code: str) -> None:
         self.send_response(status)
@@ -102,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     def serve(self, name: str, body: bool) -> None:
         hub = self.hub
         content = hub.files[name]
-        size = len(content) + (hub.tail_bytes if name.endswith(".safetensors") else 0)
+        size = len(content) + hub.tails.get(name, 0)
         first, last, asked = 0, size - 1, self.headers.get("Range")
         ranged = bool(asked) and not hub.ignore_range
         if ranged:
@@ -119,12 +148,30 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not body:
             return None
+        if name == hub.drip:
+            return self.send_drops(content[first : last + 1])
+        if name == hub.stall:
+            self.wfile.write(content[first : first + 3])
+            self.wfile.flush()
+            hub.released.wait(30)
+            self.close_connection = True
+            return None
         num_bytes = last + 1 - first
         if hub.drops.get(name, 0):
             hub.drops[name] -= 1
             num_bytes //= 2
             self.close_connection = True
         return self.send(content[first : first + num_bytes], num_bytes)
+
+    def send_drops(self, data: bytes) -> None:
+        self.close_connection = True
+        for position in range(len(data)):
+            try:
+                self.wfile.write(data[position : position + 1])
+                self.wfile.flush()
+            except OSError:
+                return
+            self.hub.released.wait(0.01)
 
     def send(self, start: bytes, num_bytes: int) -> None:
         """Send ``start``, then zeros up to ``num_bytes``, as far as the client listens."""

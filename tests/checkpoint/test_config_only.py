@@ -7,7 +7,7 @@ import pytest
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
-from tests.checkpoint.conftest import MODELS
+from tests.checkpoint.architectures import LATENT, MODELS, TINY
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -39,8 +39,10 @@ def test_config_alone_equals_the_saved_checkpoint(saved, name):
 def test_checkpoint_has_the_parameters_of_the_model(saved, name):
     folder, model = saved(name)
     got = open_model(str(folder))
-    assert got.num_parameters == model.num_parameters()
-    assert len(got.layers) == model.config.num_hidden_layers
+    # Saved buffers are among them (DeepSeek-V3's e_score_correction_bias); ties are one object.
+    elements = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values()}
+    assert got.num_parameters == sum(elements.values())
+    assert len(got.layers) == model.config.get_text_config().num_hidden_layers
     assert got.model_type == model.config.model_type
 
 
@@ -128,15 +130,52 @@ def test_quantised_config_says_that_sizes_are_before_it(saved, tmp_path):
     assert any("before quantisation" in note for note in model.notes)
 
 
+def test_infinity_in_a_config(tmp_path):
+    from transformers import BambaConfig
+
+    config = BambaConfig(**TINY, mamba_n_heads=4, mamba_d_head=16, attn_layer_indices=[1])
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert len(open_model(str(tmp_path / "config.json")).layers) == 3
+
+
+def test_experts_that_compute_nothing_are_not_in_the_checkpoint(tmp_path):
+    from transformers import LongcatFlashConfig
+
+    config = LongcatFlashConfig(
+        **{**TINY, "num_hidden_layers": 4, **LATENT, "q_lora_rank": 8},
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
+        expert_ffn_hidden_size=16,
+        ffn_hidden_size=48,
+    )
+    config.save_pretrained(tmp_path)
+    model = open_model(str(tmp_path / "config.json"))
+    assert model.experts == Experts(4, 2, 3 * 32 * 16 * 2)
+    # Two attentions a layer.
+    assert [layer.kv_cache for layer in model.layers] == [KVCache(2 * (16 + 8) * 2)] * 2
+
+
 def test_index_beside_the_config_is_compared(saved, tmp_path):
     folder, _ = saved("qwen3-sharded")
     shutil.copy(folder / "config.json", tmp_path)
     shutil.copy(folder / "model.safetensors.index.json", tmp_path)
-    assert len(open_model(str(tmp_path / "config.json")).notes) == 1
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": 5}, "weight_map": {"a": "b"}})
-    )
-    assert "says 5 bytes" in open_model(str(tmp_path / "config.json")).notes[-1]
+    model = open_model(str(tmp_path / "config.json"))
+    assert len(model.notes) == 1
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["metadata"]["total_size"] += 5
+    index["weight_map"] = {**index["weight_map"], "a.weight": "b"}
+    del index["weight_map"]["lm_head.weight"]
+    path.write_text(json.dumps(index))
+    _, size, extra, missing, advice = open_model(str(tmp_path / "config.json")).notes
+    assert f"says {model.total_bytes + 5} bytes" in size
+    assert "the index has +5 bytes" in size
+    assert "1 tensors are in model.safetensors.index.json and not in" in extra
+    assert "'a.weight'" in extra
+    assert "'lm_head.weight'" in missing
+    assert "name the folder" in advice
 
 
 @pytest.mark.parametrize(

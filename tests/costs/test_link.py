@@ -47,8 +47,19 @@ def test_only_what_the_phase_reads_in_place_counts() -> None:
     model = moe_model(3)
     placement = place_rules(model, [rule("shared_experts", decode=Backend.UVA)], 1)
     decode, prefill = (
-        uva_bytes_by_layer(placement, model.experts, 3, PassShape(phase, 1, 1, 1))
+        uva_bytes_by_layer(placement, model.experts, 3, [PassShape(phase, 1, 1, 1)])
         for phase in (Phase.DECODE, Phase.PREFILL)
     )
-    assert decode == (0, 24576, 24576)
+    assert decode == (0, 24576, 0)  # the last layer's stay in the one slot after prefill
     assert prefill == (0, 0, 0)
+
+
+def test_each_chunk_reads_for_itself() -> None:
+    model = moe_model(3)
+    placement = place_rules(model, [rule("mlp", prefill=Backend.UVA, decode=Backend.UVA)], 1)
+    chunks = [PassShape(Phase.PREFILL, 1, tokens, 300) for tokens in (200, 100)]
+    together, first, second = (
+        uva_bytes_by_layer(placement, model.experts, 3, some)
+        for some in (chunks, chunks[:1], chunks[1:])
+    )
+    assert together == tuple(map(sum, zip(first, second, strict=True)))

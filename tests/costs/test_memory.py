@@ -19,6 +19,7 @@ from offplan.costs.memory import (
     mlp_bytes,
     overhead_bytes,
     predict_gpu_memory,
+    waiting_bytes,
 )
 from offplan.costs.work import PassShape
 from offplan.placement import Phase
@@ -89,6 +90,15 @@ def test_activations_grow_with_the_chunk() -> None:
     sizes = [activation_bytes(moe_model(3), workload, chunk) for chunk in (1, 64, 500, 512)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
+
+
+def test_chunks_wait_with_their_hidden_states() -> None:
+    """Half the chunk halves its temporaries, but not what the whole prompt keeps."""
+    model, workload = dense_model(2), Workload(batch=3, prompt_tokens=8, context=200)
+    chunk = PassShape(Phase.PREFILL, 3, 2, 8)
+    assert waiting_bytes(model, workload, chunk) == (3 * 6 * HIDDEN + 2 * 8 * 16) * 2
+    whole = PassShape(Phase.PREFILL, 3, 8, 8)
+    assert waiting_bytes(model, workload, whole) == 2 * 8 * 16 * 2
 
 
 def test_kv_cache_is_static() -> None:

@@ -7,7 +7,15 @@ from offplan.costs.predict import predict
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import LayerTime
 from offplan.plan import Backend, Basis, Budget, Offload, Workload
-from tests.costs.builders import MIB, dense_model, make_machine, moe_model, rule
+from tests.costs.builders import (
+    HIDDEN,
+    MIB,
+    VOCABULARY,
+    dense_model,
+    make_machine,
+    moe_model,
+    rule,
+)
 
 BUDGET = Budget(gpu_memory=64 * MIB)
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=10, context=700)
@@ -28,7 +36,7 @@ def test_objective_is_prompt_and_every_output_token() -> None:
     prediction = predict(dense_model(4), make_machine(), WORKLOAD, BUDGET, offload)
     total = prediction.prefill.step_s + 10 * prediction.decode.step_s
     assert prediction.objective_s == pytest.approx(total)
-    assert prediction.prefill.link_bytes == 2 * prediction.decode.link_bytes  # two chunks
+    assert prediction.prefill.link_bytes == prediction.decode.link_bytes  # two chunks, one pass
     assert prediction.host_memory_bytes == prediction.decode.link_bytes
 
 
@@ -42,6 +50,20 @@ def test_experts_read_in_place_cross_as_touched() -> None:
     assert prediction.decode.link_bytes == 4 * 2 * model.experts.bytes_per_expert
     assert prediction.decode.stall_s == pytest.approx(prediction.decode.link_s)
     assert prediction.gpu_memory.ring_bytes == 0
+
+
+def test_rows_of_an_embedding_on_the_host_cross_one_a_token() -> None:
+    model = dense_model(3)
+    on_host = Offload(prefill_chunk=512, embeddings="host")
+    resident = predict(model, make_machine(), WORKLOAD, BUDGET, Offload(prefill_chunk=512))
+    prediction = predict(model, make_machine(), WORKLOAD, BUDGET, on_host)
+    row, table = 2 * HIDDEN, 2 * HIDDEN * VOCABULARY
+    assert prediction.decode.link_bytes == row
+    assert prediction.prefill.link_bytes == 600 * row
+    assert prediction.prefill.stall_s == pytest.approx(600 * row / 0.9e9)
+    assert prediction.host_memory_bytes == table
+    saved = resident.gpu_memory.resident_bytes - prediction.gpu_memory.resident_bytes
+    assert saved == table
 
 
 def test_basis_is_measured_only_when_all_of_it_is() -> None:

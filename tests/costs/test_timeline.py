@@ -32,16 +32,16 @@ def pass_times(compute: list[int], copy: int | dict[int, int], uva: list[int]) -
     return PassTimes(tuple(compute), 0, tuple(uva), sum(uva), copy_ps)
 
 
-def steady_request(placement: Placement, num_layers: int, num_chunks: int) -> RequestSchedule:
-    first = build_request(placement, num_layers, num_chunks, empty_ring(placement))
-    return build_request(placement, num_layers, num_chunks, first.decode.after)
+def steady_request(placement: Placement, num_layers: int) -> RequestSchedule:
+    first = build_request(placement, num_layers, empty_ring(placement))
+    return build_request(placement, num_layers, first.decode.after)
 
 
 def price_equal(num_slabs: int, group: int, num_slots: int, compute: int, copy: int) -> PhaseTimes:
     num_layers = num_slabs * group
     model = dense_model(num_layers)
     placement = place_rules(model, [rule("mlp", group=(group, 1))], num_slots)
-    request = steady_request(placement, num_layers, 1)
+    request = steady_request(placement, num_layers)
     return price_decode(request.decode, pass_times([compute] * num_layers, copy, [0] * num_layers))
 
 
@@ -112,20 +112,18 @@ def test_steady_step_is_what_many_steps_come_to(
     compute = data.draw(st.lists(st.integers(1, 9), min_size=num_layers, max_size=num_layers))
     copies = data.draw(st.lists(st.integers(1, 30), min_size=num_layers, max_size=num_layers))
     times = pass_times(compute, dict(enumerate(copies)), [0] * num_layers)
-    schedule = steady_request(placement, num_layers, 1).decode
+    schedule = steady_request(placement, num_layers).decode
     # small whole numbers settle soon; 60 is a multiple of every period up to 6
     ends = run_decode(schedule, times, 460)
     assert price_decode(schedule, times).step_ps == Fraction(ends[-1] - ends[-61], 60)
 
 
-@given(st.data(), odd_models(), st.integers(1, 4), st.integers(1, 3))
-def test_bounds_and_monotony_hold(
-    data: st.DataObject, model: Model, prefetch_step: int, num_chunks: int
-) -> None:
+@given(st.data(), odd_models(), st.integers(1, 4))
+def test_bounds_and_monotony_hold(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     """step >= bound, step >= compute, and a faster link or GPU never hurts, UVA mixed in or not."""
     num_layers = len(model.layers)
     placement = place_or_skip(model, data.draw(rule_lists(num_layers)), prefetch_step)
-    request = steady_request(placement, num_layers, num_chunks)
+    request = steady_request(placement, num_layers)
     durations = st.lists(st.integers(1, 40), min_size=num_layers, max_size=num_layers)
     compute, copies = data.draw(durations), data.draw(durations)
     reads = {
@@ -145,7 +143,7 @@ def test_bounds_and_monotony_hold(
             for phase in (Phase.PREFILL, Phase.DECODE)
         )
         return (
-            price_prefill(request.prefill, [prefill] * num_chunks),
+            price_prefill(request.prefill, prefill),
             price_decode(request.decode, decode),
         )
 
@@ -162,36 +160,35 @@ def test_reading_in_place_delays_what_is_copied_meanwhile() -> None:
         rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA),
     ]
     placement = place_rules(dense_model(4), rules, 2)
-    request = steady_request(placement, 4, 1)
+    request = steady_request(placement, 4)
     placement_without = place_rules(dense_model(4), rules[1:], 2)
     assert not [op for op in request.decode.operations if isinstance(op, Copy)]  # both own a slot
     times = pass_times([1, 1, 1, 1], 100, [10, 10, 10, 10])
-    one_slot = steady_request(place_rules(dense_model(4), rules, 1), 4, 1)
+    one_slot = steady_request(place_rules(dense_model(4), rules, 1), 4)
     decode = price_decode(one_slot.decode, times)
     assert decode.link_ps == 2 * 100 + 4 * 10
     assert decode.step_ps >= decode.link_ps
-    in_place = steady_request(placement_without, 4, 1)
+    in_place = steady_request(placement_without, 4)
     assert price_decode(in_place.decode, times).step_ps == 4 * (1 + 10)
 
 
-def test_prefill_streams_once_a_chunk_and_starts_with_a_warm_ring() -> None:
+def test_prefill_streams_once_a_prompt_and_starts_with_a_warm_ring() -> None:
     placement = place_rules(dense_model(4), [rule("mlp")], 2)
-    request = steady_request(placement, 4, 3)
-    times = [pass_times([1] * 4, 100, [0] * 4)] * 3
-    prefill = price_prefill(request.prefill, times)
-    assert prefill.link_ps == 3 * 4 * 100
-    assert prefill.bound_ps == (3 * 4 - 2) * 100  # two layers are there at the start
+    request = steady_request(placement, 4)
+    prefill = price_prefill(request.prefill, pass_times([1] * 4, 100, [0] * 4))
+    assert prefill.link_ps == 4 * 100
+    assert prefill.bound_ps == (4 - 2) * 100  # two layers are there at the start
     # the first copy starts after the first layer; each copy follows another; the last layer runs
-    assert prefill.step_ps == 1 + 10 * 100 + 1
-    assert prefill.link_bytes == sum(schedule.link_bytes for schedule in request.prefill)
+    assert prefill.step_ps == 1 + 2 * 100 + 1
+    assert prefill.link_bytes == request.prefill.link_bytes
 
 
 def test_resident_passes_take_their_compute() -> None:
     placement = place_rules(dense_model(3), [], 1)
-    request = steady_request(placement, 3, 2)
+    request = steady_request(placement, 3)
     times = PassTimes((5, 6, 7), 4, (0, 0, 0), 0, lambda span: 0)
     assert price_decode(request.decode, times).step_ps == 22
-    assert price_prefill(request.prefill, [times, times]).step_ps == 44
+    assert price_prefill(request.prefill, times).step_ps == 22
     assert request.decode.operations == tuple(Compute(layer) for layer in range(3))
 
 

@@ -106,6 +106,14 @@ def test_refusals(plan: Plan, model: Model, lost: str) -> None:
         export_plan(plan, model, "vllm")
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_no_flag_reaches_the_embedding(engine: str) -> None:
+    plan = make_plan()
+    on_host = plan.offload.model_copy(update={"embeddings": "host"})
+    with pytest.raises(ExportError, match="input embedding on the GPU"):
+        export_plan(plan.model_copy(update={"offload": on_host}), qwen3(), engine)
+
+
 def test_unknown_engine() -> None:
     with pytest.raises(ExportError, match="vllm and sglang"):
         export_plan(make_plan(), qwen3(), "tgi")

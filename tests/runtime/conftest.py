@@ -14,6 +14,9 @@ from transformers import (
 
 NUM_LAYERS = 5
 
+# threads that wait for each other cost more than these tiny products, above all on a busy machine
+torch.set_num_threads(1)
+
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(
         hidden_size=32,

@@ -1,6 +1,7 @@
 """Offload decisions for tests, made without the planner, and sessions that carry them out."""
 
 from pathlib import Path
+from typing import Literal
 
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
@@ -27,8 +28,18 @@ def group(
     )
 
 
-def offload(*rules: Rule, prefetch_step: int = 2, prefill_chunk: int = 64) -> Offload:
-    return Offload(prefetch_step=prefetch_step, prefill_chunk=prefill_chunk, rules=rules)
+def offload(
+    *rules: Rule,
+    prefetch_step: int = 2,
+    prefill_chunk: int = 64,
+    embeddings: Literal["device", "host"] = "device",
+) -> Offload:
+    return Offload(
+        prefetch_step=prefetch_step,
+        prefill_chunk=prefill_chunk,
+        embeddings=embeddings,
+        rules=rules,
+    )
 
 
 def open_session(folder: Path, decision: Offload, device: str = "cpu", **options: bool) -> Session:

@@ -7,6 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offplan.checkpoint.open import open_model
+from offplan.errors import PlanError
+from offplan.placement import Phase
 from offplan.plan import Offload, Rule
 from offplan.runtime.generate import Measured, generate
 from tests.runtime.plans import group, offload, open_session
@@ -78,6 +81,24 @@ def test_max_bytes(checkpoint: Path) -> None:
     assert_same_as_resident(checkpoint, rule, prefetch_step=1)
 
 
+def test_embeddings_on_the_host(checkpoint: Path) -> None:
+    if open_model(str(checkpoint)).input_embedding is None:
+        with pytest.raises(PlanError, match="tied"):
+            run(checkpoint, offload(embeddings="host"), PROMPT)
+        return
+    resident = run_resident(checkpoint, tuple(map(tuple, PROMPT.tolist())), 64)
+    got = run(checkpoint, offload(group(2, 1), embeddings="host"), PROMPT)
+    assert all(map(torch.equal, got, resident))
+
+
+@pytest.mark.parametrize("chunk", [3, 10])
+def test_weights_cross_once_a_prompt(checkpoint: Path, chunk: int) -> None:
+    with open_session(checkpoint, offload(group(2, 1), prefetch_step=1, prefill_chunk=chunk)) as s:
+        s.prefill(PROMPT)
+        slabs = [slab.nbytes for slab in s.loaded.placement.slabs]
+        assert s.link.bytes_moved == sum(slabs) + slabs[0]  # the last one is for decode
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 def test_tokens_equal_stock_transformers(checkpoint: Path, chunk: int) -> None:
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -103,3 +124,16 @@ def test_bytes_moved_are_the_slabs(checkpoint: Path) -> None:
         list(generate(session, PROMPT, NUM_TOKENS, measured))
         slabs = sum(slab.nbytes for slab in session.loaded.placement.slabs)
         assert measured.decode_link_bytes == slabs * (NUM_TOKENS - 1)
+
+
+def test_decode_reads_what_prefill_left_in_the_ring(checkpoint: Path) -> None:
+    """Layers whose slabs prefill left in slots are as good as resident."""
+    with open_session(checkpoint, offload(group(1, 1, "mlp", decode="uva"))) as session:
+        decode = session.loaded.store.by_phase[Phase.DECODE]
+        slots = [(s.data_ptr(), s.data_ptr() + s.nbytes) for s in session.loaded.store.slots]
+        kept = {
+            name.split(".")[2]
+            for name, view in decode.items()
+            if any(start <= view.data_ptr() < stop for start, stop in slots)
+        }
+    assert len(kept) == len(slots) == 2

@@ -1,10 +1,13 @@
 """The same on a GPU, where copies and compute really run side by side."""
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
+from offplan.checkpoint.open import open_model
+from offplan.placement import Phase, place
 from offplan.plan import Offload, Rule
 from tests.runtime.plans import group, offload, open_session
 
@@ -24,37 +27,56 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "attention": (group(1, 1, "self_attn"),),
     "prefetch, then in place": (group(2, 1, "mlp", decode="uva"),),
     "in place": (group(1, 1, "mlp", prefill="uva", decode="uva"),),
+    "in chunks": (group(2, 1, "mlp"),),
     "two rules": (group(2, 1, "mlp", decode="uva"), group(1, 1, "self_attn", prefill="uva")),
 }
 
 
-def run(
-    folder: Path, decision: Offload, prompt: torch.Tensor, capture: bool
-) -> tuple[list[torch.Tensor], int, int]:
-    """Logits, bytes that DMA moved in decode, and device memory that weights took."""
+def run(folder: Path, decision: Offload, capture: bool) -> tuple[list[torch.Tensor], int, int]:
+    """Logits of both prompts, bytes that DMA moved in decode, device memory that weights took."""
     before = torch.cuda.memory_allocated()
+    logits: list[torch.Tensor] = []
+    moved = 0
     with open_session(folder, decision, "cuda", capture=capture) as session, session.stream():
         weights = torch.cuda.memory_allocated() - before
-        session.warm_up(*prompt.shape)
-        logits = [session.prefill(prompt).clone()]
-        moved = session.link.bytes_moved
-        for _ in range(NUM_TOKENS):
-            tokens = logits[-1].argmax(-1, keepdim=True)
-            logits.append(session.decode(tokens).clone())
-        return [entry.cpu() for entry in logits], session.link.bytes_moved - moved, weights
+        for prompt in (PROMPT, BATCH):
+            session.warm_up(*prompt.shape)
+            logits.append(session.prefill(prompt).clone())
+            moved -= session.link.bytes_moved
+            for _ in range(NUM_TOKENS):
+                tokens = logits[-1].argmax(-1, keepdim=True)
+                logits.append(session.decode(tokens).clone())
+            moved += session.link.bytes_moved
+        return [entry.cpu() for entry in logits], moved, weights
 
 
-@pytest.mark.parametrize("capture", [True, False], ids=["captured", "eager"])
-@pytest.mark.parametrize("prefetch_step", [1, 2, 3])
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@functools.cache
+def run_resident(folder: Path, chunk: int, capture: bool) -> tuple[list[torch.Tensor], int]:
+    logits, _, weights = run(folder, offload(prefill_chunk=chunk), capture)
+    return logits, weights
+
+
+@pytest.mark.parametrize(
+    ("prefetch_step", "capture"), [(1, True), (2, True), (3, True), (2, False)]
+)
+@pytest.mark.parametrize("name", RULES)
 def test_logits_equal_resident(
-    checkpoint: Path, rules: tuple[Rule, ...], prefetch_step: int, capture: bool
+    checkpoint: Path, name: str, prefetch_step: int, capture: bool
 ) -> None:
-    for prompt in (PROMPT, BATCH):
-        resident, _, all_weights = run(checkpoint, offload(), prompt, capture)
-        decision = offload(*rules, prefetch_step=prefetch_step)
-        got, moved, weights = run(checkpoint, decision, prompt, capture)
-        assert all(map(torch.equal, got, resident))
-        streams = any(rule.decode == "prefetch" for rule in rules)
-        assert (moved > 0) == streams
+    rules, chunk = RULES[name], 4 if name == "in chunks" else 10
+    untied = open_model(str(checkpoint)).input_embedding is not None
+    decision = offload(
+        *rules,
+        prefetch_step=prefetch_step,
+        prefill_chunk=chunk,
+        embeddings="host" if untied and name == "two rules" else "device",
+    )
+    resident, all_weights = run_resident(checkpoint, chunk, capture)
+    got, moved, weights = run(checkpoint, decision, capture)
+    differences = [(a - b).abs().max().item() for a, b in zip(got, resident, strict=True)]
+    assert differences == [0.0] * len(resident)
+    placement = place(open_model(str(checkpoint)), decision)
+    # with no more layers than slots, every layer owns one and is as good as resident
+    assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > prefetch_step)
+    if placement.offloaded_bytes > placement.ring_bytes:
         assert weights < all_weights

@@ -1,0 +1,94 @@
+"""The decoder's layers as the runtime drives them: compiled, with a cache each, callable alone.
+
+What is done to a layer is done once, and undone with the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.runtime.kv_cache import KVCache
+
+MAX_VARIANTS = 64
+"""Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments that a model calls one of its layers with."""
+
+    hidden: torch.Tensor
+    """Hidden states, [batch, tokens, hidden size]."""
+    arguments: dict[str, Any]
+    """Masks, positions, rotary tables, the layer's cache."""
+
+
+class DecoderLayers:
+    """All decoder layers of a model, in order."""
+
+    def __init__(self, layers: nn.ModuleList, *, compiled: bool) -> None:
+        """Take the layers over; ``compiled`` compiles their forward for the shapes it meets.
+
+        A pass that is not worth a compilation runs in ``torch.compiler.set_stance("force_eager")``.
+        """
+        self.cache: KVCache | None = None
+        """Of the sequences at hand; every layer is given its own part of it."""
+        self._steps: list[Callable[..., Any]] = []
+        self._detour: Callable[[int, Call], torch.Tensor] | None = None
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, MAX_VARIANTS)
+        for index, layer in enumerate(layers):
+            # torch.compile guards on every integer that it reads from a module
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    vars(module)["layer_idx"] = 0
+            own = layer.forward
+            self._steps.append(torch.compile(own, dynamic=False) if compiled else own)
+            layer.forward = self._make_forward(index)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def step(self, index: int, call: Call) -> torch.Tensor:
+        """Run one layer, compiled where it is; hooks are not called."""
+        out = self._steps[index](call.hidden, **call.arguments)
+        hidden = out[0] if isinstance(out, tuple) else out
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+    def note_calls(self, forward: Callable[[], Any]) -> list[Call]:
+        """Return what ``forward`` would call each layer with; none of them runs."""
+        calls: list[Call] = []
+
+        def note(_: int, call: Call) -> torch.Tensor:
+            calls.append(call)
+            return call.hidden
+
+        self._with_detour(note, forward)
+        return calls
+
+    def finish(self, hidden: torch.Tensor, forward: Callable[[], Any]) -> Any:
+        """Return what ``forward`` makes of ``hidden`` as the last layer's output."""
+        return self._with_detour(lambda *_: hidden, forward)
+
+    def _with_detour(
+        self, detour: Callable[[int, Call], torch.Tensor], forward: Callable[[], Any]
+    ) -> Any:
+        self._detour = detour
+        try:
+            return forward()
+        finally:
+            self._detour = None
+
+    def _make_forward(self, index: int) -> Callable[..., Any]:
+        def forward(hidden_states: torch.Tensor, **arguments: Any) -> Any:
+            assert self.cache is not None
+            arguments["past_key_values"] = self.cache.of_layer(index)
+            if self._detour is not None:
+                return self._detour(index, Call(hidden_states, arguments))
+            return self._steps[index](hidden_states, **arguments)
+
+        return forward
