@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError, DriftError, MemoryLimitError
+from offplan.errors import CheckpointError, MemoryLimitError
 from offplan.runtime import host_memory, loaded, session, store
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.generate import Measured, generate
@@ -294,7 +294,7 @@ def test_files_that_changed_after_their_headers_were_read(driver: Driver, folder
     shard = shard_of(folder)
     tensors = load_file(shard)
     save_file({name: tensor.half() for name, tensor in tensors.items()}, shard)
-    with pytest.raises(DriftError, match="has changed since its header was read"):
+    with pytest.raises(CheckpointError, match="has changed since its header was read"):
         load(folder, model)
     assert not driver.locked
 
@@ -303,7 +303,7 @@ def test_weights_of_another_shape(driver: Driver, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["intermediate_size"] //= 2
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"has the shape \(.*\); the model wants \(.*\)"):
+    with pytest.raises(CheckpointError, match=r"the model wants|another model"):
         load(folder)
     assert not driver.calls
 
@@ -321,6 +321,6 @@ def test_the_wrong_folder(driver: Driver, folder: Path, tmp_path: Path) -> None:
     model = open_model(str(folder))
     other = save_tiny("qwen3_moe_tied", tmp_path / "other")
     shutil.copy(folder / "config.json", other / "config.json")
-    with pytest.raises((CheckpointError, DriftError)):
+    with pytest.raises(CheckpointError):
         load(other, model)
     assert not driver.locked
