@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 
 from offplan.errors import MemoryLimitError
-from offplan.units import format_bytes
 
 _SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """In what torch says when the driver, cuBLAS or the host has no memory left."""
@@ -21,37 +20,30 @@ def memory_limits(doing: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        cause = _find_cause(error)
+        if cause is None:
             raise
+        # torch tells what it wanted and what is free, then at length how the rest is spread
+        details = " ".join(str(cause).split()).split(". ")[:3]
+        told = f" ({'. '.join(details).rstrip('.')})" * bool(details[0])
         raise MemoryLimitError(
-            f"memory ran out while {doing}{_free()}. Close what else uses it, or plan again with "
-            "a smaller --gpu-memory, --batch or --context"
+            f"memory ran out while {doing}{told}. Close what else uses it, or plan again with a "
+            "smaller --gpu-memory, --batch or --context"
         ) from error
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this error, or one that it came from, is about memory.
+def _find_cause(error: BaseException | None) -> BaseException | None:
+    """This error, or the first behind it, that is about memory; None if none is.
 
     A capture that an allocation ended fails once more when it is closed.
     """
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            return True
+            return error
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
-            return True
+            return error
         error = error.__cause__ or error.__context__
-    return False
-
-
-def _free() -> str:
-    """What the driver says is free on the current GPU, if there is one that still answers."""
-    if not torch.cuda.is_initialized():
-        return ""
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # the device is beyond telling
-        return ""
-    return f" ({format_bytes(free)} of {format_bytes(total)} are free on the GPU)"
+    return None
 
 
 def let_go(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.runtime.host_memory import check_host_room
 from offplan.runtime.loader import Progress, fill_random, load_weights
+from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (
     Places,
     build_skeleton,
@@ -20,7 +21,6 @@ from offplan.runtime.skeleton import (
     materialise_buffers,
 )
 from offplan.runtime.store import Tensor, WeightStore
-from offplan.runtime.verify import verify_files, verify_headers
 
 
 class LoadedModel:
@@ -37,8 +37,8 @@ class LoadedModel:
         """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
 
         Raises PlanError for rules that do not fit the model, CheckpointError for files that
-        cannot be read or do not fit the model, DriftError for files that changed since their
-        headers were read, MemoryLimitError when memory runs out.
+        cannot be read, have changed or do not fit the model, MemoryLimitError when memory runs
+        out.
         """
         self.model = model
         self.placement: Placement = place(model, offload)
@@ -46,9 +46,7 @@ class LoadedModel:
         targets = map_tensors(self.module, model)
         state = self.module.state_dict()
         verify_headers(targets, state)
-        if folder is not None:
-            verify_files(folder, targets)
-        check_host_room(self._host_bytes(device))
+        check_host_room(_host_bytes(self.placement, device))
         tensors = {name: Tensor(tuple(state[name].shape), state[name].dtype) for name in targets}
         self._places = Places(self.module)
         materialise_buffers(self.module, device)
@@ -78,12 +76,6 @@ class LoadedModel:
         for name, parameter in parameters.items():
             self._places.assign(name, parameter)
 
-    def _host_bytes(self, device: torch.device) -> int:
-        """Bytes that the weights will take on the host."""
-        placement = self.placement
-        on_device = placement.resident_bytes + placement.ring_bytes
-        return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)
-
     def _check(self) -> None:
         """Compare what was loaded with the plan; a plan that did not take effect is an error."""
         resident = sum(view.nbytes for view in self.store.resident.values())
@@ -105,3 +97,9 @@ class LoadedModel:
 
 def _parameters(views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}
+
+
+def _host_bytes(placement: Placement, device: torch.device) -> int:
+    """Bytes that the weights will take on the host."""
+    on_device = placement.resident_bytes + placement.ring_bytes
+    return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError, DriftError, MemoryLimitError
+from offplan.errors import CheckpointError, MemoryLimitError
 from offplan.runtime import host_memory, loaded, session, store
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.generate import Measured, generate
@@ -149,20 +149,35 @@ def test_nothing_known_about_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "told"),
     [
-        OUT_OF_MEMORY,
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        MemoryError(),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+                "139.80 GiB of which 1.20 GiB is free. Including non-PyTorch memory, ..."
+            ),
+            " (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+            "139.80 GiB of which 1.20 GiB is free)",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+            " (CUDA error: out of memory Search for `cudaErrorMemoryAllocation')",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            " (CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`)",
+        ),
+        (MemoryError(), ""),
     ],
+    ids=["torch", "driver", "cublas", "host"],
 )
-def test_out_of_memory_says_what_to_do(error: Exception) -> None:
-    with (
-        pytest.raises(MemoryLimitError, match=r"ran out while testing.*--gpu-memory"),
-        memory_limits("testing"),
-    ):
+def test_out_of_memory_says_what_to_do(error: Exception, told: str) -> None:
+    with pytest.raises(MemoryLimitError) as raised, memory_limits("testing"):
         raise error
+    assert str(raised.value) == (
+        f"memory ran out while testing{told}. Close what else uses it, or plan again with a "
+        "smaller --gpu-memory, --batch or --context"
+    )
 
 
 def test_out_of_memory_behind_another_error() -> None:
@@ -279,7 +294,7 @@ def test_files_that_changed_after_their_headers_were_read(driver: Driver, folder
     shard = shard_of(folder)
     tensors = load_file(shard)
     save_file({name: tensor.half() for name, tensor in tensors.items()}, shard)
-    with pytest.raises(DriftError, match="has changed since its header was read"):
+    with pytest.raises(CheckpointError, match="has changed since its header was read"):
         load(folder, model)
     assert not driver.locked
 
@@ -288,7 +303,7 @@ def test_weights_of_another_shape(driver: Driver, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["intermediate_size"] //= 2
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"has the shape \(.*\); the model wants \(.*\)"):
+    with pytest.raises(CheckpointError, match=r"the model wants|another model"):
         load(folder)
     assert not driver.calls
 
@@ -306,6 +321,6 @@ def test_the_wrong_folder(driver: Driver, folder: Path, tmp_path: Path) -> None:
     model = open_model(str(folder))
     other = save_tiny("qwen3_moe_tied", tmp_path / "other")
     shutil.copy(folder / "config.json", other / "config.json")
-    with pytest.raises((CheckpointError, DriftError)):
+    with pytest.raises(CheckpointError):
         load(other, model)
     assert not driver.locked

@@ -1,0 +1,33 @@
+"""Checks before memory is taken: is what the headers say what the model wants?"""
+
+from collections.abc import Mapping
+
+import torch
+
+from offplan.errors import CheckpointError
+from offplan.runtime.skeleton import Target
+
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Stored types that become the model's own by rounding alone."""
+
+
+def verify_headers(targets: Mapping[str, Target], state: Mapping[str, torch.Tensor]) -> None:
+    """Check stored shapes and types against ``state`` (the model's, of any device).
+
+    What transformers' operations convert is left to them. Raises CheckpointError naming the first
+    tensor that does not fill its place.
+    """
+    for name, target in targets.items():
+        wanted = state[name]
+        for piece in target.pieces if target.conversion is None else ():
+            tensor, shape = piece.tensor, tuple(piece.select(wanted).shape)
+            if tensor.shape != shape:
+                raise CheckpointError(
+                    f"{tensor.name} has the shape {tensor.shape}; the model wants {shape}: the "
+                    "config is not that of these weights"
+                )
+            if wanted.is_floating_point() != (tensor.dtype in FLOATS):
+                raise CheckpointError(
+                    f"{tensor.name} is stored as {tensor.dtype}; the model wants {wanted.dtype}, "
+                    "which it cannot be read as: fetch a checkpoint in bf16, f16 or f32"
+                )

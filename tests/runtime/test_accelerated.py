@@ -1,0 +1,72 @@
+"""The comparison with accelerate offloads what the plan does, and computes the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offplan.checkpoint.open import open_model
+from offplan.runtime import accelerated
+from offplan.runtime.accelerated import bench_accelerate
+from tests.runtime.conftest import save_tiny
+from tests.runtime.plans import group, offload
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3]])
+CPU = torch.device("cpu")
+
+
+def names(folder: Path, *segments: str) -> list[str]:
+    """The modules that accelerate is given for a rule that takes every second layer."""
+    model, decision = open_model(str(folder)), offload(group(2, 1, *segments))
+    module, offloaded = accelerated._load(model, decision, CPU, folder, None)
+    by_module = {id(part): name for name, part in module.named_modules()}
+    return [by_module[id(part)] for part in accelerated._largest_modules(module, offloaded)]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen3_moe_tied", tmp_path_factory.mktemp("moe"))
+
+
+def test_whole_layers(moe: Path) -> None:
+    assert names(moe) == ["model.layers.1", "model.layers.3"]
+
+
+def test_parts_of_layers(moe: Path) -> None:
+    layers = ("model.layers.1", "model.layers.3")
+    assert sorted(names(moe, "experts")) == [f"{layer}.mlp.experts" for layer in layers]
+    projections = sorted(names(moe, "self_attn.q_proj", "self_attn.o_proj"))
+    assert projections == [f"{la}.self_attn.{p}" for la in layers for p in ("o_proj", "q_proj")]
+
+
+def test_a_module_with_parameters_of_both_kinds_is_taken_whole(moe: Path) -> None:
+    assert names(moe, "experts.down_proj") == [f"model.layers.{i}.mlp.experts" for i in (1, 3)]
+
+
+def test_it_computes_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    expected = stock.generate(PROMPT, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    taken: list[torch.Tensor] = []
+    time_forward = accelerated.time_forward
+
+    def note(device, prefill, decode, *counts):  # type: ignore[no-untyped-def]
+        state = prefill()
+        for _ in range(5):
+            taken.append(state[0])
+            state = decode(state)
+        return time_forward(device, prefill, decode, *counts)
+
+    monkeypatch.setattr(accelerated, "time_forward", note)
+    cost = bench_accelerate(
+        open_model(str(checkpoint)),
+        offload(group(2, 1)),
+        PROMPT,
+        device=CPU,
+        folder=checkpoint,
+        num_steps=3,
+        num_repeats=2,
+    )
+    assert torch.equal(torch.cat(taken, dim=1), expected[:, PROMPT.shape[1] :])
+    assert cost.decode.link_bytes is None
+    assert 0 < cost.decode.step.min_s <= cost.decode.step.median_s <= cost.decode.step.max_s

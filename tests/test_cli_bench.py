@@ -1,0 +1,139 @@
+"""``offplan bench`` on the tiny checkpoint: every figure in its place; none of them is timed."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offplan.errors import MemoryLimitError
+from offplan.runtime import versus
+from tests.cli import CLI, TINY_MOE
+from tests.test_cli_run import RULES, write_plan
+
+QUICK = ("--device", "cpu", "--steps", 2, "--repeats", 1)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
+    monkeypatch.chdir(TINY_MOE.parents[1])
+    return CLI(monkeypatch, capsys)
+
+
+def bench(cli: CLI, plan: object, *arguments: object) -> dict[str, Any]:
+    code, out, err = cli("bench", plan, *QUICK, *arguments, "--json")
+    assert code == 0, err
+    payload: dict[str, Any] = json.loads(out)
+    return payload
+
+
+def test_the_report(cli: CLI) -> None:
+    ways = ("resident", "serial", "accelerate")
+    code, out, _ = cli("bench", "plans/tiny-moe.yaml", *QUICK, "--vs", ",".join(ways))
+    assert code == 0
+    for title in ("Decode, a step", "Prefill, the prompt", "Link and memory", "Stalls by layer"):
+        assert f"\n{title}" in f"\n{out}"
+    for row in ("bound", "waiting for the link", "time / bound", "host memory", "5", *ways):
+        assert f"\n{row} " in out
+    assert "medians of 1 prompts and 2 decode steps" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
+    data = bench(cli, "plans/tiny-moe.yaml")
+    for side in ("predicted", "measured"):
+        for phase in ("decode", "prefill"):
+            assert data[side][phase].keys() >= {"step_s", "link_bytes", "stall_s", "bound_s"}
+        assert "total_bytes" in data[side]["gpu_memory"]
+    assert data["measured"]["gpu_memory"]["total_bytes"] is None
+    assert data["measured"]["host_memory"]["process_bytes"] > 2**20
+    assert data["vs"] == {}
+
+
+def test_bytes_moved_are_those_predicted(cli: CLI) -> None:
+    data = bench(cli, "plans/tiny-moe.yaml")
+    for phase in ("decode", "prefill"):
+        measured = data["measured"][phase]
+        assert measured["link_bytes"] == data["predicted"][phase]["link_bytes"] > 0
+        assert {stall["layer"] for stall in measured["stalls"]} == {1, 3, 5}
+        assert measured["stall_s"] == pytest.approx(sum(s["stall_s"] for s in measured["stalls"]))
+
+
+def test_the_bound_is_compute_or_the_link(cli: CLI) -> None:
+    data = bench(cli, "plans/tiny-moe.yaml", "--vs", "resident")
+    rate = data["measured"]["link"]["bytes_per_s"]
+    for phase in ("decode", "prefill"):
+        measured = data["measured"][phase]
+        assert measured["compute_s"] == data["vs"]["resident"][phase]["step_s"]
+        link_s = measured["link_bytes"] / rate
+        assert measured["bound_s"] == max(measured["compute_s"], link_s)
+    alone = bench(cli, "plans/tiny-moe.yaml")
+    assert alone["measured"]["decode"]["compute_s"] == alone["predicted"]["decode"]["compute_s"]
+
+
+def test_what_is_read_in_place_is_not_counted(cli: CLI, tmp_path: Path) -> None:
+    data = bench(cli, write_plan(tmp_path, RULES["mixed"]), "--vs", "accelerate,serial,resident")
+    measured = data["measured"]
+    assert (measured["decode"]["link_bytes"], measured["decode"]["bound_s"]) == (None, None)
+    assert measured["prefill"]["link_bytes"] > 0
+    assert measured["prefill"]["bound_s"] > 0
+    assert list(data["vs"]) == ["accelerate", "serial", "resident"]
+    assert all(way["decode"]["step_s"] > 0 for way in data["vs"].values())
+
+
+def test_a_plan_that_streams_nothing(cli: CLI, tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, "[]")
+    data = bench(cli, plan)
+    assert data["measured"]["link"]["bytes_per_s"] is None
+    decode = data["measured"]["decode"]
+    assert (decode["link_bytes"], decode["stall_s"], decode["stalls"]) == (0, 0, [])
+    assert decode["bound_s"] == decode["compute_s"]
+    assert "Stalls by layer" not in cli("bench", plan, *QUICK).out
+
+
+def test_a_way_that_does_not_fit_leaves_the_others(
+    cli: CLI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryLimitError("the device has no room for 15 GiB of resident weights")
+
+    monkeypatch.setitem(versus.WAYS, "resident", refuse)
+    data = bench(cli, "plans/tiny-moe.yaml", "--vs", "resident,serial")
+    resident, serial = data["vs"]["resident"], data["vs"]["serial"]
+    assert resident["decode"] is None
+    assert "no room" in resident["why_not"]
+    assert serial["decode"]["step_s"] > 0
+    assert serial["why_not"] is None
+    out = cli("bench", "plans/tiny-moe.yaml", *QUICK, "--vs", "resident").out
+    assert "resident: the device has no room" in out
+
+
+def test_accelerate_is_optional(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    code, out, err = cli("bench", "plans/tiny-moe.yaml", *QUICK, "--vs", "accelerate")
+    assert (code, out) == (2, "")
+    assert "pip install 'offplan[bench]'" in err
+
+
+def test_dummy_weights_need_no_checkpoint(cli: CLI) -> None:
+    config = "plans/tiny-moe/config.json"
+    data = bench(cli, "plans/tiny-moe.yaml", "--model", config, "--dummy-weights")
+    assert data["measured"]["decode"]["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--vs", "resident,vllm"), "'vllm' is not a way to run a plan"),
+        (("--vs", ""), "'' is not a way to run a plan"),
+        (("--steps", 1000), "exceed the plan's context of 256"),
+        (("--steps", 0), "Invalid value for '--steps'"),
+        (("--device", "abacus"), "is not a device"),
+        (("--model", "plans/tiny-moe/config.json"), "has no weights"),
+    ],
+)
+def test_bad_input_exits_2(cli: CLI, arguments: tuple[object, ...], message: str) -> None:
+    code, out, err = cli("bench", "plans/tiny-moe.yaml", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,0 +1,119 @@
+"""Faults as users see them: one line on stderr, the right exit code, no traceback."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from offplan.cli import models
+from offplan.runtime import loaded
+from offplan.runtime.session import Session
+from tests.cli import CLI, ROOT, TINY_MOE
+
+PLAN = ROOT / "plans" / "tiny-moe.yaml"
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
+    return CLI(monkeypatch, capsys)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
+
+
+def expect(cli: CLI, command: str, model: Path, code: int, message: str) -> None:
+    found, out, err = cli(command, PLAN, "--model", model, "--device", "cpu")
+    assert (found, out) == (code, "")
+    assert message in err
+    assert err.startswith("offplan: ")
+    assert err.count("\n") == 1
+
+
+COMMANDS = pytest.mark.parametrize("command", ["run", "bench"])
+
+
+@COMMANDS
+def test_a_truncated_shard(cli: CLI, copy: Path, command: str) -> None:
+    shard = copy / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-7])
+    expect(cli, command, copy, 2, "damaged or cut short")
+
+
+@COMMANDS
+def test_a_missing_shard(cli: CLI, copy: Path, command: str) -> None:
+    (copy / "model-00002-of-00003.safetensors").unlink()
+    expect(cli, command, copy, 2, "1 of 3 shards are missing")
+
+
+@COMMANDS
+def test_a_checkpoint_that_is_not_the_plans(cli: CLI, command: str) -> None:
+    expect(cli, command, ROOT / "tests/models/qwen3-8b/config.json", 4, "plan it again")
+
+
+@COMMANDS
+def test_files_exchanged_while_starting(
+    cli: CLI, monkeypatch: pytest.MonkeyPatch, copy: Path, command: str
+) -> None:
+    def exchange(_: object) -> Path:
+        first, second = sorted(copy.glob("*.safetensors"))[:2]
+        shutil.copy(first, second)
+        return copy
+
+    monkeypatch.setattr(models, "find_weights", exchange)
+    expect(cli, command, copy, 2, "has changed since its header was read")
+
+
+@COMMANDS
+@pytest.mark.parametrize("method", ["_install", "_begin_sequences"])
+def test_gpu_out_of_memory(
+    cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str, method: str
+) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Session, method, run_out)
+    expect(cli, command, TINY_MOE, 1, "--gpu-memory")
+
+
+@COMMANDS
+def test_an_interrupt(cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loaded, "load_weights", interrupt)
+    expect(cli, command, TINY_MOE, 130, "interrupted")
+
+
+def test_ctrl_c_while_generating() -> None:
+    """A real signal to a real process, while it prints what it generates."""
+    command = "from offplan.cli.main import main; main()"
+    arguments = [
+        "run",
+        str(PLAN),
+        "--model",
+        str(TINY_MOE),
+        "--device",
+        "cpu",
+        "--prompt",
+        "Weights",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *arguments, "--prompt", "Weights"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(len("Weights that")) == "Weights that"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err.endswith("offplan: interrupted\n")
+    assert "Traceback" not in err
