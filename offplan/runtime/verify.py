@@ -84,8 +84,8 @@ def verify_places(
         expected = Place(what, block.data_ptr() + offset, slab_entry.unit.nbytes)
         if (place.start, place.nbytes) != (expected.start, expected.nbytes):
             raise PlanError(f"{name}: found {place}, expected {expected} for {phase.value}")
-        if value.device != store.device:
-            raise PlanError(f"{name}: found on {value.device}, expected {store.device}")
+        if value.device != store.arena.device:  # unlike store.device it always has an index
+            raise PlanError(f"{name}: found on {value.device}, expected {store.arena.device}")
     _check_disjoint(resident)
     _check_tied(module, {found[name].data_ptr() for name in targets})
 

@@ -1,6 +1,6 @@
 """Every stored tensor reaches its place, whole and as it is stored; what cannot is an error."""
 
-import json
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -10,18 +10,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, HrmTextConfig
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.placement import Phase
 from offplan.plan import Rule
-from offplan.runtime import staging
+from offplan.runtime import skeleton, staging
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.skeleton import build_skeleton, map_tensors
 from offplan.runtime.verify import verify_places
 from tests.checkpoint.files import write_sparse
-from tests.runtime.conftest import CONFIGS, save_tiny
+from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
 from tests.runtime.plans import group, offload
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -100,20 +101,39 @@ def test_parts_of_a_strided_view(monkeypatch: pytest.MonkeyPatch) -> None:
         assert starts[-1] == tensor.nbytes
 
 
-def test_other_conversions_are_transformers_own(tmp_path: Path) -> None:
-    """HRM stores as one tensor what it uses as two, and as four."""
-    config = HrmTextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-    )
-    torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    stock.save_pretrained(tmp_path, max_shard_size="20KB")
+def test_other_conversions_are_transformers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked as HRM stores its projections, and transposed as Qwen3-VL stores its experts."""
+    mapping = [
+        WeightConverter(
+            source_patterns="mlp.gate_up_proj.weight",
+            target_patterns=["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+            operations=[Chunk(dim=0)],
+        ),
+        WeightConverter("mlp.down_proj_t.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
+    ]
+    folder = save_tiny("qwen3", tmp_path)
+    expected = loaded_values(load(folder))
+    monkeypatch.setattr(skeleton, "get_model_conversion_mapping", lambda _: mapping)
+    stored = {name: value.clone() for name, value in expected.items()}
+    for layer in range(NUM_LAYERS):
+        mlp = f"model.layers.{layer}.mlp"
+        halves = [stored.pop(f"{mlp}.{part}_proj.weight") for part in ("gate", "up")]
+        stored[f"{mlp}.gate_up_proj.weight"] = torch.cat(halves)
+        down = stored.pop(f"{mlp}.down_proj.weight")
+        stored[f"{mlp}.down_proj_t.weight"] = down.T.contiguous()
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+    loaded = load(folder, group(2, 1, "self_attn", "down_proj_t"))
+    values = loaded_values(loaded)
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(expected[name], value) for name, value in values.items())
+    assert "model.layers.1.mlp.down_proj.weight" in loaded.store.host
+    with pytest.raises(PlanError, match="is split or changes type"):
+        load(folder, group(2, 1, "gate_up_proj"))
 
 
 def test_progress_ends_at_the_whole(checkpoint: Path) -> None:
@@ -161,6 +181,15 @@ def test_a_changed_shard_is_an_error(change: Callable[[Path], None], tmp_path: P
     damage(save_tiny("qwen3_moe_tied", tmp_path), change)
 
 
+def test_experts_of_another_number_are_an_error(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3_moe_tied", tmp_path)
+    config = copy.deepcopy(CONFIGS["qwen3_moe_tied"])
+    for config.num_experts in (2, 8):
+        (folder / "config.json").write_text(config.to_json_string())
+        with pytest.raises(CheckpointError, match=r"experts.*_proj: found \d+ .* expected \d+"):
+            load(folder)
+
+
 def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path)
     model = open_model(str(folder))
@@ -196,11 +225,11 @@ def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, .
     for name, value in [*loaded_values(loaded).items()]:
         by_phase = loaded._by_phase[Phase.DECODE]
         kept = by_phase.get(name)
-        copy = torch.nn.Parameter(value.clone(), requires_grad=False)
+        moved = torch.nn.Parameter(value.clone(), requires_grad=False)
         if kept is None:
-            loaded._assign({name: copy})
+            loaded._assign({name: moved})
         else:
-            by_phase[name] = copy
+            by_phase[name] = moved
         with pytest.raises(PlanError, match=name):
             verify()
         if kept is None:
@@ -237,9 +266,10 @@ print(memory("VmHWM:") - before, loaded.store.host_bytes, loaded.store.resident_
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_host_memory_peaks_near_the_weights(tmp_path: Path) -> None:
     num_layers, hidden, intermediate, num_experts = 2, 1024, 1024, 16
-    config = {**CONFIGS["qwen3_moe_tied"].to_dict(), "dtype": "bfloat16"}
-    config |= {"num_hidden_layers": num_layers, "hidden_size": hidden, "num_experts": num_experts}
-    config |= {"moe_intermediate_size": intermediate, "layer_types": None}
+    config = copy.deepcopy(CONFIGS["qwen3_moe_tied"])
+    config.num_hidden_layers, config.hidden_size = num_layers, hidden
+    config.num_experts, config.moe_intermediate_size = num_experts, intermediate
+    config.dtype = "bfloat16"
     shapes = {"model.embed_tokens.weight": (64, hidden), "model.norm.weight": (hidden,)}
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
@@ -258,12 +288,13 @@ def test_host_memory_peaks_near_the_weights(tmp_path: Path) -> None:
         for expert in range(num_experts):
             for part in ("gate_proj", "up_proj", "down_proj"):
                 shapes[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = (intermediate, hidden)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(config.to_json_string())
     write_sparse(
         tmp_path / "model.safetensors", {name: ("BF16", shape) for name, shape in shapes.items()}
     )
     command = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     peak, offloaded, resident = map(int, done.stdout.split())
     assert offloaded > 200e6
     # on the CPU, what is resident is host memory too
