@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.runtime.host_memory import check_host_room
@@ -16,11 +15,13 @@ from offplan.runtime.loader import Progress, fill_random, load_weights
 from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (
     Places,
+    Target,
     build_skeleton,
     map_tensors,
     materialise_buffers,
 )
 from offplan.runtime.store import Tensor, WeightStore
+from offplan.runtime.verify import verify_places, verify_totals
 
 
 class LoadedModel:
@@ -59,7 +60,7 @@ class LoadedModel:
                 load_weights(folder, targets, destinations, on_progress)
             self._assign(_parameters(self.store.resident))
             self._by_phase = {phase: _parameters(self.store.by_phase[phase]) for phase in Phase}
-            self._check()
+            self._check(targets)
         except BaseException:
             self.store.close()
             raise
@@ -76,23 +77,12 @@ class LoadedModel:
         for name, parameter in parameters.items():
             self._places.assign(name, parameter)
 
-    def _check(self) -> None:
+    def _check(self, targets: Mapping[str, Target]) -> None:
         """Compare what was loaded with the plan; a plan that did not take effect is an error."""
-        resident = sum(view.nbytes for view in self.store.resident.values())
-        offloaded = sum(view.nbytes for view in self.store.host.values())
-        planned = sum(e.unit.nbytes for slab in self.placement.slabs for e in slab.entries)
-        if self.placement.host_embedding is not None:
-            planned += self.placement.host_embedding.nbytes
-        if (resident, offloaded) != (self.placement.resident_bytes, planned):
-            raise PlanError(
-                f"{resident} bytes are on the device and {offloaded} on the host; the plan says "
-                f"{self.placement.resident_bytes} and {planned}"
-            )
+        verify_totals(self.placement, targets, self.store)
         for phase in Phase:
             self.enter_phase(phase)
-            left = [name for name, value in self.module.named_parameters() if value.is_meta]
-            if left:
-                raise PlanError(f"{left[0]} has no weights after loading")
+            verify_places(self.module, phase, self.placement, targets, self.store)
 
 
 def _parameters(views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:

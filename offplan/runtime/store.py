@@ -126,9 +126,14 @@ class WeightStore:
         return {layer: block.tensor for layer, block in self._blocks.items()}
 
     @property
+    def embedding(self) -> torch.Tensor | None:
+        """Host bytes of the input embedding, if it lies there."""
+        return self._embedding.tensor if self._embedding is not None else None
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of the arena."""
-        return self._arena.nbytes
+        return self.arena.nbytes
 
     @property
     def host_bytes(self) -> int:
@@ -146,10 +151,10 @@ class WeightStore:
     def _allocate_resident(self, wanted: Mapping[str, Tensor]) -> None:
         total = sum(align(tensor.nbytes) for tensor in wanted.values())
         # one block: the allocator would round thousands of tensors up, beyond what was planned
-        self._arena = allocate(total, self.device, "resident weights")
+        self.arena = allocate(total, self.device, "resident weights")
         offset = 0
         for name, tensor in wanted.items():
-            self.resident[name] = tensor.view(self._arena, offset)
+            self.resident[name] = tensor.view(self.arena, offset)
             offset += align(tensor.nbytes)
         assert offset <= total + ALIGNMENT_BYTES
 
@@ -174,7 +179,7 @@ class WeightStore:
             raise PlanError(
                 f"layer {entry.unit.layer}: {entry.unit.name} is stored in "
                 f"{format_bytes(entry.unit.nbytes)} and used in "
-                f"{format_bytes(tensors[name].nbytes)}; a parameter that changes type when it is "
-                "loaded cannot be offloaded"
+                f"{format_bytes(tensors[name].nbytes)}; a parameter that is split or changes type "
+                "when it is loaded cannot be offloaded"
             )
         return name

@@ -1,0 +1,301 @@
+"""Every stored tensor reaches its place, whole and as it is stored; what cannot is an error."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
+
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError, PlanError
+from offplan.placement import Phase
+from offplan.plan import Rule
+from offplan.runtime import skeleton, staging
+from offplan.runtime.loaded import LoadedModel
+from offplan.runtime.skeleton import build_skeleton, map_tensors
+from offplan.runtime.verify import verify_places
+from tests.checkpoint.files import write_sparse
+from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
+from tests.runtime.plans import group, offload
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "nothing": (),
+    "every layer": (group(1, 1),),
+    "every second layer": (group(2, 1),),
+    "attention, and mlp in place": (
+        group(1, 1, "self_attn"),
+        group(2, 1, "mlp", prefill="prefetch", decode="uva"),
+    ),
+}
+
+
+def load(folder: Path, *rules: Rule, **options: Callable[[int, int], None]) -> LoadedModel:
+    device = torch.device("cpu")
+    return LoadedModel(open_model(str(folder)), offload(*rules), device, folder, **options)
+
+
+def loaded_values(loaded: LoadedModel) -> Mapping[str, torch.Tensor]:
+    return loaded.store.resident | loaded.store.host
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule, ...]) -> None:
+    loaded = load(checkpoint, *rules)
+    values = loaded_values(loaded)
+    model = loaded.model
+    num_read = 0
+    for target in map_tensors(build_skeleton(model), model).values():
+        for piece in target.pieces:
+            with safe_open(checkpoint / str(piece.tensor.shard), framework="pt") as file:
+                stored = file.get_tensor(piece.tensor.name)
+            assert torch.equal(piece.select(values[target.name]), stored), piece.tensor.name
+            num_read += stored.nbytes
+    assert num_read == model.loaded_bytes == sum(value.nbytes for value in values.values())
+
+
+@pytest.mark.parametrize("part_bytes", [16, 100, 2**20])
+def test_values_equal_what_transformers_loads(
+    checkpoint: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "PART_BYTES", part_bytes)
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    values = loaded_values(load(checkpoint, *RULES["every second layer"]))
+    assert stock.keys() - values.keys() <= {"lm_head.weight"}
+    assert all(torch.equal(stock[name], value) for name, value in values.items())
+
+
+def test_resident_weights_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PART_BYTES", 100)
+    folder = save_tiny("qwen3", tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    path = next(p for p in folder.glob("*.safetensors") if name in load_file(p))
+    tensors = load_file(path)
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    save_file(tensors, path, {"format": "pt"})
+    values = loaded_values(load(folder))
+    assert values[name].dtype == torch.float32
+    assert torch.equal(values[name], tensors[name].float())
+    with pytest.raises(PlanError, match="changes type"):
+        load(folder, group(1, 1, "up_proj"))
+
+
+def test_parts_of_a_strided_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PART_BYTES", 24)
+    whole = torch.arange(60.0).view(2, 3, 10)
+    for view in (whole, whole[:, :, :4], whole[:, 1:], whole[1, 2, 3], whole.transpose(1, 2)):
+        tensor = staging.TensorInfo("t", "F32", tuple(view.shape), "shard", 8)
+        parts = staging.split_parts(tensor, view)
+        assert torch.equal(torch.cat([part.view.reshape(-1) for part in parts]), view.reshape(-1))
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + part.nbytes)
+            assert part.nbytes <= 24
+        assert starts[:-1] == [part.start for part in parts]
+        assert starts[-1] == tensor.nbytes
+
+
+def test_other_conversions_are_transformers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked as HRM stores its projections, and transposed as Qwen3-VL stores its experts."""
+    mapping = [
+        WeightConverter(
+            source_patterns="mlp.gate_up_proj.weight",
+            target_patterns=["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+            operations=[Chunk(dim=0)],
+        ),
+        WeightConverter("mlp.down_proj_t.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
+    ]
+    folder = save_tiny("qwen3", tmp_path)
+    expected = loaded_values(load(folder))
+    monkeypatch.setattr(skeleton, "get_model_conversion_mapping", lambda _: mapping)
+    stored = {name: value.clone() for name, value in expected.items()}
+    for layer in range(NUM_LAYERS):
+        mlp = f"model.layers.{layer}.mlp"
+        halves = [stored.pop(f"{mlp}.{part}_proj.weight") for part in ("gate", "up")]
+        stored[f"{mlp}.gate_up_proj.weight"] = torch.cat(halves)
+        down = stored.pop(f"{mlp}.down_proj.weight")
+        stored[f"{mlp}.down_proj_t.weight"] = down.T.contiguous()
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+    loaded = load(folder, group(2, 1, "self_attn", "down_proj_t"))
+    values = loaded_values(loaded)
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(expected[name], value) for name, value in values.items())
+    assert "model.layers.1.mlp.down_proj.weight" in loaded.store.host
+    with pytest.raises(PlanError, match="is split or changes type"):
+        load(folder, group(2, 1, "gate_up_proj"))
+
+
+def test_progress_ends_at_the_whole(checkpoint: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    loaded = load(checkpoint, on_progress=lambda done, total: heard.append((done, total)))
+    total = loaded.model.loaded_bytes
+    assert heard[-1] == (total, total)
+    assert heard == sorted(heard)
+
+
+def damage(folder: Path, change: Callable[[Path], None]) -> None:
+    """Load after a shard was changed behind the model's back."""
+    model = open_model(str(folder))
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    change(path)
+    with pytest.raises(CheckpointError) as caught:
+        LoadedModel(model, offload(group(2, 1)), torch.device("cpu"), folder)
+    assert str(path) in str(caught.value)
+    assert "found" in str(caught.value)
+    assert "expected" in str(caught.value)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def cut_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5])
+
+
+def rename(path: Path) -> None:
+    save_file({f"x{n}": t for n, t in load_file(path).items()}, path, {"format": "pt"})
+
+
+def move(path: Path) -> None:
+    save_file(load_file(path), path, {"format": "pt", "note": "a longer header"})
+
+
+def retype(path: Path) -> None:
+    save_file({n: t.bfloat16() for n, t in load_file(path).items()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("change", [cut, cut_header, rename, move, retype])
+def test_a_changed_shard_is_an_error(change: Callable[[Path], None], tmp_path: Path) -> None:
+    damage(save_tiny("qwen3_moe_tied", tmp_path), change)
+
+
+def test_experts_of_another_number_are_an_error(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3_moe_tied", tmp_path)
+    config = copy.deepcopy(CONFIGS["qwen3_moe_tied"])
+    for config.num_experts in (2, 8):
+        (folder / "config.json").write_text(config.to_json_string())
+        with pytest.raises(CheckpointError, match=r"experts.*_proj: found \d+ .* expected \d+"):
+            load(folder)
+
+
+def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    model = open_model(str(folder))
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    path.unlink()
+    with pytest.raises(CheckpointError, match=path.name):
+        LoadedModel(model, offload(), torch.device("cpu"), folder)
+
+
+def test_a_shard_cut_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    monkeypatch.setattr(
+        "offplan.runtime.loader._Readers.__enter__", lambda readers: cut(path) or readers
+    )
+    with pytest.raises(CheckpointError, match=r"the file ends at byte \d+, expected .* up to byte"):
+        load(folder)
+
+
+@pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])
+def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, ...]) -> None:
+    loaded = load(checkpoint, *rules)
+    targets = map_tensors(build_skeleton(loaded.model), loaded.model)
+
+    def verify() -> None:
+        for phase in Phase:
+            loaded.enter_phase(phase)
+            verify_places(loaded.module, phase, loaded.placement, targets, loaded.store)
+
+    verify()
+    for name, value in [*loaded_values(loaded).items()]:
+        by_phase = loaded._by_phase[Phase.DECODE]
+        kept = by_phase.get(name)
+        moved = torch.nn.Parameter(value.clone(), requires_grad=False)
+        if kept is None:
+            loaded._assign({name: moved})
+        else:
+            by_phase[name] = moved
+        with pytest.raises(PlanError, match=name):
+            verify()
+        if kept is None:
+            loaded._assign({name: torch.nn.Parameter(value, requires_grad=False)})
+        else:
+            by_phase[name] = kept
+    verify()
+
+
+MEASURE_PEAK = """
+import sys
+from pathlib import Path
+
+import torch
+
+from offplan.checkpoint.open import open_model
+from offplan.plan import Offload, Rule
+from offplan.runtime.loaded import LoadedModel
+from offplan.runtime.skeleton import build_skeleton, map_tensors
+
+def memory(key):
+    return int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) * 1024
+
+model = open_model(sys.argv[1])
+map_tensors(build_skeleton(model), model)  # imports what loading will import
+before = memory("VmRSS:")
+rule = Rule(group_size=1, num_in_group=1, prefill="uva", decode="uva")
+decision = Offload(prefetch_step=1, prefill_chunk=64, rules=(rule,))
+loaded = LoadedModel(model, decision, torch.device("cpu"), Path(sys.argv[1]))
+print(memory("VmHWM:") - before, loaded.store.host_bytes, loaded.store.resident_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_host_memory_peaks_near_the_weights(tmp_path: Path) -> None:
+    num_layers, hidden, intermediate, num_experts = 2, 1024, 1024, 16
+    config = copy.deepcopy(CONFIGS["qwen3_moe_tied"])
+    config.num_hidden_layers, config.hidden_size = num_layers, hidden
+    config.num_experts, config.moe_intermediate_size = num_experts, intermediate
+    config.dtype = "bfloat16"
+    shapes = {"model.embed_tokens.weight": (64, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}"
+        for name, shape in {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (32, hidden),
+            "self_attn.k_proj": (16, hidden),
+            "self_attn.v_proj": (16, hidden),
+            "self_attn.o_proj": (hidden, 32),
+            "self_attn.q_norm": (8,),
+            "self_attn.k_norm": (8,),
+            "mlp.gate": (num_experts, hidden),
+        }.items():
+            shapes[f"{prefix}.{name}.weight"] = shape
+        for expert in range(num_experts):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                shapes[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = (intermediate, hidden)
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    write_sparse(
+        tmp_path / "model.safetensors", {name: ("BF16", shape) for name, shape in shapes.items()}
+    )
+    command = [sys.executable, "-c", MEASURE_PEAK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peak, offloaded, resident = map(int, done.stdout.split())
+    assert offloaded > 200e6
+    # on the CPU, what is resident is host memory too
+    assert peak < 1.1 * offloaded + resident + 100e6
