@@ -126,9 +126,9 @@ No plan of this budget can take less than 3.7 s.
 
 def test_plan() -> None:
     floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
-    assert show(render_plan(PlanResult(make_plan(SPLIT), ("it is the fastest",), 9, 2, floor))) == (
-        PLAN
-    )
+    assert show(
+        render_plan(PlanResult(make_plan(SPLIT), ("it is the fastest",), 9, 2, 1.0, floor))
+    ) == (PLAN)
 
 
 def make_result(**changes: object) -> RunResult:

@@ -17,6 +17,7 @@ from offplan.placement import group_units
 from offplan.plan import Backend, Budget, Offload, Rule, Workload, dump_plan
 from offplan.planner import make_plan
 from offplan.planner.patterns import distinct_patterns, group_patterns
+from offplan.planner.search import SIMPLER
 from offplan.planner.segments import segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
 from tests.costs.builders import dense_model, make_machine, make_model, moe_model, rule
@@ -65,14 +66,18 @@ def all_rules(model: Model) -> Iterator[tuple[Rule, ...]]:
 
 
 def search_everything(
-    model: Model, machine: MachineProfile, workload: Workload, budget: Budget
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    chunks: tuple[int, ...] = (600, 512),
 ) -> float:
-    """The least objective of any plan that fits, by pricing them all."""
+    """The least objective of any plan of at most one rule that fits, by pricing them all."""
     best = float("inf")
     for rules in all_rules(model):
         uses_ring = any(Backend.PREFETCH in (r.prefill, r.decode) for r in rules)
         for step in PREFETCH_STEPS if uses_ring else (1,):
-            for chunk, embeddings in product((600, 512), ("device", "host")):
+            for chunk, embeddings in product(chunks, ("device", "host")):
                 offload = Offload(
                     prefetch_step=step, prefill_chunk=chunk, embeddings=embeddings, rules=rules
                 )
@@ -94,7 +99,8 @@ def test_search_equals_brute_force(name: str, share: float, h2d: float) -> None:
     budget = budget_for(model, machine, share)
     result = make_plan(model, machine, WORKLOAD, budget)
     expected = search_everything(model, machine, WORKLOAD, budget)
-    assert result.plan.prediction.objective_s == pytest.approx(expected, rel=1e-12)
+    best_single = result.plan.prediction.objective_s * result.second_rule_gain
+    assert best_single == pytest.approx(expected, rel=1e-12)
 
 
 models = st.sampled_from(
@@ -148,7 +154,8 @@ def test_more_memory_or_a_faster_link_is_never_slower(
         make_plan(model, machine, workload, roomier),
         make_plan(model, faster, workload, less),
     ):
-        assert result.plan.prediction.objective_s <= before * (1 + 1e-9)
+        # a plan of fewer rules may be chosen though it is slower by less than this
+        assert result.plan.prediction.objective_s <= before * SIMPLER * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)

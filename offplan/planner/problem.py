@@ -67,6 +67,11 @@ class Problem:
         return tuple(self.compute.works)
 
     @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """The number of each layer's kind, by layer."""
+        return tuple(self.kinds.index(key) for key in self.compute.keys)
+
+    @cached_property
     def layers_of_kind(self) -> tuple[int, ...]:
         """The layers of each kind, as bits."""
         return tuple(

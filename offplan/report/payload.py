@@ -87,6 +87,7 @@ def why_payload(result: PlanResult) -> dict[str, Any]:
         "reasons": list(result.reasons),
         "num_candidates": result.num_candidates,
         "num_priced": result.num_priced,
+        "second_rule_gain": result.second_rule_gain,
         "floor": dataclasses.asdict(result.floor),
     }
 
