@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
+from offplan.costs.compute import ModelCompute
 from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
 from offplan.errors import InfeasibleError, PlanError
-from offplan.machine.profile import MachineProfile
+from offplan.machine.profile import LayerTime, MachineProfile, dump_profile, parse_profile
 from offplan.placement import group_units
 from offplan.plan import Backend, Budget, Offload, Rule, Workload, dump_plan
 from offplan.planner import make_plan
@@ -139,7 +140,7 @@ def test_plans_keep_the_budget_and_stay_above_the_floor(
 
 @settings(deadline=None, max_examples=30)
 @given(models, shares, st.floats(0, 0.5), rates, workloads)
-def test_more_memory_or_a_faster_link_is_never_slower(
+def test_more_memory_a_faster_link_or_gpu_is_never_slower(
     model: Model, share: float, more: float, h2d: float, workload: Workload
 ) -> None:
     machine = make_machine(h2d=h2d, uva=h2d)
@@ -153,6 +154,7 @@ def test_more_memory_or_a_faster_link_is_never_slower(
     for result in (
         make_plan(model, machine, workload, roomier),
         make_plan(model, faster, workload, less),
+        make_plan(model, make_machine(h2d=h2d, uva=h2d, gpu=1.5), workload, less),
     ):
         # a plan of fewer rules may be chosen though it is slower by less than this
         assert result.plan.prediction.objective_s <= before * SIMPLER * (1 + 1e-9)
@@ -245,6 +247,30 @@ def test_same_input_gives_the_same_bytes() -> None:
         for budget in [budget_for(moe_model(5), make_machine(), 0.5)] * 3
     }
     assert len(plans) == 1
+
+
+@settings(deadline=None, max_examples=10)
+@given(models, shares, rates, workloads)
+def test_a_saved_profile_gives_the_same_plan(
+    model: Model, share: float, h2d: float, workload: Workload
+) -> None:
+    times = [
+        LayerTime(
+            layer=key, phase="decode", batch=1, tokens=1, context=2600, seconds=h2d / 1e15 / 3
+        )
+        for key in ModelCompute(model, make_machine()).works
+    ]
+    machine = make_machine(h2d=h2d / 3, uva=h2d / 7, layer_times=times)
+    budget = budget_for(model, machine, share, workload)
+    read = parse_profile(dump_profile(machine), "saved")
+    assert read.fingerprint == machine.fingerprint
+    try:
+        plan = make_plan(model, machine, workload, budget).plan
+    except InfeasibleError:
+        return
+    assert dump_plan(make_plan(model, read, workload, budget).plan) == dump_plan(plan)
+    memory = plan.prediction.gpu_memory.model_dump()
+    assert memory.pop("total_bytes") == sum(memory.values())
 
 
 def test_plan_names_model_and_machine() -> None:

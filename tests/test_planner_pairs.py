@@ -166,21 +166,18 @@ def best_pair(model: Model, machine: MachineProfile, workload: Workload, budget:
 
 
 @pytest.mark.parametrize(
-    ("model", "share", "h2d", "num_rules"),
+    ("model", "share", "h2d"),
     [
-        (dense_model(3), 0.4, 20e9, 2),
-        (make_model([DENSE, MOE]), 0.7, 1e9, 2),
-        (make_model([DENSE, MOE]), 0.5, 20e9, 1),
+        (dense_model(3), 0.4, 20e9),
+        (make_model([DENSE, MOE]), 0.7, 1e9),
     ],
 )
-def test_two_rules_equal_brute_force(
-    model: Model, share: float, h2d: float, num_rules: int
-) -> None:
+def test_two_rules_equal_brute_force(model: Model, share: float, h2d: float) -> None:
     machine, workload = make_machine(h2d=h2d, uva=0.8 * h2d), Workload(prompt_tokens=512)
     budget = budget_for(model, machine, share, workload)
     plan = make_plan(model, machine, workload, budget).plan
     single = search_everything(model, machine, workload, budget, chunks=(512,))
     pair = best_pair(model, machine, workload, budget)
-    worth_it = pair < single / SIMPLER
-    assert plan.prediction.objective_s == pytest.approx(pair if worth_it else single, rel=1e-12)
-    assert len(plan.offload.rules) == 1 + worth_it == num_rules
+    assert pair < single / SIMPLER, "choose a case that a second rule is worth"
+    assert plan.prediction.objective_s == pytest.approx(pair, rel=1e-12)
+    assert len(plan.offload.rules) == 2

@@ -179,6 +179,7 @@ class Pairs:
                 reads[1] -= pair.num_slots * totals.slowest_uva_ps
         for phase in (0, 1):
             copies[phase] += most[phase] * start_ps
+            # layers with a slot of their own; all are, where a phase has no more layers than slots
             skipped = max(0, 2 * pair.num_slots - most[phase])
             if phase == 0 and _decode_streams(pair):
                 skipped = max(skipped, pair.num_slots)
@@ -246,12 +247,11 @@ class Pairs:
         two, spared_two = self._rates[pair.setting][pair.second, pair.backends[1]]
         kept = 0 if _decode_streams(pair) else pair.num_slots
         spared_uva = 0, kept * (spared_one.uva_ps[1] + spared_two.uva_ps[1])
-        skips = pair.num_slots, max(0, pair.num_slots - 1)
         prefill, decode = (
             (
                 one.copy_ps[phase],
                 two.copy_ps[phase],
-                skips[phase] * (spared_one.copy_ps[phase] + spared_two.copy_ps[phase]),
+                pair.num_slots * (spared_one.copy_ps[phase] + spared_two.copy_ps[phase]),
                 one.uva_ps[phase],
                 two.uva_ps[phase],
                 spared_uva[phase],
