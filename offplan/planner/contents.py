@@ -101,7 +101,7 @@ class Pricer:
         )
 
     def objective_ps(self, contents: Sequence[Content], num_slots: int, setting: int) -> Fraction:
-        """Time of a request, exactly as its schedule would be priced."""
+        """Weighted time of a request, exactly as its schedule would be priced."""
         chosen, problem = self.problem.settings[setting], self.problem
         prompt = [c.prompt[setting] for c in contents]
         step = [c.step for c in contents]
@@ -114,7 +114,7 @@ class Pricer:
         step = _compute(step, problem.decode.layer_ps, rows[1])
         prefill = prefill_ps(prompt, step, num_slots, chosen.prefill.outside_ps)
         decode = decode_ps(step, num_slots, problem.decode.outside_ps)
-        return prefill + problem.workload.output_tokens * decode
+        return problem.weights[0] * prefill + problem.weights[1] * decode
 
     def _price(self, kind: int, parts: tuple[Part, ...]) -> Content:
         chosen: list[tuple[Unit, Part]] = []

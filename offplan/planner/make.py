@@ -39,17 +39,22 @@ class PlanResult:
 
 
 def make_plan(
-    model: Model, machine: MachineProfile, workload: Workload, budget: Budget
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    emphasis: tuple[int, int] = (1, 1),
 ) -> PlanResult:
     """Find the fastest plan that keeps the budget: prompt plus all output tokens of a request.
 
     Exact over the stated spaces: at most one rule over the segment classes, all group patterns,
     ring sizes, backends and chunks, the input embedding in either place (``planner.space``), and
-    two rules (``planner.pairs``) where that saves more than SIMPLER allows. The same
+    two rules (``planner.pairs``) where that saves more than SIMPLER allows. ``emphasis``
+    makes prefill and decode count so many times in what is least, for targets. The same
     input gives the same plan, byte for byte. Raises InfeasibleError, with the shortfall, when no
     candidate fits.
     """
-    problem = Problem(model, machine, workload, _within(machine, budget))
+    problem = Problem(model, machine, workload, _within(machine, budget), emphasis)
     families, shortfall = list_families(problem)
     if not families:
         raise _infeasible(problem, shortfall)

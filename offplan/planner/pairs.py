@@ -66,7 +66,8 @@ class Slope(NamedTuple):
     decode_ps: int
     fixed_ps: float
     """Whatever the rules are."""
-    output_tokens: int
+    weights: tuple[int, int]
+    """Of prefill, and of decode."""
 
     def at(self, first: float, second: float) -> float:
         """Least time of a request."""
@@ -76,7 +77,7 @@ class Slope(NamedTuple):
         a, b, spared, c, d, kept = self.decode
         decode = max(0.0, c * first + d * second - kept)
         decode += max(self.decode_ps, a * first + b * second - spared)
-        return self.fixed_ps + prefill + self.output_tokens * decode
+        return self.fixed_ps + self.weights[0] * prefill + self.weights[1] * decode
 
 
 class PairBound(NamedTuple):
@@ -202,7 +203,7 @@ class Pairs:
                 strict=True,
             )
         )
-        return prefill + self.problem.workload.output_tokens * decode
+        return self.problem.weights[0] * prefill + self.problem.weights[1] * decode
 
     @cached_property
     def _slack_ps(self) -> tuple[tuple[float, float], ...]:
@@ -258,20 +259,15 @@ class Pairs:
             )
             for phase in (0, 1)
         )
-        setting, resident = self.problem.settings[pair.setting], self.problem.decode.resident_ps
-        fixed = [
-            rows - less
-            for rows, less in zip(setting.row_ps, self._slack_ps[pair.setting], strict=True)
-        ]
-        tokens = self.problem.workload.output_tokens
-        return Slope(
-            prefill,
-            decode,
-            setting.prefill.resident_ps,
-            resident,
-            fixed[0] + tokens * fixed[1],
-            tokens,
+        setting, weights = self.problem.settings[pair.setting], self.problem.weights
+        fixed_ps = sum(
+            weight * (rows - less)
+            for weight, rows, less in zip(
+                weights, setting.row_ps, self._slack_ps[pair.setting], strict=True
+            )
         )
+        resident = setting.prefill.resident_ps, self.problem.decode.resident_ps
+        return Slope(prefill, decode, *resident, fixed_ps, weights)
 
     @cached_property
     def _rates(self) -> tuple[dict[tuple[int, Backends], tuple[Load, Load]], ...]:

@@ -94,7 +94,7 @@ def _price_members(pricer: Pricer, family: Family) -> Iterator[Fraction]:
         placement = place_units(problem.units, problem.model, family.offload(rules))
         prefill = problem.settings[setting].prefill
         times = price_request(placement, problem.model, problem.machine, prefill, problem.decode)
-        yield times.objective_ps(problem.workload.output_tokens)
+        yield problem.weights[0] * times.prefill.step_ps + problem.weights[1] * times.decode.step_ps
 
 
 def _find_pair(pricer: Pricer, pairs: Pairs, limit_ps: float) -> tuple[Found | None, int]:
