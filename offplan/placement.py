@@ -189,7 +189,7 @@ def place_units(
                 remaining[number] = left - unit.nbytes
             chosen.append((unit, rules[number]))
         if chosen:
-            slabs.append(_build_slab(chosen))
+            slabs.append(build_slab(chosen))
     for number, rule in enumerate(rules):
         if not used[number]:
             raise PlanError(_describe_unused(number, rule, model))
@@ -232,7 +232,8 @@ def _first_rule(unit: Unit, rules: Sequence[Rule], remaining: Sequence[int | Non
     return None
 
 
-def _build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
+def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
+    """Lay out the chosen units of one layer, each with the rule that takes it."""
     order = {
         (Backend.PREFETCH, Backend.UVA): 0,
         (Backend.PREFETCH, Backend.PREFETCH): 1,

@@ -6,6 +6,7 @@ from rich.console import Console, RenderableType
 
 from offplan.plan import Plan, parse_plan
 from offplan.planner import Floor, PlanResult
+from offplan.planner.crossovers import Crossovers
 from offplan.report.payload import run_payload
 from offplan.report.plan import describe_offload, render_plan
 from offplan.report.run import RunResult, render_run
@@ -96,6 +97,8 @@ Plan:
   prompts are read in chunks of 512 tokens
 Why:
   it is the fastest
+  decode is held by compute from batch 40 on
+  streaming experts beats reading them in place from batch 32 on
 
 Memory
 term                      bytes
@@ -120,15 +123,14 @@ floor                   280 ms             27 ms
 over the link           15 GiB           1.4 GiB
 
 A request takes 4.7 s: 29.4 tokens/s in decode.
-No plan of this budget can take less than 3.7 s.
+Bound of its bytes 4.012 s (x1.171); floor of any plan 3.7 s (x1.270).
 """
 
 
 def test_plan() -> None:
     floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
-    assert show(render_plan(PlanResult(make_plan(SPLIT), ("it is the fastest",), 9, 2, floor))) == (
-        PLAN
-    )
+    result = PlanResult(make_plan(SPLIT), ("it is the fastest",), 9, 2, 1.0, floor)
+    assert show(render_plan(result, Crossovers(40, 32, None))) == PLAN
 
 
 def make_result(**changes: object) -> RunResult:

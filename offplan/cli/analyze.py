@@ -82,6 +82,7 @@ def _analyze(model: "Model", machine: str | None, wishes: "Wishes") -> "Analysis
     """Plan if there is a machine to plan for; a plan that does not exist is a finding too."""
     from offplan.cli.planning import find_machine, unmeasured
     from offplan.planner import make_plan
+    from offplan.planner.crossovers import find_crossovers
     from offplan.report.analysis import Analysis
 
     found = find_machine(machine, model, wishes.workload)
@@ -91,4 +92,6 @@ def _analyze(model: "Model", machine: str | None, wishes: "Wishes") -> "Analysis
         result = make_plan(model, found.profile, wishes.workload, wishes.budget(found))
     except InfeasibleError as error:
         return Analysis(model, found.profile, infeasible=error)
-    return Analysis(model, found.profile, result)
+    return Analysis(
+        model, found.profile, result, find_crossovers(model, found.profile, result.plan)
+    )

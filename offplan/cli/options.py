@@ -1,9 +1,18 @@
 """Arguments and options that several commands share."""
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class Objective(str, Enum):
+    """What a plan is to be best at."""
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
 
 ModelArgument = Annotated[
     str,
@@ -50,3 +59,21 @@ PictureOption = Annotated[
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+ChosenBatchOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Sequences generated together. [default: 1, or what gives most]"),
+]
+ObjectiveOption = Annotated[
+    Objective,
+    typer.Option(help="Time of a request, or tokens a second (which chooses the batch)."),
+]
+MaxTTFTOption = Annotated[
+    str | None, typer.Option("--max-ttft", help="Longest time to the first token (800ms).")
+]
+MaxTPOTOption = Annotated[
+    str | None, typer.Option("--max-tpot", help="Longest time of each further token (50ms).")
+]
+FrontierOption = Annotated[
+    bool,
+    typer.Option("--frontier", help="Show GPU memory against speed instead of one plan."),
+]

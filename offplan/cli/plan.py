@@ -1,24 +1,35 @@
 """``offplan plan``: just the plan, on stdout."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from offplan.cli.options import (
-    BatchOption,
+    ChosenBatchOption,
     ContextOption,
     ForceOption,
+    FrontierOption,
     GPUMemoryOption,
     HostMemoryOption,
     JsonOption,
     MachineOption,
+    MaxTPOTOption,
+    MaxTTFTOption,
     ModelArgument,
+    Objective,
+    ObjectiveOption,
     OutputOption,
     OutputTokensOption,
     PromptTokensOption,
     RevisionOption,
     SourceOption,
 )
-from offplan.cli.output import check_writable, print_json, write_file
+from offplan.cli.output import check_writable, print_json, print_report, write_file
 from offplan.errors import InputError
+
+if TYPE_CHECKING:
+    from offplan.checkpoint.model import Model
+    from offplan.machine.profile import MachineProfile
+    from offplan.plan import Budget, Workload
 
 
 def plan(
@@ -26,7 +37,7 @@ def plan(
     machine: MachineOption = None,
     gpu_memory: GPUMemoryOption = None,
     host_memory: HostMemoryOption = None,
-    batch: BatchOption = 1,
+    batch: ChosenBatchOption = None,
     prompt_tokens: PromptTokensOption = 512,
     output_tokens: OutputTokensOption = 128,
     context: ContextOption = 4096,
@@ -35,24 +46,51 @@ def plan(
     output: OutputOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
+    objective: ObjectiveOption = Objective.LATENCY,
+    max_ttft: MaxTTFTOption = None,
+    max_tpot: MaxTPOTOption = None,
+    frontier: FrontierOption = False,
 ) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.cli.models import open_named_model
     from offplan.cli.planning import find_machine, read_wishes, read_workload, unmeasured
     from offplan.plan import dump_plan, plan_json
-    from offplan.planner import make_plan
+    from offplan.planner.targets import Targets, plan_throughput, plan_within
+    from offplan.units import parse_seconds
 
+    if frontier and output is not None:
+        raise InputError("--frontier shows many plans and writes none: leave --output out")
     check_writable(output, force=force)
-    workload = read_workload(batch, prompt_tokens, output_tokens, context)
+    targets = Targets(*(None if t is None else parse_seconds(t) for t in (max_ttft, max_tpot)))
+    workload = read_workload(batch or 1, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
     found = open_named_model(model, revision, source)
     chosen = find_machine(machine, found, workload)
     if chosen is None:
         raise InputError(unmeasured())
-    made = make_plan(found, chosen.profile, workload, wishes.budget(chosen)).plan
+    if frontier:
+        _show_frontier(found, chosen.profile, workload, wishes.budget(chosen), json=json)
+        return
+    chooses_batch = objective is Objective.THROUGHPUT and batch is None
+    search = plan_throughput if chooses_batch else plan_within
+    made = search(found, chosen.profile, workload, wishes.budget(chosen), targets).plan
     if output is not None:
         write_file(output, dump_plan(made), force=force)
     if json:
         print_json(plan_json(made))
     elif output is None:
         sys.stdout.write(dump_plan(made))
+
+
+def _show_frontier(
+    model: "Model", machine: "MachineProfile", workload: "Workload", budget: "Budget", *, json: bool
+) -> None:
+    from offplan.planner.frontier import find_frontier
+    from offplan.report.frontier import frontier_payload, render_frontier
+    from offplan.report.payload import JSON_VERSION
+
+    points = find_frontier(model, machine, workload, budget)
+    if json:
+        print_json({"offplan": JSON_VERSION, "frontier": frontier_payload(points)})
+    else:
+        print_report(render_frontier(points))

@@ -96,7 +96,7 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
         _run_pass(schedule, times, state)
         columns.append(state)
     return PhaseTimes(
-        step_ps=_largest_cycle_mean(columns),
+        step_ps=largest_cycle_mean(columns),
         compute_ps=times.resident_ps,
         link_ps=link_ps,
         bound_ps=max(times.resident_ps, link_ps),
@@ -150,7 +150,7 @@ def _run_pass(schedule: Schedule, times: PassTimes, state: list[float]) -> None:
     state[:] = [compute + times.outside_ps, link, *slots]
 
 
-def _largest_cycle_mean(columns: Sequence[Sequence[float]]) -> Fraction:
+def largest_cycle_mean(columns: Sequence[Sequence[float]]) -> Fraction:
     """Largest mean weight of a cycle in the graph whose edge from i to j weighs ``columns[i][j]``.
 
     Karp's formula: max over v of min over k of (D_n(v) - D_k(v)) / (n - k), where D_k(v) is the

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from offplan.plan import Backend, Offload, Rule
+from offplan.planner.contents import Choice
 from offplan.planner.patterns import Pattern
+from offplan.planner.segments import SegmentClass
 
 
 class Family(NamedTuple):
@@ -45,6 +47,13 @@ class Family(NamedTuple):
             rules=rules,
         )
 
+    def choices(self) -> Iterator[tuple[Choice, ...]]:
+        """Each member's choices; none for a rule of ``max_bytes``."""
+        if not self.patterns and not self.max_bytes:
+            yield ()
+        for pattern in self.patterns:
+            yield (Choice(SegmentClass(self.segments), self.prefill, self.decode, pattern),)
+
     def members(self) -> Iterator[tuple[Rule, ...]]:
         """The rules of each member."""
         if self.max_bytes:
@@ -56,18 +65,8 @@ class Family(NamedTuple):
                     decode=self.decode,
                 ),
             )
-        elif not self.patterns:
-            yield ()
-        for pattern in self.patterns:
-            yield (
-                Rule(
-                    cpu_offload_params=self.segments,
-                    group_size=pattern.group_size,
-                    num_in_group=pattern.num_in_group,
-                    prefill=self.prefill,
-                    decode=self.decode,
-                ),
-            )
+        for choices in self.choices():
+            yield tuple(choice.rule() for choice in choices)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from offplan.plan import Basis, Budget, MachineRef, ModelRef, Plan, Workload
 from offplan.planner.families import Shortfall
 from offplan.planner.floor import Floor, find_floor
 from offplan.planner.problem import Problem
-from offplan.planner.search import Found, find_best
+from offplan.planner.search import SIMPLER, Search, find_best
 from offplan.planner.space import list_families
 from offplan.units import format_bytes, format_seconds
 
@@ -24,9 +24,11 @@ class PlanResult:
     reasons: tuple[str, ...]
     """Sentences for people."""
     num_candidates: int
-    """Plans of the space that fit the budget."""
+    """Plans of at most one rule that fit the budget."""
     num_priced: int
-    """Of those, how many had their schedule priced; proven bounds ruled out the others."""
+    """Plans of one rule and of two whose timeline was run; proven bounds ruled out all others."""
+    second_rule_gain: float
+    """Time of the best plan of at most one rule over this plan's; 1 where it has no second."""
     floor: Floor
     """What no plan of this budget can beat."""
 
@@ -37,16 +39,22 @@ class PlanResult:
 
 
 def make_plan(
-    model: Model, machine: MachineProfile, workload: Workload, budget: Budget
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    emphasis: tuple[int, int] = (1, 1),
 ) -> PlanResult:
     """Find the fastest plan that keeps the budget: prompt plus all output tokens of a request.
 
-    Exact over the stated space (``planner.space``): at most one rule over the segment classes, all
-    group patterns, ring sizes, backends and chunks, the input embedding in either place. The same
+    Exact over the stated spaces: at most one rule over the segment classes, all group patterns,
+    ring sizes, backends and chunks, the input embedding in either place (``planner.space``), and
+    two rules (``planner.pairs``) where that saves more than SIMPLER allows. ``emphasis``
+    makes prefill and decode count so many times in what is least, for targets. The same
     input gives the same plan, byte for byte. Raises InfeasibleError, with the shortfall, when no
     candidate fits.
     """
-    problem = Problem(model, machine, workload, _within(machine, budget))
+    problem = Problem(model, machine, workload, _within(machine, budget), emphasis)
     families, shortfall = list_families(problem)
     if not families:
         raise _infeasible(problem, shortfall)
@@ -68,12 +76,17 @@ def make_plan(
             basis=Basis(machine.basis),
             fingerprint=machine.fingerprint,
         ),
-        offload=found.offload,
-        prediction=predict(model, machine, workload, problem.budget, found.offload),
+        offload=found.chosen.offload,
+        prediction=predict(model, machine, workload, problem.budget, found.chosen.offload),
     )
     floor = find_floor(problem)
     return PlanResult(
-        plan, _explain(plan, floor, found), found.num_candidates, found.num_priced, floor
+        plan,
+        _explain(plan, floor, found),
+        found.num_candidates,
+        found.num_priced,
+        found.second_rule_gain,
+        floor,
     )
 
 
@@ -114,7 +127,13 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
     )
 
 
-def _explain(plan: Plan, floor: Floor, found: Found) -> tuple[str, ...]:
+def _explain_count(plan: Plan, found: Search) -> str:
+    if len(plan.offload.rules) > 1:
+        return f"the best plan of one rule takes {100 * (found.second_rule_gain - 1):.1f} % longer"
+    return f"no second rule saves more than {100 * (SIMPLER - 1):.1f} %"
+
+
+def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
     if not plan.offload.rules and plan.offload.embeddings == "device":
         return (
@@ -125,8 +144,9 @@ def _explain(plan: Plan, floor: Floor, found: Found) -> tuple[str, ...]:
         f"at least {format_bytes(floor.missing_bytes)} of weights do not fit "
         f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
         f"plan keeps {format_bytes(prediction.host_memory_bytes)} on the host",
-        f"{found.num_priced} of {found.num_candidates} plans that fit were priced; bounds rule out "
-        "the others",
+        f"{found.num_candidates} plans of one rule fit; {found.num_priced} of one rule and of two "
+        "were priced, and bounds rule out the others",
+        _explain_count(plan, found),
     ]
     if plan.offload.embeddings == "host":
         reasons.append(

@@ -50,6 +50,13 @@ class Problem:
     workload: Workload
     budget: Budget
     """As the user gave it, but no more than the machine has."""
+    emphasis: tuple[int, int] = (1, 1)
+    """How many times prefill and decode count, where a target asks for more than speed."""
+
+    @cached_property
+    def weights(self) -> tuple[int, int]:
+        """Of the prompt, and of a decode step, in the objective."""
+        return self.emphasis[0], self.emphasis[1] * self.workload.output_tokens
 
     @cached_property
     def compute(self) -> ModelCompute:
@@ -65,6 +72,11 @@ class Problem:
     def kinds(self) -> tuple[str, ...]:
         """Keys of the distinct layers, in the order of their first appearance."""
         return tuple(self.compute.works)
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """The number of each layer's kind, by layer."""
+        return tuple(self.kinds.index(key) for key in self.compute.keys)
 
     @cached_property
     def layers_of_kind(self) -> tuple[int, ...]:
@@ -124,8 +136,8 @@ class Problem:
         return price_step(self.compute, self.workload)
 
     def objective(self, prefill: int, decode: int) -> int:
-        """Weigh the two phases as a request does: the prompt, and a step for each output token."""
-        return prefill + self.workload.output_tokens * decode
+        """Weigh the two phases: the prompt, and a step for each output token, by emphasis."""
+        return self.weights[0] * prefill + self.weights[1] * decode
 
     def host_lack(self, slab_bytes: int, setting: Setting) -> int:
         """Bytes by which slabs and embedding exceed the host memory; at most 0 where they fit."""

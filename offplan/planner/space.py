@@ -32,7 +32,7 @@ Signature = tuple[int, ...]
 """How many layers of each kind."""
 
 
-class _Totals(NamedTuple):
+class Totals(NamedTuple):
     """Sums of KindCosts over the layers of a signature."""
 
     num_layers: int
@@ -61,8 +61,8 @@ def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
     for segment_class in segment_classes(problem.model):
         costs = kind_costs(problem, segment_class)
         families += _max_bytes_families(problem, segment_class, shortfall)
-        for signature, members in _by_signature(problem, costs, patterns).items():
-            totals = _sum_up(signature, costs)
+        for signature, members in by_signature(problem, costs, patterns).items():
+            totals = sum_up(signature, costs)
             for prefill, decode in BACKENDS:
                 uses_ring = Backend.PREFETCH in (prefill, decode)
                 for step in PREFETCH_STEPS if uses_ring else (0,):
@@ -96,7 +96,7 @@ def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Famil
         )
 
 
-def _by_signature(
+def by_signature(
     problem: Problem, costs: Sequence[KindCosts], patterns: tuple[Pattern, ...]
 ) -> dict[Signature, tuple[Pattern, ...]]:
     """Group the patterns that differ for this class by how many layers of each kind they take."""
@@ -111,7 +111,8 @@ def _by_signature(
     return {signature: tuple(members) for signature, members in groups.items()}
 
 
-def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> _Totals:
+def sum_up(signature: Signature, costs: Sequence[KindCosts]) -> Totals:
+    """Add up what the layers of a signature cost."""
     present = [(count, kind) for count, kind in zip(signature, costs, strict=True) if count]
 
     def total(values: Iterable[int]) -> int:
@@ -120,7 +121,7 @@ def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> _Totals:
     def totals(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         return tuple(total(column) for column in zip(*rows, strict=True))
 
-    return _Totals(
+    return Totals(
         num_layers=sum(signature),
         unit_bytes=total(k.unit_bytes for _, k in present),
         slab_bytes=total(k.slab_bytes for _, k in present),
@@ -141,7 +142,7 @@ def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> _Totals:
 def _pattern_families(
     problem: Problem,
     segment_class: SegmentClass,
-    totals: _Totals,
+    totals: Totals,
     members: tuple[Pattern, ...],
     prefill: Backend,
     decode: Backend,
@@ -194,7 +195,7 @@ def _pattern_families(
 
 
 def _ring_bound(
-    totals: _Totals,
+    totals: Totals,
     num_slots: int,
     num_warm: int,
     compute_ps: int,

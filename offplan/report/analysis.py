@@ -10,6 +10,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
 from offplan.planner import PlanResult
+from offplan.planner.crossovers import Crossovers
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
@@ -17,11 +18,13 @@ from offplan.report.plan import render_plan
 
 @dataclass(frozen=True)
 class Analysis:
-    """What ``analyze`` found; at most one of the last three is there."""
+    """What ``analyze`` found: a result, why there is none, or what could not be measured."""
 
     model: Model
     machine: MachineProfile | None
     result: PlanResult | None = None
+    crossovers: Crossovers | None = None
+    """Of the result."""
     infeasible: InfeasibleError | None = None
     unmeasured: str | None = None
     """What could not be measured, so that nothing was planned."""
@@ -32,8 +35,8 @@ def render_analysis(analysis: Analysis) -> Iterator[RenderableType]:
     yield render_model(analysis.model)
     if analysis.machine is not None:
         yield render_machine(analysis.machine)
-    if analysis.result is not None:
-        yield render_plan(analysis.result)
+    if analysis.result is not None and analysis.crossovers is not None:
+        yield render_plan(analysis.result, analysis.crossovers)
     if analysis.infeasible is not None:
         yield Text(f"Infeasible: {analysis.infeasible}")
     if analysis.unmeasured is not None:

@@ -8,6 +8,7 @@ from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, plan_json
 from offplan.planner import PlanResult
+from offplan.planner.crossovers import Crossovers
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, BenchResult, measured_phase
 from offplan.report.model import outside_segments
@@ -26,7 +27,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **model_payload(analysis.model),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else plan_json(result.plan),
-        "why": None if result is None else why_payload(result),
+        "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
     }
@@ -84,13 +85,16 @@ def machine_payload(machine: MachineProfile) -> dict[str, Any]:
     return {**machine.model_dump(mode="json"), "fingerprint": machine.fingerprint}
 
 
-def why_payload(result: PlanResult) -> dict[str, Any]:
+def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, Any]:
     """Why it is this plan, and what no plan of its budget can beat."""
     return {
         "reasons": list(result.reasons),
         "num_candidates": result.num_candidates,
         "num_priced": result.num_priced,
+        "second_rule_gain": result.second_rule_gain,
         "floor": dataclasses.asdict(result.floor),
+        "gap": result.gap,
+        "crossovers": None if crossovers is None else dataclasses.asdict(crossovers),
     }
 
 

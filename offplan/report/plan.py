@@ -9,25 +9,50 @@ from rich.text import Text
 
 from offplan.plan import Backend, Plan, Rule
 from offplan.planner import Floor, PlanResult
+from offplan.planner.crossovers import Crossovers
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
 
-def render_plan(result: PlanResult) -> RenderableType:
+def render_plan(result: PlanResult, crossovers: Crossovers) -> RenderableType:
     """Show the rules, why they were chosen, the memory terms and the prediction."""
-    plan, least = result.plan, result.floor.objective_s
+    plan = result.plan
     request = f"A request takes {format_seconds(plan.prediction.objective_s)}: {_speed(plan)}."
     return Group(
         *_render_list("Plan", describe_offload(plan)),
-        *_render_list("Why", result.reasons),
+        *_render_list("Why", [*result.reasons, *describe_crossovers(crossovers)]),
         Text(),
         _render_memory(plan),
         Text(),
         _render_prediction(plan, result.floor),
         Text(),
         Text(request),
-        Text(f"No plan of this budget can take less than {format_seconds(least)}."),
+        Text(describe_gap(result)),
     )
+
+
+def describe_gap(result: PlanResult) -> str:
+    """Say how far the plan is from what physics allows, in a line."""
+    prediction, floor_s = result.plan.prediction, result.floor.objective_s
+    steps = result.plan.workload.output_tokens
+    bound_s = prediction.prefill.bound_s + steps * prediction.decode.bound_s
+    return (
+        f"Bound of its bytes {format_seconds(bound_s)} (x{prediction.objective_s / bound_s:.3f}); "
+        f"floor of any plan {format_seconds(floor_s)} (x{result.gap:.3f})."
+    )
+
+
+def describe_crossovers(crossovers: Crossovers) -> list[str]:
+    """Say where the bottleneck changes; nothing where it does not."""
+    lines = []
+    if crossovers.compute_bound_batch is not None:
+        lines.append(f"decode is held by compute from batch {crossovers.compute_bound_batch} on")
+    if crossovers.streaming_batch is not None:
+        batch = crossovers.streaming_batch
+        lines.append(f"streaming experts beats reading them in place from batch {batch} on")
+    if crossovers.hiding_prompt is not None:
+        lines.append(f"prefill hides its copies from {crossovers.hiding_prompt} prompt tokens on")
+    return lines
 
 
 def describe_offload(plan: Plan) -> list[str]:

@@ -96,11 +96,12 @@ def make_machine(
     *,
     h2d: float = 1e9,
     uva: float = 0.9e9,
+    gpu: float = 1.0,
     gpu_memory: int = 2**40,
     host_memory: int | None = None,
     layer_times: Sequence[LayerTime] = (),
 ) -> MachineProfile:
-    """A machine whose link is slow beside its memory, without overheads in bytes."""
+    """A machine whose link is slow beside its memory; ``gpu`` is how many times as fast it is."""
 
     def figure(value: float) -> dict[str, object]:
         return {"value": value, "basis": "measured", "source": "a test"}
@@ -112,9 +113,9 @@ def make_machine(
             "h2d": figure(h2d),
             "copy_latency": figure(1e-6),
             "uva": figure(uva),
-            "hbm": figure(100e9),
-            "matmul": figure(1e12),
-            "layer_overhead": figure(2e-6),
+            "hbm": figure(gpu * 100e9),
+            "matmul": figure(gpu * 1e12),
+            "layer_overhead": figure(2e-6 / gpu),
             "gpu_memory": figure(gpu_memory),
             "host_memory": None if host_memory is None else figure(host_memory),
             "gpu_overhead": figure(0),

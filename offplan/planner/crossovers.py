@@ -1,0 +1,91 @@
+"""Where a plan's bottleneck changes: at which batch, and at which prompt."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offplan.checkpoint.model import Model
+from offplan.costs.compute import ModelCompute
+from offplan.costs.link import uva_bytes
+from offplan.costs.predict import predict
+from offplan.costs.work import decode_shape
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Backend, PhasePrediction, Plan, Workload
+
+MOST_BATCH = 4096
+"""Larger batches are not looked at."""
+MOST_PROMPT = 2**20
+"""Longer prompts are not looked at."""
+
+
+@dataclass(frozen=True)
+class Crossovers:
+    """Where the bottleneck changes; None where it does not, or there is none to change.
+
+    Each supposes that the rules stay and memory suffices, and is the first found between powers of
+    two.
+    """
+
+    compute_bound_batch: int | None
+    """From this batch on a decode step computes for at least as long as the link is busy."""
+    streaming_batch: int | None
+    """From this batch on streaming all routed experts beats reading those in place that are hit."""
+    hiding_prompt: int | None
+    """From this many prompt tokens on compute hides the copies of prefill."""
+
+
+def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crossovers:
+    """Find where the plan's bottleneck changes with the batch and the prompt."""
+    workload = plan.workload
+
+    def phases(**changes: int) -> tuple[PhasePrediction, PhasePrediction]:
+        changed = workload.model_copy(update=changes)
+        prediction = predict(model, machine, changed, plan.budget, plan.offload)
+        return prediction.prefill, prediction.decode
+
+    def computes(batch: int) -> bool:
+        decode = phases(batch=batch)[1]
+        return decode.compute_s >= decode.link_s
+
+    def hides(prompt_tokens: int) -> bool:
+        # prompts longer than the plan's are read in chunks of its size
+        prefill = phases(prompt_tokens=prompt_tokens)[0]
+        return prefill.compute_s >= prefill.link_s
+
+    moves = plan.prediction.decode.link_bytes > 0
+    streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
+    return Crossovers(
+        compute_bound_batch=_first(computes, MOST_BATCH) if moves else None,
+        streaming_batch=_first(_streaming_wins(model, machine, workload), MOST_BATCH),
+        hiding_prompt=_first(hides, MOST_PROMPT) if streams else None,
+    )
+
+
+def _streaming_wins(
+    model: Model, machine: MachineProfile, workload: Workload
+) -> Callable[[int], bool]:
+    """Whether max(compute, copies) < compute + reading, were all experts offloaded."""
+    layers = [layer.expert_bytes for layer in model.layers if layer.expert_bytes]
+    compute = ModelCompute(model, machine)
+    copies_s = sum(map(machine.copy_seconds, layers))
+
+    def wins(batch: int) -> bool:
+        read = sum(uva_bytes(size, True, model.experts, batch) for size in layers)
+        shape = decode_shape(workload.model_copy(update={"batch": batch}))
+        resident_s = compute.price(shape).seconds
+        return max(resident_s, copies_s) < resident_s + read / machine.uva.value
+
+    return wins if layers else lambda batch: False
+
+
+def _first(holds: Callable[[int], bool], most: int) -> int | None:
+    """The least number that holds between the first power of two that does and the one before."""
+    high = 1
+    while not holds(high):
+        high *= 2
+        if high > most:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

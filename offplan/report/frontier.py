@@ -1,0 +1,68 @@
+"""GPU memory against speed: a table, a plot of 80 columns, and JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offplan.planner.frontier import Point
+from offplan.planner.targets import tokens_per_s
+from offplan.report.table import make_table
+from offplan.units import format_bytes, format_seconds
+
+PLOT_COLUMNS = 60
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def render_frontier(points: Sequence[Point]) -> RenderableType:
+    """Show what each budget gives, and what one more GiB of it would."""
+    return Group(_render_table(points), Text(), *_render_plot(points))
+
+
+def _render_table(points: Sequence[Point]) -> Table:
+    table = make_table(
+        "Frontier", "GPU memory", "host", "first token", "a token", "tokens/s", "1 GiB more saves"
+    )
+    for point in points:
+        prediction = point.plan.prediction
+        saved = point.saved_per_gib_s
+        table.add_row(
+            format_bytes(point.plan.budget.gpu_memory),
+            format_bytes(prediction.host_memory_bytes),
+            format_seconds(prediction.prefill.step_s),
+            format_seconds(prediction.decode.step_s),
+            f"{tokens_per_s(point.plan):,.1f}",
+            "-" if saved is None else format_seconds(saved),
+        )
+    return table
+
+
+def _render_plot(points: Sequence[Point]) -> list[Text]:
+    """A bar of tokens/s for each budget, in eighths of a column."""
+    most = max(tokens_per_s(point.plan) for point in points)
+    lines = [Text("tokens/s by GPU memory, prompt included")]
+    for point in points:
+        eighths = round(8 * PLOT_COLUMNS * tokens_per_s(point.plan) / most)
+        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+        budget = format_bytes(point.plan.budget.gpu_memory)
+        lines.append(Text(f"{budget:>10} {bar} {tokens_per_s(point.plan):,.1f}"))
+    return lines
+
+
+def frontier_payload(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The points as JSON, the smallest budget first."""
+    return [
+        {
+            "gpu_memory": point.plan.budget.gpu_memory,
+            "host_memory_bytes": point.plan.prediction.host_memory_bytes,
+            "objective_s": point.plan.prediction.objective_s,
+            "prefill_s": point.plan.prediction.prefill.step_s,
+            "decode_s": point.plan.prediction.decode.step_s,
+            "tokens_per_s": tokens_per_s(point.plan),
+            "saved_per_gib_s": point.saved_per_gib_s,
+            "offload": point.plan.offload.model_dump(mode="json"),
+        }
+        for point in points
+    ]

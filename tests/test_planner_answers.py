@@ -1,0 +1,125 @@
+"""Answers beside the plan: targets, the best batch, crossovers, the frontier."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from offplan.costs.predict import predict
+from offplan.errors import InfeasibleError
+from offplan.plan import Budget, Plan, Workload
+from offplan.planner import make_plan
+from offplan.planner.crossovers import find_crossovers
+from offplan.planner.frontier import find_frontier
+from offplan.planner.targets import Targets, plan_throughput, plan_within, tokens_per_s
+from offplan.report.frontier import render_frontier
+from tests.cli import CLI, TINY_MOE
+from tests.costs.builders import dense_model, make_machine, moe_model
+from tests.test_cli_report import show
+from tests.test_planner import WORKLOAD, budget_for
+
+MODEL, MACHINE = moe_model(4), make_machine()
+BUDGET = budget_for(MODEL, MACHINE, 0.5)
+
+
+def fastest() -> Plan:
+    return make_plan(MODEL, MACHINE, WORKLOAD, BUDGET).plan
+
+
+def test_targets_that_are_kept_change_nothing() -> None:
+    targets = Targets(max_ttft_s=60.0, max_tpot_s=60.0)
+    assert plan_within(MODEL, MACHINE, WORKLOAD, BUDGET, targets).plan == fastest()
+
+
+def test_a_target_out_of_reach_names_the_nearest_and_the_memory_that_does() -> None:
+    target = Targets(max_tpot_s=fastest().prediction.decode.step_s / 3)
+    with pytest.raises(InfeasibleError, match="no plan reaches --max-tpot") as error:
+        plan_within(MODEL, make_machine(gpu_memory=2**23), WORKLOAD, BUDGET, target)
+    assert error.value.shortfall_bytes is not None
+    enough = Budget(gpu_memory=BUDGET.gpu_memory + error.value.shortfall_bytes)
+    plan = plan_within(MODEL, MACHINE, WORKLOAD, enough, target).plan
+    assert target.excess(plan) <= 1
+
+
+def test_a_phase_may_count_more_than_speed_says() -> None:
+    decode, prefill = (
+        make_plan(MODEL, MACHINE, WORKLOAD, BUDGET, emphasis).plan.prediction
+        for emphasis in ((1, 1024), (1024, 1))
+    )
+    assert decode.decode.step_s <= prefill.decode.step_s
+    assert prefill.prefill.step_s <= decode.prefill.step_s
+
+
+def test_throughput_chooses_the_batch_that_gives_most() -> None:
+    workload = Workload(prompt_tokens=16, output_tokens=20, context=64)
+    budget = budget_for(MODEL, MACHINE, 0.7, workload.model_copy(update={"batch": 8}))
+    best = plan_throughput(MODEL, MACHINE, workload, budget, Targets())
+    plans = []
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128):
+        sized = workload.model_copy(update={"batch": batch})
+        try:
+            plans.append(make_plan(MODEL, MACHINE, sized, budget).plan)
+        except InfeasibleError:
+            break
+    assert best.plan == max(plans, key=tokens_per_s)
+    assert "tokens/s" in best.reasons[-1]
+
+
+def test_crossovers_are_where_the_bottleneck_changes() -> None:
+    machine = make_machine(h2d=20e9)
+    model = dense_model(6)
+    plan = make_plan(model, machine, WORKLOAD, budget_for(model, machine, 0.5)).plan
+    found = find_crossovers(model, machine, plan)
+    assert found.streaming_batch is None, "there are no experts"
+    for name, phase, number in (
+        ("batch", "decode", found.compute_bound_batch),
+        ("prompt_tokens", "prefill", found.hiding_prompt),
+    ):
+        assert number is not None
+        for at, holds in ((number, True), (number - 1, False)):
+            if at < 1:
+                continue
+            workload = WORKLOAD.model_copy(update={name: at})
+            prediction = getattr(
+                predict(model, machine, workload, plan.budget, plan.offload), phase
+            )
+            assert (prediction.compute_s >= prediction.link_s) is holds
+
+
+def test_experts_are_streamed_from_some_batch_on() -> None:
+    plan = fastest()
+    found = find_crossovers(MODEL, make_machine(h2d=20e9, uva=20e9), plan)
+    assert found.streaming_batch is not None
+    assert 1 < found.streaming_batch < 64
+
+
+def test_frontier_goes_from_the_least_to_all() -> None:
+    points = find_frontier(MODEL, MACHINE, WORKLOAD, Budget(gpu_memory=2**40))
+    budgets = [point.plan.budget.gpu_memory for point in points]
+    times = [point.plan.prediction.objective_s for point in points]
+    assert budgets == sorted(budgets)
+    assert points[-1].plan.offload.rules == ()
+    assert points[-1].plan.prediction.host_memory_bytes == 0
+    assert all(later <= sooner * 1.006 for sooner, later in pairwise(times))
+    lines = show(render_frontier(points)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("█" in line for line in lines) == len(points)
+
+
+def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cli = CLI(monkeypatch, capsys)
+    small = ("--machine", "cpu", "--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
+    plan = ("plan", TINY_MOE, *small, "--gpu-memory", "1MiB")
+    code, out, err = cli(*plan, "--max-tpot", "1us")
+    assert (code, out) == (3, "")
+    assert "no plan reaches --max-tpot 1 us" in err
+    assert json.loads(cli(*plan, "--max-tpot", "1s", "--max-ttft", "1s", "--json").out)["offload"]
+    assert cli(*plan, "--max-tpot", "soon").code == 2
+    data = json.loads(cli(*plan, "--objective", "throughput", "--json").out)
+    assert data["workload"]["batch"] >= 1
+    kept = json.loads(cli(*plan, "--objective", "throughput", "--batch", 1, "--json").out)
+    assert kept["workload"]["batch"] == 1
+    points = json.loads(cli(*plan, "--frontier", "--json").out)["frontier"]
+    assert points[0]["objective_s"] >= points[-1]["objective_s"]
+    assert "Frontier" in cli(*plan, "--frontier").out
+    assert cli(*plan, "--frontier", "-o", "plan.yaml").code == 2

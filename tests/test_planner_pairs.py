@@ -1,0 +1,183 @@
+"""Two rules: the search prices as the schedule does, its bounds hold, and it misses nothing."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import combinations, product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.costs.predict import predict, price_request
+from offplan.errors import PlanError
+from offplan.machine.profile import MachineProfile
+from offplan.placement import group_units, place_units
+from offplan.plan import Backend, Budget, Offload, Rule, Workload
+from offplan.planner import make_plan
+from offplan.planner.contents import Choice, Pricer
+from offplan.planner.pairs import list_pairs
+from offplan.planner.patterns import group_patterns
+from offplan.planner.problem import Problem
+from offplan.planner.search import SIMPLER
+from offplan.planner.segments import SegmentClass, segment_classes
+from offplan.planner.space import BACKENDS, PREFETCH_STEPS
+from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model, rule
+from tests.test_planner import WORKLOAD, budget_for, search_everything
+
+MODELS = [dense_model(5), moe_model(5), make_model([DENSE, MOE] * 3)]
+PATTERNS = {len(model.layers): group_patterns(len(model.layers)) for model in MODELS}
+LONG = Workload(batch=3, prompt_tokens=600, output_tokens=7, context=700)
+
+
+@st.composite
+def choice_lists(draw: st.DrawFn, model: Model) -> tuple[Choice, ...]:
+    """One or two rules of the space, whose classes may overlap."""
+    classes = st.sampled_from(segment_classes(model))
+    patterns = st.sampled_from(PATTERNS[len(model.layers)])
+    backends = st.sampled_from(list(product(Backend, Backend)))
+    choice = st.builds(lambda c, b, p: Choice(c, *b, p), classes, backends, patterns)
+    return tuple(draw(st.lists(choice, min_size=1, max_size=2)))
+
+
+def price_by_schedule(
+    problem: Problem, choices: tuple[Choice, ...], prefetch_step: int, number: int
+) -> tuple[Fraction, int, int]:
+    """Time of a request, memory taken off the GPU, and host memory, by placement and schedule."""
+    model, setting = problem.model, problem.settings[number]
+    offload = Offload(
+        prefetch_step=prefetch_step,
+        prefill_chunk=setting.prefill_chunk,
+        embeddings=setting.embeddings,
+        rules=tuple(choice.rule() for choice in choices),
+    )
+    placement = place_units(problem.units, model, offload)
+    times = price_request(placement, model, problem.machine, setting.prefill, problem.decode)
+    on_gpu = placement.resident_bytes + placement.ring_bytes
+    return (
+        times.objective_ps(problem.workload.output_tokens),
+        model.loaded_bytes - on_gpu - setting.host_bytes,
+        placement.offloaded_bytes - setting.host_bytes,
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.sampled_from(MODELS), st.integers(1, 4), st.sampled_from([1e8, 5e9, 50e9]))
+def test_the_search_prices_as_the_schedule_does(
+    data: st.DataObject, model: Model, prefetch_step: int, h2d: float
+) -> None:
+    machine = make_machine(h2d=h2d, uva=0.7 * h2d)
+    problem = Problem(model, machine, LONG, Budget(gpu_memory=2**40))
+    choices = data.draw(choice_lists(model))
+    number = data.draw(st.integers(0, len(problem.settings) - 1))
+    try:
+        expected = price_by_schedule(problem, choices, prefetch_step, number)
+    except PlanError:  # a rule that takes nothing
+        assume(False)
+    pricer = Pricer(problem)
+    contents = pricer.contents(choices)
+    weighed = pricer.weigh(contents, prefetch_step)
+    objective = pricer.objective_ps(contents, weighed.num_slots, number)
+    assert (objective, weighed.saved_bytes, weighed.host_bytes) == expected
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.data(),
+    st.sampled_from(MODELS),
+    st.floats(0.1, 0.9),
+    st.sampled_from([1e8, 5e9, 50e9]),
+    st.sampled_from([WORKLOAD, LONG]),
+)
+def test_bounds_hold(
+    data: st.DataObject, model: Model, share: float, h2d: float, workload: Workload
+) -> None:
+    """A pair's bound is no more than its candidates', and theirs no more than their time."""
+    machine = make_machine(h2d=h2d, uva=0.9 * h2d)
+    problem = Problem(model, machine, workload, budget_for(model, machine, share, workload))
+    pairs, pricer = list_pairs(problem), Pricer(problem)
+    bounds = list(pairs.bounds(float("inf")))
+    assume(bounds)
+    for number in data.draw(st.lists(st.integers(0, 10**6), min_size=5, max_size=20)):
+        pair = bounds[number % len(bounds)]
+        candidates = list(pairs.candidates(pair, float("inf")))
+        for candidate in candidates[:10] + candidates[-3:]:
+            # both are sums of floats, whose slack is much more than their rounding
+            assert pair.bound_ps <= candidate.bound_ps * (1 + 1e-12)
+            contents = pricer.contents(pairs.choices(candidate))
+            weighed = pricer.weigh(contents, pair.num_slots)
+            if pair.num_slots and weighed.num_streamed <= pair.num_slots:
+                continue
+            objective = pricer.objective_ps(contents, weighed.num_slots, pair.setting)
+            assert candidate.bound_ps <= objective
+
+
+def all_pairs(model: Model) -> Iterator[tuple[Rule, Rule]]:
+    """Every pair of rules of the stated space, written down without the planner's help."""
+    for first, second in combinations(segment_classes(model), 2):
+        taken = [
+            {
+                unit.parameters
+                for layer in model.layers
+                for unit in filter(c.takes, group_units(layer))
+            }
+            for c in (first, second)
+        ]
+        if taken[0] & taken[1]:
+            continue
+        groups = [spread_groups(model, segment_class) for segment_class in (first, second)]
+        for one, other in product(*groups):
+            for (a, b), (c, d) in product(BACKENDS, BACKENDS):
+                yield (
+                    rule(*first.segments, group=one, prefill=a, decode=b),
+                    rule(*second.segments, group=other, prefill=c, decode=d),
+                )
+
+
+def spread_groups(model: Model, segment_class: SegmentClass) -> list[tuple[int, int]]:
+    """Group sizes and numbers: the smallest groups that take as many layers of each kind."""
+    having = [
+        layer.key if any(map(segment_class.takes, group_units(layer))) else None
+        for layer in model.layers
+    ]
+    groups: dict[tuple[str, ...], tuple[int, int]] = {}
+    for size in range(1, len(having) + 1):
+        for number in range(1, size + 1):
+            chosen = rule(group=(size, number))
+            keys = [key for i, key in enumerate(having) if key and chosen.selects_layer(i)]
+            groups.setdefault(tuple(sorted(keys)), (size, number))
+    groups.pop((), None)
+    return list(groups.values())
+
+
+def best_pair(model: Model, machine: MachineProfile, workload: Workload, budget: Budget) -> float:
+    """The least objective of any pair that fits, by pricing them all as a plan is priced."""
+    best = float("inf")
+    for rules in all_pairs(model):
+        uses_ring = any(Backend.PREFETCH in (r.prefill, r.decode) for r in rules)
+        for step, embeddings in product(PREFETCH_STEPS if uses_ring else (1,), ("device", "host")):
+            offload = Offload(
+                prefetch_step=step, prefill_chunk=512, embeddings=embeddings, rules=rules
+            )
+            prediction = predict(model, machine, workload, budget, offload)
+            if prediction.gpu_memory.total_bytes <= budget.gpu_memory:
+                best = min(best, prediction.objective_s)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("model", "share", "h2d"),
+    [
+        (dense_model(3), 0.4, 20e9),
+        (make_model([DENSE, MOE]), 0.7, 1e9),
+    ],
+)
+def test_two_rules_equal_brute_force(model: Model, share: float, h2d: float) -> None:
+    machine, workload = make_machine(h2d=h2d, uva=0.8 * h2d), Workload(prompt_tokens=512)
+    budget = budget_for(model, machine, share, workload)
+    plan = make_plan(model, machine, workload, budget).plan
+    single = search_everything(model, machine, workload, budget, chunks=(512,))
+    pair = best_pair(model, machine, workload, budget)
+    assert pair < single / SIMPLER, "choose a case that a second rule is worth"
+    assert plan.prediction.objective_s == pytest.approx(pair, rel=1e-12)
+    assert len(plan.offload.rules) == 2
