@@ -40,8 +40,11 @@ def measure_layer_times(
     short = replace(model, layers=model.layers[:num_layers])
     chunk = min(prefill_chunk, workload.prompt_tokens)
     offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
-    with Session(short, offload, context=workload.context, device="cuda") as session:
-        prompt = torch.randint(0, 1000, (workload.batch, chunk))
+    # room for the decode steps that are timed behind the prompt
+    context = max(workload.context, chunk + NUM_SAMPLES + 3)
+    with Session(short, offload, context=context, device="cuda") as session:
+        vocabulary = session.loaded.module.config.get_text_config().vocab_size
+        prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
         prefill = _time_prefill(session, prompt)
         if on_progress is not None:
             on_progress(1, 2)

@@ -12,9 +12,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from offplan.errors import CheckpointError
 from offplan.runtime.latent import attend_latent
 
 ATTENTION_NAME = "offplan"
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments of transformers' attention interface that change the result and are not heeded here."""
 BLOCK_TOKENS = 128
 """Cached tokens that compiled attention takes or skips as one."""
 
@@ -37,6 +40,12 @@ def attend(
     filled. Returns [batch, new, heads, value_dim] and None. Runs on the current stream,
     synchronises nothing.
     """
+    unknown = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if unknown:
+        raise CheckpointError(
+            f"{type(module).__name__} needs attention with {unknown[0]}, which `run` does not "
+            "have; its plan can still be made and exported"
+        )
     if isinstance(attention_mask, BlockMask):
         out = flex_attention(
             query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True

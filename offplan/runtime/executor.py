@@ -50,7 +50,7 @@ class Executor:
         captured = CapturedPass(self._link)
         self._apply = captured.cut
         try:
-            with captured.recording():
+            with captured:
                 self.run(schedule, forward)
         finally:
             self._apply = self._carry_out
@@ -110,10 +110,6 @@ class CapturedPass:
         self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pool = torch.cuda.graph_pool_handle()
-
-    def recording(self) -> "CapturedPass":
-        """Use as a context manager around the capture."""
-        return self
 
     def __enter__(self) -> "CapturedPass":
         torch.cuda.synchronize()

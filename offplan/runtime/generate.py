@@ -53,24 +53,25 @@ def generate(
     moved = session.link.bytes_moved
     with session.stream():
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
-        measured.prefill_link_bytes = session.link.bytes_moved - moved
-        arrivals = [_Arrival(tokens, host[0])]
-        for step in range(num_tokens):
-            moved = session.link.bytes_moved
-            if step + 1 < num_tokens:
+        arrival = _Arrival(tokens, host[0])
+    measured.prefill_link_bytes = session.link.bytes_moved - moved
+    for step in range(num_tokens):
+        arrived, moved = arrival, session.link.bytes_moved
+        if step + 1 < num_tokens:
+            with session.stream():  # never across a yield: the caller has a stream of its own
                 tokens = session.decode(tokens).argmax(-1, keepdim=True)
-                arrivals.append(_Arrival(tokens, host[step + 1]))
-                measured.decode_link_bytes += session.link.bytes_moved - moved
-            token = arrivals.pop(0).wait()
-            now = time.perf_counter()
-            if step == 0:
-                measured.first_token_s = now - began
-            else:
-                measured.step_s.append(now - began)
-            began = now
-            yield token
-            if len(token) == 1 and int(token[0]) in stop_tokens:
-                return
+                arrival = _Arrival(tokens, host[step + 1])
+            measured.decode_link_bytes += session.link.bytes_moved - moved
+        token = arrived.wait()
+        now = time.perf_counter()
+        if step == 0:
+            measured.first_token_s = now - began
+        else:
+            measured.step_s.append(now - began)
+        began = now
+        yield token
+        if len(token) == 1 and int(token[0]) in stop_tokens:
+            return
 
 
 class _Arrival:

@@ -94,6 +94,13 @@ class KVCache(Cache):
         """Bytes allocated over all layers."""
         return sum(layer.nbytes() for layer in self.layers)
 
+    def clear_from(self, position: int) -> None:
+        """Write zeros over every layer's rows from ``position`` on."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[:, :, position:].zero_()
+                layer.values[:, :, position:].zero_()
+
     def of_layer(self, index: int) -> "LayerCache":
         """What the layer ``index`` is given as its cache."""
         return LayerCache(self.layers[index])

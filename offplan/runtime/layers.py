@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offplan.errors import CheckpointError
 from offplan.runtime.kv_cache import KVCache
 
 MAX_VARIANTS = 64
@@ -47,7 +48,7 @@ class DecoderLayers:
                     vars(module)["layer_idx"] = 0
             own = layer.forward
             self._steps.append(torch.compile(own, dynamic=False) if compiled else own)
-            layer.forward = self._make_forward(index)
+            layer.forward = self._make_forward(index, type(layer).__name__)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -83,10 +84,24 @@ class DecoderLayers:
         finally:
             self._detour = None
 
-    def _make_forward(self, index: int) -> Callable[..., Any]:
-        def forward(hidden_states: torch.Tensor, **arguments: Any) -> Any:
+    def forget_from(self, position: int) -> None:
+        """Clear the cache from ``position`` on.
+
+        Attention weighs what lies there by zero, which does not hide a NaN of an earlier request.
+        """
+        if self.cache is not None:
+            self.cache.clear_from(position)
+
+    def _make_forward(self, index: int, kind: str) -> Callable[..., Any]:
+        def forward(hidden_states: torch.Tensor, *others: Any, **arguments: Any) -> Any:
             assert self.cache is not None
-            arguments["past_key_values"] = self.cache.of_layer(index)
+            names = [name for name, value in arguments.items() if value is self.cache]
+            if others or not names:
+                raise CheckpointError(
+                    f"{kind} takes its cache in a way that `run` does not know; its plan can still "
+                    "be made and exported"
+                )
+            arguments |= dict.fromkeys(names, self.cache.of_layer(index))
             if self._detour is not None:
                 return self._detour(index, Call(hidden_states, arguments))
             return self._steps[index](hidden_states, **arguments)

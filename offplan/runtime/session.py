@@ -1,6 +1,7 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,7 @@ class Session:
         self._captured: _CapturedDecode | None = None
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
+        self._experts = ""
         self._batch = 0
         self._length = 0
 
@@ -165,8 +167,9 @@ class Session:
             raise InputError(
                 f"the prompt has {num_tokens} tokens; the plan's context is {self.context}"
             )
-        self._begin_sequences(batch)
-        with self.stream(), torch.inference_mode():
+        with self._whole_or_afresh(), self.stream(), torch.inference_mode():
+            self._begin_sequences(batch)
+            self.layers.forget_from(num_tokens)
             chunks = prompt.to(self.device).split(self._chunk, dim=1)
             self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
             schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
@@ -223,8 +226,12 @@ class Session:
             raise ValueError("decode before prefill")
         if self._length >= self.context:
             raise InputError(f"the sequences have reached the context of {self.context} tokens")
-        self._length += 1
-        with self.stream(), torch.inference_mode():
+        if tokens.shape != (self._batch, 1):
+            raise InputError(
+                f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
+            )
+        with self._whole_or_afresh(), self.stream(), torch.inference_mode():
+            self._length += 1
             self._enter(Phase.DECODE, self._batch)
             schedule = self._next_pass(Phase.DECODE, Phase.DECODE)
             if self._capture and schedule.before == schedule.after:
@@ -264,6 +271,19 @@ class Session:
         assert isinstance(logits, torch.Tensor)
         return logits
 
+    @contextmanager
+    def _whole_or_afresh(self) -> Iterator[None]:
+        """After a pass that did not end, believe nothing: the ring, the phase, the sequences.
+
+        The next pass then copies again what it needs, behind whatever is still queued.
+        """
+        try:
+            yield
+        except BaseException:
+            self._ring = empty_ring(self.loaded.placement)
+            self._phase, self._captured, self._length = None, None, 0
+            raise
+
     def _begin_sequences(self, batch: int) -> None:
         if self.layers.cache is not None and batch == self._batch:
             return
@@ -288,17 +308,18 @@ class Session:
         return schedule
 
     def _enter(self, phase: Phase, num_tokens: int) -> None:
-        if self._phase is phase:
+        if self._phase is not phase:
+            self.loaded.enter_phase(phase)
+            self._phase = phase
+        if self.loaded.model.experts is None:
             return
-        self._phase = phase
-        self.loaded.enter_phase(phase)
-        if self.loaded.model.experts is not None:
-            # Gathering whole experts for each token wins for one token only; grouped products
-            # on CUDA exist for bf16 alone and would synchronise inside a capture otherwise.
-            alone = num_tokens == 1
-            loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
-            how = "batched_mm" if alone or loops else "grouped_mm"
+        # Gathering whole experts for each token wins for one token only; grouped products on CUDA
+        # exist for bf16 alone and would synchronise inside a capture otherwise.
+        loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
+        how = "batched_mm" if num_tokens == 1 or loops else "grouped_mm"
+        if how != self._experts:
             self.loaded.module.set_experts_implementation(how)
+            self._experts = how
 
 
 def _blocks_serve(loaded: LoadedModel) -> bool:

@@ -48,6 +48,15 @@ def build_skeleton(model: Model) -> PreTrainedModel:
             f"{model.source} has layers of the types {sorted(unknown)}; `run` knows full and "
             "sliding attention. Its plan can still be made and exported"
         )
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    changing = {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}
+    if changing:
+        raise CheckpointError(
+            f"{model.source} has rotary embeddings of the type {changing.pop()}, which change "
+            "with the text's length; `run` knows fixed ones. Its plan can still be made and "
+            "exported"
+        )
     # a model cut short (to time its layers) has fewer layers than its config says
     del decoder_layers(skeleton)[len(model.layers) :]
     return skeleton.eval().requires_grad_(False)
@@ -55,8 +64,12 @@ def build_skeleton(model: Model) -> PreTrainedModel:
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
     """The decoder's layers, in order."""
-    layers = skeleton.get_decoder().layers
-    assert isinstance(layers, nn.ModuleList)
+    layers = getattr(skeleton.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise CheckpointError(
+            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected a "
+            "module list named layers); its plan can still be made and exported"
+        )
     return layers
 
 
@@ -260,26 +273,29 @@ def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> st
 
 
 class Places:
-    """Every place in a model that holds one parameter, so that it can be exchanged."""
+    """Every place in a model that holds one stored tensor, so that it can be exchanged."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         owners: dict[str, int] = {}
         for path, module in skeleton.named_modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(id(parameter), []).append((module, attribute))
-                    owners[f"{path}.{attribute}".lstrip(".")] = id(parameter)
+            # router biases of DeepSeek-V3 and its like are stored buffers
+            for holder in (module._parameters, module._buffers):
+                for attribute, value in holder.items():
+                    if value is not None:
+                        places.setdefault(id(value), []).append((holder, attribute))
+                        owners[f"{path}.{attribute}".lstrip(".")] = id(value)
         self._places = {name: places[owner] for name, owner in owners.items()}
 
     def assign(self, name: str, parameter: nn.Parameter) -> None:
         """Put ``parameter`` where ``name`` is used, ties included."""
-        for module, attribute in self._places[name]:
-            module._parameters[attribute] = parameter
+        for holder, attribute in self._places[name]:
+            is_parameter = isinstance(holder[attribute], nn.Parameter)
+            holder[attribute] = parameter if is_parameter else parameter.data
 
 
 def materialise_buffers(skeleton: PreTrainedModel, device: torch.device) -> None:
-    """Give the buffers that no checkpoint holds (rotary frequencies) their values on the device.
+    """Give buffers their values on the device; those that are stored are loaded over them later.
 
     Source: transformers builds on meta too and recomputes them in ``_init_weights``.
     """

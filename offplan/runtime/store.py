@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from offplan.errors import MemoryLimitError, PlanError
-from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, SlabEntry, Span, align
+from offplan.placement import Phase, Placement, SlabEntry, Span, align
 from offplan.runtime.host import HostBlock
 from offplan.runtime.skeleton import Target
 from offplan.schedule import kept_after_prefill, slots_of
@@ -156,7 +156,6 @@ class WeightStore:
         for name, tensor in wanted.items():
             self.resident[name] = tensor.view(self.arena, offset)
             offset += align(tensor.nbytes)
-        assert offset <= total + ALIGNMENT_BYTES
 
     @staticmethod
     def _name_of(

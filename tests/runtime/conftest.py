@@ -7,6 +7,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPTNeoXConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -67,10 +70,52 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
+OTHERS: dict[str, PreTrainedConfig] = {
+    "deepseek_v3": DeepseekV3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        vocab_size=64,
+        max_position_embeddings=128,
+        topk_group=1,
+        n_group=1,
+    ),
+    "gpt_neox": GPTNeoXConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+    ),
+    "gemma2": Gemma2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+    ),
+}
+"""Not run through every rule: what they have that the others have not is tested once."""
+
+
 def save_tiny(name: str, folder: Path) -> Path:
     """Save the named tiny checkpoint; weights are large enough that layers differ audibly."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS)[name], dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

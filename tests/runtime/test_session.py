@@ -1,0 +1,92 @@
+"""What a session believes about itself, whatever happens to it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offplan.errors import CheckpointError, InputError
+from offplan.runtime.generate import Measured, generate
+from offplan.runtime.session import Session
+from offplan.schedule import Copy
+from tests.runtime.conftest import save_tiny
+from tests.runtime.plans import group, offload, open_session
+
+NUM_TOKENS = 6
+PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
+
+
+def tokens_of(session: Session) -> list[int]:
+    return [int(token) for token in generate(session, PROMPT, NUM_TOKENS, Measured())]
+
+
+@pytest.mark.parametrize("copies", range(1, 9))
+def test_a_request_after_an_interrupted_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    with open_session(checkpoint, offload(group(1, 1))) as session:
+        expected = tokens_of(session)
+        copy, left = session.link.copy, copies
+
+        def interrupt(op: Copy) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            copy(op)
+
+        monkeypatch.setattr(session.link, "copy", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tokens_of(session)
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="before prefill"):
+            session.decode(PROMPT[:, :1])
+        assert tokens_of(session) == expected
+
+
+def test_a_request_after_one_that_overflowed(checkpoint: Path) -> None:
+    with open_session(checkpoint, offload()) as session:
+        expected = tokens_of(session)
+        assert session.layers.cache is not None
+        with torch.inference_mode():
+            for layer in session.layers.cache.layers:
+                layer.keys.fill_(torch.nan)
+                layer.values.fill_(torch.nan)
+        assert tokens_of(session) == expected
+
+
+def test_tokens_of_another_batch_are_refused(checkpoint: Path) -> None:
+    with open_session(checkpoint, offload()) as session:
+        session.prefill(PROMPT)
+        with pytest.raises(InputError, match=r"\(1, 1\)"):
+            session.decode(torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_a_long_prompt_after_a_token_alone(tmp_path: Path) -> None:
+    """Experts are gathered for one token and grouped for many, whatever came before."""
+    folder = save_tiny("deepseek_v2", tmp_path)
+    with open_session(folder, offload()) as session:
+        config = session.loaded.module.config
+        session.prefill(PROMPT[:, :1])
+        assert config._experts_implementation == "batched_mm"
+        session.prefill(PROMPT)
+        assert config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_neox"])
+def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = stock.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+    with open_session(folder, offload(group(2, 1))) as session:
+        assert tokens_of(session) == expected[0, PROMPT.shape[1] :].tolist()
+
+
+def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny("gemma2", tmp_path)
+    with (
+        open_session(folder, offload()) as session,
+        pytest.raises(CheckpointError, match="softcap"),
+    ):
+        session.prefill(PROMPT)
