@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import subprocess
 
 import torch
@@ -15,9 +14,6 @@ def bytes_in_use(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    if shutil.which("nvidia-smi") is None:
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     index = device.index or 0
     name = visible.split(",")[index] if visible else str(index)
@@ -27,8 +23,13 @@ def bytes_in_use(device: torch.device) -> int:
         "--query-gpu=memory.used",
         "--format=csv,noheader,nounits",
     ]
-    answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-    return int(answer.stdout.strip()) * 2**20
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+        return int(answer.stdout.strip()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        # not there, not answering, or `[N/A]`, as where the GPU shares the host's memory
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
 
 
 def return_memory(device: torch.device) -> None:

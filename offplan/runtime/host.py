@@ -56,7 +56,7 @@ class HostBlock:
         return torch.as_tensor(_DeviceArray(self.tensor), device=device)
 
     def close(self) -> None:
-        """Give the pages back. The GPU must be done with them."""
+        """Unregister the pages; they are freed with the block. The GPU must be done with them."""
         if self._unregister is not None:
             self._unregister()
 

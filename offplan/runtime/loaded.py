@@ -70,7 +70,7 @@ class LoadedModel:
         self._assign(self._by_phase[phase])
 
     def close(self) -> None:
-        """Give host memory back; the device must be idle."""
+        """Unregister host memory, which is freed with the model; the device must be idle."""
         self.store.close()
 
     def _assign(self, parameters: Mapping[str, nn.Parameter]) -> None:

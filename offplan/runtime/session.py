@@ -121,7 +121,10 @@ class Session:
         return cls(model, plan.offload, context=plan.workload.context, **options)
 
     def close(self) -> None:
-        """Free graphs, caches and host memory; the device is idle afterwards."""
+        """Free graphs and caches and unregister host memory; the device is idle afterwards.
+
+        Weights are freed with the session itself.
+        """
         let_go(self.device)
         self._executor.close()
         self.layers.cache = None
@@ -159,8 +162,9 @@ class Session:
     def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
 
-        Returns the logits that follow it, [batch, vocabulary], on the device. Synchronises
-        nothing on CUDA.
+        Returns the logits that follow it, [batch, vocabulary], on the device and ordered on the
+        session's stream: read them inside ``stream()``. Waits for the prompt's own transfer, and
+        for the device when the batch is another than before.
         """
         batch, num_tokens = prompt.shape
         if not 0 < num_tokens <= self.context:
@@ -219,8 +223,9 @@ class Session:
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
 
-        Returns the next logits, [batch, vocabulary], overwritten by the next call. Synchronises
-        nothing on CUDA, once captured.
+        Returns the next logits, [batch, vocabulary], overwritten by the next call; make
+        ``tokens`` and read the logits inside ``stream()``. Synchronises nothing on CUDA, once
+        captured.
         """
         if not self._length:
             raise ValueError("decode before prefill")

@@ -141,7 +141,7 @@ class WeightStore:
         return sum(view.nbytes for view in self.host.values())
 
     def close(self) -> None:
-        """Give host memory back; the device must be idle."""
+        """Unregister host memory, which is freed with the store; the device must be idle."""
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
