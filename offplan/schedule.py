@@ -87,6 +87,12 @@ def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
     return {span.layer: (slot, span) for slot, span in last_users.items()}
 
 
+def slots_read(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
+    """Slot and span of every layer of which this phase reads a part in the ring, by layer index."""
+    slots = slots_of(placement, phase)
+    return slots | kept_after_prefill(placement) if phase is Phase.DECODE else slots
+
+
 def build_pass(
     placement: Placement, num_layers: int, phase: Phase, ring: Ring, next_phase: Phase
 ) -> Schedule:

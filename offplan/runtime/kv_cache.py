@@ -76,23 +76,12 @@ class _Layer(CacheLayerMixin):
         """Tokens it can keep."""
         return self._context
 
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        if not self.is_initialized:
-            return 0
-        return int(self.keys.nbytes + self.values.nbytes)
-
 
 class KVCache(Cache):
     """One layer of cache for each decoder layer, all at the same position."""
 
     def __init__(self, num_layers: int, context: int, position: Position) -> None:
         super().__init__(layers=[_Layer(position, context) for _ in range(num_layers)])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated over all layers."""
-        return sum(layer.nbytes() for layer in self.layers)
 
     def clear_from(self, position: int) -> None:
         """Write zeros over every layer's rows from ``position`` on."""

@@ -9,7 +9,7 @@ from offplan.errors import MemoryLimitError, PlanError
 from offplan.placement import Phase, Placement, SlabEntry, Span, align
 from offplan.runtime.host import HostBlock
 from offplan.runtime.skeleton import Target
-from offplan.schedule import kept_after_prefill, slots_of
+from offplan.schedule import slots_read
 from offplan.units import format_bytes
 
 
@@ -108,9 +108,7 @@ class WeightStore:
     ) -> dict[str, torch.Tensor]:
         """See every offloaded parameter where this phase reads it: in a slot, or on the host."""
         in_place = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
-        slots = slots_of(placement, phase)
-        if phase is Phase.DECODE:
-            slots |= kept_after_prefill(placement)
+        slots = slots_read(placement, phase)
         views = {}
         for name, (layer, entry) in offloaded.items():
             slot, span = slots.get(layer, (0, Span(layer, 0, 0)))

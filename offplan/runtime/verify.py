@@ -11,7 +11,7 @@ from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, SlabEntry, Span
 from offplan.runtime.skeleton import Target
 from offplan.runtime.store import WeightStore
-from offplan.schedule import kept_after_prefill, slots_of
+from offplan.schedule import slots_read
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ def verify_places(
 def _expected_places(phase: Phase, placement: Placement, store: WeightStore) -> dict[str, Place]:
     """Where this phase reads each stored tensor that is not resident; of fused ones, the whole."""
     places: dict[str, Place] = {}
-    slots = slots_of(placement, phase)
-    if phase is Phase.DECODE:
-        slots |= kept_after_prefill(placement)
+    slots = slots_read(placement, phase)
     for slab in placement.slabs:
         for entry in slab.entries:
             place = _place_of(entry, slab.layer, slots, store)
