@@ -1,7 +1,8 @@
 """Attention over the filled part of the cache, for transformers' attention interface.
 
-Registered under a name for which transformers builds no mask: in prefill causality follows from
-the shapes, in decode the session passes one mask for all layers.
+Registered under a name for which transformers builds no mask. What it would call a mask is how the
+session tells all layers where the filled part ends; it has four dimensions, for transformers hands
+those on untouched.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offplan.errors import CheckpointError
-from offplan.runtime.latent import attend_latent
+from offplan.runtime.latent import attend_latent, keeps_latents
 
 ATTENTION_NAME = "offplan"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -27,18 +28,18 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | BlockMask | None,
+    attention_mask: torch.Tensor | BlockMask,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from new tokens to cached ones.
 
-    ``query`` is [batch, heads, new, head_dim]; ``key`` and ``value`` are [batch, kv_heads, kept,
-    ...], where the last ``new`` of the kept tokens are the query's own, unless ``attention_mask``
-    (a block mask, or [1, 1, 1, kept] and true where the one new token may look) says which are
-    filled. Returns [batch, new, heads, value_dim] and None. Runs on the current stream,
-    synchronises nothing.
+    ``query`` is [batch, heads, new, head_dim]; ``key`` and ``value`` are the whole cache, [batch,
+    kv_heads, context, ...], or MLA's latents and their rotary parts. ``attention_mask`` says what
+    of it is filled: what ``filled_blocks``, ``filled_mask`` or ``filled_up_to`` made, for one new
+    token, or ``filled_before``, for a chunk of a prompt. Returns [batch, new, heads, value_dim] and
+    None. Runs on the current stream, synchronises nothing.
     """
     unknown = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     if unknown:
@@ -51,9 +52,9 @@ def attend(
             query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
         )
         assert isinstance(out, torch.Tensor)
-    elif attention_mask is None:
-        out = _attend_many(query, key, value, scaling, sliding_window)
-    elif hasattr(module, "expand_kv"):
+    elif attention_mask.dtype is torch.int32:
+        out = _attend_chunk(module, query, key, value, attention_mask, scaling, sliding_window)
+    elif keeps_latents(module):
         assert scaling is not None
         return attend_latent(module, query, key, value, attention_mask, scaling), None
     else:
@@ -62,24 +63,61 @@ def attend(
 
 
 @torch.compiler.disable  # it would be compiled again for every position of a chunk
-def _attend_many(
+def _attend_chunk(
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    before: torch.Tensor,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend from a chunk of a prompt to all tokens up to its own."""
-    num_new, num_kept = query.shape[2], key.shape[2]
+    """Attend from a chunk of a prompt to all tokens up to its own, the last of which it is."""
+    start, num_new = int(before), query.shape[2]
+    key, value = key[:, :, : start + num_new], value[:, :, : start + num_new]
+    if keeps_latents(module):
+        key, value = module.expand_latents(key, value)
+    num_kept = key.shape[2]
     mask = None
     if window is not None and num_kept > window:
         mask = _window_mask(num_new, num_kept, window, query.device)
-    elif num_new < num_kept:
+    elif start and _gives_softmax_sums(query, key, value):
+        return _attend_in_two(query, key, value, start, scaling)
+    elif start:
         mask = causal_lower_right(num_new, num_kept)
     causal = mask is None and num_new > 1
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
     )
+
+
+def _gives_softmax_sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether cuDNN's attention serves, the fastest here and one that returns its softmax sums."""
+    if not query.is_cuda or query.shape[2] == 1:
+        return False
+    wanted = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(wanted)
+
+
+def _attend_in_two(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scaling: float | None
+) -> torch.Tensor:
+    """Attend to the tokens before a chunk, then to its own, and weigh the two.
+
+    No kernel of torch that knows a causal mask aligned to the last key reaches the speed of those
+    aligned to the first: a chunk of 2,048 takes 0.65 ms instead of 0.25 on an H200.
+    Source: the online softmax (Milakov and Gimelshein, 2018).
+    """
+
+    def attend_to(key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> Any:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scaling
+        )[:2]
+
+    past, past_sums = attend_to(key[:, :, :start], value[:, :, :start], causal=False)
+    own, own_sums = attend_to(key[:, :, start:], value[:, :, start:], causal=True)
+    share = torch.sigmoid(past_sums - own_sums).view(*own.shape[:-1], 1)
+    return torch.lerp(own, past, share.to(own.dtype))
 
 
 def _attend_one(
@@ -111,6 +149,16 @@ def _window_mask(num_new: int, num_kept: int, window: int, device: torch.device)
     position = torch.arange(num_kept - num_new, num_kept, device=device)[:, None]
     other = torch.arange(num_kept, device=device)[None, :]
     return (other <= position) & (other > position - window)
+
+
+def filled_before(start: int) -> torch.Tensor:
+    """Of a chunk whose first token is the ``start``-th: a number on the host, [1, 1, 1, 1]."""
+    return torch.full((1, 1, 1, 1), start, dtype=torch.int32)
+
+
+def filled_up_to(position: torch.Tensor, context: int) -> torch.Tensor:
+    """The position itself ([1], on the device), for kernels that read it, as [1, 1, 1, 1]."""
+    return position.view(1, 1, 1, 1)
 
 
 def filled_mask(position: torch.Tensor, context: int) -> torch.Tensor:

@@ -7,16 +7,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Position:
-    """Where the sequences stand; all have the same length.
-
-    In prefill the executor sets ``start`` and layers write slices. In decode ``start`` is None and
-    layers write at ``tensor``, which a captured graph reads afresh at each replay.
-    """
+    """Where the sequences stand; all have the same length."""
 
     def __init__(self, device: torch.device) -> None:
-        self.start: int | None = 0
         self.tensor = torch.zeros(1, dtype=torch.int64, device=device)
-        """Tokens kept so far, shape [1], on the device."""
+        """Tokens kept so far, shape [1], on the device, for captured graphs to read."""
+        self.rows = self.tensor
+        """Where layers write the pass's new tokens, int64 of shape [new], on the device."""
 
 
 class _Layer(CacheLayerMixin):
@@ -44,33 +41,23 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [batch, heads, new, dim]; return what attention may look at."""
+        """Store [batch, heads, new, dim]; return the whole cache, [batch, heads, context, dim].
+
+        Where the filled part ends is for attention to know: one compilation serves every position.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._position.start is not None:
-            return self._extend(key_states, value_states)
-        self.keys.index_copy_(2, self._position.tensor, key_states)
-        self.values.index_copy_(2, self._position.tensor, value_states)
+        self.keys.index_copy_(2, self._position.rows, key_states)
+        self.values.index_copy_(2, self._position.rows, value_states)
         return self.keys, self.values
-
-    @torch.compiler.disable  # it would be compiled again for every position of a chunk
-    def _extend(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self._position.start
-        assert start is not None
-        stop = start + key_states.shape[2]
-        self.keys[:, :, start:stop] = key_states
-        self.values[:, :, start:stop] = value_states
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the cache, for transformers' interface."""
         return self._context, 0
 
     def get_seq_length(self) -> int:
-        """Tokens kept; unknown to the host in decode, where positions are passed explicitly."""
-        return self._position.start or 0
+        """Nothing that a model may rely on: positions are passed explicitly."""
+        return 0
 
     def get_max_length(self) -> int:
         """Tokens it can keep."""
@@ -107,5 +94,5 @@ class LayerCache:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [batch, heads, new, dim]; return what attention may look at."""
+        """Store [batch, heads, new, dim]; return the whole cache."""
         return self._layer.update(key_states, value_states)

@@ -5,40 +5,32 @@ memory grow with batch x context. Here that matrix is absorbed into the one quer
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from offplan.runtime.kv_cache import Position
 
-
-def absorb_expansions(model: nn.Module, position: Position) -> None:
-    """Make every latent attention of ``model`` keep latents as they are in decode.
+def keep_latents(model: nn.Module) -> None:
+    """Have every latent attention of ``model`` pass its cached latents on as they are.
 
     transformers' latent attentions call ``expand_kv(latent, rotary)`` between cache and
-    attention; in decode (``position.start`` is None) it now returns its arguments.
+    attention. It is left to ours, which expands where that pays (``expand_latents``).
     """
     for module in model.modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
-            own: Any = module.expand_kv
-            module.expand_kv = _Expansion(own, position)  # type: ignore[assignment]
+            attention: Any = module
+            attention.expand_latents = attention.expand_kv
+            attention.expand_kv = _pass_on
 
 
-class _Expansion:
-    def __init__(self, expand: Callable[..., Any], position: Position) -> None:
-        self._expand = expand
-        self._position = position
+def keeps_latents(module: nn.Module) -> bool:
+    """Whether ``keep_latents`` has prepared this attention."""
+    return hasattr(module, "expand_latents")
 
-    def __call__(self, latent: torch.Tensor, rotary: torch.Tensor) -> Any:
-        if self._position.start is None:
-            return latent, rotary
-        return self._expand_all(latent, rotary)
 
-    @torch.compiler.disable  # it would be compiled again for every position of a chunk
-    def _expand_all(self, latent: torch.Tensor, rotary: torch.Tensor) -> Any:
-        return self._expand(latent, rotary)
+def _pass_on(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latent, rotary
 
 
 def attend_latent(
@@ -46,13 +38,14 @@ def attend_latent(
     query: torch.Tensor,
     latent: torch.Tensor,
     rotary: torch.Tensor,
-    mask: torch.Tensor,
+    filled: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
     """Attend from one new token to latents.
 
     ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, rank], ``rotary``
-    [batch, 1, kept, rope], ``mask`` [1, 1, 1, kept]. Returns [batch, 1, heads, value_dim].
+    [batch, 1, kept, rope]; ``filled`` is a mask, [1, 1, 1, kept], or the last filled position.
+    Returns [batch, 1, heads, value_dim].
     """
     heads, rank = query.shape[1], latent.shape[-1]
     rope = rotary.shape[-1]
@@ -63,12 +56,30 @@ def attend_latent(
     # [heads, batch, nope] @ [heads, nope, rank]
     q_latent = torch.bmm(q_nope.transpose(0, 1), weight[:, :nope]).transpose(0, 1)
     kept, angles = latent[:, 0], rotary[:, 0]
-    scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
-    scores = scores.mul(scaling).masked_fill(~mask[:, 0], -torch.inf)
-    shares = scores.softmax(-1).to(query.dtype)
-    mixed = torch.bmm(shares, kept)
+    if filled.dtype is torch.bool:
+        mixed = _mix(q_latent, q_rope, kept, angles, filled[:, 0], scaling)
+    else:
+        from offplan.runtime.latent_kernel import attend_filled  # needs triton, so a GPU
+
+        mixed = attend_filled(
+            q_latent.contiguous(), q_rope.contiguous(), kept, angles, filled, scaling
+        )
     out = torch.bmm(mixed.transpose(0, 1), weight[:, nope:].mT)
     return out.transpose(0, 1).unsqueeze(1)
+
+
+def _mix(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    kept: torch.Tensor,
+    angles: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Mix all latents, [batch, kept, rank], by softmax; returns [batch, heads, rank]."""
+    scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
+    scores = scores.mul(scaling).masked_fill(~mask, -torch.inf)
+    return torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

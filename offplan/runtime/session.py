@@ -15,12 +15,12 @@ from offplan.checkpoint.model import Model
 from offplan.errors import DriftError, InputError
 from offplan.placement import Phase
 from offplan.plan import Offload, Plan
-from offplan.runtime.attention import filled_blocks, filled_mask
+from offplan.runtime.attention import filled_before, filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.executor import CapturedPass, Executor
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
 from offplan.runtime.kv_cache import KVCache, Position
-from offplan.runtime.latent import absorb_expansions
+from offplan.runtime.latent import keep_latents
 from offplan.runtime.layers import DecoderLayers
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
@@ -85,10 +85,10 @@ class Session:
         layers = decoder_layers(self.loaded.module)
         self._capture = capture and self._stream is not None
         self.position = Position(self.device)
-        absorb_expansions(self.loaded.module, self.position)
+        keep_latents(self.loaded.module)
         self.layers = DecoderLayers(layers, compiled=self._capture)
         self._executor = Executor(layers, self.link)
-        self._blocks = self._capture and _blocks_serve(self.loaded)
+        self._filled = _find_filled(self.loaded) if self._capture else filled_mask
         self._captured: _CapturedDecode | None = None
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
@@ -183,8 +183,7 @@ class Session:
                     logits = self._executor.run(schedule, forward)
             else:
                 logits = self._prefill_by_layer(schedule, chunks)
-            self.position.start = None
-            self.position.tensor.fill_(num_tokens)
+            self.position.rows = self.position.tensor.fill_(num_tokens)
         self._length = num_tokens
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -195,14 +194,17 @@ class Session:
             partial(self.forward_chunk, chunk, number * self._chunk)
             for number, chunk in enumerate(chunks)
         ]
-        calls = [self.layers.note_calls(forward) for forward in forwards]
+        calls, rows = [], []
+        for forward in forwards:
+            calls.append(self.layers.note_calls(forward))
+            rows.append(self.position.rows)
         hidden = [first.hidden for first, *_ in calls]
 
         def run_layers() -> None:
             for index in range(len(self.layers)):
                 self._executor.before(index)
                 for number, chunk in enumerate(chunks):
-                    self.position.start = number * self._chunk
+                    self.position.rows = rows[number]
                     call = replace(calls[number][index], hidden=hidden[number])
                     with self._as_compiled_for(chunk):
                         hidden[number] = self.layers.step(index, call)
@@ -251,23 +253,22 @@ class Session:
     def forward_one(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one decode pass at the position on the device; ``tokens`` is [batch, 1]."""
         position = self.position.tensor
-        make_mask = filled_blocks if self._blocks else filled_mask
-        mask = make_mask(position, self.context)
-        return self._call(tokens, position.expand(tokens.shape[0], 1), mask)
+        filled = self._filled(position, self.context)
+        return self._call(tokens, position.expand(tokens.shape[0], 1), filled)
 
     def forward_chunk(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
         """Run one prefill pass; ``tokens`` is [batch, new], ``start`` their first position."""
-        self.position.start = start
-        positions = torch.arange(start, start + tokens.shape[1], device=self.device)
-        return self._call(tokens, positions.expand(tokens.shape[0], -1), None)
+        rows = torch.arange(start, start + tokens.shape[1], device=self.device)
+        self.position.rows = rows
+        return self._call(tokens, rows.expand(tokens.shape[0], -1), filled_before(start))
 
     def _call(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | BlockMask | None
+        self, tokens: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor | BlockMask
     ) -> torch.Tensor:
         output = self.loaded.module(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=filled,
             past_key_values=self.layers.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -318,25 +319,46 @@ class Session:
             self._phase = phase
         if self.loaded.model.experts is None:
             return
-        # Gathering whole experts for each token wins for one token only; grouped products on CUDA
-        # exist for bf16 alone and would synchronise inside a capture otherwise.
-        loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
-        how = "batched_mm" if num_tokens == 1 or loops else "grouped_mm"
+        how = self._serve_experts(phase, num_tokens)
         if how != self._experts:
             self.loaded.module.set_experts_implementation(how)
             self._experts = how
 
+    def _serve_experts(self, phase: Phase, num_tokens: int) -> str:
+        """Name, for transformers, what multiplies the experts of so many tokens best."""
+        experts = self.loaded.model.experts
+        assert experts is not None
+        half = self.loaded.model.dtype in ("bfloat16", "float16")
+        if self._capture and half:
+            from offplan.runtime.experts import EXPERTS_NAME, MAX_PAIRS  # needs triton, so a GPU
 
-def _blocks_serve(loaded: LoadedModel) -> bool:
-    """Whether compiled block attention serves this model's decode.
+            if num_tokens * experts.num_experts_per_token <= MAX_PAIRS:
+                return EXPERTS_NAME
+        # grouped products on CUDA exist for bf16 alone and would synchronise inside a capture
+        loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
+        return "batched_mm" if num_tokens == 1 or loops else "grouped_mm"
 
-    It needs heads of a power of two from 16 on, keys (not latents), and no sliding window.
+
+def _find_filled(loaded: LoadedModel) -> Callable[[torch.Tensor, int], torch.Tensor | BlockMask]:
+    """How a captured decode step of this model tells attention where its cache ends.
+
+    Compiled block attention needs heads of a power of two from 16 on and no sliding window, the
+    kernel for latents their ranks likewise.
     """
     config = loaded.module.config.get_text_config()
+    if any(layer.kv_cache.window is not None for layer in loaded.model.layers):
+        return filled_mask
+    if rank := getattr(config, "kv_lora_rank", None):
+        return (
+            filled_up_to if _is_power(rank) and _is_power(config.qk_rope_head_dim) else filled_mask
+        )
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    windows = any(layer.kv_cache.window is not None for layer in loaded.model.layers)
-    latents = getattr(config, "kv_lora_rank", None)
-    return dim >= 16 and dim & (dim - 1) == 0 and not windows and not latents
+    return filled_blocks if _is_power(dim) else filled_mask
+
+
+def _is_power(dim: int) -> bool:
+    """Whether ``dim`` is a power of two from 16 on."""
+    return dim >= 16 and dim & (dim - 1) == 0
 
 
 class _CapturedDecode:
