@@ -58,6 +58,25 @@ def time_decode(session: Session, prompt: torch.Tensor, num_steps: int) -> dict[
     }
 
 
+def count_touched_experts(session: Session, prompt: torch.Tensor) -> float | None:
+    """Distinct experts that a decode step behind ``prompt`` reads in a layer, on average."""
+    counts: list[int] = []
+
+    def count(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        counts.append(arguments[1].unique().numel())  # hidden states, indices, weights
+
+    experts = [m for m in session.loaded.module.modules() if hasattr(m, "down_proj")]
+    hooks = [m.register_forward_pre_hook(count) for m in experts if hasattr(m, "num_experts")]
+    with session.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
+        counts.clear()
+        session.forward_one(tokens)
+        torch.cuda.synchronize()
+    for hook in hooks:
+        hook.remove()
+    return statistics.mean(counts) if counts else None
+
+
 def time_prefill(session: Session, prompt: torch.Tensor, repeats: int = 3) -> dict[str, float]:
     seconds = []
     for _ in range(repeats + 1):
@@ -95,6 +114,8 @@ def main() -> None:
             prompt = torch.randint(0, 1000, (batch, args.prompt_tokens))
             results.append({"batch": batch, **time_decode(session, prompt, args.steps)})
             results[-1]["gpu_bytes"] = session.gpu_bytes
+            if model.experts is not None and not rules:
+                results[-1]["touched_experts"] = count_touched_experts(session, prompt)
         if args.prefill:
             prompt = torch.randint(0, 1000, (1, args.prefill))
             results.append({"batch": 1, **time_prefill(session, prompt)})

@@ -109,7 +109,9 @@ def _layer_events(layers: nn.ModuleList) -> Iterator[list[tuple[torch.cuda.Event
 
 def _time_decode(session: Session, batch: int) -> list[float]:
     """Seconds of each captured layer, and of the rest of a captured step."""
-    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=session.device)
+    # equal tokens would all be sent to the same experts
+    vocabulary = session.loaded.module.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, (batch, 1), device=session.device)
     step = _median_seconds(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():
         calls = session.layers.note_calls(lambda: session.forward_one(tokens))

@@ -1,0 +1,101 @@
+"""Our own kernels against plain products, and a model of bfloat16 that runs through all of them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import AutoModelForCausalLM, DeepseekV2Config
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tests.runtime.conftest import LATENTS, SIZES
+from tests.runtime.plans import group, offload, open_session
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8}
+LATENT_SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 20, 200])
+def test_experts_equal_gathered_products(num_tokens: int) -> None:
+    from offplan.runtime.experts import forward_experts
+
+    num_experts, hidden, width = 8, 64, 48
+    experts = SimpleNamespace(
+        gate_up_proj=random(num_experts, 2 * width, hidden) / 8,
+        down_proj=random(num_experts, hidden, width) / 8,
+        num_experts=num_experts,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=False,
+        has_post_expert_norm=False,
+        _is_expert_parallel=False,
+        _apply_gate=lambda both: silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+    )
+    tokens = random(num_tokens, hidden)
+    chosen = torch.rand(num_tokens, num_experts, device="cuda").topk(2, -1).indices
+    weights = torch.rand(num_tokens, 2, device="cuda")
+    got = forward_experts(experts, tokens, chosen, weights)
+    expected = ALL_EXPERTS_FUNCTIONS["batched_mm"](experts, tokens, chosen, weights)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("heads", "position"), [(4, 0), (16, 130), (20, 499)])
+def test_latents_beyond_the_position_do_not_count(heads: int, position: int) -> None:
+    from offplan.runtime.latent_kernel import attend_filled
+
+    query, query_rotary = random(3, heads, 64), random(3, heads, 16)
+    latents, rotaries = random(3, 500, 64), random(3, 500, 16)
+    scores = query.float() @ latents.float().mT + query_rotary.float() @ rotaries.float().mT
+    shares = (scores[..., : position + 1] * 0.1).softmax(-1)
+    expected = (shares @ latents.float()[:, : position + 1]).to(torch.bfloat16)
+    latents[:, position + 1 :] = torch.nan
+    where = torch.tensor([position], device="cuda")
+    got = attend_filled(query, query_rotary, latents, rotaries, where, 0.1)
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_chunk_attends_as_its_part_of_the_whole() -> None:
+    from offplan.runtime.attention import _attend_in_two, _gives_softmax_sums
+
+    query, key, value = random(2, 8, 768, 64), random(2, 2, 768, 64), random(2, 2, 768, 64)
+    chunk = query[:, :, 512:]
+    if not _gives_softmax_sums(chunk, key, value):
+        pytest.skip("cuDNN's attention does not serve this device")
+    whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    got = _attend_in_two(chunk, key, value, 512, None)
+    torch.testing.assert_close(got, whole[:, :, 512:], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("chunk", [4, 12])
+def test_bfloat16_logits_equal_resident(chunk: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = DeepseekV2Config(**{**SIZES, **LATENTS, **WIDE, **LATENT_SIZES}, q_lora_rank=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    prompts = torch.randint(0, 64, (3, 12))
+
+    def run(*rules: object) -> list[torch.Tensor]:
+        decision = offload(*rules, prefill_chunk=chunk)  # type: ignore[arg-type]
+        logits: list[torch.Tensor] = []
+        with open_session(tmp_path, decision, "cuda") as session, session.stream():
+            for prompt in (prompts[:1], prompts):
+                logits.append(session.prefill(prompt).clone())
+                for _ in range(4):
+                    logits.append(session.decode(logits[-1].argmax(-1, keepdim=True)).clone())
+            return [entry.cpu() for entry in logits]
+
+    resident = run()
+    assert all(torch.isfinite(entry).all() for entry in resident)
+    for decode in ("prefetch", "uva"):
+        got = run(group(2, 1, "experts", decode=decode))
+        assert all(torch.equal(a, b) for a, b in zip(got, resident, strict=True))
