@@ -1,12 +1,12 @@
 """The speed table of the README: offloaded decode and prefill against their bounds, as JSON.
 
-    python -m benchmarks.decode_and_prefill > benchmarks/results/h200.json
+    python -m benchmarks.decode_and_prefill [NAME ...] > benchmarks/results/h200.json
 
 Needs a CUDA device and room for each model's weights. Random weights of the real shapes; every case
 runs in a process of its own. A step is timed by CUDA events, twenty in a row after four that warm
 up; a prompt by the host's clock, around a synchronised call. The bound is the larger of the same
 shape with everything resident, measured in the same run, and the bytes over the link's rate,
-measured too.
+measured too. NAMEs pick cases by a part of their name.
 """
 
 import json
@@ -78,6 +78,7 @@ def run(case: Case) -> dict[str, Any]:
         command += ["--prefill", str(case.prompt)]
     print(case.name, file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout, file=sys.stderr, flush=True)
     if done.returncode:
         return {"name": case.name, "failed": done.stderr.splitlines()[-1:]}
     return {"name": case.name, **json.loads(done.stdout)}
@@ -93,9 +94,9 @@ def measure_link() -> dict[str, float]:
 
 def main() -> None:
     """Print one JSON document: the link, then every case."""
-    json.dump(
-        {"link_bytes_per_s": measure_link(), "cases": [run(case) for case in CASES]}, sys.stdout
-    )
+    chosen = [c for c in CASES if not sys.argv[1:] or any(n in c.name for n in sys.argv[1:])]
+    cases = [run(case) for case in chosen]
+    json.dump({"link_bytes_per_s": measure_link(), "cases": cases}, sys.stdout)
     print()
 
 

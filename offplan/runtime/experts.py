@@ -15,6 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 EXPERTS_NAME = "offplan"
 MAX_PAIRS = 1024
 """Pairs of a token and an expert up to which this serves: a program holds all of them to sort."""
+ROWS = 16
+"""Pairs of one expert that a program multiplies at a time: more of them read its weight again."""
 MAX_BLOCK = 128
 """Rows, and columns, of a weight that a program holds at a time.
 
@@ -135,15 +137,16 @@ def multiply(
     num_experts, num_out, num_in = weight.shape
     num_pairs = pairs[0].numel()
     out = x.new_empty(num_pairs, num_out)
-    block_n = block_size(num_out)
+    block_n, block_k = block_size(num_out), block_size(num_in)
+    tile_bytes = (block_n + ROWS) * block_k * weight.itemsize
     _multiply[(num_out // block_n, min(num_pairs, num_experts))](
         x.contiguous(), weight, out, *pairs, num_out, num_in, pairs_per_row,
         BY_PAIR=num_pairs <= num_experts,
-        BLOCK_M=16,
+        BLOCK_M=ROWS,
         BLOCK_N=block_n,
-        BLOCK_K=block_size(num_in),
+        BLOCK_K=block_k,
         num_warps=8,
-        num_stages=4,
+        num_stages=max(2, min(4, shared_bytes(weight.device.index) // tile_bytes - 1)),
     )  # fmt: skip
     return out
 
@@ -152,6 +155,13 @@ def block_size(size: int) -> int:
     """The largest power of two from 16 to MAX_BLOCK that divides ``size``; 0 if there is none."""
     block = min(size & -size, MAX_BLOCK)
     return block if block >= 16 else 0
+
+
+@torch.compiler.assume_constant_result
+def shared_bytes(index: int) -> int:
+    """Shared memory that a program may take on a device."""
+    limit: int = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    return limit
 
 
 ExpertsInterface.register(EXPERTS_NAME, forward_experts)
