@@ -41,10 +41,11 @@ def measure(
 
     check_writable(output, force=force)
     if model is None:
-        profile = measure_machine(Progress("measuring the machine"))
+        profile = measure_machine(Progress("measuring the machine"), with_others=True)
     else:
         workload = read_workload(batch, prompt_tokens, output_tokens, context)
-        profile = measure_here(open_named_model(model, revision, None), workload).profile
+        named = open_named_model(model, revision, None)
+        profile = measure_here(named, workload, thorough=True).profile
     if output is not None:
         write_file(output, dump_profile(profile), force=force)
         print_note(f"wrote {output}")

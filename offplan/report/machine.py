@@ -6,7 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from offplan import units
-from offplan.machine.profile import Figure, MachineProfile
+from offplan.machine.profile import MachineProfile
+from offplan.machine.record import Figure
 from offplan.report.table import make_table
 
 
