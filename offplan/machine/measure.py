@@ -97,7 +97,8 @@ def _measure_launch() -> dict[str, object]:
     small = torch.zeros(4096, dtype=torch.bfloat16, device="cuda")
     small.add_(1)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # torch's own capture stream belongs to whichever device captured first
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         for _ in range(100):
             small.add_(1)
     timing = time_work(graph.replay)
