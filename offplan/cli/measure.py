@@ -56,7 +56,7 @@ def measure(
     else:
         workload = read_workload(batch, prompt_tokens, output_tokens, context)
         named = open_named_model(model, revision, None)
-        profile = measure_here(named, workload, thorough=True).profile
+        profile = measure_here(named, workload, afresh=True, with_others=True).profile
     if output is not None:
         write_file(output, dump_profile(profile), force=force)
         print_note(f"wrote {output}")

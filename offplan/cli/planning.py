@@ -104,11 +104,13 @@ def find_machine(name: str | None, model: "Model", workload: "Workload") -> "Fou
     return measure_here(model, workload) if has_gpu() else None
 
 
-def measure_here(model: "Model", workload: "Workload", *, thorough: bool = False) -> "Found":
+def measure_here(
+    model: "Model", workload: "Workload", *, afresh: bool = False, with_others: bool = False
+) -> "Found":
     """Measure the link, and the compute of each kind of layer at the workload's shapes.
 
-    Times of layers come from the cache where nothing they depend on has changed. ``thorough``
-    measures those too, and what the host's other GPUs do to the link.
+    Times of layers come from the cache where nothing they depend on has changed, unless all is to
+    be measured ``afresh``. ``with_others`` also uses the host's other GPUs.
     """
     import torch
     from huggingface_hub import constants
@@ -121,10 +123,10 @@ def measure_here(model: "Model", workload: "Workload", *, thorough: bool = False
 
     # asked before this process has a context on the card, which the budget is to include
     used = bytes_in_use(torch.device("cuda"))
-    profile = measure_machine(Progress("measuring the machine"), with_others=thorough)
+    profile = measure_machine(Progress("measuring the machine"), with_others=with_others)
     key = layer_times_key(model, workload, PREFILL_CHUNKS[0])
     cache = LayerTimeCache(Path(constants.HF_HOME), key)
-    times = None if thorough else cache.load()
+    times = None if afresh else cache.load()
     if times is None:
         times = measure_layer_times(
             model, workload, PREFILL_CHUNKS[0], Progress("measuring the layers")

@@ -63,7 +63,8 @@ def measure_peer() -> dict[str, object]:
     this = torch.cuda.current_device()
     curves: list[list[CopyRate]] = []
     for other in range(torch.cuda.device_count()):
-        if other != this and torch.cuda.can_device_access_peer(this, other):
+        # torch copies from the source's side: it is the peer that needs access
+        if other != this and torch.cuda.can_device_access_peer(other, this):
             try:
                 curves.append(_copy_from(torch.device("cuda", other)))
             except RuntimeError:  # as above: a GPU that cannot be used is no store

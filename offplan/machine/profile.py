@@ -54,6 +54,19 @@ class MachineProfile(Record):
     ``h2d_curve``, the latency that fits it best."""
     uva: Figure[Rate]
     """Kernels reading pinned host memory in place, each byte once."""
+    h2d_curve: Figure[Curve] | None = None
+    """Host to device by size, pinned memory."""
+    h2d_pageable_curve: Figure[Curve] | None = None
+    """Host to device by size, ordinary memory, which the driver copies through a buffer."""
+    d2h_curve: Figure[Curve] | None = None
+    """Device to host by size, pinned memory."""
+    h2d_concurrent: Figure[tuple[DeviceRate, ...]] | None = None
+    """Host to device of every GPU of the host while all of them copy."""
+    peer_curve: Figure[Curve] | None = None
+    """Another GPU's memory to this one's by size; the fastest of the others."""
+    uva_rereads: Figure[Rereads] | None = None
+    """How often weights read in place cross, by the rows of the product; absent is as on an
+    H200."""
     hbm: Figure[Rate]
     """Device memory, as a memory-bound kernel reads it."""
     matmul: Figure[Flops]
@@ -65,29 +78,16 @@ class MachineProfile(Record):
     host_memory: Figure[Bytes] | None = None
     """What can be pinned: the least of physical memory and the limits of the container and the
     process; absent is unlimited."""
-    gpu_overhead: Figure[Bytes]
-    """Context, libraries and captured graphs of a process that has run a model."""
-    h2d_curve: Figure[Curve] | None = None
-    """Host to device by size, pinned memory."""
-    h2d_pageable_curve: Figure[Curve] | None = None
-    """Host to device by size, ordinary memory, which the driver copies through a buffer."""
-    d2h_curve: Figure[Curve] | None = None
-    """Device to host by size, pinned memory."""
-    h2d_concurrent: Figure[tuple[DeviceRate, ...]] | None = None
-    """Host to device of every GPU of the host while all of them copy."""
-    peer: Figure[Rate] | None = None
-    """From another GPU's memory to this one's, one large DMA; the fastest of the others."""
-    peer_latency: Figure[Seconds] | None = None
-    """As ``copy_latency``, from that GPU."""
-    peer_curve: Figure[Curve] | None = None
-    """From that GPU by size."""
-    uva_rereads: Figure[Rereads] | None = None
-    """How often weights read in place cross, by the rows of the product; absent is as on an
-    H200."""
     pinning: Figure[Rate] | None = None
     """Registering ordinary memory with the driver, the page faults of fresh pages included."""
     numa_node: Figure[int] | None = None
     """The host's memory that is nearest to the GPU; absent where the kernel names none."""
+    gpu_overhead: Figure[Bytes]
+    """Context, libraries and captured graphs of a process that has run a model."""
+    peer: Figure[Rate] | None = None
+    """Device memory of a second GPU to this one, one large DMA."""
+    peer_latency: Figure[Seconds] | None = None
+    """As ``copy_latency``, from that GPU."""
     layer_times: tuple[LayerTime, ...] = ()
     """Measured on this machine; a roofline estimates what is not here."""
 

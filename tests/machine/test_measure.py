@@ -89,7 +89,7 @@ def test_other_gpus_that_are_not_there_or_taken_are_left_out(
         raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda this, other: True)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda other, this: True)
     monkeypatch.setattr(measure_others, "_copy_together", taken)
     monkeypatch.setattr(measure_others, "_copy_from", taken)
     for count in (1, 2):

@@ -77,7 +77,7 @@ def test_other_gpus_are_measured() -> None:
     assert [each.device for each in rates] == list(range(torch.cuda.device_count()))
     assert all(1e9 < each.rate < 500e9 for each in rates)
     this = torch.cuda.current_device()
-    if any(torch.cuda.can_device_access_peer(this, each.device) for each in rates[1:]):
+    if any(torch.cuda.can_device_access_peer(each.device, this) for each in rates[1:]):
         assert profile.peer is not None
         assert profile.peer_latency is not None
         assert profile.peer.value > 1e9

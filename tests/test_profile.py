@@ -1,0 +1,82 @@
+"""Machine profiles: shipped, read, refused."""
+
+import pytest
+
+from offplan.errors import ProfileError
+from offplan.machine.profile import (
+    LayerTime,
+    dump_profile,
+    load_profile,
+    parse_profile,
+    shipped_profiles,
+)
+from tests.costs.builders import make_machine
+
+SHIPPED = ("a100-pcie4", "cpu", "gh200-c2c", "h200-pcie5", "rtx4090-pcie4")
+TIME = LayerTime(layer="x", phase="decode", batch=1, tokens=1, context=64, seconds=0.5)
+
+
+def test_shipped_profiles_are_listed() -> None:
+    assert shipped_profiles() == sorted(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profiles_are_plausible(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.uva.value <= profile.h2d.value <= profile.hbm.value
+    assert profile.layer_times == ()
+    for figure in (profile.h2d, profile.uva, profile.hbm, profile.matmul, profile.gpu_memory):
+        assert len(figure.source) > 10
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_dump_reads_back(name: str) -> None:
+    profile = load_profile(name).model_copy(update={"layer_times": (TIME,)})
+    again = parse_profile(dump_profile(profile), "copy")
+    assert again == profile
+    assert again.fingerprint == profile.fingerprint != load_profile(name).fingerprint
+
+
+def test_basis_is_the_weakest_of_the_link() -> None:
+    assert load_profile("h200-pcie5").basis == "measured"
+    assert load_profile("rtx4090-pcie4").basis == "reported"
+    assert load_profile("cpu").basis == "estimated"
+
+
+def test_copies_cost_latency_and_rate() -> None:
+    profile = load_profile("h200-pcie5")
+    assert profile.copy_seconds(0) == pytest.approx(5.4e-6)
+    # the measured curve: 4 MiB at 53.8 GB/s, 64 MiB at 55.4
+    assert 2**22 / profile.copy_seconds(2**22) == pytest.approx(53.8e9, rel=0.05)
+    assert 2**26 / profile.copy_seconds(2**26) == pytest.approx(55.4e9, rel=0.01)
+
+
+def test_layer_time_is_found_by_its_shape() -> None:
+    machine = make_machine(layer_times=[TIME])
+    assert machine.find_layer_time("x", "decode", 1, 1, 64) == 0.5
+    assert machine.find_layer_time("x", "decode", 2, 1, 64) is None
+    assert machine.find_layer_time("x", "prefill", 1, 1, 64) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("name:", "nome:"), "name"),
+        (("55.4 GB/s", "fast"), "h2d.value"),
+        (("55.4 GB/s", "0 GB/s"), "h2d.value"),
+        (("basis: measured", "basis: guessed"), "basis"),
+        (("profile: 1", "profile: 2"), "profile"),
+        (("link: PCIe 5 x16", "link: [PCIe"), "not YAML"),
+    ],
+)
+def test_wrong_profiles_are_refused(change: tuple[str, str], message: str) -> None:
+    text = dump_profile(load_profile("h200-pcie5"))
+    text = text.replace("55400000000.0", "55.4 GB/s")
+    assert change[0] in text
+    with pytest.raises(ProfileError, match=message):
+        parse_profile(text.replace(*change, 1), "a profile")
+
+
+def test_unknown_name_lists_the_shipped_ones() -> None:
+    with pytest.raises(ProfileError, match="cpu, gh200-c2c"):
+        load_profile("no-such-machine")
