@@ -1,14 +1,19 @@
 """Measures how long this model's layers compute on this machine, run as the runtime runs them."""
 
+import hashlib
+import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
+import offplan
 from offplan.checkpoint.model import Model
 from offplan.machine.profile import LayerTime
 from offplan.plan import Offload, Workload
@@ -68,6 +73,47 @@ def measure_layer_times(
         for name, seconds in zip(names, measured, strict=True)
     ]
     return tuple({(time.layer, time.phase): time for time in times}.values())
+
+
+def layer_times_key(model: Model, workload: Workload, prefill_chunk: int) -> dict[str, Any]:
+    """Name all that ``measure_layer_times`` depends on, as plain JSON, for the current CUDA device.
+
+    The runtime counts by its source: a checkout changes more often than its version.
+    """
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    config = json.dumps(dict(model.config), sort_keys=True, default=str)
+    here = Path(__file__)
+    sources = [here, *sorted((here.parent / "runtime").glob("*.py"))]
+    return {
+        "gpu": [gpu.name, gpu.total_memory, gpu.multi_processor_count],
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "offplan": offplan.__version__,
+        "runtime_sha256": _sha256(b"".join(path.read_bytes() for path in sources)),
+        "layers": [layer.key for layer in model.layers],
+        "outside": model.outside_key,
+        # heads, positions and activations show in no parameter's shape
+        "config_sha256": _sha256(config.encode()),
+        "dtype": model.dtype,
+        "phases": ["prefill", "decode"],
+        "batch": workload.batch,
+        "context": workload.context,
+        "prefill_tokens": min(prefill_chunk, workload.prompt_tokens),
+    }
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version and build, as Linux tells it; empty elsewhere."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _time_prefill(session: Session, prompt: torch.Tensor) -> list[float]:

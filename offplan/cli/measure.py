@@ -15,7 +15,14 @@ from offplan.cli.options import (
     PromptTokensOption,
     RevisionOption,
 )
-from offplan.cli.output import Progress, check_writable, print_json, print_note, write_file
+from offplan.cli.output import (
+    Progress,
+    check_writable,
+    print_json,
+    print_note,
+    print_report,
+    write_file,
+)
 
 
 def measure(
@@ -32,19 +39,24 @@ def measure(
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure this machine and print its profile; plans can be made from it elsewhere."""
+    """Measure this machine and print its profile; plans can be made from it elsewhere.
+
+    Everything is measured afresh, on the current GPU and, for what they share, the host's others.
+    """
     from offplan.cli.models import open_named_model
     from offplan.cli.planning import measure_here, read_workload
     from offplan.machine.measure import measure_machine
     from offplan.machine.profile import dump_profile
+    from offplan.report.machine import render_machine
     from offplan.report.payload import JSON_VERSION, machine_payload
 
     check_writable(output, force=force)
     if model is None:
-        profile = measure_machine(Progress("measuring the machine"))
+        profile = measure_machine(Progress("measuring the machine"), with_others=True)
     else:
         workload = read_workload(batch, prompt_tokens, output_tokens, context)
-        profile = measure_here(open_named_model(model, revision, None), workload).profile
+        named = open_named_model(model, revision, None)
+        profile = measure_here(named, workload, afresh=True, with_others=True).profile
     if output is not None:
         write_file(output, dump_profile(profile), force=force)
         print_note(f"wrote {output}")
@@ -52,3 +64,5 @@ def measure(
         print_json({"offplan": JSON_VERSION, "machine": machine_payload(profile)})
     elif output is None:
         sys.stdout.write(dump_profile(profile))
+    else:
+        print_report(render_machine(profile))

@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offplan.cli.output import Progress
@@ -103,20 +104,33 @@ def find_machine(name: str | None, model: "Model", workload: "Workload") -> "Fou
     return measure_here(model, workload) if has_gpu() else None
 
 
-def measure_here(model: "Model", workload: "Workload") -> "Found":
-    """Measure the link, and the compute of each kind of layer at the workload's shapes."""
-    import torch
+def measure_here(
+    model: "Model", workload: "Workload", *, afresh: bool = False, with_others: bool = False
+) -> "Found":
+    """Measure the link, and the compute of each kind of layer at the workload's shapes.
 
+    Times of layers come from the cache where nothing they depend on has changed, unless all is to
+    be measured ``afresh``. ``with_others`` also uses the host's other GPUs.
+    """
+    import torch
+    from huggingface_hub import constants
+
+    from offplan.machine.layer_cache import LayerTimeCache
     from offplan.machine.measure import measure_machine
     from offplan.planner.problem import PREFILL_CHUNKS
-    from offplan.profiling import measure_layer_times
+    from offplan.profiling import layer_times_key, measure_layer_times
     from offplan.runtime.gpu_memory import bytes_in_use
 
     # asked before this process has a context on the card, which the budget is to include
     used = bytes_in_use(torch.device("cuda"))
-    profile = measure_machine(Progress("measuring the machine"))
-    times = measure_layer_times(
-        model, workload, PREFILL_CHUNKS[0], Progress("measuring the layers")
-    )
+    profile = measure_machine(Progress("measuring the machine"), with_others=with_others)
+    key = layer_times_key(model, workload, PREFILL_CHUNKS[0])
+    cache = LayerTimeCache(Path(constants.HF_HOME), key)
+    times = None if afresh else cache.load()
+    if times is None:
+        times = measure_layer_times(
+            model, workload, PREFILL_CHUNKS[0], Progress("measuring the layers")
+        )
+        cache.store(times)
     profile = profile.model_copy(update={"layer_times": times})
     return Found(profile, profile.gpu_memory.value - used)

@@ -6,31 +6,46 @@ from math import exp, log
 
 from offplan.checkpoint.model import Experts
 from offplan.costs.work import PassShape
+from offplan.machine.curve import Reread
+from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, SlabEntry
 from offplan.plan import Backend
 from offplan.schedule import kept_after_prefill
 
-REREADS = ((128, 1.0), (256, 2.0), (512, 2.0), (1024, 5.0), (4096, 17.0))
-"""Rows of a matrix product, and how often each byte of a weight read in place then crosses.
+REREADS = tuple(
+    Reread(rows=rows, factor=factor)
+    for rows, factor in ((128, 1.0), (256, 2.0), (512, 2.0), (1024, 5.0), (4096, 17.0))
+)
+"""What holds for a machine whose profile has no ``uva_rereads``: those of an H200.
 
 Source: cuBLAS bf16 products on an H200 (51, 25.6, 25.6, 10.1 and 3.0 GB/s effective): tiles re-read
-the weight. Between and beyond the points the logarithms are interpolated linearly; at 8192 rows
-that gives 31, where vLLM's prefill of Qwen3-8B with 7 GiB read in place showed 37.
+the weight.
 """
 
 
-def reread_factor(num_rows: float) -> float:
-    """How often each byte of a weight read in place crosses in a product of ``num_rows`` rows."""
-    first, _ = REREADS[0]
-    if num_rows <= first:
-        return 1.0
-    upper = min(bisect_left([rows for rows, _ in REREADS], num_rows), len(REREADS) - 1)
-    (rows_a, factor_a), (rows_b, factor_b) = REREADS[upper - 1], REREADS[upper]
-    share = log(num_rows / rows_a) / log(rows_b / rows_a)
-    return factor_a * exp(share * log(factor_b / factor_a))
+def reread_factor(machine: MachineProfile, num_rows: float) -> float:
+    """How often each byte of a weight read in place crosses in a product of ``num_rows`` rows.
+
+    Between and beyond the measured points the logarithms are interpolated linearly; at 8192 rows
+    of ``REREADS`` that gives 31, where vLLM's prefill of Qwen3-8B with 7 GiB read in place showed
+    37.
+    """
+    points = REREADS if machine.uva_rereads is None else machine.uva_rereads.value
+    if num_rows <= points[0].rows:
+        return points[0].factor
+    upper = min(bisect_left(points, num_rows, key=lambda point: point.rows), len(points) - 1)
+    a, b = points[upper - 1], points[upper]
+    share = log(num_rows / a.rows) / log(b.rows / a.rows)
+    return a.factor * exp(share * log(b.factor / a.factor))
 
 
-def uva_bytes(num_bytes: int, is_expert: bool, experts: Experts | None, num_tokens: int) -> int:
+def uva_bytes(
+    machine: MachineProfile,
+    num_bytes: int,
+    is_expert: bool,
+    experts: Experts | None,
+    num_tokens: int,
+) -> int:
     """Bytes that cross when a pass of so many tokens reads ``num_bytes`` of one layer in place.
 
     Weights cross whole; of routed experts those that the tokens are sent to (uniform routing), each
@@ -38,10 +53,10 @@ def uva_bytes(num_bytes: int, is_expert: bool, experts: Experts | None, num_toke
     """
     rows: float = num_tokens
     if not is_expert or experts is None:
-        return round(num_bytes * reread_factor(rows))
+        return round(num_bytes * reread_factor(machine, rows))
     rows *= experts.num_experts_per_token / experts.num_experts
     share = experts.touched(num_tokens) / experts.num_experts
-    return round(num_bytes * share * reread_factor(rows))
+    return round(num_bytes * share * reread_factor(machine, rows))
 
 
 def embedding_bytes(placement: Placement, shapes: Sequence[PassShape]) -> int:
@@ -53,7 +68,11 @@ def embedding_bytes(placement: Placement, shapes: Sequence[PassShape]) -> int:
 
 
 def uva_bytes_by_layer(
-    placement: Placement, experts: Experts | None, num_layers: int, shapes: Sequence[PassShape]
+    placement: Placement,
+    machine: MachineProfile,
+    experts: Experts | None,
+    num_layers: int,
+    shapes: Sequence[PassShape],
 ) -> tuple[int, ...]:
     """Bytes that each layer reads in place in a pass of these chunks, re-reads included.
 
@@ -65,7 +84,9 @@ def uva_bytes_by_layer(
 
     def crossing(entries: Sequence[SlabEntry], is_expert: bool) -> int:
         num_bytes = sum(entry.unit.nbytes for entry in entries if entry.unit.is_expert == is_expert)
-        return sum(uva_bytes(num_bytes, is_expert, experts, shape.num_tokens) for shape in shapes)
+        return sum(
+            uva_bytes(machine, num_bytes, is_expert, experts, shape.num_tokens) for shape in shapes
+        )
 
     by_layer = [0] * num_layers
     for slab in placement.slabs:

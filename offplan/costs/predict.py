@@ -94,7 +94,8 @@ def price_request(
         return to_ps(machine.copy_seconds(span.nbytes))
 
     def times(priced: PricedPass) -> PassTimes:
-        read = uva_bytes_by_layer(placement, model.experts, len(model.layers), priced.shapes)
+        num_layers = len(model.layers)
+        read = uva_bytes_by_layer(placement, machine, model.experts, num_layers, priced.shapes)
         rows = embedding_bytes(placement, priced.shapes)
         first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
         return PassTimes(

@@ -5,47 +5,16 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from offplan import units
-from offplan.errors import InputError, ProfileError
+from offplan.errors import ProfileError
+from offplan.machine.curve import Curve, Rereads
+from offplan.machine.record import Bytes, Figure, Flops, Rate, Record, Seconds
 
 PROFILE_VERSION = 1
-
-
-class Record(BaseModel):
-    """Base of the profile's records: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _reader(parse: Any) -> BeforeValidator:
-    def read(value: Any) -> Any:
-        try:
-            return parse(value)
-        except InputError as error:  # pydantic reports the field's path with it
-            raise ValueError(str(error)) from None
-
-    return BeforeValidator(read)
-
-
-Bytes = Annotated[int, _reader(units.parse_bytes), Field(ge=0)]
-Rate = Annotated[float, _reader(units.parse_rate), Field(gt=0)]
-Flops = Annotated[float, _reader(units.parse_flops), Field(gt=0)]
-Seconds = Annotated[float, _reader(units.parse_seconds), Field(ge=0)]
-
-Value = TypeVar("Value")
-
-
-class Figure(Record, Generic[Value]):
-    """A number, how it was obtained and where it comes from."""
-
-    value: Value
-    basis: str = Field(pattern="^(measured|reported|datasheet|estimated)$")
-    source: str = Field(min_length=1)
 
 
 class LayerTime(Record):
@@ -62,6 +31,16 @@ class LayerTime(Record):
     seconds: Seconds
 
 
+class DeviceRate(Record):
+    """The rate of one GPU among several."""
+
+    device: int = Field(ge=0)
+    """CUDA's index of it."""
+    rate: Rate
+    spread: float | None = Field(None, ge=0)
+    """(largest - smallest) / median of the samples."""
+
+
 class MachineProfile(Record):
     """One GPU, its link to host memory, and what a pass costs besides the weights."""
 
@@ -71,9 +50,23 @@ class MachineProfile(Record):
     h2d: Figure[Rate]
     """Host to device, one large pinned DMA."""
     copy_latency: Figure[Seconds]
-    """Fixed cost of one DMA; a copy of n bytes takes latency + n / rate."""
+    """Fixed cost of one DMA; a copy of n bytes takes latency + n / rate. Where there is a measured
+    ``h2d_curve``, the latency that fits it best."""
     uva: Figure[Rate]
     """Kernels reading pinned host memory in place, each byte once."""
+    h2d_curve: Figure[Curve] | None = None
+    """Host to device by size, pinned memory."""
+    h2d_pageable_curve: Figure[Curve] | None = None
+    """Host to device by size, ordinary memory, which the driver copies through a buffer."""
+    d2h_curve: Figure[Curve] | None = None
+    """Device to host by size, pinned memory."""
+    h2d_concurrent: Figure[tuple[DeviceRate, ...]] | None = None
+    """Host to device of every GPU of the host while all of them copy."""
+    peer_curve: Figure[Curve] | None = None
+    """Another GPU's memory to this one's by size; the fastest of the others."""
+    uva_rereads: Figure[Rereads] | None = None
+    """How often weights read in place cross, by the rows of the product; absent is as on an
+    H200."""
     hbm: Figure[Rate]
     """Device memory, as a memory-bound kernel reads it."""
     matmul: Figure[Flops]
@@ -83,9 +76,18 @@ class MachineProfile(Record):
     gpu_memory: Figure[Bytes]
     """What the card offers to a process, context included."""
     host_memory: Figure[Bytes] | None = None
-    """What can be pinned; absent is unlimited."""
+    """What can be pinned: the least of physical memory and the limits of the container and the
+    process; absent is unlimited."""
+    pinning: Figure[Rate] | None = None
+    """Registering ordinary memory with the driver, the page faults of fresh pages included."""
+    numa_node: Figure[int] | None = None
+    """The host's memory that is nearest to the GPU; absent where the kernel names none."""
     gpu_overhead: Figure[Bytes]
     """Context, libraries and captured graphs of a process that has run a model."""
+    peer: Figure[Rate] | None = None
+    """Device memory of a second GPU to this one, one large DMA."""
+    peer_latency: Figure[Seconds] | None = None
+    """As ``copy_latency``, from that GPU."""
     layer_times: tuple[LayerTime, ...] = ()
     """Measured on this machine; a roofline estimates what is not here."""
 
@@ -98,8 +100,10 @@ class MachineProfile(Record):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the profile's content, layer times included."""
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        # figures that are absent leave no trace, so that profiles from before they existed keep
+        # the fingerprints that plans name; host memory is older, and always counted
+        content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def copy_seconds(self, num_bytes: int) -> float:
         """Time of one DMA of ``num_bytes`` to the device."""

@@ -69,7 +69,7 @@ def _streaming_wins(
     copies_s = sum(map(machine.copy_seconds, layers))
 
     def wins(batch: int) -> bool:
-        read = sum(uva_bytes(size, True, model.experts, batch) for size in layers)
+        read = sum(uva_bytes(machine, size, True, model.experts, batch) for size in layers)
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = compute.price(shape).seconds
         return max(resident_s, copies_s) < resident_s + read / machine.uva.value

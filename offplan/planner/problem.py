@@ -156,7 +156,7 @@ class Problem:
             for is_expert in (False, True)
         ]
         num_bytes = sum(
-            count * uva_bytes(of_kind, is_expert, self.model.experts, num_tokens)
+            count * uva_bytes(self.machine, of_kind, is_expert, self.model.experts, num_tokens)
             for of_kind, is_expert in sums
             for num_tokens, count in chunk_tokens
         )

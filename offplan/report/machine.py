@@ -1,12 +1,14 @@
 """The machine: each figure with how it was obtained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from offplan import units
-from offplan.machine.profile import Figure, MachineProfile
+from offplan.machine.curve import Rereads
+from offplan.machine.profile import DeviceRate, MachineProfile
+from offplan.machine.record import Figure
 from offplan.report.table import make_table
 
 
@@ -14,7 +16,8 @@ def render_machine(machine: MachineProfile) -> Table:
     """Show the figures that plans are made from."""
     table = make_table(f"{machine.name}, {machine.link}", "figure", "value", "basis")
     for name, figure, show in _figures(machine):
-        table.add_row(name, show(figure.value), figure.basis)
+        spread = "" if figure.spread is None else f", spread {figure.spread:.1%}"
+        table.add_row(name, show(figure.value), figure.basis + spread)
     if machine.layer_times:
         table.add_row("compute of layers", f"{len(machine.layer_times)} times", "measured")
     return table
@@ -31,6 +34,21 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any], Callable[[
         ("GPU memory", machine.gpu_memory, units.format_bytes),
         ("context, libraries, graphs", machine.gpu_overhead, units.format_bytes),
     ]
-    if machine.host_memory is not None:
-        figures.append(("host memory", machine.host_memory, units.format_bytes))
+    optional: list[tuple[str, Figure[Any] | None, Callable[[Any], str]]] = [
+        ("re-reads in place", machine.uva_rereads, _show_last_reread),
+        ("host to device, all GPUs", machine.h2d_concurrent, _show_slowest),
+        ("peer GPU to this one, DMA", machine.peer, units.format_rate),
+        ("host memory", machine.host_memory, units.format_bytes),
+        ("pinning host memory", machine.pinning, units.format_rate),
+        ("NUMA node", machine.numa_node, str),
+    ]
+    figures += [(name, figure, show) for name, figure, show in optional if figure is not None]
     return figures
+
+
+def _show_last_reread(points: Rereads) -> str:
+    return f"{points[-1].factor:.3g}x at {points[-1].rows} rows"
+
+
+def _show_slowest(rates: Sequence[DeviceRate]) -> str:
+    return f"{units.format_rate(min(each.rate for each in rates))} the slowest of {len(rates)}"

@@ -7,25 +7,51 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Experts
 from offplan.costs.link import REREADS, reread_factor, uva_bytes, uva_bytes_by_layer
 from offplan.costs.work import PassShape
+from offplan.machine.curve import Reread, Rereads
+from offplan.machine.profile import MachineProfile
+from offplan.machine.record import Figure
 from offplan.placement import Phase
 from offplan.plan import Backend
-from tests.costs.builders import moe_model, place_rules, rule
+from tests.costs.builders import make_machine, moe_model, place_rules, rule
 
 EXPERTS = Experts(64, 6, 1000)
+MACHINE = make_machine()
+POINTS = [(point.rows, point.factor) for point in REREADS]
 
 
-@pytest.mark.parametrize(("rows", "factor"), [(1, 1), (64, 1), *REREADS])
+@pytest.mark.parametrize(("rows", "factor"), [(1, 1), (64, 1), *POINTS])
 def test_measured_points_are_met(rows: int, factor: float) -> None:
-    assert reread_factor(rows) == pytest.approx(factor)
+    assert reread_factor(MACHINE, rows) == pytest.approx(factor)
 
 
 def test_beyond_the_points_the_slope_goes_on() -> None:
-    assert reread_factor(8192) == pytest.approx(17 * (17 / 5) ** 0.5)
+    assert reread_factor(MACHINE, 8192) == pytest.approx(17 * (17 / 5) ** 0.5)
 
 
-@given(st.floats(1, 1e6), st.floats(1, 1e6))
-def test_more_rows_never_read_less(a: float, b: float) -> None:
-    assert reread_factor(min(a, b)) <= reread_factor(max(a, b)) * (1 + 1e-12)
+def with_rereads(*points: tuple[int, float]) -> MachineProfile:
+    table = tuple(Reread(rows=rows, factor=factor) for rows, factor in points)
+    figure = Figure[Rereads](value=table, basis="measured", source="a test")
+    return MACHINE.model_copy(update={"uva_rereads": figure})
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> MachineProfile:
+    rows = draw(st.lists(st.integers(1, 10_000), min_size=2, max_size=6, unique=True))
+    factors = st.lists(st.floats(1, 100), min_size=len(rows), max_size=len(rows))
+    return with_rereads(*zip(sorted(rows), sorted(draw(factors)), strict=True))
+
+
+@given(st.just(MACHINE) | tables(), st.floats(0.01, 1e6), st.floats(0.01, 1e6))
+def test_more_rows_never_read_less(machine: MachineProfile, a: float, b: float) -> None:
+    less, more = (reread_factor(machine, rows) for rows in sorted((a, b)))
+    assert 1 <= less <= more * (1 + 1e-12)
+
+
+def test_a_profile_may_have_measured_its_own() -> None:
+    machine = with_rereads((1, 1.0), (128, 1.5), (512, 3.0))
+    assert [reread_factor(machine, rows) for rows in (0.5, 1, 512)] == [1.0, 1.0, 3.0]
+    assert reread_factor(machine, 256) == pytest.approx(1.5 * 2**0.5)
+    assert uva_bytes(machine, 64_000, False, None, 128) == 96_000
 
 
 @pytest.mark.parametrize(
@@ -40,14 +66,16 @@ def test_more_rows_never_read_less(a: float, b: float) -> None:
 def test_experts_cross_as_tokens_touch_them(
     num_tokens: int, is_expert: bool, expected: int
 ) -> None:
-    assert uva_bytes(64_000, is_expert, EXPERTS, num_tokens) == pytest.approx(expected, abs=1)
+    assert uva_bytes(MACHINE, 64_000, is_expert, EXPERTS, num_tokens) == pytest.approx(
+        expected, abs=1
+    )
 
 
 def test_only_what_the_phase_reads_in_place_counts() -> None:
     model = moe_model(3)
     placement = place_rules(model, [rule("shared_experts", decode=Backend.UVA)], 1)
     decode, prefill = (
-        uva_bytes_by_layer(placement, model.experts, 3, [PassShape(phase, 1, 1, 1)])
+        uva_bytes_by_layer(placement, MACHINE, model.experts, 3, [PassShape(phase, 1, 1, 1)])
         for phase in (Phase.DECODE, Phase.PREFILL)
     )
     assert decode == (0, 24576, 0)  # the last layer's stay in the one slot after prefill
@@ -59,7 +87,7 @@ def test_each_chunk_reads_for_itself() -> None:
     placement = place_rules(model, [rule("mlp", prefill=Backend.UVA, decode=Backend.UVA)], 1)
     chunks = [PassShape(Phase.PREFILL, 1, tokens, 300) for tokens in (200, 100)]
     together, first, second = (
-        uva_bytes_by_layer(placement, model.experts, 3, some)
+        uva_bytes_by_layer(placement, MACHINE, model.experts, 3, some)
         for some in (chunks, chunks[:1], chunks[1:])
     )
     assert together == tuple(map(sum, zip(first, second, strict=True)))

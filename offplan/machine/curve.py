@@ -1,0 +1,87 @@
+"""The link's curve by size, and the line that plans are priced by."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, Field
+
+from offplan.machine.record import Bytes, Rate, Record
+
+FIT_FROM_BYTES = 2**20
+"""Copies that the line is fitted to. What plans stream is larger: one projection of a small model
+has 2 MiB. A smaller copy takes a few microseconds more than the line says."""
+
+
+class CopyRate(Record):
+    """How fast copies of one size are."""
+
+    bytes: Bytes = Field(gt=0)
+    rate: Rate
+    """Bytes over the median time of a copy, all that one costs included."""
+    spread: float | None = Field(None, ge=0)
+    """(largest - smallest) / median of the times."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of one copy."""
+        return self.bytes / self.rate
+
+
+class Reread(Record):
+    """How often a weight read in place crosses the link in a product with so many rows."""
+
+    rows: int = Field(ge=1)
+    factor: float = Field(ge=1)
+
+
+def _check_curve(curve: tuple[CopyRate, ...]) -> tuple[CopyRate, ...]:
+    if any(a.bytes >= b.bytes for a, b in pairwise(curve)):
+        raise ValueError("the sizes of a curve must increase")
+    return curve
+
+
+def _check_rereads(points: tuple[Reread, ...]) -> tuple[Reread, ...]:
+    # the planner counts on more rows never reading less
+    if any(a.rows >= b.rows or a.factor > b.factor for a, b in pairwise(points)):
+        raise ValueError("rows must increase, and factors must not decrease")
+    return points
+
+
+Curve = Annotated[tuple[CopyRate, ...], Field(min_length=1), AfterValidator(_check_curve)]
+"""By increasing size."""
+Rereads = Annotated[tuple[Reread, ...], Field(min_length=2), AfterValidator(_check_rereads)]
+"""By increasing rows."""
+
+
+class Fit(NamedTuple):
+    """A line: a copy of n bytes takes ``latency_s`` + n / rate."""
+
+    latency_s: float
+    largest_error: float
+    """Largest |line - measured| / measured over the sizes that it was fitted to."""
+
+
+def fit_latency(curve: Sequence[CopyRate], bytes_per_s: float) -> Fit:
+    """Find the latency whose largest relative error over the curve is least, at a given rate.
+
+    Only sizes from ``FIT_FROM_BYTES`` on count, where there are any. The planner's bounds rest on a
+    line (two copies cost as much as one of both sizes and a latency more), which a measured curve
+    with its noise is not; so plans are priced by the line, and the curve shows how far it is off.
+
+    The error at size i is |latency - d_i| / t_i, d_i being what the rate leaves of the time t_i:
+    convex in the latency, so the best one is 0 or where two sizes err alike on opposite sides.
+    """
+    points = [point for point in curve if point.bytes >= FIT_FROM_BYTES] or list(curve)
+    left = [(point.seconds - point.bytes / bytes_per_s, point.seconds) for point in points]
+
+    def error(latency_s: float) -> float:
+        return max(abs(latency_s - rest) / seconds for rest, seconds in left)
+
+    candidates = {0.0}
+    for rest_a, seconds_a in left:
+        for rest_b, seconds_b in left:
+            crossing = (rest_a * seconds_b + rest_b * seconds_a) / (seconds_a + seconds_b)
+            candidates.add(max(0.0, crossing))
+    best = min(candidates, key=lambda latency_s: (error(latency_s), latency_s))
+    return Fit(best, error(best))

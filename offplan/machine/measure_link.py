@@ -1,0 +1,96 @@
+"""Measures the link of the current CUDA device: DMA by size, and kernels that read in place."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import linear
+
+from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
+from offplan.machine.measure_host import PINNED_BYTES, as_device_array, pinned
+from offplan.machine.measure_time import figure, table, time_work
+from offplan.units import format_bytes
+
+CURVE_BYTES = (*(4096 * 4**power for power in range(8)), PINNED_BYTES)
+"""Sizes of copies, 4 KiB to 256 MiB; the rate is flat from 64 MiB on."""
+REREAD_ROWS = (1, 128, 256, 512, 1024, 4096)
+REREAD_BYTES = 128 * 2**20
+"""Of the weight that products read in place: more than any GPU's cache holds."""
+_COLUMNS = 4096
+
+CopyBytes = Callable[[int], object]
+"""Queues a copy of so many bytes on the current stream."""
+
+
+def copy_curve(copy: CopyBytes, *, queued: bool = True) -> list[CopyRate]:
+    """Time copies of each of ``CURVE_BYTES``, alone on the link."""
+
+    def measure(size: int) -> CopyRate:
+        repeats = max(1, min(50, 2**26 // size))
+        timing = time_work(lambda: copy(size), repeats, queued=queued)
+        return CopyRate(bytes=size, rate=size / timing.seconds, spread=timing.spread)
+
+    return [measure(size) for size in CURVE_BYTES]
+
+
+def describe_dma(curve: list[CopyRate], rate: str, latency: str) -> dict[str, object]:
+    """Reduce a curve to the two figures that price a copy, under the profile's keys for them."""
+    largest = curve[-1]
+    fit = fit_latency(curve, largest.rate)
+    return {
+        rate: figure(largest.rate, f"DMA of {format_bytes(largest.bytes)}", largest.spread),
+        latency: figure(
+            fit.latency_s,
+            f"fitted to copies from {format_bytes(FIT_FROM_BYTES)} on, which it misses by at most "
+            f"{fit.largest_error:.1%}",
+        ),
+    }
+
+
+def measure_pinned() -> dict[str, object]:
+    """Measure DMA between pinned memory and the device, both ways."""
+    with pinned(PINNED_BYTES) as host:
+        device = torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cuda")
+        down = copy_curve(lambda size: device[:size].copy_(host[:size], non_blocking=True))
+        up = copy_curve(lambda size: host[:size].copy_(device[:size], non_blocking=True))
+    return {
+        **describe_dma(down, "h2d", "copy_latency"),
+        "h2d_curve": table(down, "pinned DMA, queued back to back"),
+        "d2h_curve": table(up, "pinned DMA, queued back to back"),
+    }
+
+
+def measure_pageable() -> dict[str, object]:
+    """Measure copies from ordinary memory to the device."""
+    host = torch.ones(PINNED_BYTES, dtype=torch.uint8)  # written: pages that exist
+    device = torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cuda")
+    # the host takes part in these copies: behind a held stream it would wait, not launch
+    curve = copy_curve(lambda size: device[:size].copy_(host[:size]), queued=False)
+    return {"h2d_pageable_curve": table(curve, "copies from memory that is not pinned")}
+
+
+def measure_in_place() -> dict[str, object]:
+    """Measure kernels that read pinned memory in place: their rate, and how often they read."""
+    with pinned(PINNED_BYTES) as host:
+        weight = as_device_array(host).view(torch.bfloat16).view(-1, _COLUMNS)
+        vector = torch.zeros(_COLUMNS, 1, dtype=torch.bfloat16, device="cuda")
+        once = time_work(lambda: weight @ vector)
+        rate = PINNED_BYTES / once.seconds
+        part = weight[: REREAD_BYTES // (2 * _COLUMNS)]
+        factors: list[dict[str, float]] = []
+        for rows in REREAD_ROWS:
+            crossed = _time_product(rows, part) * rate / part.nbytes
+            # no byte crosses less than once, and noise must not make more rows read less
+            least = factors[-1]["factor"] if factors else 1.0
+            factors.append({"rows": rows, "factor": max(least, crossed)})
+    how = f"reading {format_bytes(PINNED_BYTES)} of pinned memory in place"
+    return {
+        "uva": figure(rate, f"matrix-vector product {how}", once.spread),
+        "uva_rereads": table(
+            factors, f"bf16 products with {format_bytes(REREAD_BYTES)} read in place, beside uva"
+        ),
+    }
+
+
+def _time_product(rows: int, weight: torch.Tensor) -> float:
+    hidden = torch.zeros(rows, _COLUMNS, dtype=torch.bfloat16, device="cuda")
+    return time_work(lambda: linear(hidden, weight)).seconds

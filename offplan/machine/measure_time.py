@@ -1,0 +1,65 @@
+"""Times work on the current CUDA device, and says a figure with its samples and their spread."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+NUM_SAMPLES = 7
+_CYCLES_A_LAUNCH = 80_000
+"""About 40 us: longer than the host takes to launch anything that is timed here."""
+
+
+class Timing(NamedTuple):
+    """How long something takes."""
+
+    seconds: float
+    """Median of NUM_SAMPLES."""
+    spread: float
+    """(largest - smallest) / median."""
+
+
+def summarise(samples: Sequence[float]) -> Timing:
+    """Reduce samples, in seconds, to their median and spread."""
+    median = statistics.median(samples)
+    return Timing(median, round((max(samples) - min(samples)) / median, 4))
+
+
+def time_work(work: Callable[[], object], repeats: int = 1, *, queued: bool = False) -> Timing:
+    """Time one call by events on the current stream, after a call that warms up.
+
+    ``queued`` holds the stream until all calls are launched, so that work which is shorter than its
+    launch is timed as in a queue that never runs dry. Waits for the stream after each sample.
+    """
+    work()
+    samples = []
+    for _ in range(NUM_SAMPLES):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if queued:
+            torch.cuda._sleep(_CYCLES_A_LAUNCH * (repeats + 1))
+        start.record()
+        for _ in range(repeats):
+            work()
+        stop.record()
+        stop.synchronize()
+        samples.append(start.elapsed_time(stop) / 1e3 / repeats)
+    return summarise(samples)
+
+
+def figure(
+    value: object, how: str, spread: float | None = None, basis: str = "measured"
+) -> dict[str, object]:
+    """Say a figure of the profile; ``spread`` is that of NUM_SAMPLES, if it was timed."""
+    return {
+        "value": value,
+        "basis": basis,
+        "source": f"{how}, torch {torch.__version__}",
+        "samples": None if spread is None else NUM_SAMPLES,
+        "spread": spread,
+    }
+
+
+def table(entries: Sequence[object], how: str) -> dict[str, object]:
+    """Say a table of the profile, each of whose entries was timed NUM_SAMPLES times."""
+    return {**figure(entries, how), "samples": NUM_SAMPLES}

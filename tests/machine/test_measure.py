@@ -1,0 +1,128 @@
+"""What measuring makes of its timings; the clock is a script here."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from offplan.errors import MemoryLimitError, OffplanError
+from offplan.machine import measure, measure_host, measure_link, measure_others
+from offplan.machine.measure_time import Timing, summarise
+from offplan.machine.profile import MachineProfile, load_profile
+
+MIB = 2**20
+Work = Callable[[], object]
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks of ordinary memory stand in for pinned and for device memory."""
+
+    def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, device=None, **options: make(*args, **options)
+
+    for name in ("empty", "zeros"):
+        monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
+    monkeypatch.setattr(measure_link, "PINNED_BYTES", 2 * MIB)
+    monkeypatch.setattr(measure_link, "CURVE_BYTES", (4096, MIB, 2 * MIB))
+    monkeypatch.setattr(measure_link, "REREAD_BYTES", MIB)
+    monkeypatch.setattr(
+        measure_link, "pinned", lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8))
+    )
+    monkeypatch.setattr(measure_link, "as_device_array", lambda block: block)
+
+
+def with_keys(figures: dict[str, object]) -> MachineProfile:
+    known = load_profile("h200-pcie5").model_dump()
+    return MachineProfile.model_validate(known | figures)
+
+
+def test_samples_are_reduced_to_median_and_spread() -> None:
+    assert summarise([1.0, 1.1, 0.9, 4.0, 1.0]) == Timing(1.0, 3.1)
+
+
+def test_dma_is_the_rate_of_the_largest_copy_and_a_fitted_latency(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = iter((4096, MIB, 2 * MIB) * 2)
+
+    def time_work(work: Work, repeats: int, *, queued: bool) -> Timing:
+        work()
+        assert queued
+        size = next(sizes)
+        assert repeats == {4096: 50, MIB: 50, 2 * MIB: 32}[size]
+        return Timing(size / 1e9 + (0.0 if size == 2 * MIB else 5e-6), 0.01)
+
+    monkeypatch.setattr(measure_link, "time_work", time_work)
+    profile = with_keys(measure_link.measure_pinned())
+    assert profile.h2d.value == pytest.approx(1e9)
+    assert (profile.h2d.samples, profile.h2d.spread) == (7, 0.01)
+    assert 0 < profile.copy_latency.value < 5e-6
+    assert profile.h2d_curve is not None
+    assert [point.bytes for point in profile.h2d_curve.value] == [4096, MIB, 2 * MIB]
+    assert profile.d2h_curve is not None
+
+
+def test_rereads_never_fall_and_never_go_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = 2 * MIB / 1e9
+    # the products read half of the block: 0.8, 1, 2, 1.9, 5 and 17 times
+    seconds = iter([once, *(once / 2 * times for times in (0.8, 1, 2, 1.9, 5, 17))])
+    monkeypatch.setattr(
+        measure_link, "time_work", lambda work: (work(), Timing(next(seconds), 0))[1]
+    )
+    profile = with_keys(measure_link.measure_in_place())
+    assert profile.uva.value == pytest.approx(1e9)
+    assert profile.uva_rereads is not None
+    points = [(point.rows, point.factor) for point in profile.uva_rereads.value]
+    factors = (1, 1, 2, 2, 5, 17)
+    assert points == [
+        (rows, pytest.approx(factor))
+        for rows, factor in zip((1, 128, 256, 512, 1024, 4096), factors, strict=True)
+    ]
+
+
+def test_other_gpus_that_are_not_there_or_taken_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def taken(_: object) -> None:
+        raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda other, this: True)
+    monkeypatch.setattr(measure_others, "_copy_together", taken)
+    monkeypatch.setattr(measure_others, "_copy_from", taken)
+    for count in (1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert measure_others.measure_concurrent() == {}
+        assert measure_others.measure_peer() == {}
+
+
+def test_each_gpu_has_its_rate_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = measure_others._SHARE_BYTES
+    samples = [[share / 50e9, share / 25e9]] * 6 + [[share / 50e9, share / 20e9]]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(measure_others, "_copy_together", lambda devices: samples)
+    concurrent = with_keys(measure_others.measure_concurrent()).h2d_concurrent
+    assert concurrent is not None
+    assert [each.rate for each in concurrent.value] == [pytest.approx(r) for r in (50e9, 25e9)]
+    assert [each.spread for each in concurrent.value] == [0, 0.25]
+
+
+def test_a_driver_that_refuses_to_pin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def cudaHostRegister(self, *_: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    with (
+        pytest.raises(MemoryLimitError, match=r"page-lock 4 KiB .*CUDA error 2.*ulimit -l"),
+        measure_host.pinned(4096),
+    ):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_nothing_is_measured_without_a_device() -> None:
+    with pytest.raises(OffplanError, match="no CUDA device to measure"):
+        measure.measure_machine()

@@ -1,0 +1,94 @@
+"""The machine as it is: plausible, complete, and as free afterwards as before."""
+
+import functools
+
+import pytest
+import torch
+
+from offplan.machine.curve import FIT_FROM_BYTES
+from offplan.machine.measure import measure_machine
+from offplan.machine.profile import MachineProfile, dump_profile, parse_profile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+OF_ONE_GPU = ("h2d", "uva", "hbm", "matmul", "layer_overhead", "pinning")
+TABLES = ("h2d_curve", "h2d_pageable_curve", "d2h_curve", "uva_rereads")
+
+
+@functools.cache
+def measured() -> MachineProfile:
+    return measure_machine(with_others=True)
+
+
+def test_every_figure_is_there_with_its_samples() -> None:
+    profile = measured()
+    for name in (*OF_ONE_GPU, *TABLES):
+        figure = getattr(profile, name)
+        assert figure.samples > 1
+        assert name in TABLES or figure.spread >= 0
+    assert profile.basis == "measured"
+    assert parse_profile(dump_profile(profile), "a copy") == profile
+
+
+def test_rates_are_plausible() -> None:
+    profile = measured()
+    assert 1e9 < profile.uva.value < 1.1 * profile.h2d.value < 500e9
+    assert profile.h2d.value < profile.hbm.value < 20e12
+    assert 1e12 < profile.matmul.value < 5e15
+    assert 0 <= profile.copy_latency.value < 1e-3
+    assert profile.host_memory is not None
+    assert profile.pinning is not None
+    assert profile.pinning.value > 1e8
+
+
+def test_larger_copies_are_faster_and_the_line_is_near() -> None:
+    profile = measured()
+    assert profile.h2d_curve is not None
+    curve = profile.h2d_curve.value
+    assert curve[0].rate < curve[len(curve) // 2].rate < 1.1 * curve[-1].rate
+    for point in curve:
+        if point.bytes >= FIT_FROM_BYTES:
+            assert profile.copy_seconds(point.bytes) == pytest.approx(point.seconds, rel=0.25)
+
+
+def test_products_of_many_rows_read_again() -> None:
+    table = measured().uva_rereads
+    assert table is not None
+    assert table.value[0].factor < 1.5
+    assert table.value[-1].factor > table.value[0].factor
+
+
+def test_what_is_measured_is_given_back() -> None:
+    measured()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    measure_machine()
+    assert torch.cuda.memory_reserved() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+def test_other_gpus_are_measured() -> None:
+    profile = measured()
+    assert profile.h2d_concurrent is not None
+    rates = profile.h2d_concurrent.value
+    assert [each.device for each in rates] == list(range(torch.cuda.device_count()))
+    assert all(1e9 < each.rate < 500e9 for each in rates)
+    this = torch.cuda.current_device()
+    if any(torch.cuda.can_device_access_peer(each.device, this) for each in rates[1:]):
+        assert profile.peer is not None
+        assert profile.peer_latency is not None
+        assert profile.peer.value > 1e9
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+def test_the_current_device_is_the_one_measured() -> None:
+    with torch.cuda.device(1):
+        torch.cuda.reset_peak_memory_stats(0)
+        torch.cuda.reset_peak_memory_stats(1)
+        idle = torch.cuda.memory_allocated(0)
+        measure_machine()
+    assert torch.cuda.max_memory_allocated(0) == idle
+    assert torch.cuda.max_memory_allocated(1) > 2**28

@@ -1,0 +1,122 @@
+"""Measuring from the command line, where what is measured is made up."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+import offplan.machine.measure
+import offplan.profiling
+import offplan.runtime.gpu_memory
+from offplan.checkpoint.open import open_model
+from offplan.cli.planning import measure_here, read_workload
+from offplan.machine.profile import LayerTime, MachineProfile, load_profile, parse_profile
+from offplan.plan import Workload
+from tests.cli import CLI, TINY_MOE
+
+WORKLOAD = read_workload(1, 32, 96, 256)
+
+
+class Machine:
+    """Counts what is measured."""
+
+    def __init__(self) -> None:
+        self.gpu = SimpleNamespace(name="a GPU", total_memory=2**34, multi_processor_count=8)
+        self.with_others: list[bool] = []
+        self.num_layer_times = 0
+
+    def measure(self, on_progress: Any, *, with_others: bool = False) -> MachineProfile:
+        self.with_others.append(with_others)
+        return load_profile("h200-pcie5")
+
+    def time_layers(self, *_: Any) -> tuple[LayerTime, ...]:
+        self.num_layer_times += 1
+        return (LayerTime(layer="x", phase="decode", batch=1, tokens=1, context=256, seconds=0.1),)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(offplan.machine.measure, "measure_machine", machine.measure)
+    monkeypatch.setattr(offplan.profiling, "measure_layer_times", machine.time_layers)
+    monkeypatch.setattr(offplan.runtime.gpu_memory, "bytes_in_use", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: machine.gpu)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
+    return machine
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
+    return CLI(monkeypatch, capsys)
+
+
+def test_layers_are_timed_once(machine: Machine) -> None:
+    model = open_model(str(TINY_MOE))
+    first, second = (measure_here(model, WORKLOAD) for _ in range(2))
+    assert first == second
+    assert first.gpu_memory_bytes == first.profile.gpu_memory.value - 2**30
+    assert machine.num_layer_times == 1
+    assert machine.with_others == [False, False]
+
+
+@pytest.mark.parametrize("change", [{"batch": 2}, {"context": 512}, {"prompt_tokens": 16}])
+def test_another_workload_is_timed(machine: Machine, change: dict[str, int]) -> None:
+    model = open_model(str(TINY_MOE))
+    measure_here(model, WORKLOAD)
+    measure_here(model, Workload(**(WORKLOAD.model_dump() | change)))
+    assert machine.num_layer_times == 2
+
+
+def test_another_gpu_torch_or_runtime_is_timed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_model(str(TINY_MOE))
+    measure_here(model, WORKLOAD)
+    machine.gpu.name = "another GPU"
+    measure_here(model, WORKLOAD)
+    monkeypatch.setattr(torch, "__version__", "0")
+    measure_here(model, WORKLOAD)
+    monkeypatch.setattr(offplan.profiling, "_driver", lambda: "another driver")
+    measure_here(model, WORKLOAD)
+    monkeypatch.setattr(offplan.profiling, "_sha256", lambda content: str(len(content)))
+    measure_here(model, WORKLOAD)
+    assert machine.num_layer_times == 5
+
+
+def test_measure_times_layers_afresh_and_keeps_them(
+    cli: CLI, machine: Machine, tmp_path: Path
+) -> None:
+    path = tmp_path / "here.yaml"
+    workload = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
+    for _ in range(2):
+        code, out, err = cli("measure", TINY_MOE, *workload, "-o", path, "--force")
+        assert (code, err) == (0, f"offplan: wrote {path}\n")
+        assert "NVIDIA H200, PCIe 5 x16" in out
+        assert "55.4 GB/s" in out
+    assert len(parse_profile(path.read_text(), "here").layer_times) == 1
+    assert (machine.num_layer_times, machine.with_others) == (2, [True, True])
+    measure_here(open_model(str(TINY_MOE)), WORKLOAD)
+    assert machine.num_layer_times == 2
+
+
+def test_measure_prints_a_profile_or_json(cli: CLI, machine: Machine) -> None:
+    code, out, err = cli("measure")
+    assert (code, err) == (0, "")
+    assert parse_profile(out, "stdout") == load_profile("h200-pcie5")
+    payload = json.loads(cli("measure", "--json").out)["machine"]
+    assert payload["h2d"]["value"] == 55.4e9
+    assert payload["uva_rereads"] is None
+    assert payload["fingerprint"] == load_profile("h200-pcie5").fingerprint
+    assert machine.num_layer_times == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_measure_without_a_gpu_says_so(cli: CLI) -> None:
+    code, out, err = cli("measure")
+    assert (code, out) == (1, "")
+    assert "no CUDA device to measure: name a machine with --machine" in err
