@@ -29,6 +29,10 @@ class CudaLink:
     for it, copies there and records the slot's event. ``wait`` makes the current stream wait for
     that event. Copies are never joined at the end of a pass: the link stays busy through sampling
     and into the next one.
+
+    From another GPU's slabs torch copies on that GPU's current stream, which it has wait for the
+    copy stream and the copy stream for it, by events: the same order, one stream further on.
+    Source: ``copy_device_to_device`` in ATen/native/cuda/Copy.cu.
     """
 
     def __init__(
@@ -38,6 +42,13 @@ class CudaLink:
         self._slots = slots
         self._slabs = slabs
         self._stream = torch.cuda.Stream(device)
+        self._source_stream: torch.cuda.Stream | None = None
+        peer = next((slab.device for slab in slabs.values() if slab.is_cuda), None)
+        if peer is not None:
+            # one of its own, lest copies queue behind whatever else that GPU is given
+            self._source_stream = torch.cuda.Stream(peer)
+            # loading may still be writing the slabs
+            self._source_stream.wait_stream(torch.cuda.current_stream(peer))
         self._ready = [torch.cuda.Event() for _ in slots]
         self._free = [torch.cuda.Event() for _ in slots]
 
@@ -49,7 +60,8 @@ class CudaLink:
         self._stream.wait_event(self._free[op.slot])
         with torch.cuda.stream(self._stream):
             source = self._slabs[span.layer][span.start : span.stop]
-            self._slots[op.slot][: span.nbytes].copy_(source, non_blocking=True)
+            with torch.cuda.stream(self._source_stream):
+                self._slots[op.slot][: span.nbytes].copy_(source, non_blocking=True)
             self._ready[op.slot].record()
         self.bytes_moved += span.nbytes
 
