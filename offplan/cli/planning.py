@@ -2,9 +2,10 @@
 
 import ctypes
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from offplan.cli.options import Store
 from offplan.cli.output import Progress
 from offplan.errors import InputError
 from offplan.units import parse_bytes
@@ -88,6 +89,12 @@ class Found:
 
     profile: "MachineProfile"
     gpu_memory_bytes: int
+
+    def with_store(self, store: Store) -> "Found":
+        """Plan with this store; raises ProfileError where its link is not known."""
+        if store is Store.HOST:
+            return self
+        return replace(self, profile=self.profile.with_peer_store())
 
 
 def find_machine(name: str | None, model: "Model", workload: "Workload") -> "Found | None":

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -65,6 +65,9 @@ class LayerTime(Record):
 class MachineProfile(Record):
     """One GPU, its link to host memory, and what a pass costs besides the weights."""
 
+    store: ClassVar[Literal["host", "peer"]] = "host"
+    """What ``h2d`` and ``copy_latency`` are the link to, and ``host_memory`` the size of."""
+
     profile: int = Field(PROFILE_VERSION, ge=PROFILE_VERSION, le=PROFILE_VERSION)
     name: str
     link: str
@@ -86,6 +89,10 @@ class MachineProfile(Record):
     """What can be pinned; absent is unlimited."""
     gpu_overhead: Figure[Bytes]
     """Context, libraries and captured graphs of a process that has run a model."""
+    peer: Figure[Rate] | None = None
+    """Device memory of a second GPU to this one, one large DMA."""
+    peer_latency: Figure[Seconds] | None = None
+    """As ``copy_latency``, from that GPU."""
     layer_times: tuple[LayerTime, ...] = ()
     """Measured on this machine; a roofline estimates what is not here."""
 
@@ -98,8 +105,29 @@ class MachineProfile(Record):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the profile's content, layer times included."""
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        # figures that are absent leave no trace, so that profiles from before they existed keep
+        # the fingerprints that plans name; host memory is older, and always counted
+        content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def with_peer_store(self) -> "PeerStoreProfile":
+        """Take a second GPU, such a one as this, as the store.
+
+        Raises ProfileError where the link between them is not known.
+        """
+        if self.peer is None:
+            raise ProfileError(
+                f"the profile of {self.name} has no `peer`, the rate of copies from a second GPU: "
+                "measure it where there are two (offplan measure -o machine.yaml, then --machine "
+                "machine.yaml), or plan with --store host"
+            )
+        changes = {
+            "link": "peer GPU",
+            "h2d": self.peer,
+            "copy_latency": self.peer_latency or self.copy_latency,
+            "host_memory": self.gpu_memory,
+        }
+        return PeerStoreProfile.model_validate({**dict(self), **changes})
 
     def copy_seconds(self, num_bytes: int) -> float:
         """Time of one DMA of ``num_bytes`` to the device."""
@@ -115,6 +143,12 @@ class MachineProfile(Record):
             ):  # fmt: skip
                 return time.seconds
         return None
+
+
+class PeerStoreProfile(MachineProfile):
+    """A machine whose store is a second GPU's memory, which kernels cannot read in place."""
+
+    store: ClassVar[Literal["host", "peer"]] = "peer"
 
 
 def shipped_profiles() -> list[str]:
