@@ -121,7 +121,7 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
         )
     lack = shortfall.host_bytes or 0
     return InfeasibleError(
-        f"no plan fits {format_bytes(budget.host_memory or 0)} of host memory: "
+        f"no plan fits {format_bytes(budget.host_memory or 0)} of {problem.machine.store} memory: "
         f"{format_bytes(lack)} more are needed to hold what the GPU "
         f"({format_bytes(budget.gpu_memory)}) cannot. Give more of either",
         lack,
