@@ -36,7 +36,8 @@ def find_peer(device: torch.device, num_bytes: int) -> torch.device:
     """The first other CUDA device that reaches ``device`` directly and has ``num_bytes`` free.
 
     What torch has cached there counts as free. Asking makes a context on each device that is asked,
-    which takes some of its memory. Raises MemoryLimitError, naming what was found, when none will do.
+    which takes some of its memory. Raises MemoryLimitError, naming what was found, when none
+    will do.
     """
     own = torch.cuda.current_device() if device.index is None else device.index
     found = []
