@@ -2,8 +2,8 @@
 
     python benchmarks/run_plan.py CONFIG_JSON [--group-size 2 --num-in-group 1 ...]
 
-Needs a CUDA device. Nothing is planned here: the rules come from the command line, so that one
-thing can be varied at a time.
+Needs a CUDA device, and a second one for ``--store peer``. Nothing is planned here: the rules come
+from the command line, so that one thing can be varied at a time.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
+from offplan.runtime.bench import time_link
 from offplan.runtime.session import Session
 
 
@@ -28,6 +29,7 @@ def describe_machine() -> dict[str, object]:
     return {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -98,12 +100,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--store", choices=("host", "peer"), default="host")
     parser.add_argument("--prefill", type=int, help="also time a prompt of this many tokens")
     args = parser.parse_args()
     model = open_model(args.config)
     rules = [Rule.model_validate(rule) for rule in json.loads(args.rules)]
     offload = Offload(
-        prefetch_step=args.prefetch_step, prefill_chunk=args.prefill_chunk, rules=tuple(rules)
+        prefetch_step=args.prefetch_step,
+        prefill_chunk=args.prefill_chunk,
+        store=args.store,
+        rules=tuple(rules),
     )
     began = time.perf_counter()
     results = []
@@ -120,7 +126,7 @@ def main() -> None:
             prompt = torch.randint(0, 1000, (1, args.prefill))
             results.append({"batch": 1, **time_prefill(session, prompt)})
             results[-1]["gpu_bytes"] = session.gpu_bytes
-        placement = session.loaded.placement
+        placement, peer = session.loaded.placement, session.loaded.store.peer
         report = {
             "config": args.config,
             "rules": json.loads(args.rules),
@@ -129,6 +135,11 @@ def main() -> None:
             "resident_bytes": placement.resident_bytes,
             "ring_bytes": placement.ring_bytes,
             "offloaded_bytes": placement.offloaded_bytes,
+            "store": args.store,
+            "peer": None if peer is None else str(peer),
+            "peer_bytes": 0 if peer is None else torch.cuda.memory_allocated(peer),
+            "slot_bytes": placement.slot_bytes,
+            "link_bytes_per_s": time_link(session),
             "results": results,
             "machine": describe_machine(),
         }

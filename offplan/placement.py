@@ -86,7 +86,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Slab:
-    """All offloaded parameters of one layer, in one block of host memory.
+    """All offloaded parameters of one layer, in one block of the store.
 
     Entries are ordered so that each phase streams one contiguous range: streamed in prefill only,
     in both phases, in decode only, in neither.
@@ -126,9 +126,14 @@ class Placement:
 
     @cached_property
     def offloaded_bytes(self) -> int:
-        """Host memory of the slabs, and of the input embedding if it is there."""
+        """Memory of the slabs, and of the input embedding if it is on the host."""
         embedding = self.host_embedding.nbytes if self.host_embedding is not None else 0
-        return sum(slab.nbytes for slab in self.slabs) + embedding
+        return self.slab_bytes + embedding
+
+    @cached_property
+    def slab_bytes(self) -> int:
+        """Memory of the slabs."""
+        return sum(slab.nbytes for slab in self.slabs)
 
     @property
     def ring_bytes(self) -> int:

@@ -114,7 +114,7 @@ class Budget(Record):
     gpu_memory: ExactBytes
     """All that the process takes on the card, context included."""
     host_memory: ExactBytes | None = None
-    """Pinned host memory; null is unlimited."""
+    """Of the store: pinned host memory, or a second GPU's; null is unlimited."""
 
 
 class MachineRef(Record):
@@ -123,7 +123,7 @@ class MachineRef(Record):
     name: str
     link: str
     h2d: Rate
-    """Host to device, pinned DMA of a large block."""
+    """From the store to the device, DMA of a large block."""
     uva: Rate
     """Kernels reading pinned host memory in place."""
     basis: Basis
@@ -187,8 +187,20 @@ class Offload(Record):
     """Prompt tokens of each sequence in one forward pass, at most."""
     embeddings: Literal["device", "host"] = "device"
     """``host``: the input embedding stays in pinned host memory and is read by row, in place."""
+    store: Literal["host", "peer"] = "host"
+    """Where what the rules take lies: in pinned host memory, or in that of a second GPU."""
     rules: tuple[Rule, ...] = ()
     """First match wins; empty when everything fits."""
+
+    @model_validator(mode="after")
+    def _peer_is_copied(self) -> "Offload":
+        for number, rule in enumerate(self.rules, 1):
+            if self.store == "peer" and Backend.UVA in (rule.prefill, rule.decode):
+                raise ValueError(
+                    f"rule {number} is read in place (uva), but kernels read no second GPU's "
+                    "memory: with `store: peer`, prefill and decode are prefetch"
+                )
+        return self
 
 
 class PhasePrediction(Record):
@@ -229,6 +241,7 @@ class Prediction(Record):
     decode: PhasePrediction
     gpu_memory: GPUMemoryPrediction
     host_memory_bytes: Bytes = Field(alias="host_memory")
+    """Of the store, wherever the plan has it, and of an input embedding on the host."""
 
 
 class Plan(Record):
@@ -281,8 +294,9 @@ def dump_plan(plan: Plan) -> str:
     data = plan.model_dump(mode="json", by_alias=True, exclude_none=False, context=YAML_CONTEXT)
     rules = [{k: v for k, v in rule.items() if v is not None} for rule in data["offload"]["rules"]]
     data["offload"]["rules"] = rules
-    if plan.offload.embeddings == "device":
-        del data["offload"]["embeddings"]
+    for key, default in (("embeddings", "device"), ("store", "host")):
+        if data["offload"][key] == default:
+            del data["offload"][key]
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
         lines += _dump_section(key, section)

@@ -82,6 +82,13 @@ def test_offload_in_words() -> None:
     ]
 
 
+def test_a_second_gpu_in_words() -> None:
+    plan = make_plan(WHOLE)
+    on_peer = plan.offload.model_copy(update={"store": "peer"})
+    lines = describe_offload(plan.model_copy(update={"offload": on_peer}))
+    assert lines[0].startswith("on the second GPU: all parameters of every layer")
+
+
 def test_an_embedding_on_the_host_in_words() -> None:
     plan = make_plan()
     on_host = plan.offload.model_copy(update={"embeddings": "host"})

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from offplan.machine.profile import load_profile
 from tests.cli import CLI, TINY_MOE
 
 WEIGHTS = (
@@ -104,3 +106,27 @@ def test_another_model_is_drift(cli: CLI) -> None:
     code, _, err = cli("run", "plans/tiny-moe.yaml", "--model", "tests/models/qwen3-8b/config.json")
     assert code == 4
     assert "plan it again" in err
+
+
+def test_a_second_gpu_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
+    workload = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
+    budget = ("--gpu-memory", "1MiB", "--store", "peer", *workload)
+    code, _, err = cli("plan", "plans/tiny-moe", "--machine", "cpu", *budget)
+    assert (code, "has no `peer`" in err) == (2, True)
+    machine, path = tmp_path / "machine.yaml", tmp_path / "plan.yaml"
+    profile = load_profile("cpu").model_dump(mode="json", exclude_none=True)
+    profile["peer"] = {"value": "100 GB/s", "basis": "estimated", "source": "a test"}
+    machine.write_text(yaml.safe_dump(profile))
+    code, out, _ = cli("analyze", "plans/tiny-moe", "--machine", machine, *budget, "-o", path)
+    assert code == 0
+    assert "on the second GPU: " in out
+    assert cli("plan", "plans/tiny-moe", "--machine", machine, *budget).out == path.read_text()
+    assert "\n  store: peer\n" in path.read_text()
+    code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu")
+    assert (code, out.startswith(WEIGHTS)) == (0, True)
+    assert "offloaded weights lie on" not in err  # there is no second GPU in a CPU
+    ways = ("--vs", "resident,serial,accelerate")
+    code, out, _ = cli("bench", path, "--device", "cpu", "--steps", 2, "--repeats", 1, *ways)
+    assert code == 0
+    code, _, err = cli("export", path, "--engine", "vllm")
+    assert (code, "has a second GPU's memory as its store" in err) == (2, True)

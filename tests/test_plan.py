@@ -96,6 +96,11 @@ offloads = st.builds(
     prefetch_step=st.integers(1, 9),
     prefill_chunk=st.integers(1, 10**6),
     rules=st.lists(rules, max_size=3),
+) | st.builds(
+    Offload,
+    prefill_chunk=st.integers(1, 10**6),
+    store=st.just("peer"),
+    rules=st.lists(st.just(rule(group=(2, 1))), max_size=2),
 )
 budgets = st.builds(
     Budget, gpu_memory=st.integers(1, 2**44), host_memory=st.none() | st.integers(1, 2**44)
@@ -167,6 +172,7 @@ def test_json_has_the_keys_that_scripts_rely_on() -> None:
         (("offload", "rules", 0, "decode"), "dma", "decode"),
         (("offload", "prefetch_step"), 0, "prefetch_step"),
         (("offload", "rules", 0, "segments"), [], "segments"),
+        (("offload", "store"), "disk", "'host' or 'peer'"),
         (("budget", "gpu_memory"), "much", "write it as 16GiB"),
         (("workload", "context"), 10, "raise --context"),
         (("prediction", "decode", "step"), "soon", "write it as 31 ms"),
@@ -195,6 +201,27 @@ def test_what_is_wrong_is_named(path: tuple[object, ...], value: object, message
 def test_rules_have_one_form(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rule.model_validate({"prefill": "uva", "decode": "uva", **fields})
+
+
+@pytest.mark.parametrize("backends", [("uva", "uva"), ("prefetch", "uva"), ("uva", "prefetch")])
+def test_a_peer_is_not_read_in_place(backends: tuple[str, str]) -> None:
+    prefill, decode = map(Backend, backends)
+    data = yaml.safe_load(dump_plan(example_plan))
+    in_place = rule("mlp", group=(1, 1), prefill=prefill, decode=decode)
+    first = rule("self_attn", group=(1, 1), prefill=Backend.PREFETCH, decode=Backend.PREFETCH)
+    data["offload"]["rules"] = [
+        each.model_dump(mode="json", exclude_none=True) for each in (first, in_place)
+    ]
+    data["offload"]["store"] = "peer"
+    with pytest.raises(PlanError, match=r"offload: rule 2 is read in place \(uva\)"):
+        parse_plan(data, "a plan")
+
+
+def test_the_store_is_named_where_it_is_not_the_host() -> None:
+    assert "store" not in dump_plan(example_plan)
+    offload = Offload(prefill_chunk=64, store="peer")
+    text = dump_plan(example_plan.model_copy(update={"offload": offload}))
+    assert "\n  store: peer\n  rules: []\n" in text
 
 
 @pytest.mark.parametrize("text", ["", "[]", "offload: {}", "{", "offplan: [1]"])

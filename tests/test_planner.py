@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
@@ -79,12 +80,16 @@ def search_everything(
         uses_ring = any(Backend.PREFETCH in (r.prefill, r.decode) for r in rules)
         for step in PREFETCH_STEPS if uses_ring else (1,):
             for chunk, embeddings in product(chunks, ("device", "host")):
-                offload = Offload(
-                    prefetch_step=step, prefill_chunk=chunk, embeddings=embeddings, rules=rules
-                )
                 try:
+                    offload = Offload(
+                        prefetch_step=step,
+                        prefill_chunk=chunk,
+                        embeddings=embeddings,
+                        store=machine.store,
+                        rules=rules,
+                    )
                     prediction = predict(model, machine, workload, budget, offload)
-                except PlanError:
+                except (PlanError, ValidationError):
                     continue
                 if prediction.gpu_memory.total_bytes <= budget.gpu_memory:
                     best = min(best, prediction.objective_s)
@@ -102,6 +107,36 @@ def test_search_equals_brute_force(name: str, share: float, h2d: float) -> None:
     expected = search_everything(model, machine, WORKLOAD, budget)
     best_single = result.plan.prediction.objective_s * result.second_rule_gain
     assert best_single == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "share"), [("dense", 0.3), ("moe", 0.5)])
+def test_nothing_on_a_second_gpu_is_read_in_place(name: str, share: float) -> None:
+    """Were it allowed, it would be best: its rate is twice that of copies."""
+    model, machine = MODELS[name], make_machine(h2d=5e9, uva=40e9, peer=20e9)
+    budget = budget_for(model, machine, share)
+    assert Backend.UVA in {rule.decode for rule in plan_rules(model, machine, budget)}
+    peer = machine.with_peer_store()
+    result = make_plan(model, peer, WORKLOAD, budget)
+    plan = result.plan
+    assert {(rule.prefill, rule.decode) for rule in plan.offload.rules} == {
+        (Backend.PREFETCH, Backend.PREFETCH)
+    }
+    assert (plan.offload.store, plan.machine.h2d, plan.machine.link) == ("peer", 20e9, "peer GPU")
+    expected = search_everything(model, peer, WORKLOAD, budget)
+    best_single = plan.prediction.objective_s * result.second_rule_gain
+    assert best_single == pytest.approx(expected, rel=1e-12)
+
+
+def plan_rules(model: Model, machine: MachineProfile, budget: Budget) -> tuple[Rule, ...]:
+    return make_plan(model, machine, WORKLOAD, budget).plan.offload.rules
+
+
+def test_the_second_gpu_limits_the_store() -> None:
+    model, machine = MODELS["dense"], make_machine(peer=20e9, host_memory=1).with_peer_store()
+    budget = budget_for(model, machine, 0.3)
+    assert make_plan(model, machine, WORKLOAD, budget).plan.budget.host_memory == 2**40
+    with pytest.raises(InfeasibleError, match="no plan fits 1 B of peer memory"):
+        make_plan(model, machine, WORKLOAD, budget.model_copy(update={"host_memory": 1}))
 
 
 models = st.sampled_from(

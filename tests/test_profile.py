@@ -1,5 +1,8 @@
 """Machine profiles: shipped, read, refused."""
 
+import hashlib
+import json
+
 import pytest
 
 from offplan.errors import ProfileError
@@ -80,3 +83,26 @@ def test_wrong_profiles_are_refused(change: tuple[str, str], message: str) -> No
 def test_unknown_name_lists_the_shipped_ones() -> None:
     with pytest.raises(ProfileError, match="cpu, gh200-c2c"):
         load_profile("no-such-machine")
+
+
+def test_a_second_gpu_as_the_store() -> None:
+    machine = make_machine(peer=20e9, gpu_memory=2**30)
+    peer = machine.with_peer_store()
+    assert (machine.store, peer.store) == ("host", "peer")
+    assert peer.copy_seconds(20) == pytest.approx(1e-6 + 1e-9)
+    assert peer.host_memory == machine.gpu_memory
+    assert peer.fingerprint != machine.fingerprint
+    with_latency = machine.model_copy(update={"peer_latency": machine.layer_overhead})
+    assert with_latency.with_peer_store().copy_latency.value == 2e-6
+    with pytest.raises(ProfileError, match=r"test machine has no `peer`.* plan with --store host"):
+        make_machine().with_peer_store()
+
+
+def test_absent_figures_leave_the_fingerprint_alone() -> None:
+    """Plans that were made before there were such figures name it."""
+    data = load_profile("h200-pcie5").model_dump(mode="json")
+    for name in ("peer", "peer_latency"):
+        assert data.pop(name) is None
+    content = json.dumps(data, sort_keys=True)
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()
+    assert load_profile("h200-pcie5").fingerprint == fingerprint

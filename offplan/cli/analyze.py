@@ -17,6 +17,8 @@ from offplan.cli.options import (
     PromptTokensOption,
     RevisionOption,
     SourceOption,
+    Store,
+    StoreOption,
 )
 from offplan.cli.output import (
     check_writable,
@@ -39,6 +41,7 @@ def analyze(
     machine: MachineOption = None,
     gpu_memory: GPUMemoryOption = None,
     host_memory: HostMemoryOption = None,
+    store: StoreOption = Store.HOST,
     batch: BatchOption = 1,
     prompt_tokens: PromptTokensOption = 512,
     output_tokens: OutputTokensOption = 128,
@@ -61,7 +64,7 @@ def analyze(
     check_writable(svg, force=force)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
-    analysis = _analyze(open_named_model(model, revision, source), machine, wishes)
+    analysis = _analyze(open_named_model(model, revision, source), machine, wishes, store)
     if json:
         print_json(analyze_payload(analysis))
     else:
@@ -78,20 +81,20 @@ def analyze(
     print_note(f"wrote {output}")
 
 
-def _analyze(model: "Model", machine: str | None, wishes: "Wishes") -> "Analysis":
+def _analyze(model: "Model", machine: str | None, wishes: "Wishes", store: Store) -> "Analysis":
     """Plan if there is a machine to plan for; a plan that does not exist is a finding too."""
     from offplan.cli.planning import find_machine, unmeasured
     from offplan.planner import make_plan
     from offplan.planner.crossovers import find_crossovers
     from offplan.report.analysis import Analysis
 
-    found = find_machine(machine, model, wishes.workload)
+    found = find_machine(machine, model, wishes.workload, store)
     if found is None:
         return Analysis(model, None, unmeasured=unmeasured())
+    planned = found.with_store(store)
     try:
-        result = make_plan(model, found.profile, wishes.workload, wishes.budget(found))
+        result = make_plan(model, planned.profile, wishes.workload, wishes.budget(planned))
     except InfeasibleError as error:
         return Analysis(model, found.profile, infeasible=error)
-    return Analysis(
-        model, found.profile, result, find_crossovers(model, found.profile, result.plan)
-    )
+    crossovers = find_crossovers(model, planned.profile, result.plan)
+    return Analysis(model, found.profile, result, crossovers)

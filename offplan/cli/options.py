@@ -14,6 +14,13 @@ class Objective(str, Enum):
     THROUGHPUT = "throughput"
 
 
+class Store(str, Enum):
+    """Where what a plan offloads lies."""
+
+    HOST = "host"
+    PEER = "peer"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A Hub id, a folder of safetensors, or a config.json."),
@@ -35,7 +42,10 @@ GPUMemoryOption = Annotated[
 ]
 HostMemoryOption = Annotated[
     str | None,
-    typer.Option(help="Host memory the weights may take. [default: what the machine has]"),
+    typer.Option(help="Memory of the store the weights may take. [default: what it has]"),
+]
+StoreOption = Annotated[
+    Store, typer.Option(help="Offload to host memory, or to that of a second GPU.")
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Sequences generated together.")]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]

@@ -22,6 +22,8 @@ from offplan.cli.options import (
     PromptTokensOption,
     RevisionOption,
     SourceOption,
+    Store,
+    StoreOption,
 )
 from offplan.cli.output import check_writable, print_json, print_report, write_file
 from offplan.errors import InputError
@@ -37,6 +39,7 @@ def plan(
     machine: MachineOption = None,
     gpu_memory: GPUMemoryOption = None,
     host_memory: HostMemoryOption = None,
+    store: StoreOption = Store.HOST,
     batch: ChosenBatchOption = None,
     prompt_tokens: PromptTokensOption = 512,
     output_tokens: OutputTokensOption = 128,
@@ -65,9 +68,10 @@ def plan(
     workload = read_workload(batch or 1, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
     found = open_named_model(model, revision, source)
-    chosen = find_machine(machine, found, workload)
+    chosen = find_machine(machine, found, workload, store)
     if chosen is None:
         raise InputError(unmeasured())
+    chosen = chosen.with_store(store)
     if frontier:
         _show_frontier(found, chosen.profile, workload, wishes.budget(chosen), json=json)
         return

@@ -2,10 +2,11 @@
 
 import ctypes
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offplan.cli.options import Store
 from offplan.cli.output import Progress
 from offplan.errors import InputError
 from offplan.units import parse_bytes
@@ -90,18 +91,28 @@ class Found:
     profile: "MachineProfile"
     gpu_memory_bytes: int
 
+    def with_store(self, store: Store) -> "Found":
+        """Plan with this store; raises ProfileError where its link is not known."""
+        if store is Store.HOST:
+            return self
+        return replace(self, profile=self.profile.with_peer_store())
 
-def find_machine(name: str | None, model: "Model", workload: "Workload") -> "Found | None":
+
+def find_machine(
+    name: str | None, model: "Model", workload: "Workload", store: Store
+) -> "Found | None":
     """Read the named profile, or measure this machine; None where there is no GPU to measure.
 
-    Raises ProfileError.
+    The host's other GPUs are measured only where the ``store`` is one of them. Raises ProfileError.
     """
     if name is not None:
         from offplan.machine.profile import load_profile
 
         profile = load_profile(name)
         return Found(profile, profile.gpu_memory.value)
-    return measure_here(model, workload) if has_gpu() else None
+    if not has_gpu():
+        return None
+    return measure_here(model, workload, with_others=store is Store.PEER)
 
 
 def measure_here(

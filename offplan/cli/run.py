@@ -11,7 +11,7 @@ from offplan.cli.options import (
     LocalModelOption,
     PlanArgument,
 )
-from offplan.cli.output import Progress, print_json, print_report
+from offplan.cli.output import Progress, print_json, print_note, print_report
 from offplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(
     loaded = load_plan(plan)
     found = open_planned_model(loaded, model)
 
-    from offplan.cli.workload import find_device, random_prompt
+    from offplan.cli.workload import device_name, find_device, random_prompt
 
     num_tokens = max_new_tokens or loaded.workload.output_tokens
     text = None if prompt is None else _read_prompt(found, prompt, stream=not json)
@@ -61,6 +61,8 @@ def run(
         folder=folder,
         on_progress=Progress("loading"),
     ) as session:
+        if (peer := session.loaded.store.peer) is not None:
+            print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
         result = _generate(session, tokens, num_tokens, text)
     _report(loaded, result, text, json=json)
 

@@ -63,6 +63,11 @@ def _only_rule(plan: Plan, engine: str) -> Rule | None:
         raise ExportError(
             f"{engine} keeps the input embedding on the GPU; the plan has it on the host"
         )
+    if plan.offload.store == "peer" and rules:
+        raise ExportError(
+            f"{engine} offloads to host memory; the plan has a second GPU's memory as its store, "
+            "whose faster link would be lost: plan again with `store: host`"
+        )
     if len(rules) > 1:
         raise ExportError(f"{engine}'s flags say one rule; the plan has {len(rules)}")
     if rules and rules[0].prefill is not rules[0].decode:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -43,6 +43,9 @@ class DeviceRate(Record):
 
 class MachineProfile(Record):
     """One GPU, its link to host memory, and what a pass costs besides the weights."""
+
+    store: ClassVar[Literal["host", "peer"]] = "host"
+    """What ``h2d`` and ``copy_latency`` are the link to, and ``host_memory`` the size of."""
 
     profile: int = Field(PROFILE_VERSION, ge=PROFILE_VERSION, le=PROFILE_VERSION)
     name: str
@@ -105,6 +108,25 @@ class MachineProfile(Record):
         content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def with_peer_store(self) -> "PeerStoreProfile":
+        """Take a second GPU, such a one as this, as the store.
+
+        Raises ProfileError where the link between them is not known.
+        """
+        if self.peer is None:
+            raise ProfileError(
+                f"the profile of {self.name} has no `peer`, the rate of copies from a second GPU: "
+                "measure it where there are two (offplan measure -o machine.yaml, then --machine "
+                "machine.yaml), or plan with --store host"
+            )
+        changes = {
+            "link": "peer GPU",
+            "h2d": self.peer,
+            "copy_latency": self.peer_latency or self.copy_latency,
+            "host_memory": self.gpu_memory,
+        }
+        return PeerStoreProfile.model_validate({**dict(self), **changes})
+
     def copy_seconds(self, num_bytes: int) -> float:
         """Time of one DMA of ``num_bytes`` to the device."""
         return self.copy_latency.value + num_bytes / self.h2d.value
@@ -119,6 +141,12 @@ class MachineProfile(Record):
             ):  # fmt: skip
                 return time.seconds
         return None
+
+
+class PeerStoreProfile(MachineProfile):
+    """A machine whose store is a second GPU's memory, which kernels cannot read in place."""
+
+    store: ClassVar[Literal["host", "peer"]] = "peer"
 
 
 def shipped_profiles() -> list[str]:

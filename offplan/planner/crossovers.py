@@ -55,7 +55,9 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
     streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
     return Crossovers(
         compute_bound_batch=_first(computes, MOST_BATCH) if moves else None,
-        streaming_batch=_first(_streaming_wins(model, machine, workload), MOST_BATCH),
+        streaming_batch=_first(_streaming_wins(model, machine, workload), MOST_BATCH)
+        if machine.store == "host"
+        else None,
         hiding_prompt=_first(hides, MOST_PROMPT) if streams else None,
     )
 

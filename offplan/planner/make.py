@@ -59,6 +59,7 @@ def make_plan(
     if not families:
         raise _infeasible(problem, shortfall)
     found = find_best(problem, families)
+    offload = found.chosen.offload.model_copy(update={"store": machine.store})
     plan = Plan(
         model=ModelRef(
             source=model.source,
@@ -76,8 +77,8 @@ def make_plan(
             basis=Basis(machine.basis),
             fingerprint=machine.fingerprint,
         ),
-        offload=found.chosen.offload,
-        prediction=predict(model, machine, workload, problem.budget, found.chosen.offload),
+        offload=offload,
+        prediction=predict(model, machine, workload, problem.budget, offload),
     )
     floor = find_floor(problem)
     return PlanResult(
@@ -120,7 +121,7 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
         )
     lack = shortfall.host_bytes or 0
     return InfeasibleError(
-        f"no plan fits {format_bytes(budget.host_memory or 0)} of host memory: "
+        f"no plan fits {format_bytes(budget.host_memory or 0)} of {problem.machine.store} memory: "
         f"{format_bytes(lack)} more are needed to hold what the GPU "
         f"({format_bytes(budget.gpu_memory)}) cannot. Give more of either",
         lack,
@@ -143,7 +144,7 @@ def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
     reasons = [
         f"at least {format_bytes(floor.missing_bytes)} of weights do not fit "
         f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
-        f"plan keeps {format_bytes(prediction.host_memory_bytes)} on the host",
+        f"plan keeps {format_bytes(prediction.host_memory_bytes)} on the {plan.offload.store}",
         f"{found.num_candidates} plans of one rule fit; {found.num_priced} of one rule and of two "
         "were priced, and bounds rule out the others",
         _explain_count(plan, found),

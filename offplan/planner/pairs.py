@@ -22,7 +22,7 @@ from offplan.planner.contents import Choice
 from offplan.planner.patterns import Pattern, group_patterns
 from offplan.planner.problem import KindCosts, Problem, kind_costs
 from offplan.planner.segments import SegmentClass, segment_classes
-from offplan.planner.space import BACKENDS, PREFETCH_STEPS, Totals, by_signature, sum_up
+from offplan.planner.space import PREFETCH_STEPS, Totals, by_signature, list_backends, sum_up
 
 Backends = tuple[Backend, Backend]
 
@@ -111,10 +111,11 @@ class Pairs:
 
     def bounds(self, limit_ps: float) -> Iterator[PairBound]:
         """List the pairs of classes that may hold a plan faster than ``limit_ps``."""
+        allowed = list_backends(self.problem)
         for first, second in combinations(range(len(self.options)), 2):
             if self.options[first].units & self.options[second].units:
                 continue
-            for backends in product(BACKENDS, BACKENDS):
+            for backends in product(allowed, allowed):
                 uses_ring = any(map(_streams, backends))
                 for num_slots in PREFETCH_STEPS if uses_ring else (0,):
                     for setting in range(len(self.problem.settings)):
@@ -277,7 +278,7 @@ class Pairs:
             {
                 (number, backends): _rate(option.costs, backends, setting, start_ps)
                 for number, option in enumerate(self.options)
-                for backends in BACKENDS
+                for backends in list_backends(self.problem)
             }
             for setting in range(len(self.problem.settings))
         )

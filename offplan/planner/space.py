@@ -28,6 +28,12 @@ BACKENDS = (
 """Prefill's and decode's backend. Decode by prefetch with prefill in place is not tried: a prompt's
 rows are never fewer than a step's, so reading in place never suits the prompt better."""
 
+
+def list_backends(problem: Problem) -> tuple[tuple[Backend, Backend], ...]:
+    """BACKENDS, or of them the one that needs no store that kernels can read."""
+    return BACKENDS if problem.machine.store == "host" else BACKENDS[:1]
+
+
 Signature = tuple[int, ...]
 """How many layers of each kind."""
 
@@ -63,7 +69,7 @@ def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
         families += _max_bytes_families(problem, segment_class, shortfall)
         for signature, members in by_signature(problem, costs, patterns).items():
             totals = sum_up(signature, costs)
-            for prefill, decode in BACKENDS:
+            for prefill, decode in list_backends(problem):
                 uses_ring = Backend.PREFETCH in (prefill, decode)
                 for step in PREFETCH_STEPS if uses_ring else (0,):
                     if uses_ring and totals.num_layers <= step:
@@ -233,7 +239,7 @@ def _max_bytes_families(
     sums = list(accumulate(unit.nbytes for _, unit in taken))
     for setting in problem.settings:
         needed = setting.lacking_bytes
-        if needed <= 0:
+        if needed <= 0 or problem.machine.store == "peer":
             continue
         last = min(bisect_left(sums, needed), len(sums) - 1)
         by_layer: dict[int, list[Unit]] = {}

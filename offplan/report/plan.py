@@ -55,10 +55,14 @@ def describe_crossovers(crossovers: Crossovers) -> list[str]:
     return lines
 
 
+STORES = {"host": "host", "peer": "second GPU"}
+"""What people call a plan's store."""
+
+
 def describe_offload(plan: Plan) -> list[str]:
     """Say the decision in words, a line for each rule."""
     offload = plan.offload
-    lines = [_describe_rule(rule) for rule in offload.rules]
+    lines = [_describe_rule(rule, STORES[offload.store]) for rule in offload.rules]
     if offload.embeddings == "host":
         lines.append("on the host: the input embedding, read by row")
     if not lines:
@@ -72,7 +76,7 @@ def _render_list(title: str, lines: Sequence[str]) -> list[RenderableType]:
     return [Text(f"{title}:"), *(Padding(Text(line), (0, 0, 0, 2)) for line in lines)]
 
 
-def _describe_rule(rule: Rule) -> str:
+def _describe_rule(rule: Rule, store: str) -> str:
     what = ", ".join(rule.cpu_offload_params) or "all parameters"
     if rule.max_bytes is not None:
         where = f"from layer 0 on, up to {format_bytes(rule.max_bytes)}"
@@ -81,7 +85,7 @@ def _describe_rule(rule: Rule) -> str:
     else:
         where = f"of the last {rule.num_in_group} in every {rule.group_size} layers"
     how = f"prefill {rule.prefill.value}, decode {rule.decode.value}"
-    return f"on the host: {what} {where} ({how})"
+    return f"on the {store}: {what} {where} ({how})"
 
 
 def _render_memory(plan: Plan) -> Table:
@@ -94,7 +98,7 @@ def _render_memory(plan: Plan) -> Table:
     table.add_row("overhead and margin", format_bytes(memory.overhead_bytes))
     budget = format_bytes(plan.budget.gpu_memory)
     table.add_row(f"GPU, of {budget}", format_bytes(memory.total_bytes))
-    table.add_row("host", format_bytes(plan.prediction.host_memory_bytes))
+    table.add_row(STORES[plan.offload.store], format_bytes(plan.prediction.host_memory_bytes))
     return table
 
 

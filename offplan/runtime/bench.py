@@ -89,7 +89,7 @@ def bench_session(
     return BenchCost(
         prefill=PhaseCost(Spread.of(timings.prefill_s), prefill_bytes, prefill_stalls),
         decode=PhaseCost(Spread.of(timings.step_s), decode_bytes // num_steps, decode_stalls),
-        link_bytes_per_s=_time_link(session),
+        link_bytes_per_s=time_link(session),
     )
 
 
@@ -147,8 +147,11 @@ def _time_stalls(
     return prefill, {layer: seconds / num_steps for layer, seconds in decode.items()}
 
 
-def _time_link(session: Session) -> float | None:
-    """Bytes per second of the copies of a pass, decode's if it has any, one behind the other."""
+def time_link(session: Session) -> float | None:
+    """Bytes per second of the copies of a pass, decode's if it has any, one behind the other.
+
+    None if there are none. The ring is left in no known state: nothing but ``close`` may follow.
+    """
     placement = session.loaded.placement
     slots = slots_of(placement, Phase.DECODE) or slots_of(placement, Phase.PREFILL)
     if not slots:

@@ -160,8 +160,8 @@ def block_size(size: int) -> int:
 @torch.compiler.assume_constant_result
 def shared_bytes(index: int) -> int:
     """Shared memory that a program may take on a device."""
-    limit: int = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
-    return limit
+    limits: Any = torch.cuda.get_device_properties(index)  # typed without what newer GPUs have
+    return int(limits.shared_memory_per_block_optin)
 
 
 ExpertsInterface.register(EXPERTS_NAME, forward_experts)

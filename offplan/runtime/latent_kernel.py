@@ -5,6 +5,8 @@ there are depends on shapes alone, so the same cache gives the same bits.
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -100,7 +102,7 @@ def _join_splits(partial, log_sums, out, num_splits, RANK: tl.constexpr, BLOCK: 
 @torch.compiler.assume_constant_result
 def _device_limits(index: int) -> tuple[int, int]:
     """Shared memory of a program in bytes, and multiprocessors, of a device."""
-    limits = torch.cuda.get_device_properties(index)
+    limits: Any = torch.cuda.get_device_properties(index)  # typed without what newer GPUs have
     return limits.shared_memory_per_block_optin, limits.multi_processor_count
 
 

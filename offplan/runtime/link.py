@@ -29,6 +29,11 @@ class CudaLink:
     for it, copies there and records the slot's event. ``wait`` makes the current stream wait for
     that event. Copies are never joined at the end of a pass: the link stays busy through sampling
     and into the next one.
+
+    From another GPU's slabs torch copies on a stream of that GPU, which it has wait for the copy
+    stream before, and the copy stream for it after, by events (Source: ``copy_device_to_device`` in
+    ATen/native/cuda/Copy.cu). Each slot then has a copy stream of its own, or a copy would begin
+    only once both GPUs had seen the one before it end; the other GPU's stream keeps their order.
     """
 
     def __init__(
@@ -37,19 +42,28 @@ class CudaLink:
         self.bytes_moved = 0
         self._slots = slots
         self._slabs = slabs
-        self._stream = torch.cuda.Stream(device)
+        self._streams = [torch.cuda.Stream(device)] * len(slots)
+        self._source_stream: torch.cuda.Stream | None = None
+        peer = next((slab.device for slab in slabs.values() if slab.is_cuda), None)
+        if peer is not None:
+            self._streams = [torch.cuda.Stream(device) for _ in slots]
+            # not the default one, where copies would queue behind whatever else that GPU is given
+            self._source_stream = torch.cuda.Stream(peer)
+            # loading may still be writing the slabs
+            self._source_stream.wait_stream(torch.cuda.current_stream(peer))
         self._ready = [torch.cuda.Event() for _ in slots]
         self._free = [torch.cuda.Event() for _ in slots]
 
     def copy(self, op: Copy) -> None:
         """Queue the DMA behind the compute issued so far."""
-        span = op.span
+        span, stream = op.span, self._streams[op.slot]
         # without this the DMA could overwrite a slot that a running kernel still reads
         self._free[op.slot].record()
-        self._stream.wait_event(self._free[op.slot])
-        with torch.cuda.stream(self._stream):
+        stream.wait_event(self._free[op.slot])
+        with torch.cuda.stream(stream):
             source = self._slabs[span.layer][span.start : span.stop]
-            self._slots[op.slot][: span.nbytes].copy_(source, non_blocking=True)
+            with torch.cuda.stream(self._source_stream):
+                self._slots[op.slot][: span.nbytes].copy_(source, non_blocking=True)
             self._ready[op.slot].record()
         self.bytes_moved += span.nbytes
 

@@ -12,6 +12,7 @@ from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.runtime.host_memory import check_host_room
 from offplan.runtime.loader import Progress, fill_random, load_weights
+from offplan.runtime.peer import find_peer
 from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (
     Places,
@@ -47,11 +48,12 @@ class LoadedModel:
         targets = map_tensors(self.module, model)
         state = self.module.state_dict()
         verify_headers(targets, state)
-        check_host_room(_host_bytes(self.placement, device))
+        peer = _find_store(self.placement, offload, device)
+        check_host_room(_host_bytes(self.placement, device, peer))
         tensors = {name: Tensor(tuple(state[name].shape), state[name].dtype) for name in targets}
         self._places = Places(self.module)
         materialise_buffers(self.module, device)
-        self.store = WeightStore(self.placement, targets, tensors, device)
+        self.store = WeightStore(self.placement, targets, tensors, device, peer)
         try:
             destinations = self.store.resident | self.store.host
             if folder is None:
@@ -89,7 +91,18 @@ def _parameters(views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}
 
 
-def _host_bytes(placement: Placement, device: torch.device) -> int:
+def _find_store(
+    placement: Placement, offload: Offload, device: torch.device
+) -> torch.device | None:
+    """The GPU that holds the slabs; None for host memory, which stands in for it on the CPU."""
+    if offload.store == "host" or not placement.slabs or device.type == "cpu":
+        return None
+    return find_peer(device, placement.slab_bytes)
+
+
+def _host_bytes(placement: Placement, device: torch.device, peer: torch.device | None) -> int:
     """Bytes that the weights will take on the host."""
+    if peer is not None:
+        return placement.offloaded_bytes - placement.slab_bytes
     on_device = placement.resident_bytes + placement.ring_bytes
     return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)

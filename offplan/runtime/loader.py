@@ -3,7 +3,7 @@
 import contextlib
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -47,7 +47,10 @@ def load_weights(
     tensors = {piece.tensor for target in targets.values() for piece in target.pieces}
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
-    with Shards(folder, tensors) as shards, _Readers(shards, _device_of(destinations)) as readers:
+    with (
+        Shards(folder, tensors) as shards,
+        _Readers(shards, _cuda_devices(destinations)) as readers,
+    ):
         for part in readers.read(parts):
             done += part.nbytes
             if on_progress is not None:
@@ -78,19 +81,19 @@ def _convert(
         destinations[name].copy_(value)
 
 
-def _device_of(destinations: Mapping[str, torch.Tensor]) -> torch.device:
-    devices = {destination.device for destination in destinations.values()}
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+def _cuda_devices(destinations: Mapping[str, torch.Tensor]) -> set[torch.device]:
+    """More than one where a second GPU is the store."""
+    return {value.device for value in destinations.values() if value.is_cuda}
 
 
 class _Readers:
     """A few threads with a reader each. Use as a context manager."""
 
-    def __init__(self, shards: Shards, device: torch.device) -> None:
+    def __init__(self, shards: Shards, devices: Collection[torch.device]) -> None:
         self._idle: queue.SimpleQueue[Reader] = queue.SimpleQueue()
         with contextlib.ExitStack() as stack:
             for _ in range(NUM_THREADS):
-                reader = Reader(shards, device)
+                reader = Reader(shards, devices)
                 stack.callback(reader.close)
                 self._idle.put(reader)
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offplan-load")
@@ -130,14 +133,15 @@ def fill_random(destinations: Mapping[str, torch.Tensor], on_progress: Progress 
     """Fill every destination with random weights: ones for norms, N(0, 0.02) elsewhere.
 
     The same block of random numbers is tiled from a different start for each tensor, since drawing
-    tens of gigabytes would take minutes; routers and experts still differ from one another.
+    tens of gigabytes would take minutes; routers and experts still differ from one another. A
+    parameter's numbers depend on its name alone, not on where a plan puts it.
     """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2**22, generator=generator) * 0.02
     blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
     total = sum(destination.nbytes for destination in destinations.values())
     done = 0
-    for number, (name, destination) in enumerate(destinations.items()):
+    for number, (name, destination) in enumerate(sorted(destinations.items())):
         flat = destination.reshape(-1) if destination.is_contiguous() else destination
         if destination.ndim == 1 and "norm" in name:
             destination.fill_(1.0)

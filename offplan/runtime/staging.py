@@ -1,6 +1,6 @@
 """Reads stored tensors to where they live, through a small buffer where they cannot go straight."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -88,21 +88,22 @@ class Reader:
     read overlaps them.
     """
 
-    def __init__(self, shards: Shards, device: torch.device) -> None:
+    def __init__(self, shards: Shards, devices: Collection[torch.device]) -> None:
         """Set the buffers aside (untouched pages take no memory); raises MemoryLimitError.
 
-        On CUDA its stream begins after the work that is queued on the current one, which may still
-        read the memory that the destinations were given.
+        ``devices`` are the CUDA devices of the destinations. Its stream on each begins after the
+        work that is queued on the current one, which may still read the memory that the
+        destinations were given.
         """
         self._shards = shards
-        self._block = HostBlock(2 * PART_BYTES, pin=device.type == "cuda")
+        self._block = HostBlock(2 * PART_BYTES, pin=bool(devices))
         self._buffers = self._block.tensor.split(PART_BYTES)
         self._next = 0
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            self._copied = [torch.cuda.Event() for _ in self._buffers]
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        # of the device that the buffer was last copied to, by which an event is recorded
+        self._copied: list[torch.cuda.Event | None] = [None for _ in self._buffers]
 
     def read(self, part: Part) -> None:
         """Fill the part's view, or queue the copy that does; raises CheckpointError."""
@@ -113,20 +114,20 @@ class Reader:
             return
         number = self._next
         self._next = (number + 1) % len(self._buffers)
-        if self._stream is not None:
-            # an event that was never recorded counts as done
-            self._copied[number].synchronize()
+        copied = self._copied[number]
+        if copied is not None:
+            copied.synchronize()
         buffer = self._buffers[number][: part.nbytes]
         self._shards.read(part.tensor, part.start, _bytes_of(buffer))
-        with torch.cuda.stream(self._stream):
+        stream = self._streams.get(view.device)
+        with torch.cuda.stream(stream):
             view.copy_(buffer.view(dtype).view(view.shape), non_blocking=True)
-        if self._stream is not None:
-            self._copied[number].record(self._stream)
+        self._copied[number] = stream.record_event() if stream is not None else None
 
     def close(self) -> None:
         """Wait for the copies and give the buffers back."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
         self._block.close()
 
 

@@ -1,4 +1,4 @@
-"""Where the weights live: one arena on the device, a slab in host memory for each layer."""
+"""Where the weights live: one arena on the device, a slab in the store for each layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from offplan.errors import MemoryLimitError, PlanError
 from offplan.placement import Phase, Placement, SlabEntry, Span, align
 from offplan.runtime.host import HostBlock
+from offplan.runtime.peer import PeerBlock
 from offplan.runtime.skeleton import Target
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
@@ -53,13 +54,16 @@ class WeightStore:
         targets: Mapping[str, Target],
         tensors: Mapping[str, Tensor],
         device: torch.device,
+        peer: torch.device | None = None,
     ) -> None:
         """Allocate everything; nothing is loaded yet.
 
-        ``tensors`` says what the model wants for each name in ``targets``.
+        ``tensors`` says what the model wants for each name in ``targets``. Slabs lie on ``peer``,
+        another CUDA device, or in host memory.
         """
         self.device = device
-        self._blocks: dict[int, HostBlock] = {}
+        self.peer = peer
+        self._blocks: dict[int, HostBlock | PeerBlock] = {}
         self._embedding: HostBlock | None = None
         owner = {piece.tensor.name: name for name, t in targets.items() for piece in t.pieces}
         offloaded = {
@@ -72,7 +76,7 @@ class WeightStore:
         self.resident: dict[str, torch.Tensor] = {}
         """Views of the arena by parameter name."""
         self.host: dict[str, torch.Tensor] = {}
-        """CPU views of the slabs by parameter name: where offloaded weights are loaded to."""
+        """Views of the slabs by parameter name: where offloaded weights are loaded to."""
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
         """What each phase computes with, for every offloaded parameter."""
         try:
@@ -83,7 +87,10 @@ class WeightStore:
             ]
             pin = device.type == "cuda"
             for slab in placement.slabs:
-                self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=pin)
+                if peer is None:
+                    self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=pin)
+                else:
+                    self._blocks[slab.layer] = PeerBlock(slab.nbytes, peer)
             if by_row is not None:
                 self._embedding = HostBlock(tensors[by_row].nbytes, pin=pin)
         except BaseException:
@@ -106,7 +113,7 @@ class WeightStore:
         offloaded: Mapping[str, tuple[int, SlabEntry]],
         tensors: Mapping[str, Tensor],
     ) -> dict[str, torch.Tensor]:
-        """See every offloaded parameter where this phase reads it: in a slot, or on the host."""
+        """See every offloaded parameter where this phase reads it: in a slot, or in its slab."""
         in_place = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
         slots = slots_read(placement, phase)
         views = {}
@@ -120,7 +127,7 @@ class WeightStore:
 
     @property
     def slabs(self) -> dict[int, torch.Tensor]:
-        """Host bytes of each slab by layer."""
+        """Bytes of each slab by layer."""
         return {layer: block.tensor for layer, block in self._blocks.items()}
 
     @property
@@ -135,7 +142,7 @@ class WeightStore:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all host memory."""
+        """Bytes of all that is not on the device."""
         return sum(view.nbytes for view in self.host.values())
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Place:
 
 
 def verify_totals(placement: Placement, targets: Mapping[str, Target], store: WeightStore) -> None:
-    """Compare what is resident and what is on the host, as stored, with the placement's sums.
+    """Compare what is resident and what is in the store, as stored, with the placement's sums.
 
     Raises PlanError where they differ.
     """
@@ -45,7 +45,7 @@ def verify_totals(placement: Placement, targets: Mapping[str, Target], store: We
         planned += placement.host_embedding.nbytes
     if (resident, offloaded) != (placement.resident_bytes, planned):
         raise PlanError(
-            f"{resident} bytes are on the device and {offloaded} on the host; the plan says "
+            f"{resident} bytes are on the device and {offloaded} in the store; the plan says "
             f"{placement.resident_bytes} and {planned}"
         )
 

@@ -66,7 +66,7 @@ def measure_serial(bench: Bench, on_progress: Progress | None = None) -> Measure
 
 
 def measure_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measurement:
-    """Run the stock model with the plan's parameters offloaded by accelerate."""
+    """Run the stock model with the plan's parameters on the host, by accelerate."""
     return_memory(bench.device)
     cost = bench_accelerate(
         bench.model,

@@ -99,6 +99,7 @@ def make_machine(
     gpu: float = 1.0,
     gpu_memory: int = 2**40,
     host_memory: int | None = None,
+    peer: float | None = None,
     layer_times: Sequence[LayerTime] = (),
 ) -> MachineProfile:
     """A machine whose link is slow beside its memory; ``gpu`` is how many times as fast it is."""
@@ -119,6 +120,7 @@ def make_machine(
             "gpu_memory": figure(gpu_memory),
             "host_memory": None if host_memory is None else figure(host_memory),
             "gpu_overhead": figure(0),
+            "peer": None if peer is None else figure(peer),
             "layer_times": tuple(layer_times),
         }
     )

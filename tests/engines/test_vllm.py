@@ -114,6 +114,14 @@ def test_no_flag_reaches_the_embedding(engine: str) -> None:
         export_plan(plan.model_copy(update={"offload": on_host}), qwen3(), engine)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_peer_as_the_store_is_refused(engine: str) -> None:
+    plan = make_plan(prefetch())
+    on_peer = plan.offload.model_copy(update={"store": "peer"})
+    with pytest.raises(ExportError, match=f"{engine} offloads to host memory; the plan has a seco"):
+        export_plan(plan.model_copy(update={"offload": on_peer}), qwen3(), engine)
+
+
 def test_unknown_engine() -> None:
     with pytest.raises(ExportError, match="vllm and sglang"):
         export_plan(make_plan(), qwen3(), "tgi")

@@ -33,11 +33,13 @@ def offload(
     prefetch_step: int = 2,
     prefill_chunk: int = 64,
     embeddings: Literal["device", "host"] = "device",
+    store: Literal["host", "peer"] = "host",
 ) -> Offload:
     return Offload(
         prefetch_step=prefetch_step,
         prefill_chunk=prefill_chunk,
         embeddings=embeddings,
+        store=store,
         rules=rules,
     )
 

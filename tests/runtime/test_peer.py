@@ -1,0 +1,167 @@
+"""A second GPU as the store: how it is found, and that nothing else changes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from offplan.checkpoint.open import open_model
+from offplan.errors import MemoryLimitError
+from offplan.plan import Offload, Rule
+from offplan.runtime import host_memory, loaded
+from offplan.runtime.peer import PeerBlock, find_peer
+from offplan.runtime.session import Session
+from tests.runtime.plans import CONTEXT, group, offload, open_session
+
+PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
+NUM_TOKENS = 6
+CUDA_0 = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+def generate(session: Session) -> list[torch.Tensor]:
+    with session, session.stream():
+        logits = [session.prefill(PROMPT).clone()]
+        for _ in range(NUM_TOKENS):
+            logits.append(session.decode(logits[-1].argmax(-1, keepdim=True)).clone())
+        return logits
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What the driver says of a GPU other than the first."""
+
+    free: int
+    cached: int = 0
+    reachable: bool = True
+
+
+def show(monkeypatch: pytest.MonkeyPatch, *gpus: GPU) -> None:
+    """Stand these in behind a first GPU, which alone is asked nothing."""
+    reserved = {number: 5 + gpu.cached for number, gpu in enumerate(gpus, 1)}
+    answers = {
+        "device_count": lambda: 1 + len(gpus),
+        "current_device": lambda: 0,
+        "can_device_access_peer": lambda peer, own: own == 0 and gpus[peer - 1].reachable,
+        "mem_get_info": lambda number: (gpus[number - 1].free, 100),
+        "memory_reserved": reserved.__getitem__,
+        "memory_allocated": lambda number: 5,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen"),
+    [
+        ([GPU(free=60), GPU(free=90)], 1),
+        ([GPU(free=59), GPU(free=90)], 2),
+        ([GPU(free=90, reachable=False), GPU(free=60)], 2),
+        ([GPU(free=20, cached=40)], 1),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_the_first_with_access_and_room_is_taken(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[GPU], chosen: int, device: str
+) -> None:
+    show(monkeypatch, *gpus)
+    assert find_peer(torch.device(device), 60) == torch.device("cuda", chosen)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "found"),
+    [
+        ([], "no other GPU"),
+        ([GPU(free=59)], "cuda:1 with 59 B free"),
+        (
+            [GPU(free=90, reachable=False), GPU(free=5, cached=7)],
+            "cuda:1 without peer access to cuda:0, cuda:2 with 12 B free",
+        ),
+    ],
+)
+def test_without_a_peer_nothing_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[GPU], found: str
+) -> None:
+    show(monkeypatch, *gpus)
+    expected = f"needs a second GPU with peer access to cuda:0 and 60 B free; found {found}. Close"
+    with pytest.raises(MemoryLimitError, match=expected):
+        find_peer(CUDA_0, 60)
+
+
+def test_a_peer_that_fills_up_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 100))
+    with pytest.raises(MemoryLimitError, match=r"cuda:1 has no room for 60 B .* 7 B are free"):
+        PeerBlock(60, torch.device("cuda", 1))
+
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "every second layer": (group(2, 1),),
+    "down_proj": (group(1, 1, "down_proj"),),
+    "two rules": (group(2, 1, "mlp"), group(1, 1, "self_attn")),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_logits_equal_resident(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rules: tuple[Rule, ...], late: bool
+) -> None:
+    resident = generate(open_session(checkpoint, offload()))
+    on_host = open_session(checkpoint, offload(*rules), late_copies=late)
+    assert all(map(torch.equal, generate(on_host), resident))
+    decision = offload(*rules, store="peer")
+    # on the CPU, host memory stands in for a peer
+    without = open_session(checkpoint, decision, late_copies=late)
+    assert without.loaded.store.peer is None
+    assert all(map(torch.equal, generate(without), resident))
+    # and the CPU for a GPU, of which nothing but memory is asked
+    monkeypatch.setattr(loaded, "_find_store", lambda *_: CPU)
+    within = open_session(checkpoint, decision, late_copies=late)
+    assert within.loaded.store.peer == CPU
+    assert all(map(torch.equal, generate(within), resident))
+    assert within.link.bytes_moved == without.link.bytes_moved == on_host.link.bytes_moved > 0
+
+
+@pytest.mark.parametrize(
+    ("decision", "asks"),
+    [
+        (offload(group(2, 1), store="peer"), True),
+        (offload(group(2, 1)), False),
+        (offload(store="peer"), False),
+    ],
+    ids=["peer", "host", "nothing offloaded"],
+)
+def test_a_gpu_is_asked_for_the_slabs_alone(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, decision: Offload, asks: bool
+) -> None:
+    placement = loaded.place(open_model(str(checkpoint)), decision)
+    peer = torch.device("cuda", 1)
+    monkeypatch.setattr(loaded, "find_peer", lambda device, num_bytes: (device, num_bytes, peer))
+    found = loaded._find_store(placement, decision, CUDA_0)
+    assert found == ((CUDA_0, placement.offloaded_bytes, peer) if asks else None)
+
+
+def test_a_peer_takes_no_host_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "host_room", lambda *_: iter([(0, "the cgroup /x")]))
+    monkeypatch.setattr(loaded, "_find_store", lambda *_: CPU)
+    with open_session(checkpoint, offload(group(2, 1), store="peer")) as session:
+        assert session.loaded.placement.offloaded_bytes > 0
+    if open_model(str(checkpoint)).input_embedding is not None:
+        decision = offload(group(2, 1), store="peer", embeddings="host")
+        with pytest.raises(MemoryLimitError, match="the weights take 8 KiB of host memory"):
+            open_session(checkpoint, decision)
+
+
+def test_random_weights_are_the_same_wherever_they_lie(checkpoint: Path) -> None:
+    model = open_model(str(checkpoint))
+    decisions = [offload(), offload(group(2, 1)), offload(group(1, 1, "mlp"), store="peer")]
+    logits = [
+        generate(Session(model, decision, context=CONTEXT, device="cpu")) for decision in decisions
+    ]
+    assert all(map(torch.equal, logits[0], logits[1]))
+    assert all(map(torch.equal, logits[0], logits[2]))
