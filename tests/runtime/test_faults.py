@@ -220,7 +220,7 @@ PLACES: dict[str, tuple[object, str]] = {
     "viewing": (HostBlock, "device_view"),
     "link": (session, "CpuLink"),
     "hooks": (session, "Executor"),
-    "absorbing": (session, "absorb_expansions"),
+    "keeping latents": (session, "keep_latents"),
 }
 
 
