@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -87,7 +86,7 @@ def load(folder: Path, device: str, group_size: int, num_in_group: int) -> dict[
     ``seconds`` is bringing the weights; ``seconds_in_all`` has the model's classes and the
     page-locking of its host memory too.
     """
-    before = resident_set_bytes()
+    before = memory_bytes("VmRSS")
     model = open_model(str(folder))
     backends = {"prefill": "prefetch", "decode": "prefetch"}
     rule = Rule(group_size=group_size, num_in_group=num_in_group, **backends)
@@ -110,13 +109,14 @@ def load(folder: Path, device: str, group_size: int, num_in_group: int) -> dict[
         "seconds": reading[0],
         "seconds_in_all": seconds,
         "host_bytes": on_host,
-        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+        "peak_host_bytes": memory_bytes("VmHWM") - before,
     }
 
 
-def resident_set_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def memory_bytes(name: str) -> int:
+    """A figure of this process's memory; unlike getrusage's, its peak is not its parent's too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def run_alone(arguments: argparse.Namespace, task: str) -> dict[str, float]:
