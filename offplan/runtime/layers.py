@@ -39,15 +39,15 @@ class DecoderLayers:
         """Of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
         self._detour: Callable[[int, Call], torch.Tensor] | None = None
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, MAX_VARIANTS)
+        # set for each call and taken back after it: what else the process compiles keeps its limit
+        many = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
         for index, layer in enumerate(layers):
             # torch.compile guards on every integer that it reads from a module
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
                     vars(module)["layer_idx"] = 0
             own = layer.forward
-            self._steps.append(torch.compile(own, dynamic=False) if compiled else own)
+            self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)
             layer.forward = self._make_forward(index, type(layer).__name__)
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from offplan.errors import CheckpointError, InputError
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
 from tests.runtime.conftest import save_tiny
@@ -90,3 +91,19 @@ def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="softcap"),
     ):
         session.prefill(PROMPT)
+
+
+def test_the_process_keeps_its_limit_of_compilations() -> None:
+    heard = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            heard.append(torch._dynamo.config.recompile_limit)
+            return hidden
+
+    before = torch._dynamo.config.recompile_limit
+    layers = DecoderLayers(torch.nn.ModuleList([Layer()]), compiled=True)
+    with torch.compiler.set_stance("force_eager"):
+        layers.step(0, Call(torch.zeros(1), {}))
+    assert heard == [MAX_VARIANTS]
+    assert torch._dynamo.config.recompile_limit == before
