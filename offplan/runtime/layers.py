@@ -54,10 +54,16 @@ class DecoderLayers:
         return len(self._steps)
 
     def step(self, index: int, call: Call) -> torch.Tensor:
-        """Run one layer, compiled where it is; hooks are not called."""
-        out = self._steps[index](call.hidden, **call.arguments)
-        hidden = out[0] if isinstance(out, tuple) else out
-        assert isinstance(hidden, torch.Tensor)
+        """Run one layer, compiled where it is; hooks are not called.
+
+        Raises CheckpointError for a layer that returns more than hidden states.
+        """
+        hidden = self._steps[index](call.hidden, **call.arguments)
+        if not isinstance(hidden, torch.Tensor):
+            raise CheckpointError(
+                f"layer {index} returns more than hidden states, which `run` does not hand on; its "
+                "plan can still be made and exported"
+            )
         return hidden
 
     def note_calls(self, forward: Callable[[], Any]) -> list[Call]:
@@ -102,8 +108,6 @@ class DecoderLayers:
                     "be made and exported"
                 )
             arguments |= dict.fromkeys(names, self.cache.of_layer(index))
-            if self._detour is not None:
-                return self._detour(index, Call(hidden_states, arguments))
-            return self._steps[index](hidden_states, **arguments)
+            return (self._detour or self.step)(index, Call(hidden_states, arguments))
 
         return forward

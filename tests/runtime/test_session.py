@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from offplan.errors import CheckpointError, InputError
 from offplan.runtime.generate import Measured, generate
@@ -89,6 +90,18 @@ def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
     with (
         open_session(folder, offload()) as session,
         pytest.raises(CheckpointError, match="softcap"),
+    ):
+        session.prefill(PROMPT)
+
+
+def test_a_layer_that_returns_more_than_hidden_states_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Qwen3DecoderLayer.forward
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", lambda *a, **b: (own(*a, **b), None))
+    with (
+        open_session(save_tiny("qwen3", tmp_path), offload()) as session,
+        pytest.raises(CheckpointError, match="layer 0 returns more than hidden states"),
     ):
         session.prefill(PROMPT)
 
