@@ -18,7 +18,7 @@ from offplan.checkpoint.model import Model
 from offplan.machine.profile import LayerTime
 from offplan.plan import Offload, Workload
 from offplan.runtime.layers import Call
-from offplan.runtime.session import Session
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.runtime.skeleton import decoder_layers
 
 NUM_SAMPLES = 5
@@ -46,7 +46,7 @@ def measure_layer_times(
     chunk = min(prefill_chunk, workload.prompt_tokens)
     offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
     # room for the decode steps that are timed behind the prompt
-    context = max(workload.context, chunk + NUM_SAMPLES + 3)
+    context = max(workload.context, chunk + NUM_WARMUP_STEPS + NUM_SAMPLES + 1)
     with Session(short, offload, context=context, device="cuda") as session:
         vocabulary = session.loaded.module.config.get_text_config().vocab_size
         prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
@@ -179,11 +179,11 @@ def _time_layer(session: Session, index: int, call: Call) -> float:
 def _median_seconds(session: Session, work: Callable[[], object]) -> float:
     samples = []
     with session.stream():
-        for _ in range(NUM_SAMPLES + 2):  # the first two warm up and capture
+        for _ in range(NUM_WARMUP_STEPS + NUM_SAMPLES):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             work()
             stop.record()
             stop.synchronize()
             samples.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(samples[2:])
+    return statistics.median(samples[NUM_WARMUP_STEPS:])

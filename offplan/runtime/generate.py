@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offplan.runtime.session import Session
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 
 @dataclass
@@ -25,13 +25,9 @@ class Measured:
 
     @property
     def median_step_s(self) -> float:
-        """The median decode step, the first ones (warm-up and capture) left out."""
+        """The median decode step, the first NUM_WARMUP_STEPS left out."""
         steady = self.step_s[NUM_WARMUP_STEPS:] or self.step_s
         return statistics.median(steady) if steady else 0.0
-
-
-NUM_WARMUP_STEPS = 3
-"""Decode steps that run before the step is captured and steady."""
 
 
 def generate(

@@ -28,6 +28,10 @@ from offplan.runtime.loader import Progress
 from offplan.runtime.skeleton import decoder_layers
 from offplan.schedule import Ring, Schedule, build_pass, empty_ring
 
+NUM_WARMUP_STEPS = 2
+"""Decode steps after a prompt that are not like those to come: the first one finds the ring as
+prefill left it, and runs uncaptured after a change of batch; in the second the step is captured."""
+
 
 class Session:
     """A loaded model that runs by a plan. Use as a context manager.
@@ -90,6 +94,8 @@ class Session:
         self._executor = Executor(layers, self.link)
         self._filled = _find_filled(self.loaded) if self._capture else filled_mask
         self._captured: _CapturedDecode | None = None
+        self._decoded = False
+        """Whether a step ran with this batch, so that libraries have allocated what they need."""
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
         self._experts = ""
@@ -147,7 +153,7 @@ class Session:
         """
         tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64)
         logits = self.prefill(tokens)
-        for _ in range(min(2, self.context - prompt_tokens)):
+        for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
             with self.stream():
                 logits = self.decode(logits.argmax(-1, keepdim=True))
         self._length = 0
@@ -241,12 +247,13 @@ class Session:
             self._length += 1
             self._enter(Phase.DECODE, self._batch)
             schedule = self._next_pass(Phase.DECODE, Phase.DECODE)
-            if self._capture and schedule.before == schedule.after:
+            if self._capture and self._decoded and schedule.before == schedule.after:
                 if self._captured is None:
                     self._captured = _CapturedDecode(self, self._batch, schedule)
                 logits = self._captured.replay(tokens)
             else:
                 logits = self._executor.run(schedule, lambda: self.forward_one(tokens))
+            self._decoded = True
             self.position.tensor.add_(1)
             return logits
 
@@ -293,7 +300,7 @@ class Session:
     def _begin_sequences(self, batch: int) -> None:
         if self.layers.cache is not None and batch == self._batch:
             return
-        self._captured = None  # its graphs write to the old cache
+        self._captured, self._decoded = None, False  # its graphs write to the old cache
         if self.layers.cache is not None and self._stream is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self.layers.cache = None
@@ -362,19 +369,19 @@ def _is_power(dim: int) -> bool:
 
 
 class _CapturedDecode:
-    """The captured decode step with its input and output buffers."""
+    """The captured decode step with its input and output buffers.
+
+    Made after a step that ran uncaptured: libraries allocate workspaces at their first call, which
+    must not happen in a capture.
+    """
 
     def __init__(self, session: Session, batch: int, schedule: Schedule) -> None:
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=session.device)
-        executor = session._executor
-        # Libraries allocate workspaces at their first call, which must not happen in a capture.
-        # It writes to the cache where the captured step will write again.
-        executor.run(schedule, lambda: session.forward_one(self._tokens))
 
         def forward() -> None:
             self._logits = session.forward_one(self._tokens)
 
-        self._pass: CapturedPass = executor.capture(schedule, forward)
+        self._pass: CapturedPass = session._executor.capture(schedule, forward)
 
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the step for ``tokens``, [batch, 1]."""
