@@ -56,9 +56,13 @@ class HostBlock:
         return torch.as_tensor(_DeviceArray(self.tensor), device=device)
 
     def close(self) -> None:
-        """Unregister the pages; they are freed with the block. The GPU must be done with them."""
+        """Unregister the pages and give them back; the GPU must be done with them.
+
+        A view that is still held keeps them as ordinary memory.
+        """
         if self._unregister is not None:
             self._unregister()
+        self.tensor = self.tensor.new_empty(0)
 
 
 def _lock_limit() -> str:

@@ -101,6 +101,7 @@ class Session:
         self._experts = ""
         self._batch = 0
         self._length = 0
+        self._closed = False
 
     def __enter__(self) -> "Session":
         return self
@@ -127,15 +128,18 @@ class Session:
         return cls(model, plan.offload, context=plan.workload.context, **options)
 
     def close(self) -> None:
-        """Free graphs and caches and unregister host memory; the device is idle afterwards.
+        """Give back graphs, caches and weights, on device and host; the device is idle afterwards.
 
-        Weights are freed with the session itself.
+        A closed session runs no more; closing it again does nothing.
         """
         let_go(self.device)
         self._executor.close()
         self.layers.cache = None
-        self._captured = None
+        self._captured, self._length = None, 0
         self.loaded.close()
+        self._closed = True
+        if self._stream is not None:
+            torch.cuda.empty_cache()
 
     @property
     def gpu_bytes(self) -> int:
@@ -172,6 +176,7 @@ class Session:
         session's stream: read them inside ``stream()``. Waits for the prompt's own transfer, and
         for the device when the batch is another than before.
         """
+        self._check_open()
         batch, num_tokens = prompt.shape
         if not 0 < num_tokens <= self.context:
             raise InputError(
@@ -235,6 +240,7 @@ class Session:
         ``tokens`` and read the logits inside ``stream()``. Synchronises nothing on CUDA, once
         captured.
         """
+        self._check_open()
         if not self._length:
             raise ValueError("decode before prefill")
         if self._length >= self.context:
@@ -296,6 +302,10 @@ class Session:
             self._ring = empty_ring(self.loaded.placement)
             self._phase, self._captured, self._length = None, None, 0
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the session is closed and its weights are gone: open another one")
 
     def _begin_sequences(self, batch: int) -> None:
         if self.layers.cache is not None and batch == self._batch:

@@ -80,3 +80,17 @@ def test_logits_equal_resident(
     assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > prefetch_step)
     if placement.offloaded_bytes > placement.ring_bytes:
         assert weights < all_weights
+
+
+def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:
+    session = open_session(checkpoint, offload(group(2, 1)), "cuda")
+    session.warm_up(*PROMPT.shape)
+    assert session.layers.cache is not None
+    held = [session.loaded.store.arena, *session.loaded.store.slots]
+    for layer in session.layers.cache.layers:
+        held += [layer.keys, layer.values]
+    num_bytes = sum(tensor.nbytes for tensor in held)
+    del held, layer
+    before = torch.cuda.memory_allocated()
+    session.close()
+    assert before - torch.cuda.memory_allocated() >= num_bytes

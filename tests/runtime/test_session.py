@@ -1,5 +1,7 @@
 """What a session believes about itself, whatever happens to it."""
 
+import mmap
+import weakref
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError
+from offplan.runtime import store
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
-from tests.runtime.conftest import save_tiny
+from tests.runtime.conftest import NUM_LAYERS, save_tiny
 from tests.runtime.plans import group, offload, open_session
 
 NUM_TOKENS = 6
@@ -56,6 +60,35 @@ def test_a_request_after_one_that_overflowed(checkpoint: Path) -> None:
                 layer.keys.fill_(torch.nan)
                 layer.values.fill_(torch.nan)
         assert tokens_of(session) == expected
+
+
+def test_closing_gives_everything_back(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is memory that lives as long as any view of it does."""
+    blocks: list[weakref.ref[mmap.mmap]] = []
+
+    class Pages(mmap.mmap):
+        def __init__(self, *_: object) -> None:
+            blocks.append(weakref.ref(self))
+
+    def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
+        return torch.frombuffer(Pages(-1, num_bytes), dtype=torch.uint8)
+
+    monkeypatch.setattr(mmap, "mmap", Pages)
+    monkeypatch.setattr(store, "allocate", allocate)
+    untied = open_model(str(checkpoint)).input_embedding is not None
+    embeddings = {"embeddings": "host"} if untied else {}
+    session = open_session(checkpoint, offload(group(2, 1), group(1, 1, "mlp"), **embeddings))
+    tokens_of(session)
+    assert session.layers.cache is not None
+    caches = [weakref.ref(layer.keys) for layer in session.layers.cache.layers]
+    held = [ref for ref in (*blocks, *caches) if ref() is not None]
+    assert len(held) == 1 + 2 + NUM_LAYERS + untied + NUM_LAYERS  # arena, slots, slabs, caches
+    for _ in range(2):
+        session.close()
+        assert [ref() for ref in held] == [None] * len(held)
+        for use in (session.prefill, session.decode):
+            with pytest.raises(ValueError, match="session is closed"):
+                use(PROMPT)
 
 
 def test_tokens_of_another_batch_are_refused(checkpoint: Path) -> None:
