@@ -1,5 +1,6 @@
 """Host memory that the GPU can read: ordinary pages, registered with the driver."""
 
+import contextlib
 import mmap
 import weakref
 from typing import Any
@@ -40,6 +41,7 @@ class HostBlock:
         address = self.tensor.data_ptr()
         status = int(cudart.cudaHostRegister(address, self.nbytes, 0))
         if status != 0:
+            _clear_error()
             raise MemoryLimitError(
                 f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
                 f"error {status}): check `ulimit -l` (now {_lock_limit()}), the container's "
@@ -63,6 +65,18 @@ class HostBlock:
         if self._unregister is not None:
             self._unregister()
         self.tensor = self.tensor.new_empty(0)
+
+
+def _clear_error() -> None:
+    """Clear CUDA's last error, which a call through ``cudart`` leaves for whoever looks next.
+
+    torch offers no cudaGetLastError, and one found by name may be another library's. But torch asks
+    for it behind every kernel that it launches, raises what it finds and so clears it; if there is
+    no memory for the kernel, its allocator clears it.
+    """
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 def _lock_limit() -> str:

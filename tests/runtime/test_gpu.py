@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from offplan.checkpoint.open import open_model
+from offplan.errors import MemoryLimitError
 from offplan.placement import Phase, place
 from offplan.plan import Offload, Rule
+from offplan.runtime.host import HostBlock
 from tests.runtime.plans import group, offload, open_session
 
 pytestmark = [
@@ -94,3 +96,12 @@ def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:
     before = torch.cuda.memory_allocated()
     session.close()
     assert before - torch.cuda.memory_allocated() >= num_bytes
+
+
+def test_a_refused_page_lock_leaves_no_error_behind() -> None:
+    block = HostBlock(2**20, pin=True)
+    with pytest.raises(MemoryLimitError, match="could not page-lock"):
+        block._register()  # pages can be registered once
+    assert torch.ones(2, device="cuda").sum().item() == 2
+    block.close()
+    HostBlock(2**20, pin=True).close()
