@@ -10,6 +10,9 @@ import torch
 from offplan.errors import MemoryLimitError
 from offplan.units import format_bytes
 
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every GPU of the process."""
+
 
 class HostBlock:
     """A block of host memory of an exact size, page-locked when a CUDA device will read it.
@@ -39,7 +42,7 @@ class HostBlock:
     def _register(self) -> None:
         cudart = torch.cuda.cudart()
         address = self.tensor.data_ptr()
-        status = int(cudart.cudaHostRegister(address, self.nbytes, 0))
+        status = int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE))
         if status != 0:
             _clear_error()
             raise MemoryLimitError(

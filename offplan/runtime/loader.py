@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.runtime.moments import on_device
 from offplan.runtime.shards import Shards
 from offplan.runtime.skeleton import Conversion, Target
 from offplan.runtime.staging import Part, Reader, split_parts, stored_dtype
@@ -123,7 +124,8 @@ class _Readers:
     def _read(self, part: Part) -> Part:
         reader = self._idle.get()
         try:
-            reader.read(part)
+            with on_device(part.view.device):  # a thread starts on the first GPU
+                reader.read(part)
         finally:
             self._idle.put(reader)
         return part

@@ -25,6 +25,7 @@ from offplan.runtime.layers import DecoderLayers
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.loader import Progress
+from offplan.runtime.moments import on_device
 from offplan.runtime.skeleton import decoder_layers
 from offplan.schedule import Ring, Schedule, build_pass, empty_ring
 
@@ -65,13 +66,14 @@ class Session:
         self.context = context
         self._chunk = offload.prefill_chunk
         self._used_before = bytes_in_use(self.device)
-        self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
-        try:
-            self._install(late_copies, capture, wrap_link or (lambda link: link))
-        except BaseException:
-            let_go(self.device)
-            self.loaded.close()
-            raise
+        with on_device(self.device):
+            self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
+            try:
+                self._install(late_copies, capture, wrap_link or (lambda link: link))
+            except BaseException:
+                let_go(self.device)
+                self.loaded.close()
+                raise
 
     def _install(self, late_copies: bool, capture: bool, wrap_link: Callable[[Link], Link]) -> None:
         """Make streams, link, hooks and state around the loaded model."""
@@ -136,10 +138,11 @@ class Session:
         self._executor.close()
         self.layers.cache = None
         self._captured, self._length = None, 0
-        self.loaded.close()
+        with on_device(self.device):
+            self.loaded.close()
+            if self._stream is not None:
+                torch.cuda.empty_cache()
         self._closed = True
-        if self._stream is not None:
-            torch.cuda.empty_cache()
 
     @property
     def gpu_bytes(self) -> int:

@@ -105,3 +105,21 @@ def test_a_refused_page_lock_leaves_no_error_behind() -> None:
     assert torch.ones(2, device="cuda").sum().item() == 2
     block.close()
     HostBlock(2**20, pin=True).close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device here")
+def test_a_device_that_is_not_the_current_one(checkpoint: Path) -> None:
+    decision = offload(group(2, 1, "mlp", decode="uva"), group(1, 1, "self_attn"))
+    expected, *_ = run(checkpoint, decision, capture=True)
+    before = torch.cuda.memory_allocated(0)
+    logits: list[torch.Tensor] = []
+    with open_session(checkpoint, decision, "cuda:1") as session, session.stream():
+        for prompt in (PROMPT, BATCH):
+            session.warm_up(*prompt.shape)
+            logits.append(session.prefill(prompt).cpu())
+            for _ in range(NUM_TOKENS):
+                tokens = logits[-1].argmax(-1, keepdim=True).to(session.device)
+                logits.append(session.decode(tokens).cpu())
+        assert torch.cuda.memory_allocated(0) <= before
+    for found, wanted in zip(logits, expected, strict=True):
+        assert torch.equal(found, wanted)
