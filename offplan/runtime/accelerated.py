@@ -15,6 +15,7 @@ from offplan.runtime.bench import BenchCost, time_forward
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loader import Progress, fill_random, load_weights
 from offplan.runtime.moments import on_device
+from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (
     Places,
     build_skeleton,
@@ -96,6 +97,7 @@ def _load(
         if any(piece.tensor.name in stored for piece in target.pieces)
     }
     state = module.state_dict()
+    verify_headers(targets, state)
     destinations = {
         name: torch.empty_like(state[name], device="cpu" if name in on_host else device)
         for name in targets
