@@ -17,6 +17,7 @@ import offplan
 from offplan.checkpoint.model import Model
 from offplan.machine.profile import LayerTime
 from offplan.plan import Offload, Workload
+from offplan.progress import Progress
 from offplan.runtime.layers import Call
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.runtime.skeleton import decoder_layers
@@ -24,9 +25,6 @@ from offplan.runtime.skeleton import decoder_layers
 NUM_SAMPLES = 5
 REPEATS = 4
 """Times a layer is run in one captured graph: enough to make launches a small share."""
-
-Progress = Callable[[int, int], None]
-"""Called with steps done and steps in all."""
 
 
 def measure_layer_times(

@@ -11,9 +11,10 @@ from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.placement import place
 from offplan.plan import Offload
+from offplan.progress import Progress
 from offplan.runtime.bench import BenchCost, time_forward
 from offplan.runtime.faults import memory_limits
-from offplan.runtime.loader import Progress, fill_random, load_weights
+from offplan.runtime.loader import fill_random, load_weights
 from offplan.runtime.moments import on_device
 from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (

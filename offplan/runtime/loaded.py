@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from offplan.checkpoint.model import Model
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
+from offplan.progress import Progress
 from offplan.runtime.host_memory import check_host_room
-from offplan.runtime.loader import Progress, fill_random, load_weights
+from offplan.runtime.loader import fill_random, load_weights
 from offplan.runtime.peer import find_peer
 from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (

@@ -15,6 +15,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import DriftError, InputError
 from offplan.placement import Phase
 from offplan.plan import Offload, Plan
+from offplan.progress import Progress
 from offplan.runtime.attention import filled_before, filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.executor import CapturedPass, Executor
 from offplan.runtime.faults import let_go, memory_limits
@@ -24,7 +25,6 @@ from offplan.runtime.latent import keep_latents
 from offplan.runtime.layers import DecoderLayers
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.loader import Progress
 from offplan.runtime.moments import on_device
 from offplan.runtime.skeleton import decoder_layers
 from offplan.schedule import Ring, Schedule, build_pass, empty_ring
