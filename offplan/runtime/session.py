@@ -12,9 +12,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from offplan.checkpoint.model import Model
-from offplan.errors import DriftError, InputError
+from offplan.errors import InputError
 from offplan.placement import Phase
-from offplan.plan import Offload, Plan
+from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.attention import filled_before, filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.executor import CapturedPass, Executor
@@ -115,19 +115,6 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    @classmethod
-    def from_plan(cls, plan: Plan, model: Model, **options: Any) -> "Session":
-        """Load a plan's model; ``options`` are those of the constructor, ``context`` aside.
-
-        Raises DriftError when the model is not the one that the plan was made for.
-        """
-        if model.headers_sha256 != plan.model.headers_sha256:
-            raise DriftError(
-                f"the plan was made for headers {plan.model.headers_sha256[:12]}, but "
-                f"{model.source} has {model.headers_sha256[:12]}: plan it again"
-            )
-        return cls(model, plan.offload, context=plan.workload.context, **options)
 
     def close(self) -> None:
         """Give back graphs, caches and weights, on device and host; the device is idle afterwards.
