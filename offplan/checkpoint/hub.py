@@ -33,7 +33,7 @@ _ENTRY_BYTES = 90
 def read_hub(repo: str, revision: str | None, on_progress: Progress | None = None) -> Stored:
     """Read a model on the Hub: ``config.json``, the index and every shard's header.
 
-    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError.
+    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
     """
     config_path = _download(repo, CONFIG_NAME, revision)
     # huggingface_hub files a download under the commit that the revision stands for.
@@ -138,7 +138,7 @@ def _guess_sizes(index: Index) -> dict[str, int]:
 
 
 def _download(repo: str, filename: str, revision: str | None) -> Path:
-    """Fetch a small file into the Hub's cache, or find it there; raises CheckpointError."""
+    """Fetch a small file into the Hub's cache, or find it there; raises what ``explain`` makes."""
     try:
         with _quietly():
             return Path(hf_hub_download(repo, filename, revision=revision, library_name="offplan"))

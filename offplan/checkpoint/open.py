@@ -30,7 +30,8 @@ def open_model(
     is a branch, tag or commit, for the Hub only. ``on_progress`` hears (shards read, shards in
     all).
 
-    Raises CheckpointError when the source cannot be found, read or understood.
+    Raises CheckpointError when the source cannot be found, read or understood, and HubError when
+    the Hub does not answer.
     """
     return assemble(source, _read(source, revision, on_progress))
 
