@@ -39,7 +39,7 @@ class PhaseCost:
 
     step: Spread
     link_bytes: int | None
-    """Bytes that DMA moved, not those that kernels read in place; None where nobody counts."""
+    """``Session.link_bytes`` of it; None where nobody counts."""
     stalls_s: Mapping[int, float] | None
     """Seconds that compute waited for the link, by layer; None where they cannot be told."""
 
@@ -106,22 +106,22 @@ def _time_request(
     session: Session, prompt: torch.Tensor, num_steps: int, timings: Timings
 ) -> tuple[int, int]:
     """Time one request from an idle device; return bytes moved for the prompt and the steps."""
-    device, link = session.device, session.link
+    device = session.device
     settle(device)
     with session.stream():
-        start = link.bytes_moved
+        start = session.link_bytes
         began = mark(device)
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         read = mark(device)
-        prefill_bytes = link.bytes_moved - start
+        prefill_bytes = session.link_bytes - start
         for _ in range(NUM_WARMUP_STEPS):
             tokens = session.decode(tokens).argmax(-1, keepdim=True)
-        start = link.bytes_moved
+        start = session.link_bytes
         steps = [mark(device)]
         for _ in range(num_steps):
             tokens = session.decode(tokens).argmax(-1, keepdim=True)
             steps.append(mark(device))
-        decode_bytes = link.bytes_moved - start
+        decode_bytes = session.link_bytes - start
     settle(device)
     timings.add((began, read), steps)
     return prefill_bytes, decode_bytes

@@ -104,6 +104,8 @@ class Session:
         self._batch = 0
         self._length = 0
         self._closed = False
+        self._rows_read = 0
+        """Of the input embedding."""
 
     def __enter__(self) -> "Session":
         return self
@@ -138,6 +140,16 @@ class Session:
         The allocator gives nothing back, so at the end this is the peak. 0 on the CPU.
         """
         return bytes_in_use(self.device) - self._used_before
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that crossed the link so far: the copies, and rows of an embedding on the host.
+
+        What kernels read in place besides is not in it: nobody counts that.
+        """
+        table = self.loaded.placement.host_embedding
+        row_bytes = 0 if table is None else table.nbytes // table.shape[0]
+        return self.link.bytes_moved + self._rows_read * row_bytes
 
     def warm_up(self, batch: int, prompt_tokens: int) -> None:
         """Compile, capture and let libraries allocate, so that the first request need not.
@@ -175,6 +187,7 @@ class Session:
         with self._whole_or_afresh(), self.stream(), torch.inference_mode():
             self._begin_sequences(batch)
             self.layers.forget_from(num_tokens)
+            self._rows_read += prompt.numel()
             chunks = prompt.to(self.device).split(self._chunk, dim=1)
             self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
             schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
@@ -212,7 +225,9 @@ class Session:
                 self._executor.after(index)
 
         self._executor.run(schedule, run_layers)
-        # the last chunk's hidden states pass the norm and the head as if its layers had run
+        # the last chunk's hidden states pass the norm and the head as if its layers had run; its
+        # tokens are embedded once more on the way
+        self._rows_read += chunks[-1].numel()
         logits = self.layers.finish(hidden[-1], forwards[-1])
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -241,6 +256,7 @@ class Session:
             )
         with self._whole_or_afresh(), self.stream(), torch.inference_mode():
             self._length += 1
+            self._rows_read += self._batch
             self._enter(Phase.DECODE, self._batch)
             schedule = self._next_pass(Phase.DECODE, Phase.DECODE)
             if self._capture and self._decoded and schedule.before == schedule.after:

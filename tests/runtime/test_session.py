@@ -16,7 +16,7 @@ from offplan.runtime.generate import Measured, generate
 from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
-from tests.runtime.conftest import NUM_LAYERS, save_tiny
+from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
 
 NUM_TOKENS = 6
@@ -116,6 +116,21 @@ def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) ->
     expected = stock.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
     with open_session(folder, offload(group(2, 1))) as session:
         assert tokens_of(session) == expected[0, PROMPT.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(("chunk", "num_rows"), [(64, 10), (4, 10 + 2)])
+def test_rows_of_an_embedding_on_the_host_cross_the_link(
+    tmp_path: Path, chunk: int, num_rows: int
+) -> None:
+    measured = Measured()
+    decision = offload(embeddings="host", prefill_chunk=chunk)
+    with open_session(save_tiny("qwen3", tmp_path), decision) as session:
+        for _ in generate(session, PROMPT, NUM_TOKENS, measured):
+            pass
+        row_bytes = SIZES["hidden_size"] * 4
+        assert measured.prefill_link_bytes == num_rows * row_bytes
+        assert measured.decode_link_bytes == (NUM_TOKENS - 1) * row_bytes
+        assert session.link.bytes_moved == 0
 
 
 def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
