@@ -30,7 +30,7 @@ class PeerBlock:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.tensor = self.tensor.new_empty(0)
+        self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
 def find_peer(device: torch.device, num_bytes: int) -> torch.device:

@@ -1,7 +1,7 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,11 +127,13 @@ class Session:
         self._executor.close()
         self.layers.cache = None
         self._captured, self._length = None, 0
+        self._closed = True
         with on_device(self.device):
             self.loaded.close()
             if self._stream is not None:
-                torch.cuda.empty_cache()
-        self._closed = True
+                # a device that failed says so again; the error already on its way is to be shown
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
     @property
     def gpu_bytes(self) -> int:

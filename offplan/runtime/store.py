@@ -79,7 +79,7 @@ class WeightStore:
         """Views of the slabs by parameter name: where offloaded weights are loaded to."""
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
         """What each phase computes with, for every offloaded parameter."""
-        self.arena = torch.empty(0, dtype=torch.uint8, device=device)
+        self.arena = torch.empty(0, dtype=torch.uint8)
         """Bytes of all resident weights, on the device."""
         self.slots: list[torch.Tensor] = []
         """The ring: bytes on the device."""
@@ -156,7 +156,7 @@ class WeightStore:
             views.clear()
         self.slots.clear()
         self.slabs.clear()
-        self.arena = self.arena.new_empty(0)
+        self.arena = torch.empty(0, dtype=torch.uint8)  # asks nothing of a device that failed
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
