@@ -11,6 +11,7 @@
      +- InfeasibleError          exit code 3: no plan fits
      +- DriftError               exit code 4: the world is not what the plan says
      +- MemoryLimitError         the host or the GPU ran out of memory
+     +- HubError                 the Hub was not reached, or failed
 """
 
 
@@ -63,3 +64,7 @@ class DriftError(OffplanError):
 
 class MemoryLimitError(OffplanError):
     """The host or the GPU did not give the memory that the plan needs."""
+
+
+class HubError(OffplanError):
+    """The Hub cannot be reached, is busy or fails; asking again later may do."""

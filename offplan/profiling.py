@@ -17,16 +17,14 @@ import offplan
 from offplan.checkpoint.model import Model
 from offplan.machine.profile import LayerTime
 from offplan.plan import Offload, Workload
+from offplan.progress import Progress
 from offplan.runtime.layers import Call
-from offplan.runtime.session import Session
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.runtime.skeleton import decoder_layers
 
 NUM_SAMPLES = 5
 REPEATS = 4
 """Times a layer is run in one captured graph: enough to make launches a small share."""
-
-Progress = Callable[[int, int], None]
-"""Called with steps done and steps in all."""
 
 
 def measure_layer_times(
@@ -38,7 +36,8 @@ def measure_layer_times(
     """Time one layer of each kind, and what lies outside the layers, on the current CUDA device.
 
     The shortest run of layers that has every kind is loaded with random weights, all resident.
-    Prefill is timed for one chunk that starts at position 0, decode for a captured layer.
+    Prefill is timed for one chunk that starts at position 0, decode for a captured layer with the
+    whole prompt and half of the output in the cache: what a step of the request meets on average.
     """
     kinds = [layer.key for layer in model.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
@@ -46,14 +45,17 @@ def measure_layer_times(
     chunk = min(prefill_chunk, workload.prompt_tokens)
     offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
     # room for the decode steps that are timed behind the prompt
-    context = max(workload.context, chunk + NUM_SAMPLES + 3)
+    num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES
+    context = max(workload.context, chunk + num_steps + 1)
     with Session(short, offload, context=context, device="cuda") as session:
         vocabulary = session.loaded.module.config.get_text_config().vocab_size
         prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
         prefill = _time_prefill(session, prompt)
         if on_progress is not None:
             on_progress(1, 2)
-        decode = _time_decode(session, workload.batch)
+        decode = _time_decode(
+            session, workload.batch, min(_filled(workload), context - num_steps - 1)
+        )
         if on_progress is not None:
             on_progress(2, 2)
     names = [*kinds[:num_layers], model.outside_key]
@@ -101,7 +103,13 @@ def layer_times_key(model: Model, workload: Workload, prefill_chunk: int) -> dic
         "batch": workload.batch,
         "context": workload.context,
         "prefill_tokens": min(prefill_chunk, workload.prompt_tokens),
+        "decode_filled": _filled(workload),
     }
+
+
+def _filled(workload: Workload) -> int:
+    """Tokens that a decode step of a request finds in the cache, on average."""
+    return workload.prompt_tokens + workload.output_tokens // 2
 
 
 def _driver() -> str:
@@ -153,8 +161,13 @@ def _layer_events(layers: nn.ModuleList) -> Iterator[list[tuple[torch.cuda.Event
             handle.remove()
 
 
-def _time_decode(session: Session, batch: int) -> list[float]:
-    """Seconds of each captured layer, and of the rest of a captured step."""
+def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
+    """Seconds of each captured layer, and of the rest of a captured step, after ``filled`` tokens.
+
+    Only the number of them counts, not what they were: attention reads the cache up to there.
+    """
+    with session.stream():
+        session.position.tensor.fill_(filled)
     # equal tokens would all be sent to the same experts
     vocabulary = session.loaded.module.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (batch, 1), device=session.device)
@@ -179,11 +192,11 @@ def _time_layer(session: Session, index: int, call: Call) -> float:
 def _median_seconds(session: Session, work: Callable[[], object]) -> float:
     samples = []
     with session.stream():
-        for _ in range(NUM_SAMPLES + 2):  # the first two warm up and capture
+        for _ in range(NUM_WARMUP_STEPS + NUM_SAMPLES):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             work()
             stop.record()
             stop.synchronize()
             samples.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(samples[2:])
+    return statistics.median(samples[NUM_WARMUP_STEPS:])

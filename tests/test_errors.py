@@ -21,6 +21,7 @@ def test_exit_codes() -> None:
         "InfeasibleError": 3,
         "DriftError": 4,
         "MemoryLimitError": 1,
+        "HubError": 1,
     }
 
 

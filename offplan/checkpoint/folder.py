@@ -1,7 +1,6 @@
 """A checkpoint in a folder: config, index and the headers of its shards; no tensor is read."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ from offplan.checkpoint.jsontext import load_object, quote, shorten
 from offplan.checkpoint.stored import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
+from offplan.progress import Progress
 
 _MAX_JSON_BYTES = 256 * 2**20
 """Longest config or index that is read; DeepSeek-R1's index has 9 MB."""
 
 
-def read_folder(folder: Path, on_progress: Callable[[int, int], None] | None = None) -> Stored:
+def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:
     """Read a folder of ``config.json`` and safetensors.
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError.

@@ -4,7 +4,7 @@ Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME, prox
 HF_HUB_OFFLINE mean what they mean there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from offplan.checkpoint.ranges import Cut, RangeReader
 from offplan.checkpoint.stored import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
+from offplan.progress import Progress
 
 _NUM_THREADS = 12
 _FIRST_READ_BYTES = 64 * 1024
@@ -29,12 +30,10 @@ _ENTRY_BYTES = 90
 """What a header spends on a tensor besides its name, rarely more."""
 
 
-def read_hub(
-    repo: str, revision: str | None, on_progress: Callable[[int, int], None] | None = None
-) -> Stored:
+def read_hub(repo: str, revision: str | None, on_progress: Progress | None = None) -> Stored:
     """Read a model on the Hub: ``config.json``, the index and every shard's header.
 
-    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError.
+    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
     """
     config_path = _download(repo, CONFIG_NAME, revision)
     # huggingface_hub files a download under the commit that the revision stands for.
@@ -74,9 +73,7 @@ class _Shards:
         cached = self._cache.load(shard) is not None
         return cached or _cached(self._repo, shard, self._commit) is not None
 
-    def read_all(
-        self, sizes: dict[str, int], on_progress: Callable[[int, int], None] | None
-    ) -> list[TensorInfo]:
+    def read_all(self, sizes: dict[str, int], on_progress: Progress | None) -> list[TensorInfo]:
         """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
         tensors: list[TensorInfo] = []
         reader = RangeReader()
@@ -141,7 +138,7 @@ def _guess_sizes(index: Index) -> dict[str, int]:
 
 
 def _download(repo: str, filename: str, revision: str | None) -> Path:
-    """Fetch a small file into the Hub's cache, or find it there; raises CheckpointError."""
+    """Fetch a small file into the Hub's cache, or find it there; raises what ``explain`` makes."""
     try:
         with _quietly():
             return Path(hf_hub_download(repo, filename, revision=revision, library_name="offplan"))

@@ -6,7 +6,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
 
 from offplan.checkpoint.jsontext import shorten
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, HubError
 
 _BY_STATUS = {
     401: "the token is not valid or missing; set HF_TOKEN or run `hf auth login`",
@@ -15,12 +15,19 @@ _BY_STATUS = {
     416: "the file is empty or shorter than its header says; tell the model's owner",
     429: "too many requests; wait a few minutes, or set HF_TOKEN for a higher limit",
 }
+_BUSY = (408, 429)
+"""Statuses below 500 that say nothing about what was asked for."""
 
 
 def explain(
     error: BaseException, repo: str, revision: str | None, filename: str
-) -> CheckpointError:
-    """Turn what huggingface_hub or its HTTP client raised into an error for the user."""
+) -> CheckpointError | HubError:
+    """Turn what huggingface_hub or its HTTP client raised into an error for the user.
+
+    A CheckpointError where what was asked for is not there or not allowed, a HubError where there
+    was no answer to that.
+    """
+    kind: type[CheckpointError | HubError] = CheckpointError
     where = f"{repo}@{revision}" if revision else repo
     if isinstance(error, errors.GatedRepoError):
         reason = (
@@ -39,15 +46,18 @@ def explain(
     elif isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         return _explain_absent(error, repo, revision, filename)
     elif isinstance(error, errors.HfHubHTTPError):
-        reason = f"{filename}: {_explain_status(error.response.status_code)}"
+        status = error.response.status_code
+        kind = HubError if status >= 500 or status in _BUSY else CheckpointError
+        reason = f"{filename}: {_explain_status(status)}"
     else:
+        kind = HubError
         reason = f"{filename}: no answer from {constants.ENDPOINT} ({_describe(error)}); try again"
-    return CheckpointError(f"{where}: {reason}")
+    return kind(f"{where}: {reason}")
 
 
 def _explain_absent(
     error: BaseException, repo: str, revision: str | None, filename: str
-) -> CheckpointError:
+) -> CheckpointError | HubError:
     where = f"{repo}@{revision}" if revision else repo
     if constants.HF_HUB_OFFLINE:
         return CheckpointError(
@@ -58,7 +68,7 @@ def _explain_absent(
     cause = error.__cause__
     if cause is not None and not isinstance(cause, errors.LocalEntryNotFoundError):
         return explain(cause, repo, revision, filename)
-    return CheckpointError(
+    return HubError(
         f"{where}: {filename}: cannot reach {constants.ENDPOINT}; check the network and "
         "HF_ENDPOINT, or name a folder"
     )

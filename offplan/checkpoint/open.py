@@ -1,7 +1,6 @@
 """The way in: a model from a folder, a ``config.json`` or the Hub."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from offplan.checkpoint.assemble import assemble
@@ -10,6 +9,7 @@ from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.stored import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError
+from offplan.progress import Progress
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """With an organisation or, as the oldest models have it, without: ``gpt2``."""
@@ -21,7 +21,7 @@ def open_model(
     source: str,
     *,
     revision: str | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Model:
     """Read what a model is, without reading a weight.
 
@@ -30,14 +30,13 @@ def open_model(
     is a branch, tag or commit, for the Hub only. ``on_progress`` hears (shards read, shards in
     all).
 
-    Raises CheckpointError when the source cannot be found, read or understood.
+    Raises CheckpointError when the source cannot be found, read or understood, and HubError when
+    the Hub does not answer.
     """
     return assemble(source, _read(source, revision, on_progress))
 
 
-def _read(
-    source: str, revision: str | None, on_progress: Callable[[int, int], None] | None
-) -> Stored:
+def _read(source: str, revision: str | None, on_progress: Progress | None) -> Stored:
     path = Path(source)
     try:
         is_folder, exists = path.is_dir(), path.exists()

@@ -47,12 +47,13 @@ def bench(
     from offplan.cli.workload import find_device, random_prompt
     from offplan.report.bench import render_bench
     from offplan.report.payload import bench_payload
-    from offplan.runtime.bench import NUM_UNTIMED_STEPS, check_room
+    from offplan.runtime.bench import check_room
     from offplan.runtime.gpu_memory import bytes_in_use
+    from offplan.runtime.session import NUM_WARMUP_STEPS
     from offplan.runtime.versus import Bench
 
     workload = loaded.workload
-    room = workload.context - workload.prompt_tokens - NUM_UNTIMED_STEPS
+    room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
     num_steps = steps or max(1, min(DEFAULT_STEPS, room))
     check_room(workload.context, workload.prompt_tokens, num_steps)
     names = _read_ways(vs)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def open_named_model(source: str, revision: str | None, name: str | None) -> "Model":
     """Read a model's headers; ``name`` is what it is called from here on.
 
-    Raises CheckpointError.
+    Raises CheckpointError and HubError.
     """
     from offplan.checkpoint.open import open_model
 
@@ -26,7 +26,7 @@ def open_named_model(source: str, revision: str | None, name: str | None) -> "Mo
 def open_planned_model(plan: "Plan", local: str | None) -> "Model":
     """Read the headers of the plan's model, from ``local`` if given.
 
-    Raises CheckpointError, and DriftError if the headers are not those of the plan.
+    Raises CheckpointError, HubError, and DriftError if the headers are not those of the plan.
     """
     source, revision = (local, None) if local else (plan.model.source, plan.model.revision)
     model = open_named_model(source, revision, None)

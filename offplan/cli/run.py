@@ -54,9 +54,10 @@ def run(
 
     from offplan.runtime.session import Session
 
-    with Session.from_plan(
-        loaded,
+    with Session(
         found,
+        loaded.offload,
+        context=loaded.workload.context,
         device=find_device(device),
         folder=folder,
         on_progress=Progress("loading"),

@@ -35,7 +35,10 @@ class PassShape:
 
 
 def decode_shape(workload: Workload) -> PassShape:
-    """The shape of a decode step: attention runs over the whole static cache, filled or not."""
+    """The shape of a decode step: attention reaches the whole static cache, filled or not.
+
+    An estimate reads all of it; a measured time read what the workload fills (LayerTime.context).
+    """
     return PassShape(Phase.DECODE, workload.batch, 1, workload.context)
 
 

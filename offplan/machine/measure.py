@@ -14,9 +14,7 @@ from offplan.machine.measure_link import measure_in_place, measure_pageable, mea
 from offplan.machine.measure_others import measure_concurrent, measure_peer
 from offplan.machine.measure_time import figure, time_work
 from offplan.machine.profile import MachineProfile
-
-Progress = Callable[[int, int], None]
-"""Called with steps done and steps in all."""
+from offplan.progress import Progress
 
 LIBRARY_BYTES = 400 * 2**20
 """Workspaces of libraries, kernels and captured graphs of a process that has run a model.

@@ -45,7 +45,7 @@ class MeasuredPhase:
 
     step: Spread
     link_bytes: int | None
-    """Moved by DMA; None if kernels read some in place, which nobody counts."""
+    """``Session.link_bytes``; None if kernels read weights in place, which nobody counts."""
     stall_s: float
     """Time compute waited for the link."""
     compute_s: float
@@ -65,9 +65,9 @@ def measured_phase(plan: Plan, result: BenchResult, phase: str) -> MeasuredPhase
     in_place = any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules)
     link_bytes = None if in_place else cost.link_bytes
     rate = result.plan.cost.link_bytes_per_s
-    bound_s = compute_s if link_bytes == 0 else None
-    if link_bytes and rate:
-        bound_s = max(compute_s, link_bytes / rate)
+    bound_s = None
+    if link_bytes is not None:
+        bound_s = max(compute_s, link_bytes / rate) if rate else compute_s
     stall_s = sum((cost.stalls_s or {}).values())
     return MeasuredPhase(cost.step, link_bytes, stall_s, compute_s, bound_s)
 

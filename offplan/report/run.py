@@ -28,9 +28,9 @@ class RunResult:
     step_s: float | None
     """Median time of a further token; None if there was only one."""
     prefill_link_bytes: int
-    """Copied for the prompt; what kernels read in place is not in it."""
+    """``Session.link_bytes`` of the prompt."""
     decode_link_bytes: int | None
-    """Copied for each further token, on average; None if there was only one token."""
+    """The same of each further token, on average; None if there was only one token."""
     gpu_bytes: int | None
     """Taken on the card at the peak; None on the CPU."""
 

@@ -1,7 +1,6 @@
 """The same model under accelerate's CPU offloading: what a user would otherwise have."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,12 @@ from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.placement import place
 from offplan.plan import Offload
+from offplan.progress import Progress
 from offplan.runtime.bench import BenchCost, time_forward
 from offplan.runtime.faults import memory_limits
-from offplan.runtime.loader import Progress, fill_random, load_weights
+from offplan.runtime.loader import fill_random, load_weights
+from offplan.runtime.moments import on_device
+from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (
     Places,
     build_skeleton,
@@ -55,7 +57,8 @@ def bench_accelerate(
     Raises InputError where accelerate is not installed, MemoryLimitError, and what loading raises.
     """
     cpu_offload = require_accelerate()
-    module, offloaded = _load(model, offload, device, folder, on_progress)
+    with on_device(device):
+        module, offloaded = _load(model, offload, device, folder, on_progress)
     for part in _largest_modules(module, offloaded):
         cpu_offload(part, execution_device=device)
     prompt = prompt.to(device)
@@ -64,8 +67,7 @@ def bench_accelerate(
         output = module(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
 
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with torch.inference_mode(), on_device:
+    with torch.inference_mode(), on_device(device):
         return time_forward(
             device, lambda: step(prompt, None), lambda s: step(*s), num_steps, num_repeats
         )
@@ -96,6 +98,7 @@ def _load(
         if any(piece.tensor.name in stored for piece in target.pieces)
     }
     state = module.state_dict()
+    verify_headers(targets, state)
     destinations = {
         name: torch.empty_like(state[name], device="cpu" if name in on_host else device)
         for name in targets

@@ -11,12 +11,10 @@ import torch
 from offplan.errors import InputError
 from offplan.placement import Phase
 from offplan.runtime.moments import Moment, mark, seconds_between, settle
-from offplan.runtime.session import Session
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.runtime.timed_link import TimedLink
 from offplan.schedule import Copy, Wait, slots_of
 
-NUM_UNTIMED_STEPS = 2
-"""Decode steps after each prompt that are not timed: the ring is not yet in its steady state."""
 NUM_LINK_ROUNDS = 3
 """Times that everything a pass streams is copied to time the link alone."""
 
@@ -41,7 +39,7 @@ class PhaseCost:
 
     step: Spread
     link_bytes: int | None
-    """Bytes that DMA moved, not those that kernels read in place; None where nobody counts."""
+    """``Session.link_bytes`` of it; None where nobody counts."""
     stalls_s: Mapping[int, float] | None
     """Seconds that compute waited for the link, by layer; None where they cannot be told."""
 
@@ -95,10 +93,10 @@ def bench_session(
 
 def check_room(context: int, prompt_tokens: int, num_steps: int) -> None:
     """Raise InputError unless the steps to be timed fit the context."""
-    room = context - prompt_tokens - NUM_UNTIMED_STEPS
+    room = context - prompt_tokens - NUM_WARMUP_STEPS
     if room < num_steps:
         raise InputError(
-            f"{prompt_tokens} prompt tokens, {NUM_UNTIMED_STEPS} steps of warm-up and {num_steps} "
+            f"{prompt_tokens} prompt tokens, {NUM_WARMUP_STEPS} steps of warm-up and {num_steps} "
             f"timed ones exceed the plan's context of {context}: lower --steps, or plan with a "
             "larger --context"
         )
@@ -108,22 +106,22 @@ def _time_request(
     session: Session, prompt: torch.Tensor, num_steps: int, timings: Timings
 ) -> tuple[int, int]:
     """Time one request from an idle device; return bytes moved for the prompt and the steps."""
-    device, link = session.device, session.link
+    device = session.device
     settle(device)
     with session.stream():
-        start = link.bytes_moved
+        start = session.link_bytes
         began = mark(device)
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         read = mark(device)
-        prefill_bytes = link.bytes_moved - start
-        for _ in range(NUM_UNTIMED_STEPS):
+        prefill_bytes = session.link_bytes - start
+        for _ in range(NUM_WARMUP_STEPS):
             tokens = session.decode(tokens).argmax(-1, keepdim=True)
-        start = link.bytes_moved
+        start = session.link_bytes
         steps = [mark(device)]
         for _ in range(num_steps):
             tokens = session.decode(tokens).argmax(-1, keepdim=True)
             steps.append(mark(device))
-        decode_bytes = link.bytes_moved - start
+        decode_bytes = session.link_bytes - start
     settle(device)
     timings.add((began, read), steps)
     return prefill_bytes, decode_bytes
@@ -138,7 +136,7 @@ def _time_stalls(
         timed.start()
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         prefill = timed.stop()
-        for _ in range(NUM_UNTIMED_STEPS):
+        for _ in range(NUM_WARMUP_STEPS):
             tokens = session.decode(tokens).argmax(-1, keepdim=True)
         timed.start()
         for _ in range(num_steps):
@@ -190,7 +188,7 @@ def time_forward(
         began = mark(device)
         state = prefill()
         read = mark(device)
-        for _ in range(NUM_UNTIMED_STEPS):
+        for _ in range(NUM_WARMUP_STEPS):
             state = decode(state)
         steps = [mark(device)]
         for _ in range(num_steps):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offplan.runtime.session import Session
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 
 @dataclass
@@ -19,19 +19,15 @@ class Measured:
     step_s: list[float] = field(default_factory=list)
     """Each further token, from the one before it."""
     prefill_link_bytes: int = 0
-    """Bytes that DMA moved for the prompt. What kernels read in place is not counted."""
+    """``Session.link_bytes`` of the prompt."""
     decode_link_bytes: int = 0
     """The same for all decode steps together."""
 
     @property
     def median_step_s(self) -> float:
-        """The median decode step, the first ones (warm-up and capture) left out."""
+        """The median decode step, the first NUM_WARMUP_STEPS left out."""
         steady = self.step_s[NUM_WARMUP_STEPS:] or self.step_s
         return statistics.median(steady) if steady else 0.0
-
-
-NUM_WARMUP_STEPS = 3
-"""Decode steps that run before the step is captured and steady."""
 
 
 def generate(
@@ -50,18 +46,18 @@ def generate(
     on_gpu = session.device.type == "cuda"
     host = torch.empty(num_tokens, len(prompt), dtype=torch.int64, pin_memory=on_gpu)
     began = time.perf_counter()
-    moved = session.link.bytes_moved
+    moved = session.link_bytes
     with session.stream():
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         arrival = _Arrival(tokens, host[0])
-    measured.prefill_link_bytes = session.link.bytes_moved - moved
+    measured.prefill_link_bytes = session.link_bytes - moved
     for step in range(num_tokens):
-        arrived, moved = arrival, session.link.bytes_moved
+        arrived, moved = arrival, session.link_bytes
         if step + 1 < num_tokens:
             with session.stream():  # never across a yield: the caller has a stream of its own
                 tokens = session.decode(tokens).argmax(-1, keepdim=True)
                 arrival = _Arrival(tokens, host[step + 1])
-            measured.decode_link_bytes += session.link.bytes_moved - moved
+            measured.decode_link_bytes += session.link_bytes - moved
         token = arrived.wait()
         now = time.perf_counter()
         if step == 0:

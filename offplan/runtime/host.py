@@ -1,5 +1,6 @@
 """Host memory that the GPU can read: ordinary pages, registered with the driver."""
 
+import contextlib
 import mmap
 import weakref
 from typing import Any
@@ -8,6 +9,9 @@ import torch
 
 from offplan.errors import MemoryLimitError
 from offplan.units import format_bytes
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every GPU of the process."""
 
 
 class HostBlock:
@@ -38,8 +42,9 @@ class HostBlock:
     def _register(self) -> None:
         cudart = torch.cuda.cudart()
         address = self.tensor.data_ptr()
-        status = int(cudart.cudaHostRegister(address, self.nbytes, 0))
+        status = int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE))
         if status != 0:
+            _clear_error()
             raise MemoryLimitError(
                 f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
                 f"error {status}): check `ulimit -l` (now {_lock_limit()}), the container's "
@@ -56,9 +61,25 @@ class HostBlock:
         return torch.as_tensor(_DeviceArray(self.tensor), device=device)
 
     def close(self) -> None:
-        """Unregister the pages; they are freed with the block. The GPU must be done with them."""
+        """Unregister the pages and give them back; the GPU must be done with them.
+
+        A view that is still held keeps them as ordinary memory.
+        """
         if self._unregister is not None:
             self._unregister()
+        self.tensor = self.tensor.new_empty(0)
+
+
+def _clear_error() -> None:
+    """Clear CUDA's last error, which a call through ``cudart`` leaves for whoever looks next.
+
+    torch offers no cudaGetLastError, and one found by name may be another library's. But torch asks
+    for it behind every kernel that it launches, raises what it finds and so clears it; if there is
+    no memory for the kernel, its allocator clears it.
+    """
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 def _lock_limit() -> str:

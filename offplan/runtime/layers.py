@@ -39,25 +39,31 @@ class DecoderLayers:
         """Of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
         self._detour: Callable[[int, Call], torch.Tensor] | None = None
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, MAX_VARIANTS)
+        # set for each call and taken back after it: what else the process compiles keeps its limit
+        many = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
         for index, layer in enumerate(layers):
             # torch.compile guards on every integer that it reads from a module
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
                     vars(module)["layer_idx"] = 0
             own = layer.forward
-            self._steps.append(torch.compile(own, dynamic=False) if compiled else own)
+            self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)
             layer.forward = self._make_forward(index, type(layer).__name__)
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def step(self, index: int, call: Call) -> torch.Tensor:
-        """Run one layer, compiled where it is; hooks are not called."""
-        out = self._steps[index](call.hidden, **call.arguments)
-        hidden = out[0] if isinstance(out, tuple) else out
-        assert isinstance(hidden, torch.Tensor)
+        """Run one layer, compiled where it is; hooks are not called.
+
+        Raises CheckpointError for a layer that returns more than hidden states.
+        """
+        hidden = self._steps[index](call.hidden, **call.arguments)
+        if not isinstance(hidden, torch.Tensor):
+            raise CheckpointError(
+                f"layer {index} returns more than hidden states, which `run` does not hand on; its "
+                "plan can still be made and exported"
+            )
         return hidden
 
     def note_calls(self, forward: Callable[[], Any]) -> list[Call]:
@@ -102,8 +108,6 @@ class DecoderLayers:
                     "be made and exported"
                 )
             arguments |= dict.fromkeys(names, self.cache.of_layer(index))
-            if self._detour is not None:
-                return self._detour(index, Call(hidden_states, arguments))
-            return self._steps[index](hidden_states, **arguments)
+            return (self._detour or self.step)(index, Call(hidden_states, arguments))
 
         return forward

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from offplan.checkpoint.model import Model
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
+from offplan.progress import Progress
 from offplan.runtime.host_memory import check_host_room
-from offplan.runtime.loader import Progress, fill_random, load_weights
+from offplan.runtime.loader import fill_random, load_weights
 from offplan.runtime.peer import find_peer
 from offplan.runtime.precheck import verify_headers
 from offplan.runtime.skeleton import (
@@ -52,6 +53,7 @@ class LoadedModel:
         check_host_room(_host_bytes(self.placement, device, peer))
         tensors = {name: Tensor(tuple(state[name].shape), state[name].dtype) for name in targets}
         self._places = Places(self.module)
+        self._by_phase: dict[Phase, dict[str, nn.Parameter]] = {}
         materialise_buffers(self.module, device)
         self.store = WeightStore(self.placement, targets, tensors, device, peer)
         try:
@@ -64,7 +66,7 @@ class LoadedModel:
             self._by_phase = {phase: _parameters(self.store.by_phase[phase]) for phase in Phase}
             self._check(targets)
         except BaseException:
-            self.store.close()
+            self.close()
             raise
 
     def enter_phase(self, phase: Phase) -> None:
@@ -72,7 +74,9 @@ class LoadedModel:
         self._assign(self._by_phase[phase])
 
     def close(self) -> None:
-        """Unregister host memory, which is freed with the model; the device must be idle."""
+        """Give the weights' memory back; the device must be idle, and the module runs no more."""
+        self.module.to_empty(device="meta")
+        self._by_phase.clear()
         self.store.close()
 
     def _assign(self, parameters: Mapping[str, nn.Parameter]) -> None:

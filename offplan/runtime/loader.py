@@ -3,19 +3,18 @@
 import contextlib
 import os
 import queue
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.progress import Progress
+from offplan.runtime.moments import on_device
 from offplan.runtime.shards import Shards
 from offplan.runtime.skeleton import Conversion, Target
 from offplan.runtime.staging import Part, Reader, split_parts, stored_dtype
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """Threads that read: a read is a copy out of the page cache, which one core does below the speed
@@ -123,7 +122,8 @@ class _Readers:
     def _read(self, part: Part) -> Part:
         reader = self._idle.get()
         try:
-            reader.read(part)
+            with on_device(part.view.device):  # a thread starts on the first GPU
+                reader.read(part)
         finally:
             self._idle.put(reader)
         return part

@@ -1,11 +1,20 @@
-"""Moments in the work of a device, and the time between them."""
+"""A device that works: made the current one, moments in its work, the time between them."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 Moment = torch.cuda.Event | float
 """A CUDA event in a stream, or the host's clock in seconds where the host does the work."""
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which a CUDA device is the current one; nothing changes for the CPU.
+
+    What names no device, as page locks do, would else make a context on the first GPU.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def mark(device: torch.device) -> Moment:

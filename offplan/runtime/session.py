@@ -1,7 +1,7 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from offplan.checkpoint.model import Model
-from offplan.errors import DriftError, InputError
+from offplan.errors import InputError
 from offplan.placement import Phase
-from offplan.plan import Offload, Plan
+from offplan.plan import Offload
+from offplan.progress import Progress
 from offplan.runtime.attention import filled_before, filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.executor import CapturedPass, Executor
 from offplan.runtime.faults import let_go, memory_limits
@@ -24,9 +25,13 @@ from offplan.runtime.latent import keep_latents
 from offplan.runtime.layers import DecoderLayers
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.loader import Progress
+from offplan.runtime.moments import on_device
 from offplan.runtime.skeleton import decoder_layers
 from offplan.schedule import Ring, Schedule, build_pass, empty_ring
+
+NUM_WARMUP_STEPS = 2
+"""Decode steps after a prompt that are not like those to come: the first one finds the ring as
+prefill left it, and runs uncaptured after a change of batch; in the second the step is captured."""
 
 
 class Session:
@@ -61,13 +66,14 @@ class Session:
         self.context = context
         self._chunk = offload.prefill_chunk
         self._used_before = bytes_in_use(self.device)
-        self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
-        try:
-            self._install(late_copies, capture, wrap_link or (lambda link: link))
-        except BaseException:
-            let_go(self.device)
-            self.loaded.close()
-            raise
+        with on_device(self.device):
+            self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
+            try:
+                self._install(late_copies, capture, wrap_link or (lambda link: link))
+            except BaseException:
+                let_go(self.device)
+                self.loaded.close()
+                raise
 
     def _install(self, late_copies: bool, capture: bool, wrap_link: Callable[[Link], Link]) -> None:
         """Make streams, link, hooks and state around the loaded model."""
@@ -90,11 +96,16 @@ class Session:
         self._executor = Executor(layers, self.link)
         self._filled = _find_filled(self.loaded) if self._capture else filled_mask
         self._captured: _CapturedDecode | None = None
+        self._decoded = False
+        """Whether a step ran with this batch, so that libraries have allocated what they need."""
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
         self._experts = ""
         self._batch = 0
         self._length = 0
+        self._closed = False
+        self._rows_read = 0
+        """Of the input embedding."""
 
     def __enter__(self) -> "Session":
         return self
@@ -107,29 +118,22 @@ class Session:
     ) -> None:
         self.close()
 
-    @classmethod
-    def from_plan(cls, plan: Plan, model: Model, **options: Any) -> "Session":
-        """Load a plan's model; ``options`` are those of the constructor, ``context`` aside.
-
-        Raises DriftError when the model is not the one that the plan was made for.
-        """
-        if model.headers_sha256 != plan.model.headers_sha256:
-            raise DriftError(
-                f"the plan was made for headers {plan.model.headers_sha256[:12]}, but "
-                f"{model.source} has {model.headers_sha256[:12]}: plan it again"
-            )
-        return cls(model, plan.offload, context=plan.workload.context, **options)
-
     def close(self) -> None:
-        """Free graphs and caches and unregister host memory; the device is idle afterwards.
+        """Give back graphs, caches and weights, on device and host; the device is idle afterwards.
 
-        Weights are freed with the session itself.
+        A closed session runs no more; closing it again does nothing.
         """
         let_go(self.device)
         self._executor.close()
         self.layers.cache = None
-        self._captured = None
-        self.loaded.close()
+        self._captured, self._length = None, 0
+        self._closed = True
+        with on_device(self.device):
+            self.loaded.close()
+            if self._stream is not None:
+                # a device that failed says so again; the error already on its way is to be shown
+                with suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
     @property
     def gpu_bytes(self) -> int:
@@ -139,6 +143,16 @@ class Session:
         """
         return bytes_in_use(self.device) - self._used_before
 
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that crossed the link so far: the copies, and rows of an embedding on the host.
+
+        What kernels read in place besides is not in it: nobody counts that.
+        """
+        table = self.loaded.placement.host_embedding
+        row_bytes = 0 if table is None else table.nbytes // table.shape[0]
+        return self.link.bytes_moved + self._rows_read * row_bytes
+
     def warm_up(self, batch: int, prompt_tokens: int) -> None:
         """Compile, capture and let libraries allocate, so that the first request need not.
 
@@ -147,7 +161,7 @@ class Session:
         """
         tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64)
         logits = self.prefill(tokens)
-        for _ in range(min(2, self.context - prompt_tokens)):
+        for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
             with self.stream():
                 logits = self.decode(logits.argmax(-1, keepdim=True))
         self._length = 0
@@ -166,6 +180,7 @@ class Session:
         session's stream: read them inside ``stream()``. Waits for the prompt's own transfer, and
         for the device when the batch is another than before.
         """
+        self._check_open()
         batch, num_tokens = prompt.shape
         if not 0 < num_tokens <= self.context:
             raise InputError(
@@ -174,6 +189,7 @@ class Session:
         with self._whole_or_afresh(), self.stream(), torch.inference_mode():
             self._begin_sequences(batch)
             self.layers.forget_from(num_tokens)
+            self._rows_read += prompt.numel()
             chunks = prompt.to(self.device).split(self._chunk, dim=1)
             self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
             schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
@@ -211,7 +227,9 @@ class Session:
                 self._executor.after(index)
 
         self._executor.run(schedule, run_layers)
-        # the last chunk's hidden states pass the norm and the head as if its layers had run
+        # the last chunk's hidden states pass the norm and the head as if its layers had run; its
+        # tokens are embedded once more on the way
+        self._rows_read += chunks[-1].numel()
         logits = self.layers.finish(hidden[-1], forwards[-1])
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -229,6 +247,7 @@ class Session:
         ``tokens`` and read the logits inside ``stream()``. Synchronises nothing on CUDA, once
         captured.
         """
+        self._check_open()
         if not self._length:
             raise ValueError("decode before prefill")
         if self._length >= self.context:
@@ -239,14 +258,16 @@ class Session:
             )
         with self._whole_or_afresh(), self.stream(), torch.inference_mode():
             self._length += 1
+            self._rows_read += self._batch
             self._enter(Phase.DECODE, self._batch)
             schedule = self._next_pass(Phase.DECODE, Phase.DECODE)
-            if self._capture and schedule.before == schedule.after:
+            if self._capture and self._decoded and schedule.before == schedule.after:
                 if self._captured is None:
                     self._captured = _CapturedDecode(self, self._batch, schedule)
                 logits = self._captured.replay(tokens)
             else:
                 logits = self._executor.run(schedule, lambda: self.forward_one(tokens))
+            self._decoded = True
             self.position.tensor.add_(1)
             return logits
 
@@ -290,10 +311,14 @@ class Session:
             self._phase, self._captured, self._length = None, None, 0
             raise
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the session is closed and its weights are gone: open another one")
+
     def _begin_sequences(self, batch: int) -> None:
         if self.layers.cache is not None and batch == self._batch:
             return
-        self._captured = None  # its graphs write to the old cache
+        self._captured, self._decoded = None, False  # its graphs write to the old cache
         if self.layers.cache is not None and self._stream is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self.layers.cache = None
@@ -362,19 +387,19 @@ def _is_power(dim: int) -> bool:
 
 
 class _CapturedDecode:
-    """The captured decode step with its input and output buffers."""
+    """The captured decode step with its input and output buffers.
+
+    Made after a step that ran uncaptured: libraries allocate workspaces at their first call, which
+    must not happen in a capture.
+    """
 
     def __init__(self, session: Session, batch: int, schedule: Schedule) -> None:
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=session.device)
-        executor = session._executor
-        # Libraries allocate workspaces at their first call, which must not happen in a capture.
-        # It writes to the cache where the captured step will write again.
-        executor.run(schedule, lambda: session.forward_one(self._tokens))
 
         def forward() -> None:
             self._logits = session.forward_one(self._tokens)
 
-        self._pass: CapturedPass = executor.capture(schedule, forward)
+        self._pass: CapturedPass = session._executor.capture(schedule, forward)
 
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the step for ``tokens``, [batch, 1]."""

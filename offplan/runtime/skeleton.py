@@ -157,7 +157,6 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
         converter = by_pattern[pattern] if pattern is not None else None
         if converter is None or _makes_views(converter, found):
             targets[name] = _make_target(name, found, converter)
-            _check_size(targets[name], state[name])
         else:
             conversion = Conversion(
                 converter, skeleton, name, tuple((p or "", tensor) for tensor, p in found)
@@ -247,17 +246,6 @@ def _make_target(
         for index, tensor in enumerate(tensors)
     ]
     return Target(name, tuple(pieces))
-
-
-def _check_size(target: Target, parameter: torch.Tensor) -> None:
-    """Raise CheckpointError when the stored tensors are more or less than the parameter."""
-    found = sum(piece.tensor.num_elements for piece in target.pieces)
-    if found != parameter.numel():
-        raise CheckpointError(
-            f"{target.name}: found {found} elements in {len(target.pieces)} stored tensors, "
-            f"expected {parameter.numel()}, {list(parameter.shape)}; config.json belongs to "
-            "another model, or the checkpoint is incomplete"
-        )
 
 
 def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> str:

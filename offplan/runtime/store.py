@@ -79,6 +79,12 @@ class WeightStore:
         """Views of the slabs by parameter name: where offloaded weights are loaded to."""
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
         """What each phase computes with, for every offloaded parameter."""
+        self.arena = torch.empty(0, dtype=torch.uint8)
+        """Bytes of all resident weights, on the device."""
+        self.slots: list[torch.Tensor] = []
+        """The ring: bytes on the device."""
+        self.slabs: dict[int, torch.Tensor] = {}
+        """Bytes of each slab by layer."""
         try:
             on_host = offloaded.keys() | {by_row}
             self._allocate_resident({n: tensors[n] for n in targets if n not in on_host})
@@ -96,8 +102,9 @@ class WeightStore:
         except BaseException:
             self.close()
             raise
+        self.slabs = {layer: block.tensor for layer, block in self._blocks.items()}
         for name, (layer, entry) in offloaded.items():
-            self.host[name] = tensors[name].view(self._blocks[layer].tensor, entry.offset)
+            self.host[name] = tensors[name].view(self.slabs[layer], entry.offset)
         for phase in Phase:
             self.by_phase[phase] = self._views(phase, placement, offloaded, tensors)
         if by_row is not None and self._embedding is not None:
@@ -126,11 +133,6 @@ class WeightStore:
         return views
 
     @property
-    def slabs(self) -> dict[int, torch.Tensor]:
-        """Bytes of each slab by layer."""
-        return {layer: block.tensor for layer, block in self._blocks.items()}
-
-    @property
     def embedding(self) -> torch.Tensor | None:
         """Host bytes of the input embedding, if it lies there."""
         return self._embedding.tensor if self._embedding is not None else None
@@ -146,7 +148,15 @@ class WeightStore:
         return sum(view.nbytes for view in self.host.values())
 
     def close(self) -> None:
-        """Unregister host memory, which is freed with the store; the device must be idle."""
+        """Give all memory back; the device must be idle. Views held elsewhere keep what they see.
+
+        Dictionaries and lists are emptied in place, for whoever holds them: a link holds two.
+        """
+        for views in (self.resident, self.host, *self.by_phase.values()):
+            views.clear()
+        self.slots.clear()
+        self.slabs.clear()
+        self.arena = torch.empty(0, dtype=torch.uint8)  # asks nothing of a device that failed
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, SlabEntry, Span
-from offplan.runtime.skeleton import Target
+from offplan.runtime.skeleton import Target, decoder_layers
 from offplan.runtime.store import WeightStore
-from offplan.schedule import slots_read
+from offplan.schedule import Copy, Wait, build_request, empty_ring
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def verify_totals(placement: Placement, targets: Mapping[str, Target], store: We
 
 
 def verify_places(
-    module: nn.Module,
+    module: PreTrainedModel,
     phase: Phase,
     placement: Placement,
     targets: Mapping[str, Target],
@@ -59,12 +60,13 @@ def verify_places(
 ) -> None:
     """Compare each parameter's address, type and size in ``phase`` with the placement.
 
-    A streamed one must lie in its slot, one read in place in its slab, the input embedding in host
-    memory of its own where the plan says so, any other in the arena, where no two overlap. Raises
-    PlanError for the first that does not.
+    A streamed one must lie in the slot that the schedule's own operations fill for its layer, one
+    read in place in its slab, the input embedding in host memory of its own where the plan says so,
+    any other in the arena, where no two overlap. Raises PlanError for the first that does not.
     """
     found = _find_values(module)
-    expected = _expected_places(phase, placement, store)
+    slots = _slots_filled(placement, len(decoder_layers(module)), phase)
+    expected = _expected_places(slots, placement, store)
     resident: list[tuple[Place, str]] = []
     for name, target in targets.items():
         value = found[name]
@@ -82,10 +84,33 @@ def verify_places(
     _check_tied(module, {found[name].data_ptr() for name in targets})
 
 
-def _expected_places(phase: Phase, placement: Placement, store: WeightStore) -> dict[str, Place]:
-    """Where this phase reads each stored tensor that is not resident; of fused ones, the whole."""
+def _slots_filled(
+    placement: Placement, num_layers: int, phase: Phase
+) -> dict[int, tuple[int, Span]]:
+    """Slot and span that hold a part of a layer when it computes, by layer index.
+
+    Found by following a pass's operations, not by asking what the store asked. A pass that waits
+    for nothing reads what the ring holds all the while; in others only what was waited for is safe.
+    """
+    request = build_request(placement, num_layers, empty_ring(placement))
+    schedule = request.prefill if phase is Phase.PREFILL else request.decode
+    ring = dict(enumerate(schedule.before))
+    waited: dict[int, tuple[int, Span]] = {}
+    for op in schedule.operations:
+        if isinstance(op, Copy):
+            ring[op.slot] = op.span
+        elif isinstance(op, Wait) and ring[op.slot] == op.span:
+            waited[op.span.layer] = (op.slot, op.span)
+    if waited:
+        return waited
+    return {span.layer: (slot, span) for slot, span in ring.items() if span is not None}
+
+
+def _expected_places(
+    slots: Mapping[int, tuple[int, Span]], placement: Placement, store: WeightStore
+) -> dict[str, Place]:
+    """Where each stored tensor that is not resident is read; of fused ones, the whole."""
     places: dict[str, Place] = {}
-    slots = slots_read(placement, phase)
     for slab in placement.slabs:
         for entry in slab.entries:
             place = _place_of(entry, slab.layer, slots, store)

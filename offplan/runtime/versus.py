@@ -8,11 +8,11 @@ import torch
 
 from offplan.checkpoint.model import Model
 from offplan.plan import Offload
+from offplan.progress import Progress
 from offplan.runtime.accelerated import bench_accelerate
 from offplan.runtime.bench import BenchCost, bench_session
 from offplan.runtime.gpu_memory import bytes_in_use, return_memory
 from offplan.runtime.link import Link
-from offplan.runtime.loader import Progress
 from offplan.runtime.session import Session
 from offplan.runtime.timed_link import SerialLink, TimedLink
 

@@ -21,7 +21,7 @@ from offplan.checkpoint import ranges
 sleep = time.sleep
 time.sleep = lambda seconds: sleep(min(seconds, 0.01))  # huggingface_hub's own retries
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError
+from offplan.errors import OffplanError
 ranges.RETRY_WAITS_S = (0.01, 0.01, 0.01)
 ranges._PATIENCE_S = 0.3
 heard = []
@@ -29,8 +29,8 @@ try:
     model = open_model(
         sys.argv[1], revision=sys.argv[2] or None, on_progress=lambda *seen: heard.append(seen)
     )
-except CheckpointError as error:
-    print(json.dumps({"error": str(error)}))
+except OffplanError as error:
+    print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
 else:
     print(json.dumps({
         "sha": model.headers_sha256, "revision": model.revision, "heard": heard,

@@ -58,8 +58,10 @@ def sharded(serve, folders):
     return serve(folders[1])
 
 
-def refusal(hub, home, **options) -> str:
-    text = open_from(hub.url, home, **options)["error"]
+def refusal(hub, home, exit_code=2, **options) -> str:
+    got = open_from(hub.url, home, **options)
+    text = got["error"]
+    assert got["exit_code"] == exit_code
     assert text.isprintable()
     assert len(text) < 500
     return text
@@ -184,29 +186,37 @@ def test_dropped_connections_and_busy_servers_are_tried_again(sharded, folders, 
 )
 def test_refused_shard(sharded, tmp_path, status, code, message):
     sharded.statuses, sharded.error_code = {FIRST: [status]}, code
-    assert message in refusal(sharded, tmp_path)
+    busy = status in (429, 500)
+    assert message in refusal(sharded, tmp_path, exit_code=1 if busy else 2)
     tries = [name for _, name, _ in sharded.shard_gets() if name == FIRST]
-    assert len(tries) == (4 if status in (429, 500) else 1)
+    assert len(tries) == (4 if busy else 1)
+
+
+def test_server_that_fails_from_the_first_request(single, tmp_path):
+    single.statuses = {"config.json": [503]}
+    assert "the server failed (HTTP 503)" in refusal(single, tmp_path, exit_code=1)
 
 
 def test_connection_that_is_always_cut(sharded, tmp_path):
     sharded.drops = {FIRST: 99}
-    assert f"{FIRST}: no answer from {sharded.url}" in refusal(sharded, tmp_path)
+    assert f"{FIRST}: no answer from {sharded.url}" in refusal(sharded, tmp_path, exit_code=1)
 
 
 def test_server_that_stalls(sharded, tmp_path):
     sharded.stall = FIRST
-    text = refusal(sharded, tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    text = refusal(sharded, tmp_path, exit_code=1, HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert f"{FIRST}: no answer from {sharded.url}" in text
 
 
 def test_server_that_drips(sharded, tmp_path):
     sharded.drip = FIRST
-    assert "bytes came in time" in refusal(sharded, tmp_path)
+    assert "bytes came in time" in refusal(sharded, tmp_path, exit_code=1)
 
 
 def test_nothing_listens(tmp_path):
-    text = open_from("http://127.0.0.1:9", tmp_path)["error"]
+    got = open_from("http://127.0.0.1:9", tmp_path)
+    text = got["error"]
+    assert got["exit_code"] == 1
     assert "config.json" in text
     assert "127.0.0.1:9" in text
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from offplan.checkpoint.open import open_model
+from offplan.errors import MemoryLimitError
 from offplan.placement import Phase, place
 from offplan.plan import Offload, Rule
+from offplan.runtime.host import HostBlock
 from tests.runtime.plans import group, offload, open_session
 
 pytestmark = [
@@ -80,3 +82,44 @@ def test_logits_equal_resident(
     assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > prefetch_step)
     if placement.offloaded_bytes > placement.ring_bytes:
         assert weights < all_weights
+
+
+def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:
+    session = open_session(checkpoint, offload(group(2, 1)), "cuda")
+    session.warm_up(*PROMPT.shape)
+    assert session.layers.cache is not None
+    held = [session.loaded.store.arena, *session.loaded.store.slots]
+    for layer in session.layers.cache.layers:
+        held += [layer.keys, layer.values]
+    num_bytes = sum(tensor.nbytes for tensor in held)
+    del held, layer
+    before = torch.cuda.memory_allocated()
+    session.close()
+    assert before - torch.cuda.memory_allocated() >= num_bytes
+
+
+def test_a_refused_page_lock_leaves_no_error_behind() -> None:
+    block = HostBlock(2**20, pin=True)
+    with pytest.raises(MemoryLimitError, match="could not page-lock"):
+        block._register()  # pages can be registered once
+    assert torch.ones(2, device="cuda").sum().item() == 2
+    block.close()
+    HostBlock(2**20, pin=True).close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device here")
+def test_a_device_that_is_not_the_current_one(checkpoint: Path) -> None:
+    decision = offload(group(2, 1, "mlp", decode="uva"), group(1, 1, "self_attn"))
+    expected, *_ = run(checkpoint, decision, capture=True)
+    before = torch.cuda.memory_allocated(0)
+    logits: list[torch.Tensor] = []
+    with open_session(checkpoint, decision, "cuda:1") as session, session.stream():
+        for prompt in (PROMPT, BATCH):
+            session.warm_up(*prompt.shape)
+            logits.append(session.prefill(prompt).cpu())
+            for _ in range(NUM_TOKENS):
+                tokens = logits[-1].argmax(-1, keepdim=True).to(session.device)
+                logits.append(session.decode(tokens).cpu())
+        assert torch.cuda.memory_allocated(0) <= before
+    for found, wanted in zip(logits, expected, strict=True):
+        assert torch.equal(found, wanted)

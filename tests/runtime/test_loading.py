@@ -15,12 +15,13 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
-from offplan.placement import Phase
+from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
-from offplan.runtime import skeleton, staging
+from offplan.runtime import skeleton, staging, store
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.skeleton import build_skeleton, map_tensors
 from offplan.runtime.verify import verify_places
+from offplan.schedule import slots_read
 from tests.checkpoint.files import write_sparse
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
 from tests.runtime.plans import group, offload
@@ -237,6 +238,20 @@ def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, .
         else:
             by_phase[name] = kept
     verify()
+
+
+@pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])
+def test_a_store_that_reads_other_slots_than_the_schedule_fills_is_noticed(
+    checkpoint: Path, rules: tuple[Rule, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turned(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
+        slots = slots_read(placement, phase)
+        return {layer: (1 - slot, span) for layer, (slot, span) in slots.items()}
+
+    for wrong in (turned, lambda *_: {}):
+        monkeypatch.setattr(store, "slots_read", wrong)
+        with pytest.raises(PlanError, match=r"expected .* \(slot"):
+            load(checkpoint, *rules)
 
 
 MEASURE_PEAK = """

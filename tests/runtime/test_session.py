@@ -1,16 +1,22 @@
 """What a session believes about itself, whatever happens to it."""
 
+import mmap
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError
+from offplan.runtime import store
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
-from tests.runtime.conftest import save_tiny
+from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
 
 NUM_TOKENS = 6
@@ -56,6 +62,35 @@ def test_a_request_after_one_that_overflowed(checkpoint: Path) -> None:
         assert tokens_of(session) == expected
 
 
+def test_closing_gives_everything_back(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is memory that lives as long as any view of it does."""
+    blocks: list[weakref.ref[mmap.mmap]] = []
+
+    class Pages(mmap.mmap):
+        def __init__(self, *_: object) -> None:
+            blocks.append(weakref.ref(self))
+
+    def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
+        return torch.frombuffer(Pages(-1, num_bytes), dtype=torch.uint8)
+
+    monkeypatch.setattr(mmap, "mmap", Pages)
+    monkeypatch.setattr(store, "allocate", allocate)
+    untied = open_model(str(checkpoint)).input_embedding is not None
+    embeddings = {"embeddings": "host"} if untied else {}
+    session = open_session(checkpoint, offload(group(2, 1), group(1, 1, "mlp"), **embeddings))
+    tokens_of(session)
+    assert session.layers.cache is not None
+    caches = [weakref.ref(layer.keys) for layer in session.layers.cache.layers]
+    held = [ref for ref in (*blocks, *caches) if ref() is not None]
+    assert len(held) == 1 + 2 + NUM_LAYERS + untied + NUM_LAYERS  # arena, slots, slabs, caches
+    for _ in range(2):
+        session.close()
+        assert [ref() for ref in held] == [None] * len(held)
+        for use in (session.prefill, session.decode):
+            with pytest.raises(ValueError, match="session is closed"):
+                use(PROMPT)
+
+
 def test_tokens_of_another_batch_are_refused(checkpoint: Path) -> None:
     with open_session(checkpoint, offload()) as session:
         session.prefill(PROMPT)
@@ -83,6 +118,21 @@ def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) ->
         assert tokens_of(session) == expected[0, PROMPT.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize(("chunk", "num_rows"), [(64, 10), (4, 10 + 2)])
+def test_rows_of_an_embedding_on_the_host_cross_the_link(
+    tmp_path: Path, chunk: int, num_rows: int
+) -> None:
+    measured = Measured()
+    decision = offload(embeddings="host", prefill_chunk=chunk)
+    with open_session(save_tiny("qwen3", tmp_path), decision) as session:
+        for _ in generate(session, PROMPT, NUM_TOKENS, measured):
+            pass
+        row_bytes = SIZES["hidden_size"] * 4
+        assert measured.prefill_link_bytes == num_rows * row_bytes
+        assert measured.decode_link_bytes == (NUM_TOKENS - 1) * row_bytes
+        assert session.link.bytes_moved == 0
+
+
 def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
     folder = save_tiny("gemma2", tmp_path)
     with (
@@ -90,3 +140,31 @@ def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="softcap"),
     ):
         session.prefill(PROMPT)
+
+
+def test_a_layer_that_returns_more_than_hidden_states_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Qwen3DecoderLayer.forward
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", lambda *a, **b: (own(*a, **b), None))
+    with (
+        open_session(save_tiny("qwen3", tmp_path), offload()) as session,
+        pytest.raises(CheckpointError, match="layer 0 returns more than hidden states"),
+    ):
+        session.prefill(PROMPT)
+
+
+def test_the_process_keeps_its_limit_of_compilations() -> None:
+    heard = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            heard.append(torch._dynamo.config.recompile_limit)
+            return hidden
+
+    before = torch._dynamo.config.recompile_limit
+    layers = DecoderLayers(torch.nn.ModuleList([Layer()]), compiled=True)
+    with torch.compiler.set_stance("force_eager"):
+        layers.step(0, Call(torch.zeros(1), {}))
+    assert heard == [MAX_VARIANTS]
+    assert torch._dynamo.config.recompile_limit == before
