@@ -3,9 +3,9 @@
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from offplan.checkpoint.model import Model
 from offplan.machine.profile import LayerTime
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
+from offplan.runtime.kv_cache import LayerCache
 from offplan.runtime.layers import Call
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.runtime.skeleton import decoder_layers
 
 NUM_SAMPLES = 5
 REPEATS = 4
-"""Times a layer is run in one captured graph: enough to make launches a small share."""
+"""Times a layer is run in a row: enough to make what begins and ends a row a small share."""
 
 
 def measure_layer_times(
@@ -125,40 +126,30 @@ def _sha256(content: bytes) -> str:
 
 
 def _time_prefill(session: Session, prompt: torch.Tensor) -> list[float]:
-    """Seconds of each layer, and of the rest, in a prefill pass: medians over NUM_SAMPLES."""
-    samples = []
-    layers = decoder_layers(session.loaded.module)
-    for _ in range(NUM_SAMPLES + 1):  # the first one warms up
-        with _layer_events(layers) as events, session.stream():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            session.prefill(prompt)
-            stop.record()
-        stop.synchronize()
-        each = [before.elapsed_time(after) / 1e3 for before, after in events]
-        samples.append([*each, start.elapsed_time(stop) / 1e3 - sum(each)])
-    return [statistics.median(column) for column in zip(*samples[1:], strict=True)]
+    """Seconds of each layer, called again and again, and of the rest of a prefill pass.
+
+    A short prompt takes as long as the host needs to launch it: layers are called as the model
+    calls them, with nothing in between that a request would not have either.
+    """
+    whole = _median_seconds(session, lambda: session.prefill(prompt))
+    tokens = prompt.to(session.device)
+    with session.stream(), torch.inference_mode():
+        calls = session.layers.note_calls(lambda: session.forward_chunk(tokens, 0))
+        each = [
+            _median_seconds(session, partial(_repeat, session, layer, call)) / REPEATS
+            for layer, call in zip(decoder_layers(session.loaded.module), calls, strict=True)
+        ]
+    return [*each, max(0.0, whole - sum(each))]
 
 
-@contextmanager
-def _layer_events(layers: nn.ModuleList) -> Iterator[list[tuple[torch.cuda.Event, ...]]]:
-    """Record an event before and one after every layer that runs inside."""
-    events: list[tuple[torch.cuda.Event, ...]] = []
-
-    def before(*_: Any) -> None:
-        events.append(tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)))
-        events[-1][0].record()
-
-    def after(*_: Any) -> None:
-        events[-1][1].record()
-
-    handles = [layer.register_forward_pre_hook(before) for layer in layers]
-    handles += [layer.register_forward_hook(after) for layer in layers]
-    try:
-        yield events
-    finally:
-        for handle in handles:
-            handle.remove()
+def _repeat(session: Session, layer: nn.Module, call: Call) -> None:
+    """Call a layer as the model does, with the whole cache."""
+    arguments = {
+        name: session.layers.cache if isinstance(value, LayerCache) else value
+        for name, value in call.arguments.items()
+    }
+    for _ in range(REPEATS):
+        layer(call.hidden, **arguments)
 
 
 def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
