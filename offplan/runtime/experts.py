@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
 
 EXPERTS_NAME = "offplan"
 MAX_PAIRS = 1024
@@ -82,6 +82,21 @@ def _multiply(  # type: ignore[no-untyped-def]
         tl.store(where, sums.to(out.dtype.element_ty), mask=(m < stop)[None, :])
 
 
+def serves(experts: Any) -> bool:
+    """Whether the kernels know these experts: plain products of sizes that blocks divide."""
+    plain = not (
+        experts.is_transposed or experts.has_bias or getattr(experts, "has_post_expert_norm", False)
+    )
+    sizes = (*_first(experts).shape[1:], *experts.down_proj.shape[1:])
+    return plain and all(map(block_size, sizes))
+
+
+def _first(experts: Any) -> torch.Tensor:
+    """The weight that tokens meet first, [experts, out, in]."""
+    weight: torch.Tensor = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    return weight
+
+
 def forward_experts(
     experts: Any,
     hidden_states: torch.Tensor,
@@ -91,23 +106,14 @@ def forward_experts(
     """Send tokens through their experts, for transformers' experts interface.
 
     ``hidden_states`` is [tokens, hidden], ``top_k_index`` and ``top_k_weights`` [tokens, k].
-    Returns [tokens, hidden]. Experts of a form that the kernels do not know go through grouped
-    products. Synchronises nothing.
+    Returns [tokens, hidden]. ``serves`` says for which experts this is, MAX_PAIRS for how many
+    tokens. Synchronises nothing.
     """
-    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    second = experts.down_proj
-    fits = block_size(first.shape[1]) and block_size(first.shape[2]) and block_size(second.shape[1])
-    plain = not (
-        experts.is_transposed or experts.has_bias or getattr(experts, "has_post_expert_norm", False)
-    )
-    if not plain or not fits or top_k_index.numel() > MAX_PAIRS:
-        grouped: Any = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-        return grouped(experts, hidden_states, top_k_index, top_k_weights)
     num_tokens, num_chosen = top_k_index.shape
     pairs = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
-    made = multiply(hidden_states, first, pairs, num_chosen)
+    made = multiply(hidden_states, _first(experts), pairs, num_chosen)
     made = experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
-    made = multiply(made, second, pairs, 1)
+    made = multiply(made, experts.down_proj, pairs, 1)
     weighted = made.view(num_tokens, num_chosen, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
 

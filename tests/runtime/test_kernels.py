@@ -1,7 +1,11 @@
 """Our own kernels against plain products, and a model of bfloat16 that runs through all of them."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,58 +16,109 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tests.runtime.conftest import LATENTS, SIZES
 from tests.runtime.plans import group, offload, open_session
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""How ``test_on_the_cpu`` starts this file again."""
+DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
+LIMITS = (232448, 132)
+"""An H200's, for the interpreter: shared memory of a program, multiprocessors."""
+
+HAS_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")
+runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
 
 WIDE = {"hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8}
+TOKENS = [(1, 2), (1, 1), (3, 2), (20, 2), (200, 2)]
+LATENT_CASES = [(4, 0), (16, 130), (20, 499)]
 LATENT_SIZES = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(torch.bfloat16)
+def random(*shape: int, device: str = DEVICE) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(DTYPE)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 20, 200])
-def test_experts_equal_gathered_products(num_tokens: int) -> None:
-    from offplan.runtime.experts import forward_experts
-
-    num_experts, hidden, width = 8, 64, 48
-    experts = SimpleNamespace(
-        gate_up_proj=random(num_experts, 2 * width, hidden) / 8,
-        down_proj=random(num_experts, hidden, width) / 8,
+def make_experts(
+    num_experts: int, hidden: int, width: int, *, device: str = DEVICE, **others: bool
+) -> Any:
+    form = {"has_bias": False, "is_transposed": False, "has_post_expert_norm": False} | others
+    return SimpleNamespace(
+        gate_up_proj=random(num_experts, 2 * width, hidden, device=device) / 8,
+        down_proj=random(num_experts, hidden, width, device=device) / 8,
         num_experts=num_experts,
         has_gate=True,
-        has_bias=False,
-        is_transposed=False,
-        has_post_expert_norm=False,
         _is_expert_parallel=False,
         _apply_gate=lambda both: silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+        **form,
     )
+
+
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
+def test_on_the_cpu() -> None:
+    """Triton decides at its import whether it interprets, so that takes another process."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert f"{len(TOKENS) + len(LATENT_CASES)} passed" in done.stdout
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("num_tokens", "num_chosen"), TOKENS)
+def test_experts_equal_gathered_products(
+    num_tokens: int, num_chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offplan.runtime import experts as ours
+
+    if INTERPRETED:
+        monkeypatch.setattr(ours, "shared_bytes", lambda index: LIMITS[0])
+    torch.manual_seed(0)
+    num_experts, hidden = 8, 64
+    experts = make_experts(num_experts, hidden, width=48)
+    assert ours.serves(experts)
     tokens = random(num_tokens, hidden)
-    chosen = torch.rand(num_tokens, num_experts, device="cuda").topk(2, -1).indices
-    weights = torch.rand(num_tokens, 2, device="cuda")
-    got = forward_experts(experts, tokens, chosen, weights)
+    chosen = torch.rand(num_tokens, num_experts, device=DEVICE).topk(num_chosen, -1).indices
+    weights = torch.rand(num_tokens, num_chosen, device=DEVICE)
+    got = ours.forward_experts(experts, tokens, chosen, weights)
     expected = ALL_EXPERTS_FUNCTIONS["batched_mm"](experts, tokens, chosen, weights)
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.002)
 
 
-@pytest.mark.parametrize(("heads", "position"), [(4, 0), (16, 130), (20, 499)])
-def test_latents_beyond_the_position_do_not_count(heads: int, position: int) -> None:
-    from offplan.runtime.latent_kernel import attend_filled
+@pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
+@pytest.mark.parametrize(
+    ("width", "others"),
+    [(24, {}), (8, {}), (48, {"has_bias": True}), (48, {"is_transposed": True})],
+)
+def test_other_experts_are_left_to_transformers(width: int, others: dict[str, bool]) -> None:
+    pytest.importorskip("triton")
+    from offplan.runtime.experts import serves
 
+    assert not serves(make_experts(2, 64, width, device="cpu", **others))
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("heads", "position"), LATENT_CASES)
+def test_latents_beyond_the_position_do_not_count(
+    heads: int, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offplan.runtime import latent_kernel
+
+    if INTERPRETED:
+        monkeypatch.setattr(latent_kernel, "_device_limits", lambda index: LIMITS)
     query, query_rotary = random(3, heads, 64), random(3, heads, 16)
     latents, rotaries = random(3, 500, 64), random(3, 500, 16)
     scores = query.float() @ latents.float().mT + query_rotary.float() @ rotaries.float().mT
     shares = (scores[..., : position + 1] * 0.1).softmax(-1)
-    expected = (shares @ latents.float()[:, : position + 1]).to(torch.bfloat16)
+    expected = (shares @ latents.float()[:, : position + 1]).to(DTYPE)
     latents[:, position + 1 :] = torch.nan
-    where = torch.tensor([position], device="cuda")
-    got = attend_filled(query, query_rotary, latents, rotaries, where, 0.1)
+    where = torch.tensor([position], device=DEVICE)
+    got = latent_kernel.attend_filled(query, query_rotary, latents, rotaries, where, 0.1)
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_a_chunk_attends_as_its_part_of_the_whole() -> None:
     from offplan.runtime.attention import _attend_in_two, _gives_softmax_sums
 
@@ -76,6 +131,8 @@ def test_a_chunk_attends_as_its_part_of_the_whole() -> None:
     torch.testing.assert_close(got, whole[:, :, 512:], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("chunk", [4, 12])
 def test_bfloat16_logits_equal_resident(chunk: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
