@@ -42,6 +42,8 @@ def attend(
     None. Runs on the current stream, synchronises nothing.
     """
     unknown = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if sliding_window is not None and sliding_window < key.shape[2] and keeps_latents(module):
+        unknown.append("latents and a sliding window")
     if unknown:
         raise CheckpointError(
             f"{type(module).__name__} needs attention with {unknown[0]}, which `run` does not "
@@ -74,7 +76,9 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """Attend from a chunk of a prompt to all tokens up to its own, the last of which it is."""
     start, num_new = int(before), query.shape[2]
-    key, value = key[:, :, : start + num_new], value[:, :, : start + num_new]
+    # what no window reaches would only make the mask, and the work, grow with the context
+    first = max(0, start - window + 1) if window is not None else 0
+    key, value = (part[:, :, first : start + num_new] for part in (key, value))
     if keeps_latents(module):
         key, value = module.expand_latents(key, value)
     num_kept = key.shape[2]

@@ -3,6 +3,7 @@
 What is done to a layer is done once, and undone with the model.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, OffplanError
 from offplan.runtime.kv_cache import KVCache
 
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
+
+
+def require_triton() -> None:
+    """Raise OffplanError where layers cannot be compiled for a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        raise OffplanError(
+            "running on a GPU needs the package triton, with which its layers are compiled: "
+            "pip install triton, on Windows triton-windows"
+        )
 
 
 @dataclass(frozen=True)

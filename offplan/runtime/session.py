@@ -22,13 +22,15 @@ from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
 from offplan.runtime.kv_cache import KVCache, Position
 from offplan.runtime.latent import keep_latents
-from offplan.runtime.layers import DecoderLayers
+from offplan.runtime.layers import DecoderLayers, require_triton
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.moments import on_device
 from offplan.runtime.skeleton import decoder_layers
 from offplan.schedule import Ring, Schedule, build_pass, empty_ring
 
+KERNEL_TYPES = ("bfloat16", "float16")
+"""Types that our own kernels multiply: they would round float32 to TF32, and overfill tiles."""
 NUM_WARMUP_STEPS = 2
 """Decode steps after a prompt that are not like those to come: the first one finds the ring as
 prefill left it, and runs uncaptured after a change of batch; in the second the step is captured."""
@@ -60,9 +62,12 @@ class Session:
         makes every copy at the latest legal moment. ``capture`` (CUDA only) captures the decode
         step. ``wrap_link`` puts another link in front of the one that moves the bytes.
 
-        Raises what LoadedModel raises; whatever was taken until then is given back.
+        Raises what LoadedModel raises, whatever was taken until then being given back, and
+        OffplanError where the GPU's compiler is missing.
         """
         self.device = torch.device(device)
+        if capture and self.device.type == "cuda":
+            require_triton()  # before minutes of loading
         self.context = context
         self._chunk = offload.prefill_chunk
         self._used_before = bytes_in_use(self.device)
@@ -94,7 +99,8 @@ class Session:
         keep_latents(self.loaded.module)
         self.layers = DecoderLayers(layers, compiled=self._capture)
         self._executor = Executor(layers, self.link)
-        self._filled = _find_filled(self.loaded) if self._capture else filled_mask
+        self._filled = _find_filled(self.loaded, self.context) if self._capture else filled_mask
+        self._own_experts = _find_own_experts(self.loaded) if self._capture else ("", 0)
         self._captured: _CapturedDecode | None = None
         self._decoded = False
         """Whether a step ran with this batch, so that libraries have allocated what they need."""
@@ -199,7 +205,7 @@ class Session:
                     logits = self._executor.run(schedule, forward)
             else:
                 logits = self._prefill_by_layer(schedule, chunks)
-            self.position.rows = self.position.tensor.fill_(num_tokens)
+            self.position.tensor.fill_(num_tokens)
         self._length = num_tokens
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -273,7 +279,8 @@ class Session:
 
     def forward_one(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one decode pass at the position on the device; ``tokens`` is [batch, 1]."""
-        position = self.position.tensor
+        # said by each pass for itself: between them profiling notes calls of the other phase
+        self.position.rows = position = self.position.tensor
         filled = self._filled(position, self.context)
         return self._call(tokens, position.expand(tokens.shape[0], 1), filled)
 
@@ -353,30 +360,45 @@ class Session:
         """Name, for transformers, what multiplies the experts of so many tokens best."""
         experts = self.loaded.model.experts
         assert experts is not None
-        half = self.loaded.model.dtype in ("bfloat16", "float16")
-        if self._capture and half:
-            from offplan.runtime.experts import EXPERTS_NAME, MAX_PAIRS  # needs triton, so a GPU
-
-            if num_tokens * experts.num_experts_per_token <= MAX_PAIRS:
-                return EXPERTS_NAME
+        name, max_pairs = self._own_experts
+        if num_tokens * experts.num_experts_per_token <= max_pairs:
+            return name
         # grouped products on CUDA exist for bf16 alone and would synchronise inside a capture
         loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
         return "batched_mm" if num_tokens == 1 or loops else "grouped_mm"
 
 
-def _find_filled(loaded: LoadedModel) -> Callable[[torch.Tensor, int], torch.Tensor | BlockMask]:
+def _find_own_experts(loaded: LoadedModel) -> tuple[str, int]:
+    """What transformers knows our own kernels for experts by, and for how many pairs they serve.
+
+    The latter, pairs of a token and an expert, is 0 where they do not know this model's experts.
+    """
+    if loaded.model.experts is None or loaded.model.dtype not in KERNEL_TYPES:
+        return "", 0
+    from offplan.runtime.experts import EXPERTS_NAME, MAX_PAIRS, serves  # needs triton
+
+    # only those that transformers lets choose how they are multiplied say what they are made of
+    experts = [module for module in loaded.module.modules() if hasattr(module, "has_gate")]
+    return EXPERTS_NAME, MAX_PAIRS if experts and all(map(serves, experts)) else 0
+
+
+def _find_filled(
+    loaded: LoadedModel, context: int
+) -> Callable[[torch.Tensor, int], torch.Tensor | BlockMask]:
     """How a captured decode step of this model tells attention where its cache ends.
 
     Compiled block attention needs heads of a power of two from 16 on and no sliding window, the
-    kernel for latents their ranks likewise.
+    kernel for latents their ranks likewise, and KERNEL_TYPES.
     """
     config = loaded.module.config.get_text_config()
-    if any(layer.kv_cache.window is not None for layer in loaded.model.layers):
+    # a config that does not say which layers have its window leaves that to their code
+    kinds, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
+    unknown = kinds is None and window is not None and window < context
+    if unknown or any(layer.kv_cache.window is not None for layer in loaded.model.layers):
         return filled_mask
     if rank := getattr(config, "kv_lora_rank", None):
-        return (
-            filled_up_to if _is_power(rank) and _is_power(config.qk_rope_head_dim) else filled_mask
-        )
+        powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
+        return filled_up_to if powers and loaded.model.dtype in KERNEL_TYPES else filled_mask
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return filled_blocks if _is_power(dim) else filled_mask
 

@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     GPTNeoXConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -61,6 +62,11 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "deepseek_v3": DeepseekV3Config(**SIZES, **LATENTS, q_lora_rank=16),
     "gpt_neox": GPTNeoXConfig(**SIZES, num_attention_heads=4),
     "gemma2": Gemma2Config(**SIZES, **HEADS),
+    "qwen3_wide": Qwen3Config(**SIZES, **{**HEADS, "head_dim": 16}),
+    "mistral_windowed": MistralConfig(**SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8),
+    "latents_wide": DeepseekV2Config(
+        **SIZES, **{**LATENTS, "qk_rope_head_dim": 16}, q_lora_rank=None, head_dim=16
+    ),
 }
 """Not run through every rule: what they have that the others have not is tested once."""
 

@@ -1,7 +1,9 @@
 """What a session believes about itself, whatever happens to it."""
 
 import mmap
+import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError, InputError
+from offplan.errors import CheckpointError, InputError, OffplanError
 from offplan.runtime import store
+from offplan.runtime.attention import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
-from offplan.runtime.session import Session
+from offplan.runtime.session import Session, _find_filled
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
@@ -118,6 +121,16 @@ def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) ->
         assert tokens_of(session) == expected[0, PROMPT.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 4, 9, 64])
+def test_a_chunk_looks_back_as_far_as_its_window(tmp_path: Path, chunk: int) -> None:
+    folder = save_tiny("mistral_windowed", tmp_path)
+    prompt = torch.cat([PROMPT, PROMPT], dim=1)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with open_session(folder, offload(prefill_chunk=chunk)) as session, torch.inference_mode():
+        expected = stock(prompt).logits[:, -1]
+        torch.testing.assert_close(session.prefill(prompt), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("chunk", "num_rows"), [(64, 10), (4, 10 + 2)])
 def test_rows_of_an_embedding_on_the_host_cross_the_link(
     tmp_path: Path, chunk: int, num_rows: int
@@ -131,6 +144,40 @@ def test_rows_of_an_embedding_on_the_host_cross_the_link(
         assert measured.prefill_link_bytes == num_rows * row_bytes
         assert measured.decode_link_bytes == (NUM_TOKENS - 1) * row_bytes
         assert session.link.bytes_moved == 0
+
+
+def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
+    """As profiling does: the step writes its own row, not the prompt's."""
+    with open_session(checkpoint, offload()) as session, torch.inference_mode():
+        session.prefill(PROMPT)
+        expected = session.decode(PROMPT[:, :1]).clone()
+        session.prefill(PROMPT)
+        session.layers.note_calls(lambda: session.forward_chunk(PROMPT, 0))
+        assert torch.equal(session.decode(PROMPT[:, :1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "filled"),
+    [
+        ("qwen3_wide", "float32", filled_blocks),
+        ("mistral_windowed", "bfloat16", filled_mask),
+        ("latents_wide", "bfloat16", filled_up_to),
+        ("latents_wide", "float32", filled_mask),
+        ("deepseek_v2", "bfloat16", filled_mask),
+    ],
+)
+def test_kernels_of_a_captured_step(tmp_path: Path, name: str, dtype: str, filled: object) -> None:
+    with open_session(save_tiny(name, tmp_path), offload()) as session:
+        session.loaded.model = replace(session.loaded.model, dtype=dtype)
+        assert _find_filled(session.loaded, session.context) is filled
+
+
+def test_without_triton_no_weight_is_loaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(OffplanError, match="needs the package triton"):
+        open_session(checkpoint, offload(), "cuda")
 
 
 def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
