@@ -32,16 +32,52 @@ Source: transformers' attention, read.
 LOGIT_BYTES = 6
 """Of one logit: in bfloat16 as the head gives it, and in float32 to choose a token from."""
 
-SCORE_BYTES = 10
-"""Of one attention score over latents: in float32, its softmax in float32 and in bfloat16.
+JOINED_PARTS = 2
+"""What a later chunk's tokens find in those before it, and in itself, beside the two joined.
 
-Source: ``runtime.latent.attend_latent``.
+Source: ``runtime.attention._attend_in_two``.
 """
 
-ROUTED_COPIES = 2
-"""A routed token's hidden state is gathered for its expert, and what returns is scattered.
+MASK_BYTES = 5
+"""Of a new token and one that a window may show it: two comparisons, both of them, a bias of 2.
 
-Source: transformers' ``grouped_mm`` experts, read.
+Source: ``runtime.attention._window_mask``; kernels want the mask in the type of the query.
+"""
+
+SCORE_BYTES = 10
+"""Of one attention score over latents without the kernel: in float32, its softmax, and in bfloat16.
+
+Source: ``runtime.latent._mix``.
+"""
+
+SPLITS = 192
+"""Splits of the cache that the kernel for latents joins, over all sequences and blocks of heads.
+
+It makes as many as the GPU has multiprocessors (an H200: 132), or one for each of those blocks.
+Source: ``runtime.latent_kernel.attend_filled``.
+"""
+
+KERNEL_HEADS = 16
+"""Heads of such a block. Source: ``runtime.latent_kernel.BLOCK_HEADS``."""
+
+KERNEL_PAIRS = 1024
+"""Pairs of a token and an expert up to which the runtime's own kernels gather no weights.
+
+Source: ``runtime.experts.MAX_PAIRS``.
+"""
+
+KERNEL_MULTIPLE = 16
+"""Of sizes that those kernels know. Source: ``runtime.experts.block_size``."""
+
+KERNEL_TYPES = ("bfloat16", "float16")
+"""Types that the runtime's own kernels know. Source: ``runtime.session.KERNEL_TYPES``."""
+
+ROUTED_COPIES = 2
+"""Beside an expert's products, hidden states of a pair of a token and an expert.
+
+For few tokens what an expert returns, weighted in float32; for many the hidden state gathered for
+the expert, and what returns put back in order. Source: ``runtime.experts.forward_experts``, and
+transformers' ``grouped_mm`` experts, compiled.
 """
 
 _ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})
@@ -107,27 +143,54 @@ def logits_bytes(model: Model, shape: PassShape) -> int:
 def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """Attention's temporaries.
 
-    ATTENTION_COPIES x new tokens x the width of its products, and for latent attention: in prefill
-    the keys and values of every head, expanded over the whole context (twice: the product, and
-    keys with their rotary part joined); in decode SCORE_BYTES for every head and cached token.
+    ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of what
+    attention returns for a chunk that is not the first, or a window's mask; and for latent
+    attention ``latent_bytes``.
     """
     width = _output_width(p for p in layer.parameters if role_of(p) in _ATTENTION_ROLES)
-    products = ATTENTION_COPIES * shape.num_tokens * width * element_bytes(model)
-    if not read_count(text_config(model.config), "kv_lora_rank"):
-        return products
+    total = ATTENTION_COPIES * shape.num_tokens * width * element_bytes(model)
+    dims, window = attention_dims(model.config, shape.phase), layer.kv_cache.window
+    if shape.phase is Phase.PREFILL and window is not None and window < shape.context:
+        total += MASK_BYTES * shape.tokens * min(shape.context, shape.tokens + window - 1)
+    elif shape.phase is Phase.PREFILL and shape.tokens < shape.context:
+        made = shape.num_tokens * dims.num_heads * dims.value_dim
+        total += JOINED_PARTS * made * element_bytes(model)
+    if read_count(text_config(model.config), "kv_lora_rank"):
+        total += latent_bytes(model, layer, shape)
+    return total
+
+
+def latent_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """What latent attention takes besides.
+
+    In prefill the keys and values of every head, expanded over the whole context (twice: the
+    product, and keys with their rotary part joined). In decode what each split of the cache mixes,
+    in float32, with one softmax sum; without the kernel SCORE_BYTES for every head and cached
+    token.
+    """
     dims = attention_dims(model.config, shape.phase)
-    per_token = dims.num_heads * SCORE_BYTES
     if shape.phase is Phase.PREFILL:
-        per_token = 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * element_bytes(model)
-    return products + shape.batch * shape.context * per_token
+        width = 2 * dims.num_heads * (dims.query_dim + dims.value_dim)
+        return shape.batch * shape.context * width * element_bytes(model)
+    rank, rope = dims.value_dim, dims.query_dim - dims.value_dim
+    in_kernel = model.dtype in KERNEL_TYPES and layer.kv_cache.window is None
+    if not in_kernel or not (_is_power(rank) and _is_power(rope)):
+        return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
+    blocks = shape.batch * -(-dims.num_heads // KERNEL_HEADS)
+    return 4 * (rank + 1) * KERNEL_HEADS * max(SPLITS, blocks)
+
+
+def _is_power(dim: int) -> bool:
+    """Whether the kernel for latents knows this width: a power of two from 16 on."""
+    return dim >= 16 and dim & (dim - 1) == 0
 
 
 def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """Temporaries of the MLP, of shared and of routed experts.
 
     New tokens x the width of the products (gate, up, down), and the same for each of a token's
-    experts with ROUTED_COPIES of its hidden state. A token that is alone has the weights of its
-    experts gathered (``batched_mm``, which the runtime chooses then).
+    experts with ROUTED_COPIES of its hidden state; where the runtime has their weights gathered,
+    those too.
     """
     dense = _output_width(p for p in layer.parameters if role_of(p) in _MLP_ROLES)
     routed = gathered = 0
@@ -135,9 +198,28 @@ def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
         hidden = _hidden_size(model)
         width = _output_width(p for p in layer.parameters if p.is_expert)
         routed = model.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
-        if shape.num_tokens == 1:
-            gathered = model.experts.num_experts_per_token * model.experts.bytes_per_expert
+        if _gathers_experts(model, layer, shape):
+            pairs = shape.num_tokens * model.experts.num_experts_per_token
+            gathered = pairs * model.experts.bytes_per_expert
     return shape.num_tokens * (dense + routed) * element_bytes(model) + gathered
+
+
+def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
+    """Whether each token has the weights of its experts copied: ``batched_mm``, on a GPU.
+
+    Source: ``runtime.session.Session._serve_experts``.
+    """
+    assert model.experts is not None
+    pairs = shape.num_tokens * model.experts.num_experts_per_token
+    shapes = [parameter.tensors[0].shape for parameter in layer.parameters if parameter.is_expert]
+    served = model.dtype in KERNEL_TYPES and all(
+        len(shape) > 1 and not any(size % KERNEL_MULTIPLE for size in shape[-2:])
+        for shape in shapes
+    )
+    if served and pairs <= KERNEL_PAIRS:
+        return False
+    looped = shape.phase is Phase.DECODE and model.dtype != "bfloat16"
+    return shape.num_tokens == 1 or looped
 
 
 _BLOCKS = (attention_bytes, mlp_bytes)

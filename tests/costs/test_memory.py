@@ -8,13 +8,19 @@ from offplan.checkpoint.model import KVCache
 from offplan.costs.memory import (
     ATTENTION_COPIES,
     HIDDEN_COPIES,
+    JOINED_PARTS,
+    KERNEL_HEADS,
     LOGIT_BYTES,
     MARGIN,
+    MASK_BYTES,
     SCORE_BYTES,
+    SPLITS,
     activation_bytes,
     attention_bytes,
+    element_bytes,
     hidden_bytes,
     kv_cache_bytes,
+    latent_bytes,
     logits_bytes,
     mlp_bytes,
     overhead_bytes,
@@ -28,7 +34,9 @@ from tests.costs.builders import (
     DENSE,
     HIDDEN,
     MIB,
+    MOE,
     VOCABULARY,
+    Shapes,
     dense_model,
     make_layer,
     make_machine,
@@ -48,7 +56,8 @@ def test_terms_of_a_dense_model() -> None:
     assert hidden_bytes(model, SHAPE) == HIDDEN_COPIES * TOKENS * HIDDEN * 2
     assert logits_bytes(model, SHAPE) == 2 * VOCABULARY * LOGIT_BYTES
     width = HIDDEN + HIDDEN + 2 * (HIDDEN // 2)  # q, o, k, v
-    assert attention_bytes(model, layer, SHAPE) == ATTENTION_COPIES * TOKENS * width * 2
+    first = PassShape(Phase.PREFILL, 2, 10, 10)
+    assert attention_bytes(model, layer, first) == ATTENTION_COPIES * TOKENS * width * 2
     assert mlp_bytes(model, layer, SHAPE) == TOKENS * (3 + 3 + 1) * HIDDEN * 2
 
 
@@ -66,23 +75,78 @@ def test_latent_attention_holds_keys_and_values_of_the_context() -> None:
         "qk_rope_head_dim": 8,
         "v_head_dim": 12,
     }
-    model, plain = make_model([DENSE], **config), make_model([DENSE])
-
-    def more(shape: PassShape) -> int:
-        attention = (attention_bytes(m, m.layers[0], shape) for m in (model, plain))
-        return next(attention) - next(attention)
-
-    assert more(SHAPE) == 2 * 30 * 2 * 4 * (24 + 12) * 2
-    assert more(PassShape(Phase.DECODE, 2, 1, 30)) == 2 * 30 * 4 * SCORE_BYTES
+    model = make_model([DENSE], **config)
+    assert latent_bytes(model, model.layers[0], SHAPE) == 2 * 30 * 2 * 4 * (24 + 12) * 2
 
 
-def test_a_token_alone_has_its_experts_gathered() -> None:
-    model = moe_model(2)
-    one, two = (
-        mlp_bytes(model, model.layers[1], PassShape(Phase.DECODE, batch, 1, 9)) for batch in (1, 2)
-    )
-    assert model.experts is not None
-    assert one - two // 2 == 2 * model.experts.bytes_per_expert
+@pytest.mark.parametrize(
+    ("rope", "dtype", "window", "num_bytes"),
+    [
+        (16, "bfloat16", None, SPLITS * KERNEL_HEADS * (32 + 1) * 4),
+        (24, "bfloat16", None, 2 * 30 * 4 * SCORE_BYTES),
+        (16, "float32", None, 2 * 30 * 4 * SCORE_BYTES),
+        (16, "bfloat16", 9, 2 * 30 * 4 * SCORE_BYTES),
+    ],
+)
+def test_latents_in_decode(rope: int, dtype: str, window: int | None, num_bytes: int) -> None:
+    config = {"kv_lora_rank": 32, "qk_rope_head_dim": rope}
+    model = replace(make_model([DENSE], **config), dtype=dtype)
+    layer = make_layer(0, DENSE, KVCache(128, window=window))
+    assert latent_bytes(model, layer, PassShape(Phase.DECODE, 2, 1, 30)) == num_bytes
+
+
+def test_many_sequences_have_a_split_each() -> None:
+    model = make_model([DENSE], kv_lora_rank=32, qk_rope_head_dim=16)
+    shape = PassShape(Phase.DECODE, 500, 1, 30)
+    assert latent_bytes(model, model.layers[0], shape) == 500 * KERNEL_HEADS * (32 + 1) * 4
+
+
+@pytest.mark.parametrize(
+    ("window", "num_bytes"),
+    [
+        (None, JOINED_PARTS * TOKENS * 4 * 16 * 2),
+        (30, JOINED_PARTS * TOKENS * 4 * 16 * 2),
+        (25, MASK_BYTES * 10 * 30),
+        (8, MASK_BYTES * 10 * 17),
+    ],
+)
+def test_a_later_chunk_joins_two_parts_or_has_a_mask(window: int | None, num_bytes: int) -> None:
+    model = dense_model(1)
+    layer = make_layer(0, DENSE, KVCache(128, window=window))
+    first = attention_bytes(model, model.layers[0], replace(SHAPE, context=SHAPE.tokens))
+    assert attention_bytes(model, layer, SHAPE) - first == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "phase", "tokens", "gathered"),
+    [
+        ("bfloat16", Phase.DECODE, 1, 0),
+        ("float16", Phase.DECODE, 512, 0),
+        ("float16", Phase.DECODE, 513, 513),
+        ("float16", Phase.PREFILL, 513, 0),
+        ("float32", Phase.PREFILL, 1, 1),
+        ("float32", Phase.PREFILL, 2, 0),
+        ("float32", Phase.DECODE, 3, 3),
+    ],
+)
+def test_experts_gathered_for_each_token(
+    dtype: str, phase: Phase, tokens: int, gathered: int
+) -> None:
+    model = replace(moe_model(2), dtype=dtype)
+    layer, experts = model.layers[1], model.experts
+    assert experts is not None
+    without = tokens * (3 * HIDDEN + 2 * (3 * HIDDEN + 2 * HIDDEN)) * element_bytes(model)
+    shape = PassShape(phase, tokens, 1, 9)
+    assert mlp_bytes(model, layer, shape) - without == gathered * 2 * experts.bytes_per_expert
+
+
+def test_a_token_alone_gathers_experts_that_the_kernels_do_not_know() -> None:
+    alone = PassShape(Phase.DECODE, 1, 1, 9)
+    odd: Shapes = {n: (24, HIDDEN) if ".experts." in n else s for n, s in MOE.items()}
+    model = make_model([odd])
+    experts = model.experts
+    assert experts is not None
+    assert mlp_bytes(model, model.layers[0], alone) > 2 * experts.bytes_per_expert
 
 
 def test_activations_grow_with_the_chunk() -> None:
