@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from offplan.plan import Budget, Workload
 
 
+MOST_TIMED = 8192
+"""Tokens of the largest chunk whose layers are timed; a larger one's times are scaled from it."""
+
+
 @dataclass(frozen=True)
 class Wishes:
     """What the user asked for, checked before anything is read or measured."""
@@ -128,20 +132,19 @@ def measure_here(
 
     from offplan.machine.layer_cache import LayerTimeCache
     from offplan.machine.measure import measure_machine
-    from offplan.planner.problem import PREFILL_CHUNKS
+    from offplan.planner.problem import prefill_chunks
     from offplan.profiling import layer_times_key, measure_layer_times
     from offplan.runtime.gpu_memory import bytes_in_use
 
     # asked before this process has a context on the card, which the budget is to include
     used = bytes_in_use(torch.device("cuda"))
     profile = measure_machine(Progress("measuring the machine"), with_others=with_others)
-    key = layer_times_key(model, workload, PREFILL_CHUNKS[0])
+    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
+    key = layer_times_key(model, workload, chunks)
     cache = LayerTimeCache(Path(constants.HF_HOME), key)
     times = None if afresh else cache.load()
     if times is None:
-        times = measure_layer_times(
-            model, workload, PREFILL_CHUNKS[0], Progress("measuring the layers")
-        )
+        times = measure_layer_times(model, workload, chunks, Progress("measuring the layers"))
         cache.store(times)
     profile = profile.model_copy(update={"layer_times": times})
     return Found(profile, profile.gpu_memory.value - used)
