@@ -15,13 +15,14 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import group_units, place_units
 from offplan.plan import Backend, Budget, Offload, Rule, Workload
 from offplan.planner import make_plan
+from offplan.planner.combinations import list_combinations
 from offplan.planner.contents import Choice, Pricer
-from offplan.planner.pairs import list_pairs
 from offplan.planner.patterns import group_patterns
 from offplan.planner.problem import Problem
 from offplan.planner.search import SIMPLER
 from offplan.planner.segments import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
+from offplan.planner.targets import NEVER, Fastest
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model, rule
 from tests.test_planner import WORKLOAD, budget_for, search_everything
 
@@ -77,8 +78,9 @@ def test_the_search_prices_as_the_schedule_does(
     pricer = Pricer(problem)
     contents = pricer.contents(choices)
     weighed = pricer.weigh(contents, prefetch_step)
-    objective = pricer.objective_ps(contents, weighed.num_slots, number)
-    assert (objective, weighed.saved_bytes, weighed.host_bytes) == expected
+    prefill = pricer.prefill_ps(contents, weighed.num_slots, number)
+    decode = pricer.decode_ps(contents, weighed.num_slots, number)
+    assert (prefill + LONG.output_tokens * decode, weighed.saved_bytes, weighed.host_bytes) == expected
 
 
 @settings(deadline=None, max_examples=25)
@@ -95,21 +97,22 @@ def test_bounds_hold(
     """A pair's bound is no more than its candidates', and theirs no more than their time."""
     machine = make_machine(h2d=h2d, uva=0.9 * h2d)
     problem = Problem(model, machine, workload, budget_for(model, machine, share, workload))
-    pairs, pricer = list_pairs(problem), Pricer(problem)
-    bounds = list(pairs.bounds(float("inf")))
+    found, pricer = list_combinations(problem), Pricer(problem)
+    goal = Fastest(problem.weights)
+    bounds = list(found.bounds(2, goal, NEVER))
     assume(bounds)
     for number in data.draw(st.lists(st.integers(0, 10**6), min_size=5, max_size=20)):
-        pair = bounds[number % len(bounds)]
-        candidates = list(pairs.candidates(pair, float("inf")))
+        combined = bounds[number % len(bounds)]
+        candidates = list(found.candidates(combined, goal, NEVER))
         for candidate in candidates[:10] + candidates[-3:]:
             # both are sums of floats, whose slack is much more than their rounding
-            assert pair.bound_ps <= candidate.bound_ps * (1 + 1e-12)
-            contents = pricer.contents(pairs.choices(candidate))
-            weighed = pricer.weigh(contents, pair.num_slots)
-            if pair.num_slots and weighed.num_streamed <= pair.num_slots:
-                continue
-            objective = pricer.objective_ps(contents, weighed.num_slots, pair.setting)
-            assert candidate.bound_ps <= objective
+            assert combined.bound <= candidate.bound * (1 + 1e-12)
+            contents = pricer.contents(found.choices(combined, candidate))
+            weighed = pricer.weigh(contents, combined.num_slots)
+            prefill = pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
+            decode = pricer.decode_ps(contents, weighed.num_slots, combined.setting)
+            assert candidate.decode_ps <= decode
+            assert candidate.bound <= goal.value(prefill, decode)
 
 
 def all_pairs(model: Model) -> Iterator[tuple[Rule, Rule]]:

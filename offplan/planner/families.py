@@ -13,11 +13,13 @@ from offplan.planner.segments import SegmentClass
 class Family(NamedTuple):
     """Candidates with the same memory and the same bound: they differ in their pattern alone.
 
-    Families are searched in the order of their fields, which also chooses among equally fast plans.
+    Among equally fast plans that of the first family is chosen, in the order of ``rank``.
     """
 
-    bound_ps: int
-    """No member's request takes less."""
+    prefill_ps: int
+    """No member's prompt takes less."""
+    decode_ps: int
+    """No member's decode step takes less."""
     link_bytes: int
     """That a request moves, at least."""
     prefetch_step: int
@@ -32,6 +34,11 @@ class Family(NamedTuple):
     """Of a rule without a pattern; 0 otherwise."""
     patterns: tuple[Pattern, ...]
     """In the order to try; empty when everything is resident, or ``max_bytes`` is set."""
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """All but the bounds."""
+        return self[2:]
 
     @property
     def prefill_chunk(self) -> int:

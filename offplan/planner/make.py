@@ -13,6 +13,7 @@ from offplan.planner.floor import Floor, find_floor
 from offplan.planner.problem import Problem
 from offplan.planner.search import SIMPLER, Search, find_best
 from offplan.planner.space import list_families
+from offplan.planner.targets import NO_TARGETS, Fastest, Targets
 from offplan.units import format_bytes, format_seconds
 
 
@@ -43,7 +44,7 @@ def make_plan(
     machine: MachineProfile,
     workload: Workload,
     budget: Budget,
-    emphasis: tuple[int, int] = (1, 1),
+    targets: Targets = NO_TARGETS,
 ) -> PlanResult:
     """Find the fastest plan that keeps the budget: prompt plus all output tokens of a request.
 
@@ -54,11 +55,12 @@ def make_plan(
     input gives the same plan, byte for byte. Raises InfeasibleError, with the shortfall, when no
     candidate fits.
     """
-    problem = Problem(model, machine, workload, _within(machine, budget), emphasis)
+    problem = Problem(model, machine, workload, _within(machine, budget))
     families, shortfall = list_families(problem)
     if not families:
         raise _infeasible(problem, shortfall)
-    found = find_best(problem, families)
+    found = find_best(problem, families, Fastest(problem.weights, targets.limits_ps))
+    assert found
     plan = Plan(
         model=ModelRef(
             source=model.source,

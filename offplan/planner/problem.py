@@ -50,13 +50,11 @@ class Problem:
     workload: Workload
     budget: Budget
     """As the user gave it, but no more than the machine has."""
-    emphasis: tuple[int, int] = (1, 1)
-    """How many times prefill and decode count, where a target asks for more than speed."""
 
-    @cached_property
+    @property
     def weights(self) -> tuple[int, int]:
-        """Of the prompt, and of a decode step, in the objective."""
-        return self.emphasis[0], self.emphasis[1] * self.workload.output_tokens
+        """Of the prompt, and of a decode step, in the objective: a step for each output token."""
+        return 1, self.workload.output_tokens
 
     @cached_property
     def compute(self) -> ModelCompute:
@@ -136,7 +134,7 @@ class Problem:
         return price_step(self.compute, self.workload)
 
     def objective(self, prefill: int, decode: int) -> int:
-        """Weigh the two phases: the prompt, and a step for each output token, by emphasis."""
+        """Weigh the two phases: the prompt, and a step for each output token."""
         return self.weights[0] * prefill + self.weights[1] * decode
 
     def host_lack(self, slab_bytes: int, setting: Setting) -> int:

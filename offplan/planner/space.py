@@ -79,10 +79,8 @@ def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Famil
         if not shortfall.note(setting.lacking_bytes, problem.host_lack(0, setting)):
             continue
         yield Family(
-            bound_ps=problem.objective(
-                setting.prefill.resident_ps + setting.row_ps[0],
-                problem.decode.resident_ps + setting.row_ps[1],
-            ),
+            prefill_ps=setting.prefill.resident_ps + setting.row_ps[0],
+            decode_ps=problem.decode.resident_ps + setting.row_ps[1],
             link_bytes=problem.objective(*setting.row_bytes),
             prefetch_step=1,
             minus_chunk=-setting.prefill_chunk,
@@ -176,9 +174,8 @@ def _pattern_families(
                 totals.prefill_compute_ps[number],
             )
         yield Family(
-            bound_ps=problem.objective(
-                prefill_ps + setting.row_ps[0], decode_ps + setting.row_ps[1]
-            ),
+            prefill_ps=prefill_ps + setting.row_ps[0],
+            decode_ps=decode_ps + setting.row_ps[1],
             link_bytes=problem.objective(
                 prefill_bytes + setting.row_bytes[0], decode_bytes + setting.row_bytes[1]
             ),
@@ -252,9 +249,8 @@ def _max_bytes_families(
             decode = decode[0] + count * step[0], decode[1] + count * step[1]
             prefill = prefill[0] + count * prompt[0], prefill[1] + count * prompt[1]
         yield Family(
-            bound_ps=problem.objective(
-                setting.prefill.resident_ps + prefill[0], problem.decode.resident_ps + decode[0]
-            ),
+            prefill_ps=setting.prefill.resident_ps + prefill[0],
+            decode_ps=problem.decode.resident_ps + decode[0],
             link_bytes=problem.objective(prefill[1], decode[1]),
             prefetch_step=1,
             minus_chunk=-setting.prefill_chunk,
