@@ -55,6 +55,10 @@ class ClassOptions:
         return [kind for kind in self.costs if kind.unit_bytes]
 
 
+Groups = tuple[int, ...]
+"""A group of each class, by number."""
+
+
 class Rate(NamedTuple):
     """What a byte of a class costs at least, prefill first, and what its costliest layer does."""
 
@@ -177,8 +181,7 @@ class Candidate(NamedTuple):
     bound: Time
     decode_ps: float
     """No less than this."""
-    groups: tuple[int, ...]
-    """Of each class, by number."""
+    groups: Groups
 
 
 @dataclass(frozen=True)
@@ -218,21 +221,23 @@ class Combinations:
         for cut in goal.cuts(limit):
             within = line.keeping(cut, a.sizes, within)
         for one in within:
-            first, pattern = a.groups[one]
+            (first, pattern), size = a.groups[one], a.sizes[one]
+            alone = self._alone_ps(combined, 0, one)
             own_slot = max(least_slot, self._slot_bytes(combined, (first.slot_bytes, 0)))
-            lacking = setting.lacking_bytes - first.unit_bytes
+            lacking = setting.lacking_bytes - size
             start = bisect_left(b.sizes, lacking + combined.num_slots * own_slot)
             for other in range(start, len(b.groups)):
-                if goal.value(*line.times(a.sizes[one], b.sizes[other])) >= limit:
+                prefill, decode = line.times(size, b.sizes[other])
+                if goal.value(max(prefill, alone), decode) >= limit:
                     break  # by the byte, more only costs more
                 second, also = b.groups[other]
                 held = [held for layers, held in shared if layers & pattern.layers & also.layers]
                 slot = max(own_slot, self._slot_bytes(combined, (0, second.slot_bytes)), *held)
                 if b.sizes[other] < lacking + combined.num_slots * slot:
                     continue
-                times = self._bound_ps(combined, (a.groups[one], b.groups[other]))
-                if times is not None and (bound := goal.value(*times)) < limit:
-                    yield Candidate(bound, times[1], (one, other))
+                longest = max(alone, self._alone_ps(combined, 1, other))
+                if goal.value(longest, decode) < limit:
+                    yield from self._bounded(combined, goal, limit, longest, (one, other))
 
     def _shared_slots(self, combined: Combination) -> list[tuple[int, int]]:
         """Layers of a kind, and what a slot must hold of them at least if all rules stream it."""
@@ -256,17 +261,27 @@ class Combinations:
         streamed = zip(slots, combined.backends, strict=True)
         return max((slot for slot, backends in streamed if _streams(backends)), default=0)
 
-    def _bound_ps(
-        self, combined: Combination, groups: Sequence[tuple[Totals, Pattern]]
-    ) -> tuple[float, float] | None:
-        """Least times of the plan that takes these groups; None if it is no plan."""
-        rules = [
-            Taken(self.options[number].costs, *group, backends)
-            for number, group, backends in zip(
-                combined.classes, groups, combined.backends, strict=True
-            )
-        ]
-        return self.passes.least_ps(rules, combined.num_slots, combined.setting)
+    def _take(self, combined: Combination, rule: int, group: int) -> Taken:
+        """What one of the rules takes."""
+        number = combined.classes[rule]
+        option = self.options[number]
+        return Taken(number, option.costs, *option.groups[group], combined.backends[rule])
+
+    def _alone_ps(self, combined: Combination, rule: int, group: int) -> float:
+        taken = self._take(combined, rule, group)
+        return self.passes.alone_ps(taken, combined.num_slots, combined.setting)
+
+    def _bounded(
+        self, combined: Combination, goal: Goal, limit: Time, prefill_ps: float, groups: Groups
+    ) -> Iterator[Candidate]:
+        """Yield a plan unless a bound says that it is no better than ``limit``."""
+        taken = [self._take(combined, rule, group) for rule, group in enumerate(groups)]
+        times = self.passes.least_ps(taken, combined.num_slots, combined.setting)
+        if times is None:
+            return
+        bound = goal.value(max(times[0], prefill_ps), times[1])
+        if bound < limit:
+            yield Candidate(bound, times[1], groups)
 
     @cached_property
     def passes(self) -> PassBounds:

@@ -1,16 +1,18 @@
 """Least times of one plan of several rules, by arithmetic on the layers that each of them takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from offplan.costs.predict import PricedPass
 from offplan.costs.timeline import to_ps
 from offplan.plan import Backend
 from offplan.planner.patterns import Pattern
 from offplan.planner.problem import KindCosts, Problem
 from offplan.planner.space import Totals
+from offplan.planner.steady import LayerPass, prefill_ps
 
 Backends = tuple[Backend, Backend]
 
@@ -21,6 +23,8 @@ ROUNDING_PS = 2
 class Taken(NamedTuple):
     """What one rule of a plan takes."""
 
+    segment_class: int
+    """By number."""
     costs: tuple[KindCosts, ...]
     """Of its class, by kind of layer."""
     totals: Totals
@@ -33,6 +37,7 @@ class PassBounds:
     """Bounds the passes of plans of one problem."""
 
     problem: Problem
+    _alone: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     @cached_property
     def slack_ps(self) -> tuple[tuple[float, float], ...]:
@@ -91,6 +96,35 @@ class PassBounds:
             chosen.row_ps[0] + max(0, prompt_reads) + prompt_ps - slack_ps[0],
             chosen.row_ps[1] + max(0, step_reads) + step_ps - slack_ps[1],
         )
+
+    def alone_ps(self, rule: Taken, num_slots: int, setting: int) -> float:
+        """Least time of a prompt of plans with this rule: what it takes without the others.
+
+        They delay it: slots that they use look less far ahead, and their copies queue before its
+        own. None of its copies is spared but what decode streams as well, where its layers are too
+        many for slots of their own.
+        """
+        if rule.backends[0] is Backend.UVA or rule.totals.num_layers < 2 * num_slots:
+            return 0
+        chosen = self.problem.settings[setting]
+        is_warm = rule.backends[1] is Backend.PREFETCH
+        key = (rule.segment_class, rule.pattern.layers, num_slots, chosen.prefill_chunk, is_warm)
+        found = self._alone.get(key)
+        if found is None:
+            found = self._alone[key] = self._run_alone(rule, num_slots, chosen.prefill, is_warm)
+        return found + chosen.row_ps[0] - self.slack_ps[setting][0]
+
+    def _run_alone(self, rule: Taken, num_slots: int, priced: PricedPass, is_warm: bool) -> int:
+        prompt = [
+            LayerPass(layer_ps, 0, rule.costs[kind].slab_bytes, rule.costs[kind].copy_ps)
+            if rule.pattern.layers >> layer & 1
+            else LayerPass(layer_ps, 0, 0, 0)
+            for layer, (layer_ps, kind) in enumerate(
+                zip(priced.layer_ps, self.problem.kind_of, strict=True)
+            )
+        ]
+        step = prompt if is_warm else []
+        return prefill_ps(prompt, step, num_slots, priced.outside_ps)
 
     def _prompt_ps(
         self, prompt: Sequence[Taken], step: Sequence[Taken], num_slots: int, setting: int
