@@ -18,9 +18,9 @@ from offplan.placement import group_units
 from offplan.plan import Backend, Budget, Offload, Rule, Workload, dump_plan
 from offplan.planner import make_plan
 from offplan.planner.patterns import distinct_patterns, group_patterns
-from offplan.planner.search import SIMPLER
 from offplan.planner.segments import segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
+from offplan.planner.targets import SIMPLER
 from tests.costs.builders import dense_model, make_machine, make_model, moe_model, rule
 
 from tests.costs.builders import DENSE, MOE  # isort: skip

@@ -11,7 +11,8 @@ from offplan.plan import Budget, Plan, Workload
 from offplan.planner import make_plan
 from offplan.planner.crossovers import find_crossovers
 from offplan.planner.frontier import find_frontier
-from offplan.planner.targets import Targets, plan_throughput, plan_within, tokens_per_s
+from offplan.planner.targets import Targets
+from offplan.planner.throughput import plan_throughput, tokens_per_s
 from offplan.report.frontier import render_frontier
 from tests.cli import CLI, TINY_MOE
 from tests.costs.builders import dense_model, make_machine, moe_model
@@ -28,26 +29,17 @@ def fastest() -> Plan:
 
 def test_targets_that_are_kept_change_nothing() -> None:
     targets = Targets(max_ttft_s=60.0, max_tpot_s=60.0)
-    assert plan_within(MODEL, MACHINE, WORKLOAD, BUDGET, targets).plan == fastest()
+    assert make_plan(MODEL, MACHINE, WORKLOAD, BUDGET, targets).plan == fastest()
 
 
 def test_a_target_out_of_reach_names_the_nearest_and_the_memory_that_does() -> None:
     target = Targets(max_tpot_s=fastest().prediction.decode.step_s / 3)
     with pytest.raises(InfeasibleError, match="no plan reaches --max-tpot") as error:
-        plan_within(MODEL, make_machine(gpu_memory=2**23), WORKLOAD, BUDGET, target)
+        make_plan(MODEL, make_machine(gpu_memory=2**23), WORKLOAD, BUDGET, target)
     assert error.value.shortfall_bytes is not None
     enough = Budget(gpu_memory=BUDGET.gpu_memory + error.value.shortfall_bytes)
-    plan = plan_within(MODEL, MACHINE, WORKLOAD, enough, target).plan
+    plan = make_plan(MODEL, MACHINE, WORKLOAD, enough, target).plan
     assert target.excess(plan) <= 1
-
-
-def test_a_phase_may_count_more_than_speed_says() -> None:
-    decode, prefill = (
-        make_plan(MODEL, MACHINE, WORKLOAD, BUDGET, emphasis).plan.prediction
-        for emphasis in ((1, 1024), (1024, 1))
-    )
-    assert decode.decode.step_s <= prefill.decode.step_s
-    assert prefill.prefill.step_s <= decode.prefill.step_s
 
 
 def test_throughput_chooses_the_batch_that_gives_most() -> None:

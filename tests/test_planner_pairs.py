@@ -19,10 +19,9 @@ from offplan.planner.combinations import list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.patterns import group_patterns
 from offplan.planner.problem import Problem
-from offplan.planner.search import SIMPLER
 from offplan.planner.segments import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
-from offplan.planner.targets import NEVER, Fastest
+from offplan.planner.targets import NEVER, SIMPLER, Fastest
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model, rule
 from tests.test_planner import WORKLOAD, budget_for, search_everything
 
@@ -80,7 +79,11 @@ def test_the_search_prices_as_the_schedule_does(
     weighed = pricer.weigh(contents, prefetch_step)
     prefill = pricer.prefill_ps(contents, weighed.num_slots, number)
     decode = pricer.decode_ps(contents, weighed.num_slots, number)
-    assert (prefill + LONG.output_tokens * decode, weighed.saved_bytes, weighed.host_bytes) == expected
+    assert (
+        prefill + LONG.output_tokens * decode,
+        weighed.saved_bytes,
+        weighed.host_bytes,
+    ) == expected
 
 
 @settings(deadline=None, max_examples=25)

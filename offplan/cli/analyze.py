@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from offplan.cli.options import (
     BatchOption,
     ContextOption,
+    Engine,
+    EngineOption,
     ForceOption,
     GPUMemoryOption,
     HostMemoryOption,
@@ -49,6 +51,7 @@ def analyze(
     svg: PictureOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
+    engine: EngineOption = None,
 ) -> None:
     """Show a model's layers, the machine, and the plan for a workload and a budget."""
     from offplan.cli.models import open_named_model
@@ -61,7 +64,7 @@ def analyze(
     check_writable(svg, force=force)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
-    analysis = _analyze(open_named_model(model, revision, source), machine, wishes)
+    analysis = _analyze(open_named_model(model, revision, source), machine, wishes, engine)
     if json:
         print_json(analyze_payload(analysis))
     else:
@@ -78,9 +81,11 @@ def analyze(
     print_note(f"wrote {output}")
 
 
-def _analyze(model: "Model", machine: str | None, wishes: "Wishes") -> "Analysis":
+def _analyze(
+    model: "Model", machine: str | None, wishes: "Wishes", engine: Engine | None
+) -> "Analysis":
     """Plan if there is a machine to plan for; a plan that does not exist is a finding too."""
-    from offplan.cli.planning import find_machine, unmeasured
+    from offplan.cli.planning import find_machine, restrict_to, unmeasured
     from offplan.planner import make_plan
     from offplan.planner.crossovers import find_crossovers
     from offplan.report.analysis import Analysis
@@ -89,7 +94,13 @@ def _analyze(model: "Model", machine: str | None, wishes: "Wishes") -> "Analysis
     if found is None:
         return Analysis(model, None, unmeasured=unmeasured())
     try:
-        result = make_plan(model, found.profile, wishes.workload, wishes.budget(found))
+        result = make_plan(
+            model,
+            found.profile,
+            wishes.workload,
+            wishes.budget(found),
+            restriction=None if engine is None else restrict_to(engine, model),
+        )
     except InfeasibleError as error:
         return Analysis(model, found.profile, infeasible=error)
     return Analysis(

@@ -11,8 +11,10 @@ from offplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
+    from offplan.cli.options import Engine
     from offplan.machine.profile import MachineProfile
-    from offplan.plan import Budget, Workload
+    from offplan.plan import Budget, Offload, Workload
+    from offplan.planner.problem import Restriction
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,24 @@ def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: i
         )
     except ValidationError as error:
         raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def restrict_to(engine: "Engine", model: "Model") -> "Restriction":
+    """Plans that ``export`` does not refuse for this engine."""
+    from offplan.engines.export import export_plan
+    from offplan.errors import ExportError
+    from offplan.plan import Plan
+    from offplan.planner.problem import Restriction
+
+    def allows(offload: "Offload") -> bool:
+        try:
+            # of a plan only its decision is exported
+            export_plan(Plan.model_construct(offload=offload), model, engine.value)
+        except ExportError:
+            return False
+        return True
+
+    return Restriction(engine.value, allows, 2**30 if engine.value == "sglang" else 1)
 
 
 def has_gpu() -> bool:

@@ -1,6 +1,5 @@
 """Families of candidates: what the search goes through, best bound first."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -54,26 +53,30 @@ class Family(NamedTuple):
             rules=rules,
         )
 
-    def choices(self) -> Iterator[tuple[Choice, ...]]:
-        """Each member's choices; none for a rule of ``max_bytes``."""
-        if not self.patterns and not self.max_bytes:
-            yield ()
-        for pattern in self.patterns:
-            yield (Choice(SegmentClass(self.segments), self.prefill, self.decode, pattern),)
+    @property
+    def num_members(self) -> int:
+        """How many candidates these are."""
+        return max(1, len(self.patterns))
 
-    def members(self) -> Iterator[tuple[Rule, ...]]:
-        """The rules of each member."""
-        if self.max_bytes:
-            yield (
-                Rule(
-                    cpu_offload_params=self.segments,
-                    max_bytes=self.max_bytes,
-                    prefill=self.prefill,
-                    decode=self.decode,
-                ),
-            )
-        for choices in self.choices():
-            yield tuple(choice.rule() for choice in choices)
+    def choices(self, number: int) -> tuple[Choice, ...]:
+        """A member's choices; none for a rule of ``max_bytes``."""
+        if not self.patterns:
+            return ()
+        segment_class = SegmentClass(self.segments)
+        return (Choice(segment_class, self.prefill, self.decode, self.patterns[number]),)
+
+    def rules(self, number: int) -> tuple[Rule, ...]:
+        """A member's rules."""
+        if not self.max_bytes:
+            return tuple(choice.rule() for choice in self.choices(number))
+        return (
+            Rule(
+                cpu_offload_params=self.segments,
+                max_bytes=self.max_bytes,
+                prefill=self.prefill,
+                decode=self.decode,
+            ),
+        )
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """One question to the planner, and what all candidates share; equal layers are merged."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,7 +15,7 @@ from offplan.costs.predict import PricedPass, price_prompt, price_step
 from offplan.costs.timeline import to_ps
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, align, group_units
-from offplan.plan import Budget, Workload
+from offplan.plan import Budget, Offload, Workload
 from offplan.planner.segments import SegmentClass
 
 PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
@@ -42,6 +42,19 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Restriction:
+    """What an engine's flags can say: one rule, with one backend in both phases, and no embedding.
+
+    Of such plans only those that ``allows`` are searched.
+    """
+
+    engine: str
+    allows: Callable[[Offload], bool]
+    max_bytes_unit: int = 1
+    """A rule's ``max_bytes`` is a whole number of these."""
+
+
+@dataclass(frozen=True)
 class Problem:
     """One question to the planner, and what all candidates share."""
 
@@ -50,6 +63,7 @@ class Problem:
     workload: Workload
     budget: Budget
     """As the user gave it, but no more than the machine has."""
+    restriction: Restriction | None = None
 
     @property
     def weights(self) -> tuple[int, int]:
@@ -94,9 +108,9 @@ class Problem:
         """The chunks to try, the largest first, with the embedding in either place."""
         prompt = self.workload.prompt_tokens
         sizes = sorted({prompt, *(size for size in PREFILL_CHUNKS if size < prompt)}, reverse=True)
-        places = (
-            (None,) if self.model.input_embedding is None else (None, self.model.input_embedding)
-        )
+        places: tuple[TensorInfo | None, ...] = (None,)
+        if self.model.input_embedding is not None and self.restriction is None:
+            places = (None, self.model.input_embedding)
         return tuple(self._setting(size, place) for size in sizes for place in places)
 
     def _setting(self, prefill_chunk: int, host_embedding: TensorInfo | None) -> Setting:
@@ -163,6 +177,23 @@ class Problem:
     def read_step_in_place(self, units: Sequence[Unit]) -> tuple[int, int]:
         """Time, and bytes, that a decode step takes to read these units of one layer in place."""
         return self.read_in_place(units, [(self.workload.batch, 1)])
+
+
+def pose(
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    restriction: Restriction | None = None,
+) -> Problem:
+    """Pose a question; the budget takes no more than the machine has."""
+    gpu = min(budget.gpu_memory, machine.gpu_memory.value)
+    host = budget.host_memory
+    if machine.host_memory is not None:
+        limit = machine.host_memory.value
+        host = limit if host is None else min(host, limit)
+    within = Budget(gpu_memory=gpu, host_memory=host)
+    return Problem(model, machine, workload, within, restriction)
 
 
 @dataclass(frozen=True)

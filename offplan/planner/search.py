@@ -13,9 +13,6 @@ from offplan.planner.families import Family
 from offplan.planner.problem import Problem
 from offplan.planner.targets import NEVER, Goal, Time
 
-SIMPLER = 1.005
-"""A plan of fewer rules is chosen when its value is no more than this times as much."""
-
 
 @dataclass(frozen=True)
 class Found:
@@ -35,28 +32,35 @@ class Search:
     """Plans of at most one rule that fit the budget."""
     num_priced: int
     """Plans of one rule and of two whose timeline was run."""
-    second_rule_gain: float
-    """The value of the best plan of at most one rule over that of the chosen one."""
+    single: Found | None
+    """The best plan of at most one rule; None where none reaches the goal."""
+
+    @property
+    def second_rule_gain(self) -> float:
+        """The value of the best plan of at most one rule over that of the chosen one."""
+        return 1.0 if self.single is None else float(self.single.value / self.chosen.value)
 
 
 def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | None:
-    """Find the best plan; one of two rules only if one rule is SIMPLER times as bad.
+    """Find the best plan; one of two rules only if that is better by the goal's ``simpler``.
 
     Exact: what is passed over has a bound no better than what was found. None where no plan
     reaches the goal at all.
     """
     searcher = _Searcher(problem, goal)
     single = searcher.find_single(families)
-    limit = NEVER if single is None else float(single.value) / SIMPLER
-    pair = searcher.find_combination(list_combinations(problem), 2, limit)
+    pair = None
+    if problem.restriction is None:
+        limit = NEVER if single is None else float(single.value) / goal.simpler
+        pair = searcher.find_combination(list_combinations(problem), 2, limit)
     chosen = pair or single
     if chosen is None:
         return None
     return Search(
         chosen,
-        num_candidates=sum(max(1, len(family.patterns)) for family in families),
+        num_candidates=sum(family.num_members for family in families),
         num_priced=searcher.num_priced,
-        second_rule_gain=1.0 if single is None else float(single.value / chosen.value),
+        single=single,
     )
 
 
@@ -80,8 +84,7 @@ class _Searcher:
         for bound, rank, family in sorted(each for each in bounded if each[0] < NEVER):
             if (bound, rank) > best:
                 break
-            for number, value in enumerate(self._price_members(family)):
-                self.num_priced += 1
+            for number, value in self._price_members(family):
                 if (value, rank) < best:
                     best, found = (value, rank), (family, number)
                 if value <= bound:
@@ -89,10 +92,10 @@ class _Searcher:
         if found is None:
             return None
         family, number = found
-        return Found(family.offload(list(family.members())[number]), best[0])
+        return Found(family.offload(family.rules(number)), best[0])
 
-    def _price_members(self, family: Family) -> Iterator[Time]:
-        """Price a family's members, in their order."""
+    def _price_members(self, family: Family) -> Iterator[tuple[int, Time]]:
+        """Price a family's members, in their order; those that are not allowed are left out."""
         problem = self.problem
         setting = next(
             number
@@ -100,18 +103,22 @@ class _Searcher:
             if (setting.prefill_chunk, setting.embeddings)
             == (family.prefill_chunk, family.embeddings)
         )
-        for choices in family.choices():
-            contents = self.pricer.contents(choices)
+        for number in range(family.num_members):
+            offload = family.offload(family.rules(number))
+            if problem.restriction is not None and not problem.restriction.allows(offload):
+                continue
+            self.num_priced += 1
+            if family.max_bytes:  # takes layers in part, which a choice cannot say
+                placement = place_units(problem.units, problem.model, offload)
+                prompt, step = problem.settings[setting].prefill, problem.decode
+                times = price_request(placement, problem.model, problem.machine, prompt, step)
+                yield number, self.goal.value(times.prefill.step_ps, times.decode.step_ps)
+                continue
+            contents = self.pricer.contents(family.choices(number))
             num_slots = self.pricer.weigh(contents, family.prefetch_step).num_slots
             prefill = self.pricer.prefill_ps(contents, num_slots, setting)
             decode = self.pricer.decode_ps(contents, num_slots, setting)
-            yield self.goal.value(prefill, decode)
-        if family.max_bytes:  # takes layers in part, which a choice cannot say
-            (rules,) = family.members()
-            placement = place_units(problem.units, problem.model, family.offload(rules))
-            prompt = problem.settings[setting].prefill
-            times = price_request(placement, problem.model, problem.machine, prompt, problem.decode)
-            yield self.goal.value(times.prefill.step_ps, times.decode.step_ps)
+            yield number, self.goal.value(prefill, decode)
 
     def find_combination(
         self, combinations: Combinations, num_rules: int, limit: Time

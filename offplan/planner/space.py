@@ -64,6 +64,8 @@ def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
         for signature, members in by_signature(problem, costs, patterns).items():
             totals = sum_up(signature, costs)
             for prefill, decode in BACKENDS:
+                if problem.restriction is not None and prefill is not decode:
+                    continue
                 uses_ring = Backend.PREFETCH in (prefill, decode)
                 for step in PREFETCH_STEPS if uses_ring else (0,):
                     if uses_ring and totals.num_layers <= step:
@@ -233,6 +235,11 @@ def _max_bytes_families(
         if needed <= 0:
             continue
         last = min(bisect_left(sums, needed), len(sums) - 1)
+        max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
+        if problem.restriction is not None:
+            multiple = problem.restriction.max_bytes_unit
+            max_bytes = -(-max_bytes // multiple) * multiple
+            last = min(bisect_left(sums, max_bytes), len(sums) - 1)
         by_layer: dict[int, list[Unit]] = {}
         for layer, unit in taken[: last + 1]:
             by_layer.setdefault(layer, []).append(unit)
@@ -259,7 +266,7 @@ def _max_bytes_families(
             segments=segment_class.segments,
             prefill=Backend.UVA,
             decode=Backend.UVA,
-            max_bytes=_roundest(sums[last - 1] if last else 0, sums[last]),
+            max_bytes=max_bytes,
             patterns=(),
         )
 
