@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict, price_request
-from offplan.errors import PlanError
+from offplan.errors import InfeasibleError, PlanError
 from offplan.machine.profile import MachineProfile
 from offplan.placement import group_units, place_units
-from offplan.plan import Backend, Budget, Offload, Rule, Workload
+from offplan.plan import Backend, Budget, Offload, Prediction, Rule, Workload
 from offplan.planner import make_plan
 from offplan.planner.combinations import list_combinations
 from offplan.planner.contents import Choice, Pricer
@@ -21,9 +21,10 @@ from offplan.planner.patterns import group_patterns
 from offplan.planner.problem import Problem
 from offplan.planner.segments import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
-from offplan.planner.targets import NEVER, SIMPLER, Fastest
+from offplan.planner.targets import NEVER, SIMPLER, Fastest, Targets
+from offplan.units import format_seconds
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model, rule
-from tests.test_planner import WORKLOAD, budget_for, search_everything
+from tests.test_planner import WORKLOAD, budget_for, price_everything
 
 MODELS = [dense_model(5), moe_model(5), make_model([DENSE, MOE] * 3)]
 PATTERNS = {len(model.layers): group_patterns(len(model.layers)) for model in MODELS}
@@ -156,9 +157,10 @@ def spread_groups(model: Model, segment_class: SegmentClass) -> list[tuple[int, 
     return list(groups.values())
 
 
-def best_pair(model: Model, machine: MachineProfile, workload: Workload, budget: Budget) -> float:
-    """The least objective of any pair that fits, by pricing them all as a plan is priced."""
-    best = float("inf")
+def price_pairs(
+    model: Model, machine: MachineProfile, workload: Workload, budget: Budget
+) -> Iterator[Prediction]:
+    """Every pair that fits, priced as a plan is."""
     for rules in all_pairs(model):
         uses_ring = any(Backend.PREFETCH in (r.prefill, r.decode) for r in rules)
         for step, embeddings in product(PREFETCH_STEPS if uses_ring else (1,), ("device", "host")):
@@ -167,8 +169,7 @@ def best_pair(model: Model, machine: MachineProfile, workload: Workload, budget:
             )
             prediction = predict(model, machine, workload, budget, offload)
             if prediction.gpu_memory.total_bytes <= budget.gpu_memory:
-                best = min(best, prediction.objective_s)
-    return best
+                yield prediction
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,61 @@ def test_two_rules_equal_brute_force(model: Model, share: float, h2d: float) -> 
     machine, workload = make_machine(h2d=h2d, uva=0.8 * h2d), Workload(prompt_tokens=512)
     budget = budget_for(model, machine, share, workload)
     plan = make_plan(model, machine, workload, budget).plan
-    single = search_everything(model, machine, workload, budget, chunks=(512,))
-    pair = best_pair(model, machine, workload, budget)
+    single = best(price_everything(model, machine, workload, budget, chunks=(512,)))
+    pair = best(price_pairs(model, machine, workload, budget))
     assert pair < single / SIMPLER, "choose a case that a second rule is worth"
     assert plan.prediction.objective_s == pytest.approx(pair, rel=1e-12)
     assert len(plan.offload.rules) == 2
+
+
+def best(predictions: Iterator[Prediction]) -> float:
+    return min(prediction.objective_s for prediction in predictions)
+
+
+@pytest.mark.parametrize("h2d", [1e9, 20e9])
+def test_targets_equal_brute_force(h2d: float) -> None:
+    """The fastest within targets, or the nearest to them: as if every plan were looked at."""
+    model, workload = make_model([DENSE, MOE]), Workload(prompt_tokens=512)
+    machine = make_machine(h2d=h2d, uva=0.8 * h2d, gpu_memory=2**23)
+    budget = budget_for(model, machine, 0.7, workload)
+    single = list(price_everything(model, machine, workload, budget, chunks=(512,)))
+    everything = [*single, *price_pairs(model, machine, workload, budget)]
+    limits = [
+        sorted({getattr(each, phase).step_s for each in everything})
+        for phase in ("prefill", "decode")
+    ]
+    for ttft, tpot in product(*([times[0] / 2, times[9], times[99]] for times in limits)):
+        targets = Targets(ttft, tpot)
+
+        def fastest(plans: list[Prediction], limits: Targets = targets) -> float:
+            kept = (p.objective_s for p in plans if excess(p, limits) <= 1)
+            return min(kept, default=float("inf"))
+
+        try:
+            found = make_plan(model, machine, workload, budget, targets).plan.prediction
+        except InfeasibleError as error:
+            assert fastest(everything) == float("inf")
+            nearest = min(everything, key=lambda p: excess(p, targets))
+            reached = max(excess(p, targets) for p in everything if describe(p) in str(error))
+            assert reached == pytest.approx(excess(nearest, targets), rel=1e-9)
+            continue
+        assert excess(found, targets) <= 1
+        # one rule is enough unless a second saves more than SIMPLER allows
+        two = fastest(everything)
+        expected = two if two < fastest(single) / SIMPLER else fastest(single)
+        assert found.objective_s == pytest.approx(expected, rel=1e-12)
+
+
+def excess(prediction: Prediction, targets: Targets) -> float:
+    assert targets.max_ttft_s is not None
+    assert targets.max_tpot_s is not None
+    return max(
+        prediction.prefill.step_s / targets.max_ttft_s,
+        prediction.decode.step_s / targets.max_tpot_s,
+    )
+
+
+def describe(prediction: Prediction) -> str:
+    """What the error says of the nearest plan."""
+    first, other = prediction.prefill.step_s, prediction.decode.step_s
+    return f"first token after {format_seconds(first)} and takes {format_seconds(other)} a token"

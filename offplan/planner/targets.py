@@ -1,13 +1,16 @@
 """What a plan is to keep, and what the search makes least: both grow with each phase's time."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from offplan.costs.timeline import PS_PER_S
-from offplan.plan import Plan
 from offplan.units import format_seconds
+
+_ROUNDING = 2 * sys.float_info.epsilon
+"""Of a float and a product, relative."""
 
 Time = int | float | Fraction
 """Picoseconds: whole for a prompt, a fraction for a steady step, a float for a bound."""
@@ -37,21 +40,11 @@ class Targets:
         return " and ".join(f"{name} {format_seconds(s)}" for name, s in named if s is not None)
 
     @property
-    def limits_ps(self) -> tuple[Time, Time]:
-        """Of the prompt, and of a decode step, rounded down to whole picoseconds."""
+    def limits_ps(self) -> tuple[float, float]:
+        """Of the prompt, and of a decode step; a plan whose seconds read the same keeps them."""
         limits = (self.max_ttft_s, self.max_tpot_s)
-        ttft, tpot = (NEVER if s is None else int(Fraction(s) * PS_PER_S) for s in limits)
+        ttft, tpot = (NEVER if s is None else s * PS_PER_S * (1 + _ROUNDING) for s in limits)
         return ttft, tpot
-
-    def excess(self, plan: Plan) -> float:
-        """How many times as long as its target the worse phase takes; 0 without targets."""
-        prediction = plan.prediction
-        limits = (self.max_ttft_s, self.max_tpot_s)
-        steps = (prediction.prefill.step_s, prediction.decode.step_s)
-        return max(
-            0.0 if limit is None else step / limit if limit else NEVER
-            for step, limit in zip(steps, limits, strict=True)
-        )
 
 
 NO_TARGETS = Targets()
@@ -72,7 +65,7 @@ class Fastest:
 
     weights: tuple[int, int]
     """Of the prompt, and of a decode step; zeros ask for any plan that keeps the limits."""
-    limits_ps: tuple[Time, Time] = (NEVER, NEVER)
+    limits_ps: tuple[float, float] = (NEVER, NEVER)
     simpler: float = SIMPLER
     """A plan of more rules is taken only if it is better by this."""
 
@@ -96,7 +89,7 @@ class Fastest:
 class Nearest:
     """How far the worse phase is beyond its limit: 1 for all plans that keep both."""
 
-    limits_ps: tuple[Time, Time]
+    limits_ps: tuple[float, float]
     simpler: float = 1.0
     """A plan of more rules is taken if it is better at all."""
 
