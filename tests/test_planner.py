@@ -72,7 +72,7 @@ def price_everything(
     workload: Workload,
     budget: Budget,
     chunks: tuple[int, ...] = (600, 512),
-) -> Iterator[Prediction]:
+) -> Iterator[tuple[Offload, Prediction]]:
     """Every plan of at most one rule that fits, priced as a plan is."""
     for rules in all_rules(model):
         uses_ring = any(Backend.PREFETCH in (r.prefill, r.decode) for r in rules)
@@ -86,7 +86,7 @@ def price_everything(
                 except PlanError:
                     continue
                 if prediction.gpu_memory.total_bytes <= budget.gpu_memory:
-                    yield prediction
+                    yield offload, prediction
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_search_equals_brute_force(name: str, share: float, h2d: float) -> None:
     budget = budget_for(model, machine, share)
     result = make_plan(model, machine, WORKLOAD, budget)
     everything = price_everything(model, machine, WORKLOAD, budget)
-    expected = min(prediction.objective_s for prediction in everything)
+    expected = min(prediction.objective_s for _, prediction in everything)
     best_single = result.plan.prediction.objective_s * result.second_rule_gain
     assert best_single == pytest.approx(expected, rel=1e-12)
 

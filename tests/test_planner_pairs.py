@@ -183,7 +183,8 @@ def test_two_rules_equal_brute_force(model: Model, share: float, h2d: float) -> 
     machine, workload = make_machine(h2d=h2d, uva=0.8 * h2d), Workload(prompt_tokens=512)
     budget = budget_for(model, machine, share, workload)
     plan = make_plan(model, machine, workload, budget).plan
-    single = best(price_everything(model, machine, workload, budget, chunks=(512,)))
+    priced = price_everything(model, machine, workload, budget, chunks=(512,))
+    single = best(prediction for _, prediction in priced)
     pair = best(price_pairs(model, machine, workload, budget))
     assert pair < single / SIMPLER, "choose a case that a second rule is worth"
     assert plan.prediction.objective_s == pytest.approx(pair, rel=1e-12)
@@ -200,7 +201,8 @@ def test_targets_equal_brute_force(h2d: float) -> None:
     model, workload = make_model([DENSE, MOE]), Workload(prompt_tokens=512)
     machine = make_machine(h2d=h2d, uva=0.8 * h2d, gpu_memory=2**23)
     budget = budget_for(model, machine, 0.7, workload)
-    single = list(price_everything(model, machine, workload, budget, chunks=(512,)))
+    priced = price_everything(model, machine, workload, budget, chunks=(512,))
+    single = [prediction for _, prediction in priced]
     everything = [*single, *price_pairs(model, machine, workload, budget)]
     limits = [
         sorted({getattr(each, phase).step_s for each in everything})

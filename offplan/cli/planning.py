@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from offplan.cli.output import Progress
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
     from offplan.cli.options import Engine
     from offplan.machine.profile import MachineProfile
-    from offplan.plan import Budget, Offload, Workload
+    from offplan.plan import Budget, Rule, Workload
     from offplan.planner.problem import Restriction
 
 
@@ -66,16 +67,28 @@ def restrict_to(engine: "Engine", model: "Model") -> "Restriction":
     """Plans that ``export`` does not refuse for this engine."""
     from offplan.engines.export import export_plan
     from offplan.errors import ExportError
-    from offplan.plan import Plan
+    from offplan.plan import Offload, Plan
     from offplan.planner.problem import Restriction
 
-    def allows(offload: "Offload") -> bool:
+    @cache
+    def can_say(rules: "tuple[Rule, ...]", prefetch_step: int) -> bool:
+        # of a plan only its decision is exported, and of that no engine's flag says the chunk
+        offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
         try:
-            # of a plan only its decision is exported
             export_plan(Plan.model_construct(offload=offload), model, engine.value)
         except ExportError:
             return False
         return True
+
+    def allows(offload: Offload) -> bool:
+        # what an engine cannot move in every layer it cannot move in some: asked once, not for
+        # every pattern
+        everywhere = {"group_size": 1, "num_in_group": 1}
+        of_all = tuple(
+            rule.model_copy(update=everywhere) if rule.max_bytes is None else rule
+            for rule in offload.rules
+        )
+        return can_say(of_all, 1) and can_say(offload.rules, offload.prefetch_step)
 
     return Restriction(engine.value, allows, 2**30 if engine.value == "sglang" else 1)
 
