@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
+from math import prod
 from typing import NamedTuple
 
 from offplan.plan import Backend
@@ -25,6 +26,9 @@ from offplan.planner.problem import KindCosts, Problem, kind_costs
 from offplan.planner.segments import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS, Totals, by_signature, sum_up
 from offplan.planner.targets import NEVER, Cut, Goal, Time
+
+_MEANS = (0.0, 0.5, 1.0)
+"""Shares of the copies in a mean of copies and compute."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,15 @@ class PhaseCost(NamedTuple):
             self.fixed_ps
             + (uva_ps if uva_ps > 0 else 0)
             + (copy_ps if copy_ps > self.compute_ps else self.compute_ps)
+        )
+
+    def take(self, third: float) -> "PhaseCost":
+        """What the first two classes cost beside these bytes of the third."""
+        return self._replace(
+            copy_ps=self.copy_ps[:2],
+            uva_ps=self.uva_ps[:2],
+            spared_copy_ps=self.spared_copy_ps - third * self.copy_ps[2],
+            spared_uva_ps=self.spared_uva_ps - third * self.uva_ps[2],
         )
 
     def bends(self, needed: float) -> Iterator[float]:
@@ -158,6 +171,47 @@ class _Line:
         return range(start, stop)
 
 
+@dataclass(frozen=True)
+class _Mix:
+    """Classes taken by the byte: as much of each as makes the time least."""
+
+    costs: tuple[PhaseCost, PhaseCost]
+    needed: int
+    """Bytes of all."""
+    ends: tuple[tuple[int, int], ...]
+    """The least and the most bytes of each class."""
+
+    def least_ps(self, cut: Cut) -> float:
+        """Least weighed time of both phases.
+
+        max(compute, copies) is at least any mean of both. For a given mean all costs are linear, so
+        the cheapest bytes are taken first; the best of some means is a bound (Lagrange's).
+        """
+        return max(
+            self._least_linear_ps(((cut.prefill, prefill), (cut.decode, decode)))
+            for prefill in (_MEANS if cut.prefill else (0.0,))
+            for decode in (_MEANS if cut.decode else (0.0,))
+        )
+
+    def _least_linear_ps(self, weighed: Sequence[tuple[int, float]]) -> float:
+        least, rates = 0.0, [0.0] * len(self.ends)
+        for cost, (weight, mean) in zip(self.costs, weighed, strict=True):
+            least += weight * (
+                cost.fixed_ps
+                + (1 - mean) * cost.compute_ps
+                - mean * cost.spared_copy_ps
+                - cost.spared_uva_ps
+            )
+            for number, (copy, uva) in enumerate(zip(cost.copy_ps, cost.uva_ps, strict=True)):
+                rates[number] += weight * (uva + mean * copy)
+        left = self.needed - sum(low for low, _ in self.ends)
+        for rate, (low, high) in sorted(zip(rates, self.ends, strict=True)):
+            more = min(max(left, 0), high - low)
+            least += rate * (low + more)
+            left -= more
+        return least
+
+
 class Combination(NamedTuple):
     """Classes with their backends, a ring and a setting; sorted by its bound."""
 
@@ -193,57 +247,111 @@ class Combinations:
 
     def bounds(self, num_rules: int, goal: Goal, limit: Time) -> Iterator[Combination]:
         """List the combinations that may hold a plan better than ``limit``."""
-        for classes in combinations(range(len(self.options)), num_rules):
-            if not self._are_disjoint(classes):
-                continue
+        for classes in self._disjoint_classes(num_rules):
             for backends in product(BACKENDS, repeat=num_rules):
-                uses_ring = any(map(_streams, backends))
-                for num_slots in PREFETCH_STEPS if uses_ring else (0,):
+                for num_slots in _rings(backends):
                     for setting in range(len(self.problem.settings)):
                         combined = Combination(0, classes, backends, num_slots, setting)
-                        line = self._line(combined)
-                        if line is not None and all(map(line.reaches, goal.cuts(limit))):
-                            yield combined._replace(bound=line.bound(goal))
+                        bound = self._relax(combined, goal, limit)
+                        if bound is not None:
+                            yield combined._replace(bound=bound)
+
+    def count(self, num_rules: int) -> int:
+        """How many plans of so many rules there are, whatever machine and budget."""
+        rings = sum(len(_rings(backends)) for backends in product(BACKENDS, repeat=num_rules))
+        groups = (
+            prod(len(self.options[number].groups) for number in classes)
+            for classes in self._disjoint_classes(num_rules)
+        )
+        return sum(groups) * rings * len(self.problem.settings)
+
+    def _disjoint_classes(self, num_rules: int) -> list[tuple[int, ...]]:
+        """Classes that have nothing in common; of three, that of the fewest groups comes last."""
+        chosen = combinations(range(len(self.options)), num_rules)
+        disjoint = [classes for classes in chosen if self._are_disjoint(classes)]
+        if num_rules == 2:
+            return disjoint
+        sizes = [len(option.groups) for option in self.options]
+        return [tuple(sorted(classes, key=lambda n: -sizes[n])) for classes in disjoint]
+
+    def _relax(self, combined: Combination, goal: Goal, limit: Time) -> Time | None:
+        """Bound of a combination taken by the byte; None where no plan is better than ``limit``."""
+        if len(combined.classes) == 2:
+            line = self._line(combined, ())
+            if line is None or not all(map(line.reaches, goal.cuts(limit))):
+                return None
+            return line.bound(goal)
+        mix = self._mix(combined)
+        if mix is None or any(mix.least_ps(cut) > cut.most_ps for cut in goal.cuts(limit)):
+            return None
+        prefill, decode = mix.least_ps(Cut(1, 0, NEVER)), mix.least_ps(Cut(0, 1, NEVER))
+        return goal.least([(prefill, decode)])
+
+    def _mix(self, combined: Combination) -> "_Mix | None":
+        """Any number of classes taken by the byte; None where they do not suffice."""
+        options = [self.options[number] for number in combined.classes]
+        slot = self._slot_bytes(combined, [option.least_slab_bytes for option in options])
+        needed = self.problem.settings[combined.setting].lacking_bytes + combined.num_slots * slot
+        ends = tuple((option.sizes[0], option.sizes[-1]) for option in options)
+        if needed > sum(most for _, most in ends):
+            return None
+        return _Mix(self._costs(combined), needed, ends)
 
     def _are_disjoint(self, classes: Sequence[int]) -> bool:
         units = [self.options[number].units for number in classes]
         return len(frozenset().union(*units)) == sum(map(len, units))
 
     def candidates(self, combined: Combination, goal: Goal, limit: Time) -> Iterator[Candidate]:
-        """List a pair's plans that may be better than ``limit``."""
-        line = self._line(combined)
-        if line is None:
-            return
-        a, b = (self.options[number] for number in combined.classes)
-        least_slot = self._slot_bytes(combined, (0, b.least_slab_bytes))
+        """List a combination's plans that may be better than ``limit``."""
+        others = (range(len(self.options[number].groups)) for number in combined.classes[2:])
+        for rest in product(*others):
+            line = self._line(combined, rest)
+            if line is not None and all(map(line.reaches, goal.cuts(limit))):
+                yield from self._along(line, combined, rest, goal, limit)
+
+    def _along(
+        self, line: "_Line", combined: Combination, rest: Groups, goal: Goal, limit: Time
+    ) -> Iterator[Candidate]:
+        """List the plans with these groups of all but the first two classes."""
+        a, b = (self.options[number] for number in combined.classes[:2])
         setting, shared = self.problem.settings[combined.setting], self._shared_slots(combined)
+        others = [self._take(combined, rule, group) for rule, group in enumerate(rest, 2)]
+        spare = setting.lacking_bytes - sum(other.totals.unit_bytes for other in others)
+        least_alone = max((self._alone_ps(combined, other) for other in others), default=0)
+        slots = [other.totals.slot_bytes for other in others]
         within = range(len(a.groups))
         for cut in goal.cuts(limit):
             within = line.keeping(cut, a.sizes, within)
         for one in within:
-            (first, pattern), size = a.groups[one], a.sizes[one]
-            alone = self._alone_ps(combined, 0, one)
-            own_slot = max(least_slot, self._slot_bytes(combined, (first.slot_bytes, 0)))
-            lacking = setting.lacking_bytes - size
+            first, size = self._take(combined, 0, one), a.sizes[one]
+            alone = max(least_alone, self._alone_ps(combined, first))
+            each = (first.totals.slot_bytes, b.least_slab_bytes, *slots)
+            own_slot, lacking = self._slot_bytes(combined, each), spare - size
             start = bisect_left(b.sizes, lacking + combined.num_slots * own_slot)
             for other in range(start, len(b.groups)):
                 prefill, decode = line.times(size, b.sizes[other])
                 if goal.value(max(prefill, alone), decode) >= limit:
                     break  # by the byte, more only costs more
-                second, also = b.groups[other]
-                held = [held for layers, held in shared if layers & pattern.layers & also.layers]
-                slot = max(own_slot, self._slot_bytes(combined, (0, second.slot_bytes)), *held)
+                second = self._take(combined, 1, other)
+                both = first.pattern.layers & second.pattern.layers
+                held = [held for layers, held in shared if layers & both]
+                slot = max(
+                    own_slot, self._slot_bytes(combined, (0, second.totals.slot_bytes)), *held
+                )
                 if b.sizes[other] < lacking + combined.num_slots * slot:
                     continue
-                longest = max(alone, self._alone_ps(combined, 1, other))
+                longest = max(alone, self._alone_ps(combined, second))
                 if goal.value(longest, decode) < limit:
-                    yield from self._bounded(combined, goal, limit, longest, (one, other))
+                    taken = (first, second, *others)
+                    bounded = self._bound(combined, taken, longest)
+                    if bounded is not None and (value := goal.value(*bounded)) < limit:
+                        yield Candidate(value, bounded[1], (one, other, *rest))
 
     def _shared_slots(self, combined: Combination) -> list[tuple[int, int]]:
-        """Layers of a kind, and what a slot must hold of them at least if all rules stream it."""
-        if not all(map(_streams, combined.backends)):
+        """Layers of a kind, and what a slot holds of them if the first two rules stream both."""
+        if not all(map(_streams, combined.backends[:2])):
             return []
-        costs = (self.options[number].costs for number in combined.classes)
+        costs = (self.options[number].costs for number in combined.classes[:2])
         held = [sum(kind.slab_bytes for kind in kinds) for kinds in zip(*costs, strict=True)]
         return list(zip(self.problem.layers_of_kind, held, strict=True))
 
@@ -257,8 +365,8 @@ class Combinations:
         )
 
     def _slot_bytes(self, combined: Combination, slots: Sequence[int]) -> int:
-        """The largest of these slots, one for each class, among those that need one."""
-        streamed = zip(slots, combined.backends, strict=True)
+        """The largest of these slots, those of the first classes, among those that need one."""
+        streamed = zip(slots, combined.backends, strict=False)
         return max((slot for slot, backends in streamed if _streams(backends)), default=0)
 
     def _take(self, combined: Combination, rule: int, group: int) -> Taken:
@@ -267,36 +375,36 @@ class Combinations:
         option = self.options[number]
         return Taken(number, option.costs, *option.groups[group], combined.backends[rule])
 
-    def _alone_ps(self, combined: Combination, rule: int, group: int) -> float:
-        taken = self._take(combined, rule, group)
+    def _alone_ps(self, combined: Combination, taken: Taken) -> float:
         return self.passes.alone_ps(taken, combined.num_slots, combined.setting)
 
-    def _bounded(
-        self, combined: Combination, goal: Goal, limit: Time, prefill_ps: float, groups: Groups
-    ) -> Iterator[Candidate]:
-        """Yield a plan unless a bound says that it is no better than ``limit``."""
-        taken = [self._take(combined, rule, group) for rule, group in enumerate(groups)]
+    def _bound(
+        self, combined: Combination, taken: Sequence[Taken], prefill_ps: float
+    ) -> tuple[float, float] | None:
+        """Least times of a plan, of prefill at least this; None if it is no plan."""
         times = self.passes.least_ps(taken, combined.num_slots, combined.setting)
-        if times is None:
-            return
-        bound = goal.value(max(times[0], prefill_ps), times[1])
-        if bound < limit:
-            yield Candidate(bound, times[1], groups)
+        return None if times is None else (max(times[0], prefill_ps), times[1])
 
     @cached_property
     def passes(self) -> PassBounds:
         """Bounds single plans."""
         return PassBounds(self.problem)
 
-    def _line(self, combined: Combination) -> "_Line | None":
-        """The pair taken by the byte; None where it does not suffice."""
-        a, b = (self.options[number] for number in combined.classes)
-        slot = self._slot_bytes(combined, (a.least_slab_bytes, b.least_slab_bytes))
-        needed = self.problem.settings[combined.setting].lacking_bytes + combined.num_slots * slot
+    def _line(self, combined: Combination, rest: Groups) -> "_Line | None":
+        """The first two classes by the byte, beside these groups; None where all do not suffice."""
+        a, b = (self.options[number] for number in combined.classes[:2])
+        others = [self._take(combined, rule, group).totals for rule, group in enumerate(rest, 2)]
+        slots = (a.least_slab_bytes, b.least_slab_bytes, *(other.slot_bytes for other in others))
+        needed = self.problem.settings[combined.setting].lacking_bytes
+        needed += combined.num_slots * self._slot_bytes(combined, slots)
+        needed -= sum(other.unit_bytes for other in others)
         low, high = max(a.sizes[0], needed - b.sizes[-1]), a.sizes[-1]
         if low > high:
             return None
-        return _Line(self._costs(combined), needed, (low, high), b.sizes[0])
+        prefill, decode = self._costs(combined)
+        for other in others:
+            prefill, decode = prefill.take(other.unit_bytes), decode.take(other.unit_bytes)
+        return _Line((prefill, decode), needed, (low, high), b.sizes[0])
 
     def _costs(self, combined: Combination) -> tuple[PhaseCost, PhaseCost]:
         """What bytes of the classes cost at least in each phase."""
@@ -395,6 +503,11 @@ def _rate(costs: Sequence[KindCosts], backends: Backends, setting: int, start_ps
         slowest_uva_ps=max(kind.decode_uva_ps for kind in costs),
         layer_bytes=max(kind.unit_bytes for kind in costs),
     )
+
+
+def _rings(backends: Sequence[Backends]) -> tuple[int, ...]:
+    """Ring sizes that make a difference."""
+    return PREFETCH_STEPS if any(map(_streams, backends)) else (0,)
 
 
 def _streams(backends: Backends) -> bool:

@@ -1,6 +1,6 @@
 """``make_plan``: a model, a machine, a workload and a budget in; the fastest plan that fits out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from offplan.checkpoint.model import Model
@@ -31,9 +31,11 @@ class PlanResult:
     num_candidates: int
     """Plans of at most one rule that fit the budget."""
     num_priced: int
-    """Plans of one rule and of two whose timeline was run; proven bounds ruled out all others."""
+    """Plans whose timeline was run; proven bounds ruled out all others."""
     second_rule_gain: float
     """Time of the best plan of at most one rule over this plan's; 1 where it has no second."""
+    max_rules: int
+    """The search was exact over plans of up to so many rules."""
     floor: Floor
     """What no plan of this budget can beat."""
 
@@ -55,10 +57,11 @@ def make_plan(
 
     Exact over the stated spaces: at most one rule over the segment classes, all group patterns,
     ring sizes, backends and chunks, the input embedding in either place (``planner.space``), and
-    two rules (``planner.combinations``) where that saves more than SIMPLER allows; with a
-    ``restriction`` those of the first that it allows. The same input gives the same plan, byte for
-    byte. Raises InfeasibleError when no candidate fits, with the shortfall, and when none keeps the
-    targets, with the nearest and the GPU memory that would do.
+    two rules, or three of a small model, (``planner.combinations``) where each saves more than
+    SIMPLER allows; with a ``restriction`` those of the first that it allows. The same input gives
+    the same plan, byte for byte. Raises InfeasibleError when no candidate fits, with the shortfall,
+    and when none keeps the targets, with the nearest (exactly: no plan's worse excess is less) and
+    the GPU memory that would do.
     """
     problem = pose(model, machine, workload, budget, restriction)
     found = find_plan(problem, targets)
@@ -82,7 +85,13 @@ def find_plan(problem: Problem, targets: Targets) -> PlanResult | None:
     if problem.restriction is not None:
         reasons += (f"only plans that {problem.restriction.engine} can run were searched",)
     return PlanResult(
-        plan, reasons, found.num_candidates, found.num_priced, found.second_rule_gain, floor
+        plan,
+        reasons,
+        found.num_candidates,
+        found.num_priced,
+        found.second_rule_gain,
+        found.max_rules,
+        floor,
     )
 
 
@@ -187,10 +196,27 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
     )
 
 
-def _explain_count(plan: Plan, found: Search) -> str:
+def _explain_space(plan: Plan, floor: Floor, found: Search) -> Iterator[str]:
+    """Say what was searched exactly, and what more rules could bring."""
+    yield (
+        f"{found.num_candidates} plans of one rule fit; {found.num_priced} plans were priced, and "
+        "bounds rule out the others"
+    )
     if len(plan.offload.rules) > 1:
-        return f"the best plan of one rule takes {100 * (found.second_rule_gain - 1):.1f} % longer"
-    return f"no second rule saves more than {100 * (SIMPLER - 1):.1f} %"
+        yield f"the best plan of one rule takes {100 * (found.second_rule_gain - 1):.1f} % longer"
+    if found.max_rules == 1:
+        return
+    most = {2: "two", 3: "three"}[found.max_rules]
+    yield (
+        f"no plan of up to {most} rules saves more than {100 * (SIMPLER - 1):.1f} % for each rule "
+        "that it has more"
+    )
+    if found.max_rules < 3:
+        left = 100 * (1 - floor.objective_s / plan.prediction.objective_s)
+        yield (
+            f"plans of three rules are too many here and were not searched: by the floor they "
+            f"save less than {left:.1f} %"
+        )
 
 
 def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
@@ -204,9 +230,7 @@ def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
         f"at least {format_bytes(floor.missing_bytes)} of weights do not fit "
         f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
         f"plan keeps {format_bytes(prediction.host_memory_bytes)} on the host",
-        f"{found.num_candidates} plans of one rule fit; {found.num_priced} of one rule and of two "
-        "were priced, and bounds rule out the others",
-        _explain_count(plan, found),
+        *_explain_space(plan, floor, found),
     ]
     if plan.offload.embeddings == "host":
         reasons.append(

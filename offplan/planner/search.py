@@ -13,6 +13,12 @@ from offplan.planner.families import Family
 from offplan.planner.problem import Problem
 from offplan.planner.targets import NEVER, Goal, Time
 
+MOST_TRIPLES = 250_000
+"""Where a model and a prompt have more plans of three rules, those are not searched.
+
+It depends on neither machine nor budget, so that more of either never makes a plan worse.
+"""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -31,7 +37,9 @@ class Search:
     num_candidates: int
     """Plans of at most one rule that fit the budget."""
     num_priced: int
-    """Plans of one rule and of two whose timeline was run."""
+    """Plans whose timeline was run."""
+    max_rules: int
+    """The most rules of plans that were searched."""
     single: Found | None
     """The best plan of at most one rule; None where none reaches the goal."""
 
@@ -42,18 +50,20 @@ class Search:
 
 
 def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | None:
-    """Find the best plan; one of two rules only if that is better by the goal's ``simpler``.
+    """Find the best plan; one of more rules only if that is better by the goal's ``simpler``.
 
     Exact: what is passed over has a bound no better than what was found. None where no plan
     reaches the goal at all.
     """
     searcher = _Searcher(problem, goal)
-    single = searcher.find_single(families)
-    pair = None
-    if problem.restriction is None:
-        limit = NEVER if single is None else float(single.value) / goal.simpler
-        pair = searcher.find_combination(list_combinations(problem), 2, limit)
-    chosen = pair or single
+    single = chosen = searcher.find_single(families)
+    combinations, max_rules = list_combinations(problem), 1
+    while problem.restriction is None and max_rules < 3:
+        if max_rules == 2 and combinations.count(3) > MOST_TRIPLES:
+            break
+        max_rules += 1
+        limit = NEVER if chosen is None else float(chosen.value) / goal.simpler
+        chosen = searcher.find_combination(combinations, max_rules, limit) or chosen
     if chosen is None:
         return None
     return Search(
@@ -61,6 +71,7 @@ def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | 
         num_candidates=sum(family.num_members for family in families),
         num_priced=searcher.num_priced,
         single=single,
+        max_rules=max_rules,
     )
 
 
