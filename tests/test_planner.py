@@ -20,7 +20,7 @@ from offplan.planner import make_plan
 from offplan.planner.patterns import distinct_patterns, group_patterns
 from offplan.planner.segments import segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
-from offplan.planner.targets import SIMPLER
+from offplan.planner.targets import SIMPLER, Targets
 from tests.costs.builders import dense_model, make_machine, make_model, moe_model, rule
 
 from tests.costs.builders import DENSE, MOE  # isort: skip
@@ -138,25 +138,31 @@ def test_plans_keep_the_budget_and_stay_above_the_floor(
 
 
 @settings(deadline=None, max_examples=30)
-@given(models, shares, st.floats(0, 0.5), rates, workloads)
+@given(models, shares, st.floats(0, 0.5), rates, workloads, st.sampled_from([None, 0.8, 1.0]))
 def test_more_memory_a_faster_link_or_gpu_is_never_slower(
-    model: Model, share: float, more: float, h2d: float, workload: Workload
+    model: Model, share: float, more: float, h2d: float, workload: Workload, strict: float | None
 ) -> None:
     machine = make_machine(h2d=h2d, uva=h2d)
-    less = budget_for(model, machine, share, workload)
+    less, targets = budget_for(model, machine, share, workload), Targets()
     try:
         before = make_plan(model, machine, workload, less).plan.prediction.objective_s
+        if strict is not None:
+            step_s = make_plan(model, machine, workload, less).plan.prediction.decode.step_s
+            targets = Targets(max_tpot_s=strict * step_s)
+            kept = make_plan(model, machine, workload, less, targets).plan
+            before = kept.prediction.objective_s
     except InfeasibleError:
         return
     roomier = budget_for(model, machine, share + more, workload)
     faster = make_machine(h2d=1.3 * h2d, uva=1.2 * h2d)
     for result in (
-        make_plan(model, machine, workload, roomier),
-        make_plan(model, faster, workload, less),
-        make_plan(model, make_machine(h2d=h2d, uva=h2d, gpu=1.5), workload, less),
+        make_plan(model, machine, workload, roomier, targets),
+        make_plan(model, faster, workload, less, targets),
+        make_plan(model, make_machine(h2d=h2d, uva=h2d, gpu=1.5), workload, less, targets),
     ):
-        # a plan of fewer rules may be chosen though it is slower by less than this
-        assert result.plan.prediction.objective_s <= before * SIMPLER * (1 + 1e-9)
+        # a plan of fewer rules may be chosen though it is slower by less than this a rule
+        most = before * SIMPLER ** (result.max_rules - 1)
+        assert result.plan.prediction.objective_s <= most * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)

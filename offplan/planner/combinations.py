@@ -5,6 +5,12 @@ pattern and backends, over all ring sizes and settings. The order of such rules 
 Of the patterns that take as many layers of each kind only that of the smallest groups is tried: it
 spreads them most evenly. A ring is smaller than the number of layers that stream through it.
 
+Outside the space, though a plan can say it: classes that overlap, or one class twice, where the
+first rule that matches a parameter wins (a class streamed in some layers and read in place in
+others: classes that split the same weights come near it), and a rule of ``max_bytes`` beside
+others (it reads in place what a pattern of as many bytes does, and can only be nearer to the bytes
+that are needed: by less than one layer's).
+
 The bounds relax what can only help: several spans of one layer need no second start of a copy, and
 a class as a whole is taken by the byte, at its cheapest rate. Reading in place delays compute, link
 and every slot alike, so its time adds to whatever the rest of the pass takes.
