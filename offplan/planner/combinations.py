@@ -323,20 +323,18 @@ class Combinations:
         setting, shared = self.problem.settings[combined.setting], self._shared_slots(combined)
         others = [self._take(combined, rule, group) for rule, group in enumerate(rest, 2)]
         spare = setting.lacking_bytes - sum(other.totals.unit_bytes for other in others)
-        least_alone = max((self._alone_ps(combined, other) for other in others), default=0)
         slots = [other.totals.slot_bytes for other in others]
         within = range(len(a.groups))
         for cut in goal.cuts(limit):
             within = line.keeping(cut, a.sizes, within)
         for one in within:
             first, size = self._take(combined, 0, one), a.sizes[one]
-            alone = max(least_alone, self._alone_ps(combined, first))
             each = (first.totals.slot_bytes, b.least_slab_bytes, *slots)
             own_slot, lacking = self._slot_bytes(combined, each), spare - size
             start = bisect_left(b.sizes, lacking + combined.num_slots * own_slot)
             for other in range(start, len(b.groups)):
-                prefill, decode = line.times(size, b.sizes[other])
-                if goal.value(max(prefill, alone), decode) >= limit:
+                least = line.times(size, b.sizes[other])
+                if goal.value(*least) >= limit:
                     break  # by the byte, more only costs more
                 second = self._take(combined, 1, other)
                 both = first.pattern.layers & second.pattern.layers
@@ -346,12 +344,10 @@ class Combinations:
                 )
                 if b.sizes[other] < lacking + combined.num_slots * slot:
                     continue
-                longest = max(alone, self._alone_ps(combined, second))
-                if goal.value(longest, decode) < limit:
-                    taken = (first, second, *others)
-                    bounded = self._bound(combined, taken, longest)
-                    if bounded is not None and (value := goal.value(*bounded)) < limit:
-                        yield Candidate(value, bounded[1], (one, other, *rest))
+                times = self._bound_ps(combined, (first, second, *others), least[1], goal, limit)
+                if times is not None:
+                    groups = (one, other, *rest)
+                    yield Candidate(goal.value(*times), times[1], groups)
 
     def _shared_slots(self, combined: Combination) -> list[tuple[int, int]]:
         """Layers of a kind, and what a slot holds of them if the first two rules stream both."""
@@ -381,15 +377,26 @@ class Combinations:
         option = self.options[number]
         return Taken(number, option.costs, *option.groups[group], combined.backends[rule])
 
-    def _alone_ps(self, combined: Combination, taken: Taken) -> float:
-        return self.passes.alone_ps(taken, combined.num_slots, combined.setting)
-
-    def _bound(
-        self, combined: Combination, taken: Sequence[Taken], prefill_ps: float
+    def _bound_ps(
+        self,
+        combined: Combination,
+        taken: Sequence[Taken],
+        decode_ps: float,
+        goal: Goal,
+        limit: Time,
     ) -> tuple[float, float] | None:
-        """Least times of a plan, of prefill at least this; None if it is no plan."""
-        times = self.passes.least_ps(taken, combined.num_slots, combined.setting)
-        return None if times is None else (max(times[0], prefill_ps), times[1])
+        """Least times of a plan, of decode at least this; None unless it may beat ``limit``."""
+        where = combined.num_slots, combined.setting
+        longest = 0.0
+        for rule in taken:
+            longest = max(longest, self.passes.alone_ps(rule, *where))
+            if goal.value(longest, decode_ps) >= limit:
+                return None
+        times = self.passes.least_ps(taken, *where)
+        if times is None:
+            return None
+        longest = max(longest, times[0])
+        return (longest, times[1]) if goal.value(longest, times[1]) < limit else None
 
     @cached_property
     def passes(self) -> PassBounds:
