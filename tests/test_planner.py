@@ -21,7 +21,7 @@ from offplan.planner import make_plan
 from offplan.planner.patterns import distinct_patterns, group_patterns
 from offplan.planner.segments import segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
-from offplan.planner.targets import SIMPLER, Targets
+from offplan.planner.targets import Targets
 from tests.costs.builders import dense_model, make_machine, make_model, moe_model, rule
 
 from tests.costs.builders import DENSE, MOE  # isort: skip
@@ -196,9 +196,7 @@ def test_more_memory_a_faster_link_or_gpu_is_never_slower(
         make_plan(model, faster, workload, less, targets),
         make_plan(model, make_machine(h2d=h2d, uva=h2d, gpu=1.5), workload, less, targets),
     ):
-        # a plan of fewer rules may be chosen though it is slower by less than this a rule
-        most = before * SIMPLER ** (result.max_rules - 1)
-        assert result.plan.prediction.objective_s <= most * (1 + 1e-9)
+        assert result.plan.prediction.objective_s <= before * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,7 +17,7 @@ from offplan.plan import Budget, Plan, Workload
 from offplan.planner import make_plan
 from offplan.planner.crossovers import find_crossovers
 from offplan.planner.frontier import find_frontier
-from offplan.planner.targets import SIMPLER, Targets
+from offplan.planner.targets import Targets
 from offplan.planner.throughput import plan_throughput, tokens_per_s
 from offplan.report.frontier import render_frontier
 from tests.cli import CLI, TINY_MOE
@@ -81,7 +81,7 @@ def test_a_plan_for_an_engine_can_be_exported(
     free = make_plan(model, machine, WORKLOAD, budget).plan.prediction.objective_s
     result = make_plan(model, machine, WORKLOAD, budget, restriction=restriction)
     export_plan(result.plan, model, engine.value)
-    assert result.plan.prediction.objective_s >= free / SIMPLER
+    assert result.plan.prediction.objective_s >= free
     assert f"only plans that {engine.value} can run were searched" in result.reasons
 
 

@@ -14,7 +14,7 @@ from offplan.planner.floor import Floor, find_floor
 from offplan.planner.problem import Problem, Restriction, pose
 from offplan.planner.search import Search, find_best
 from offplan.planner.space import list_families
-from offplan.planner.targets import NO_TARGETS, SIMPLER, Fastest, Nearest, Targets
+from offplan.planner.targets import NO_TARGETS, Fastest, Nearest, Targets
 from offplan.units import format_bytes, format_seconds
 
 RESOLUTION = 100
@@ -57,11 +57,10 @@ def make_plan(
 
     Exact over the stated spaces: at most one rule over the segment classes, all group patterns,
     ring sizes, backends and chunks, the input embedding in either place (``planner.space``), and
-    two rules, or three of a small model, (``planner.combinations``) where each saves more than
-    SIMPLER allows; with a ``restriction`` those of the first that it allows. The same input gives
-    the same plan, byte for byte. Raises InfeasibleError when no candidate fits, with the shortfall,
-    and when none keeps the targets, with the nearest (exactly: no plan's worse excess is less) and
-    the GPU memory that would do.
+    two rules, or three of a small model (``planner.combinations``); with a ``restriction`` those of
+    the first that it allows. The same input gives the same plan, byte for byte. Raises
+    InfeasibleError when no candidate fits, with the shortfall, and when none keeps the targets,
+    with the nearest (exactly: no plan's worse excess is less) and the GPU memory that would do.
     """
     problem = pose(model, machine, workload, budget, restriction)
     found = find_plan(problem, targets)
@@ -207,10 +206,7 @@ def _explain_space(plan: Plan, floor: Floor, found: Search) -> Iterator[str]:
     if found.max_rules == 1:
         return
     most = {2: "two", 3: "three"}[found.max_rules]
-    yield (
-        f"no plan of up to {most} rules saves more than {100 * (SIMPLER - 1):.1f} % for each rule "
-        "that it has more"
-    )
+    yield f"no plan of up to {most} rules is faster"
     if found.max_rules < 3:
         left = 100 * (1 - floor.objective_s / plan.prediction.objective_s)
         yield (

@@ -50,7 +50,7 @@ class Search:
 
 
 def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | None:
-    """Find the best plan; one of more rules only if that is better by the goal's ``simpler``.
+    """Find the best plan; of those that are as good, one of the fewest rules.
 
     Exact: what is passed over has a bound no better than what was found. None where no plan
     reaches the goal at all.
@@ -62,7 +62,7 @@ def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | 
         if max_rules == 2 and combinations.count(3) > MOST_TRIPLES:
             break
         max_rules += 1
-        limit = NEVER if chosen is None else float(chosen.value) / goal.simpler
+        limit = NEVER if chosen is None else chosen.value
         chosen = searcher.find_combination(combinations, max_rules, limit) or chosen
     if chosen is None:
         return None

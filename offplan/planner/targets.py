@@ -15,9 +15,6 @@ _ROUNDING = 2 * sys.float_info.epsilon
 Time = int | float | Fraction
 """Picoseconds: whole for a prompt, a fraction for a steady step, a float for a bound."""
 
-SIMPLER = 1.005
-"""A plan of fewer rules is chosen when it takes no more than this times as long."""
-
 NEVER = float("inf")
 """The value of a plan that is not wanted at all."""
 
@@ -66,8 +63,6 @@ class Fastest:
     weights: tuple[int, int]
     """Of the prompt, and of a decode step; zeros ask for any plan that keeps the limits."""
     limits_ps: tuple[float, float] = (NEVER, NEVER)
-    simpler: float = SIMPLER
-    """A plan of more rules is taken only if it is better by this."""
 
     def value(self, prefill_ps: Time, decode_ps: Time) -> Time:
         """Grows with both times, so it is a bound where they are bounds."""
@@ -90,8 +85,6 @@ class Nearest:
     """How far the worse phase is beyond its limit: 1 for all plans that keep both."""
 
     limits_ps: tuple[float, float]
-    simpler: float = 1.0
-    """A plan of more rules is taken if it is better at all."""
 
     def value(self, prefill_ps: Time, decode_ps: Time) -> Time:
         """Grows with both times, so it is a bound where they are bounds."""
