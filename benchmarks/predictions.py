@@ -2,27 +2,34 @@
 
     python -m benchmarks.predictions [NAME ...] > benchmarks/results/predictions-h200.json
 
-Needs a CUDA device and host memory for the weights. Every case is what a user would do, by the same
-commands: measure this machine and the model's layers at the workload, analyze for a budget, bench
-the plan on random weights. The budget holds a share of the model's weights beside everything else
-that a plan with all of them on the GPU takes. NAMEs pick cases by a part of their name.
+Needs a CUDA device and host memory for the weights. This machine is measured once and a model's
+layers once for each workload, as ``offplan measure`` does; each plan is then run by ``offplan
+bench`` on random weights, in a process of its own. A budget holds a share of the model's weights
+beside everything else that a plan with all of them on the GPU takes. NAMEs pick cases by a part of
+their name.
 """
 
-import hashlib
 import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.run_plan import describe_machine
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.machine.measure import measure_machine
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Budget, Workload, dump_plan
+from offplan.planner import make_plan
+from offplan.planner.problem import prefill_chunks
+from offplan.profiling import measure_layer_times
 
 QWEN = "tests/models/qwen3-8b/config.json"
 LITE = "tests/models/deepseek-v2-lite/config.json"
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"}
-HOST_MEMORY = ("--host-memory", "1TiB")
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,13 @@ class Case:
         )
 
     @property
-    def workload(self) -> tuple[str, ...]:
-        """The workload as options."""
-        return (
-            *("--batch", str(self.batch), "--prompt-tokens", str(self.prompt_tokens)),
-            *("--output-tokens", str(self.output_tokens), "--context", str(self.context)),
+    def workload(self) -> Workload:
+        """As plans have it."""
+        return Workload(
+            batch=self.batch,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            context=self.context,
         )
 
 
@@ -69,35 +78,36 @@ CASES = [
 ]
 
 
-def offplan(*arguments: str) -> dict[str, Any]:
-    """Run a command with ``--json``; raises CalledProcessError, whose stderr says why."""
-    command = [sys.executable, "-c", "from offplan.cli.main import main; main()", *arguments]
-    done = subprocess.run([*command, "--json"], check=True, capture_output=True, text=True)
+def bench(plan: Path) -> dict[str, Any]:
+    """Run ``offplan bench``; raises CalledProcessError, whose stderr says why."""
+    command = [sys.executable, "-c", "from offplan.cli.main import main; main()", "bench", plan]
+    options = ["--dummy-weights", "--repeats", "3", "--steps", "10", "--json"]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
 
-def run(case: Case, folder: Path) -> dict[str, Any]:
-    """Plan and bench one case."""
-    kind = f"{Path(case.config).parent.name} {case.workload}"
-    profile = folder / f"{hashlib.sha256(kind.encode()).hexdigest()}.yaml"
-    plan = folder / "plan.yaml"
-    if not profile.exists():
-        offplan("measure", case.config, *case.workload, "-o", str(profile))
-    analyze = ("analyze", case.config, *case.workload, "--machine", str(profile), *HOST_MEMORY)
-    budget = str(sys.maxsize)
+def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
+    """Room for the case's share of the weights, and for everything else that a plan takes."""
+    total = machine.gpu_memory.value
     for _ in range(2):  # the margin is a share of the budget: the second round has it right
-        planned = offplan(*analyze, "--gpu-memory", budget)
-        resident = planned["plan"]["prediction"]["gpu_memory"]
-        budget = str(resident["total_bytes"])
-    budget = str(int(budget) - round((1 - case.share) * resident["resident_bytes"]))
-    planned = offplan(*analyze, "--gpu-memory", budget, "-o", str(plan), "--force")
-    benched = offplan("bench", str(plan), "--dummy-weights", "--repeats", "3", "--steps", "10")
+        plan = make_plan(model, machine, case.workload, Budget(gpu_memory=total)).plan
+        total = plan.prediction.gpu_memory.total_bytes
+    return Budget(gpu_memory=total - round((1 - case.share) * model.loaded_bytes))
+
+
+def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict[str, Any]:
+    """Plan and bench one case."""
+    budget = find_budget(case, model, machine)
+    planned = make_plan(model, machine, case.workload, budget)
+    plan = folder / "plan.yaml"
+    plan.write_text(dump_plan(planned.plan))
+    benched = bench(plan)
     predicted, measured = benched["predicted"], benched["measured"]
-    floor = planned["why"]["floor"]
+    floor = asdict(planned.floor)
     return {
         "name": case.name,
-        "budget_bytes": int(budget),
-        "offload": planned["plan"]["offload"],
+        "budget_bytes": budget.gpu_memory,
+        "offload": planned.plan.offload.model_dump(mode="json"),
         "predicted": predicted,
         "measured": {key: measured[key] for key in ("gpu_memory", "link")},
         **{
@@ -123,11 +133,18 @@ def main() -> None:
     """Run the cases; one that fails is part of the result."""
     chosen = [c for c in CASES if not sys.argv[1:] or any(n in c.name for n in sys.argv[1:])]
     results = []
+    here = measure_machine()
+    machines: dict[tuple[str, Workload], MachineProfile] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             print(case.name, file=sys.stderr, flush=True)
+            model, workload = open_model(case.config), case.workload
+            if (case.config, workload) not in machines:
+                times = measure_layer_times(model, workload, prefill_chunks(workload.prompt_tokens))
+                machines[case.config, workload] = here.model_copy(update={"layer_times": times})
             try:
-                results.append(run(case, Path(folder)))
+                machine = machines[case.config, workload]
+                results.append(run(case, model, machine, Path(folder)))
             except subprocess.CalledProcessError as error:
                 results.append({"name": case.name, "failed": error.stderr.splitlines()[-3:]})
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)

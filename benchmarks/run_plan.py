@@ -120,7 +120,7 @@ def main() -> None:
             prompt = torch.randint(0, 1000, (batch, args.prompt_tokens))
             results.append({"batch": batch, **time_decode(session, prompt, args.steps)})
             results[-1]["gpu_bytes"] = session.gpu_bytes
-            if model.experts is not None and not rules:
+            if model.experts is not None:
                 results[-1]["touched_experts"] = count_touched_experts(session, prompt)
         if args.prefill:
             prompt = torch.randint(0, 1000, (1, args.prefill))

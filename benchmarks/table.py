@@ -1,29 +1,39 @@
-"""Print the README's speed table from the results of ``decode_and_prefill``.
+"""Print the README's tables from the results of the benchmarks.
 
-python -m benchmarks.table benchmarks/results/h200.json
+    python -m benchmarks.table benchmarks/results/h200.json
+    python -m benchmarks.table benchmarks/results/predictions-h200.json
+
+Which table it is follows from what is in the file.
 """
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from offplan.checkpoint.model import Experts
-
-LITE_EXPERTS = Experts(num_experts=64, num_experts_per_token=6, bytes_per_expert=17_301_504)
+BYTES_PER_EXPERT = 17_301_504
+"""Of DeepSeek-V2-Lite."""
 LITE_LAYERS_IN_PLACE = 11
 """Of 13 offloaded layers, two are found in the ring's slots, where prefill left them."""
+GIB = 2**30
 
 
 def main() -> None:
-    """Print a row for every offloaded measurement: time, bound, and time over bound."""
+    """Print the table of a file."""
     with open(sys.argv[1], encoding="utf-8") as file:
         results = json.load(file)
+    show = show_speeds if "link_bytes_per_s" in results else show_predictions
+    print("\n".join(show(results)))
+
+
+def show_speeds(results: dict[str, Any]) -> Iterable[str]:
+    """List a row for every offloaded measurement: time, bound, and time over bound."""
     link = results["link_bytes_per_s"]
     rows = {
         (case["name"], r["batch"]): (case, r) for case in results["cases"] for r in case["results"]
     }
-    print("| model, on the host | what | resident | offplan | bound | ratio |")
-    print("|---|---|---|---|---|---|")
+    yield "| model, on the host | what | resident | offplan | bound | ratio |"
+    yield "|---|---|---|---|---|---|"
     for (name, batch), (case, row) in rows.items():
         if not case["rules"]:
             continue
@@ -31,17 +41,17 @@ def main() -> None:
         model = name.split()[0]
         resident_name = f"{model} resident" + (", long" if key == "prefill_s" else "")
         resident = rows[resident_name, batch][1][key]
-        bound = find_bound(case, row, batch, resident, link)
+        bound = find_bound(case, row, resident, link)
         title = name.removesuffix(", long")
         what = phase if key == "prefill_s" else f"{phase}, batch {batch}"
-        print(
-            f"| {title} | {what} | {resident * 1e3:.1f} ms | {row[key] * 1e3:.1f} ms "
-            f"| {bound * 1e3:.1f} ms | {row[key] / bound:.3f} |"
+        yield (
+            f"| {title} | {what} | {ms(resident)} | {ms(row[key])} | {ms(bound)} "
+            f"| {row[key] / bound:.3f} |"
         )
 
 
 def find_bound(
-    case: dict[str, Any], row: dict[str, Any], batch: int, resident: float, link: dict[str, float]
+    case: dict[str, Any], row: dict[str, Any], resident: float, link: dict[str, float]
 ) -> float:
     """Seconds that physics allows: the larger of compute and link, or their sum for in-place reads.
 
@@ -51,8 +61,42 @@ def find_bound(
         return max(resident, case["offloaded_bytes"] / link["h2d"])
     if row["link_bytes"]:
         return max(resident, row["link_bytes"] / link["h2d"])
-    touched = LITE_EXPERTS.touched(batch) * LITE_EXPERTS.bytes_per_expert
+    touched = row["touched_experts"] * BYTES_PER_EXPERT
     return resident + LITE_LAYERS_IN_PLACE * touched / link["uva"]
+
+
+def show_predictions(results: dict[str, Any]) -> Iterable[str]:
+    """List what each plan promised and what was measured, and the worst case last."""
+    yield "| plan | first token | ratio | a token | ratio | over the floor | GPU memory | ratio |"
+    yield "|---|---|---|---|---|---|---|---|"
+    cases = [case for case in results["cases"] if "failed" not in case]
+    for case in cases:
+        memory = case["gpu_memory"]
+        yield (
+            f"| {case['name']} | {pair(case['prefill'])} | {case['prefill']['ratio']:.3f} "
+            f"| {pair(case['decode'])} | {case['decode']['ratio']:.3f} "
+            f"| {case['decode']['over_floor']:.3f} "
+            f"| {memory['predicted_bytes'] / GIB:.2f} / {memory['measured_bytes'] / GIB:.2f} GiB "
+            f"| {memory['ratio']:.3f} |"
+        )
+    worst = {
+        what: max((case[what]["ratio"] for case in cases), key=lambda ratio: abs(ratio - 1))
+        for what in ("prefill", "decode", "gpu_memory")
+    }
+    yield (
+        f"| worst | | {worst['prefill']:.3f} | | {worst['decode']:.3f} | | "
+        f"| {worst['gpu_memory']:.3f} |"
+    )
+
+
+def pair(phase: dict[str, float]) -> str:
+    """Predicted and measured."""
+    return f"{ms(phase['predicted_s']).removesuffix(' ms')} / {ms(phase['measured_s'])}"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds."""
+    return f"{seconds * 1e3:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,54 +31,52 @@ REPEATS = 4
 def measure_layer_times(
     model: Model,
     workload: Workload,
-    prefill_chunk: int,
+    chunks: Sequence[int],
     on_progress: Progress | None = None,
 ) -> tuple[LayerTime, ...]:
     """Time one layer of each kind, and what lies outside the layers, on the current CUDA device.
 
     The shortest run of layers that has every kind is loaded with random weights, all resident.
-    Prefill is timed for one chunk that starts at position 0, decode for a captured layer with the
-    whole prompt and half of the output in the cache: what a step of the request meets on average.
+    Prefill is timed for a first chunk of each size in ``chunks`` (tokens, none more than the
+    prompt), since a small one takes as long as its launches do; decode for a captured layer with
+    the whole prompt and half of the output in the cache: what a step of the request meets on
+    average.
     """
     kinds = [layer.key for layer in model.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
     short = replace(model, layers=model.layers[:num_layers])
-    chunk = min(prefill_chunk, workload.prompt_tokens)
-    offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
+    names = [*kinds[:num_layers], model.outside_key]
     # room for the decode steps that are timed behind the prompt
     num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES
-    context = max(workload.context, chunk + num_steps + 1)
-    with Session(short, offload, context=context, device="cuda") as session:
-        vocabulary = session.loaded.module.config.get_text_config().vocab_size
-        prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
-        prefill = _time_prefill(session, prompt)
+    context = max(workload.context, max(chunks) + num_steps + 1)
+    times: dict[tuple[str, str, int], LayerTime] = {}
+
+    def note(phase: str, tokens: int, reach: int, seconds: list[float]) -> None:
+        for name, each in zip(names, seconds, strict=True):
+            times[name, phase, tokens] = LayerTime(
+                layer=name,
+                phase=phase,
+                batch=workload.batch,
+                tokens=tokens,
+                context=reach,
+                seconds=each,
+            )
         if on_progress is not None:
-            on_progress(1, 2)
-        decode = _time_decode(
-            session, workload.batch, min(_filled(workload), context - num_steps - 1)
-        )
-        if on_progress is not None:
-            on_progress(2, 2)
-    names = [*kinds[:num_layers], model.outside_key]
-    times = [
-        LayerTime(
-            layer=name,
-            phase=phase,
-            batch=workload.batch,
-            tokens=tokens,
-            context=context,
-            seconds=seconds,
-        )
-        for phase, tokens, context, measured in (
-            ("prefill", chunk, chunk, prefill),
-            ("decode", 1, workload.context, decode),
-        )
-        for name, seconds in zip(names, measured, strict=True)
-    ]
-    return tuple({(time.layer, time.phase): time for time in times}.values())
+            on_progress(len(times) // len(set(names)), len(chunks) + 1)
+
+    for chunk in chunks:
+        offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
+        with Session(short, offload, context=context, device="cuda") as session:
+            vocabulary = session.loaded.module.config.get_text_config().vocab_size
+            prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
+            note("prefill", chunk, chunk, _time_prefill(session, prompt))
+            if chunk == chunks[0]:
+                filled = min(_filled(workload), context - num_steps - 1)
+                note("decode", 1, workload.context, _time_decode(session, workload.batch, filled))
+    return tuple(times.values())
 
 
-def layer_times_key(model: Model, workload: Workload, prefill_chunk: int) -> dict[str, Any]:
+def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:
     """Name all that ``measure_layer_times`` depends on, as plain JSON, for the current CUDA device.
 
     The runtime counts by its source: a checkout changes more often than its version.
@@ -103,7 +101,7 @@ def layer_times_key(model: Model, workload: Workload, prefill_chunk: int) -> dic
         "phases": ["prefill", "decode"],
         "batch": workload.batch,
         "context": workload.context,
-        "prefill_tokens": min(prefill_chunk, workload.prompt_tokens),
+        "prefill_tokens": list(chunks),
         "decode_filled": _filled(workload),
     }
 

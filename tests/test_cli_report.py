@@ -136,7 +136,7 @@ Bound of its bytes 4.012 s (x1.171); floor of any plan 3.7 s (x1.270).
 
 def test_plan() -> None:
     floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
-    result = PlanResult(make_plan(SPLIT), ("it is the fastest",), 9, 2, 1.0, floor)
+    result = PlanResult(make_plan(SPLIT), ("it is the fastest",), 9, 2, 1.0, 2, floor)
     assert show(render_plan(result, Crossovers(40, 32, None))) == PLAN
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import combinations, product
+from itertools import combinations, islice, product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -10,23 +10,25 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict, price_request
-from offplan.errors import PlanError
+from offplan.costs.timeline import to_seconds
+from offplan.errors import InfeasibleError, PlanError
 from offplan.machine.profile import MachineProfile
 from offplan.placement import group_units, place_units
-from offplan.plan import Backend, Budget, Offload, Rule, Workload
-from offplan.planner import make_plan
+from offplan.plan import Backend, Budget, Offload, Prediction, Rule, Workload
+from offplan.planner import make_plan, search
+from offplan.planner.combinations import list_combinations
 from offplan.planner.contents import Choice, Pricer
-from offplan.planner.pairs import list_pairs
 from offplan.planner.patterns import group_patterns
 from offplan.planner.problem import Problem
-from offplan.planner.search import SIMPLER
 from offplan.planner.segments import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
+from offplan.planner.targets import NEVER, Fastest, Targets
+from offplan.units import format_seconds
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model, rule
-from tests.test_planner import WORKLOAD, budget_for, search_everything
+from tests.test_planner import WORKLOAD, budget_for, price_everything
 
 MODELS = [dense_model(5), moe_model(5), make_model([DENSE, MOE] * 3)]
-PATTERNS = {len(model.layers): group_patterns(len(model.layers)) for model in MODELS}
+PATTERNS = {number: group_patterns(number) for number in (2, 5, 6)}
 LONG = Workload(batch=3, prompt_tokens=600, output_tokens=7, context=700)
 
 
@@ -77,8 +79,13 @@ def test_the_search_prices_as_the_schedule_does(
     pricer = Pricer(problem)
     contents = pricer.contents(choices)
     weighed = pricer.weigh(contents, prefetch_step)
-    objective = pricer.objective_ps(contents, weighed.num_slots, number)
-    assert (objective, weighed.saved_bytes, weighed.host_bytes) == expected
+    prefill = pricer.prefill_ps(contents, weighed.num_slots, number)
+    decode = pricer.decode_ps(contents, weighed.num_slots, number)
+    assert (
+        prefill + LONG.output_tokens * decode,
+        weighed.saved_bytes,
+        weighed.host_bytes,
+    ) == expected
 
 
 @settings(deadline=None, max_examples=25)
@@ -88,49 +95,50 @@ def test_the_search_prices_as_the_schedule_does(
     st.floats(0.1, 0.9),
     st.sampled_from([1e8, 5e9, 50e9]),
     st.sampled_from([WORKLOAD, LONG]),
+    st.sampled_from([2, 3]),
 )
 def test_bounds_hold(
-    data: st.DataObject, model: Model, share: float, h2d: float, workload: Workload
+    data: st.DataObject, model: Model, share: float, h2d: float, workload: Workload, num_rules: int
 ) -> None:
-    """A pair's bound is no more than its candidates', and theirs no more than their time."""
+    """A combination's bound is no more than its candidates', and theirs no more than their time."""
     machine = make_machine(h2d=h2d, uva=0.9 * h2d)
     problem = Problem(model, machine, workload, budget_for(model, machine, share, workload))
-    pairs, pricer = list_pairs(problem), Pricer(problem)
-    bounds = list(pairs.bounds(float("inf")))
+    found, pricer = list_combinations(problem), Pricer(problem)
+    goal = Fastest(problem.weights)
+    bounds = list(found.bounds(num_rules, goal, NEVER))
     assume(bounds)
     for number in data.draw(st.lists(st.integers(0, 10**6), min_size=5, max_size=20)):
-        pair = bounds[number % len(bounds)]
-        candidates = list(pairs.candidates(pair, float("inf")))
+        combined = bounds[number % len(bounds)]
+        candidates = list(islice(found.candidates(combined, goal, NEVER), 2000))
         for candidate in candidates[:10] + candidates[-3:]:
             # both are sums of floats, whose slack is much more than their rounding
-            assert pair.bound_ps <= candidate.bound_ps * (1 + 1e-12)
-            contents = pricer.contents(pairs.choices(candidate))
-            weighed = pricer.weigh(contents, pair.num_slots)
-            if pair.num_slots and weighed.num_streamed <= pair.num_slots:
-                continue
-            objective = pricer.objective_ps(contents, weighed.num_slots, pair.setting)
-            assert candidate.bound_ps <= objective
+            assert combined.bound <= candidate.bound * (1 + 1e-12)
+            contents = pricer.contents(found.choices(combined, candidate))
+            weighed = pricer.weigh(contents, combined.num_slots)
+            prefill = pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
+            decode = pricer.decode_ps(contents, weighed.num_slots, combined.setting)
+            assert candidate.decode_ps <= decode
+            assert candidate.bound <= goal.value(prefill, decode)
 
 
-def all_pairs(model: Model) -> Iterator[tuple[Rule, Rule]]:
-    """Every pair of rules of the stated space, written down without the planner's help."""
-    for first, second in combinations(segment_classes(model), 2):
+def all_combinations(model: Model, num_rules: int) -> Iterator[tuple[Rule, ...]]:
+    """All rules of the stated space together, written down without the planner's help."""
+    for classes in combinations(segment_classes(model), num_rules):
         taken = [
-            {
-                unit.parameters
-                for layer in model.layers
-                for unit in filter(c.takes, group_units(layer))
-            }
-            for c in (first, second)
+            unit.parameters
+            for segment_class in classes
+            for layer in model.layers
+            for unit in filter(segment_class.takes, group_units(layer))
         ]
-        if taken[0] & taken[1]:
+        if len(taken) != len(set(taken)):
             continue
-        groups = [spread_groups(model, segment_class) for segment_class in (first, second)]
-        for one, other in product(*groups):
-            for (a, b), (c, d) in product(BACKENDS, BACKENDS):
-                yield (
-                    rule(*first.segments, group=one, prefill=a, decode=b),
-                    rule(*second.segments, group=other, prefill=c, decode=d),
+        for groups in product(*(spread_groups(model, segment_class) for segment_class in classes)):
+            for backends in product(BACKENDS, repeat=num_rules):
+                yield tuple(
+                    rule(*segment_class.segments, group=group, prefill=prefill, decode=decode)
+                    for segment_class, group, (prefill, decode) in zip(
+                        classes, groups, backends, strict=True
+                    )
                 )
 
 
@@ -150,10 +158,11 @@ def spread_groups(model: Model, segment_class: SegmentClass) -> list[tuple[int, 
     return list(groups.values())
 
 
-def best_pair(model: Model, machine: MachineProfile, workload: Workload, budget: Budget) -> float:
-    """The least objective of any pair that fits, by pricing them all as a plan is priced."""
-    best = float("inf")
-    for rules in all_pairs(model):
+def price_pairs(
+    model: Model, machine: MachineProfile, workload: Workload, budget: Budget
+) -> Iterator[Prediction]:
+    """Every pair that fits, priced as a plan is."""
+    for rules in all_combinations(model, 2):
         uses_ring = any(Backend.PREFETCH in (r.prefill, r.decode) for r in rules)
         for step, embeddings in product(PREFETCH_STEPS if uses_ring else (1,), ("device", "host")):
             offload = Offload(
@@ -161,8 +170,7 @@ def best_pair(model: Model, machine: MachineProfile, workload: Workload, budget:
             )
             prediction = predict(model, machine, workload, budget, offload)
             if prediction.gpu_memory.total_bytes <= budget.gpu_memory:
-                best = min(best, prediction.objective_s)
-    return best
+                yield prediction
 
 
 @pytest.mark.parametrize(
@@ -172,12 +180,105 @@ def best_pair(model: Model, machine: MachineProfile, workload: Workload, budget:
         (make_model([DENSE, MOE]), 0.7, 1e9),
     ],
 )
-def test_two_rules_equal_brute_force(model: Model, share: float, h2d: float) -> None:
+def test_two_rules_equal_brute_force(
+    model: Model, share: float, h2d: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "MOST_TRIPLES", 0)
     machine, workload = make_machine(h2d=h2d, uva=0.8 * h2d), Workload(prompt_tokens=512)
     budget = budget_for(model, machine, share, workload)
     plan = make_plan(model, machine, workload, budget).plan
-    single = search_everything(model, machine, workload, budget, chunks=(512,))
-    pair = best_pair(model, machine, workload, budget)
-    assert pair < single / SIMPLER, "choose a case that a second rule is worth"
+    priced = price_everything(model, machine, workload, budget, chunks=(512,))
+    single = best(prediction for _, prediction in priced)
+    pair = best(price_pairs(model, machine, workload, budget))
+    assert pair < single, "choose a case that a second rule is worth"
     assert plan.prediction.objective_s == pytest.approx(pair, rel=1e-12)
     assert len(plan.offload.rules) == 2
+
+
+def best(predictions: Iterator[Prediction]) -> float:
+    return min(prediction.objective_s for prediction in predictions)
+
+
+@pytest.mark.parametrize("h2d", [1e9, 20e9])
+def test_targets_equal_brute_force(h2d: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest within targets, or the nearest to them: as if every plan were looked at."""
+    monkeypatch.setattr(search, "MOST_TRIPLES", 0)
+    model, workload = make_model([DENSE, MOE]), Workload(prompt_tokens=512)
+    machine = make_machine(h2d=h2d, uva=0.8 * h2d, gpu_memory=2**23)
+    budget = budget_for(model, machine, 0.7, workload)
+    priced = price_everything(model, machine, workload, budget, chunks=(512,))
+    single = [prediction for _, prediction in priced]
+    everything = [*single, *price_pairs(model, machine, workload, budget)]
+    limits = [
+        sorted({getattr(each, phase).step_s for each in everything})
+        for phase in ("prefill", "decode")
+    ]
+    for ttft, tpot in product(*([times[0] / 2, times[9], times[99]] for times in limits)):
+        targets = Targets(ttft, tpot)
+
+        def fastest(plans: list[Prediction], limits: Targets = targets) -> float:
+            kept = (p.objective_s for p in plans if excess(p, limits) <= 1)
+            return min(kept, default=float("inf"))
+
+        try:
+            found = make_plan(model, machine, workload, budget, targets).plan.prediction
+        except InfeasibleError as error:
+            assert fastest(everything) == float("inf")
+            nearest = min(everything, key=lambda p: excess(p, targets))
+            reached = max(excess(p, targets) for p in everything if describe(p) in str(error))
+            assert reached == pytest.approx(excess(nearest, targets), rel=1e-9)
+            continue
+        assert excess(found, targets) <= 1
+        assert found.objective_s == pytest.approx(fastest(everything), rel=1e-12)
+
+
+def test_three_rules_equal_brute_force() -> None:
+    model, workload = make_model([DENSE, MOE]), Workload(prompt_tokens=512)
+    machine = make_machine(h2d=5e9, uva=4e9)
+    budget = budget_for(model, machine, 0.15, workload)
+    problem = Problem(model, machine, workload, budget)
+    pricer, patterns = Pricer(problem), PATTERNS[2]
+    layers = {(pattern.group_size, pattern.num_in_group): pattern for pattern in patterns}
+
+    def objectives(rules: tuple[Rule, ...]) -> Iterator[float]:
+        choices = tuple(
+            Choice(
+                SegmentClass(rule.cpu_offload_params),
+                rule.prefill,
+                rule.decode,
+                layers[rule.group_size or 0, rule.num_in_group or 0],
+            )
+            for rule in rules
+        )
+        contents = pricer.contents(choices)
+        for step, (number, setting) in product(PREFETCH_STEPS, enumerate(problem.settings)):
+            weighed = pricer.weigh(contents, step)
+            if weighed.saved_bytes >= setting.lacking_bytes:
+                prefill = pricer.prefill_ps(contents, weighed.num_slots, number)
+                decode = pricer.decode_ps(contents, weighed.num_slots, number)
+                yield to_seconds(prefill + workload.output_tokens * decode)
+
+    two, three = (
+        min(time for rules in all_combinations(model, number) for time in objectives(rules))
+        for number in (2, 3)
+    )
+    assert three < two, "choose a case that a third rule is worth"
+    result = make_plan(model, machine, workload, budget)
+    assert len(result.plan.offload.rules) == 3
+    assert result.plan.prediction.objective_s == pytest.approx(three, rel=1e-12)
+    assert "no plan of up to three rules" in " ".join(result.reasons)
+
+
+def excess(prediction: Prediction, targets: Targets) -> float:
+    assert targets.max_ttft_s is not None
+    assert targets.max_tpot_s is not None
+    return max(
+        prediction.prefill.step_s / targets.max_ttft_s,
+        prediction.decode.step_s / targets.max_tpot_s,
+    )
+
+
+def describe(prediction: Prediction) -> str:
+    """What the error says of the nearest plan."""
+    first, other = prediction.prefill.step_s, prediction.decode.step_s
+    return f"first token after {format_seconds(first)} and takes {format_seconds(other)} a token"

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from offplan.cli.options import (
     BatchOption,
     ContextOption,
+    Engine,
+    EngineOption,
     ForceOption,
     GPUMemoryOption,
     HostMemoryOption,
@@ -52,6 +54,7 @@ def analyze(
     svg: PictureOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
+    engine: EngineOption = None,
 ) -> None:
     """Show a model's layers, the machine, and the plan for a workload and a budget."""
     from offplan.cli.models import open_named_model
@@ -64,7 +67,8 @@ def analyze(
     check_writable(svg, force=force)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
-    analysis = _analyze(open_named_model(model, revision, source), machine, wishes, store)
+    named = open_named_model(model, revision, source)
+    analysis = _analyze(named, machine, wishes, store, engine)
     if json:
         print_json(analyze_payload(analysis))
     else:
@@ -81,9 +85,11 @@ def analyze(
     print_note(f"wrote {output}")
 
 
-def _analyze(model: "Model", machine: str | None, wishes: "Wishes", store: Store) -> "Analysis":
+def _analyze(
+    model: "Model", machine: str | None, wishes: "Wishes", store: Store, engine: Engine | None
+) -> "Analysis":
     """Plan if there is a machine to plan for; a plan that does not exist is a finding too."""
-    from offplan.cli.planning import find_machine, unmeasured
+    from offplan.cli.planning import find_machine, restrict_to, unmeasured
     from offplan.planner import make_plan
     from offplan.planner.crossovers import find_crossovers
     from offplan.report.analysis import Analysis
@@ -93,7 +99,13 @@ def _analyze(model: "Model", machine: str | None, wishes: "Wishes", store: Store
         return Analysis(model, None, unmeasured=unmeasured())
     planned = found.with_store(store)
     try:
-        result = make_plan(model, planned.profile, wishes.workload, wishes.budget(planned))
+        result = make_plan(
+            model,
+            planned.profile,
+            wishes.workload,
+            wishes.budget(planned),
+            restriction=restrict_to(engine, store, model),
+        )
     except InfeasibleError as error:
         return Analysis(model, found.profile, infeasible=error)
     crossovers = find_crossovers(model, planned.profile, result.plan)

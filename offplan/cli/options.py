@@ -21,6 +21,13 @@ class Store(str, Enum):
     PEER = "peer"
 
 
+class Engine(str, Enum):
+    """Whose flags a plan is to be said in."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A Hub id, a folder of safetensors, or a config.json."),
@@ -86,4 +93,8 @@ MaxTPOTOption = Annotated[
 FrontierOption = Annotated[
     bool,
     typer.Option("--frontier", help="Show GPU memory against speed instead of one plan."),
+]
+EngineOption = Annotated[
+    Engine | None,
+    typer.Option("--for", help="Search only plans that this engine's flags can say."),
 ]

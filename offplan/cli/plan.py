@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from offplan.cli.options import (
     ChosenBatchOption,
     ContextOption,
+    EngineOption,
     ForceOption,
     FrontierOption,
     GPUMemoryOption,
@@ -29,9 +30,9 @@ from offplan.cli.output import check_writable, print_json, print_report, write_f
 from offplan.errors import InputError
 
 if TYPE_CHECKING:
-    from offplan.checkpoint.model import Model
-    from offplan.machine.profile import MachineProfile
-    from offplan.plan import Budget, Workload
+    from collections.abc import Sequence
+
+    from offplan.planner.frontier import Point
 
 
 def plan(
@@ -53,16 +54,30 @@ def plan(
     max_ttft: MaxTTFTOption = None,
     max_tpot: MaxTPOTOption = None,
     frontier: FrontierOption = False,
+    engine: EngineOption = None,
 ) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.cli.models import open_named_model
-    from offplan.cli.planning import find_machine, read_wishes, read_workload, unmeasured
+    from offplan.cli.planning import (
+        find_machine,
+        read_wishes,
+        read_workload,
+        restrict_to,
+        unmeasured,
+    )
     from offplan.plan import dump_plan, plan_json
-    from offplan.planner.targets import Targets, plan_throughput, plan_within
+    from offplan.planner import make_plan
+    from offplan.planner.frontier import find_frontier
+    from offplan.planner.targets import Targets
+    from offplan.planner.throughput import plan_throughput
     from offplan.units import parse_seconds
 
     if frontier and output is not None:
         raise InputError("--frontier shows many plans and writes none: leave --output out")
+    if frontier and (max_ttft, max_tpot) != (None, None):
+        raise InputError(
+            "--frontier shows plans whatever their times: leave --max-ttft and --max-tpot out"
+        )
     check_writable(output, force=force)
     targets = Targets(*(None if t is None else parse_seconds(t) for t in (max_ttft, max_tpot)))
     workload = read_workload(batch or 1, prompt_tokens, output_tokens, context)
@@ -72,12 +87,15 @@ def plan(
     if chosen is None:
         raise InputError(unmeasured())
     chosen = chosen.with_store(store)
+    budget = wishes.budget(chosen)
+    restriction = restrict_to(engine, store, found)
     if frontier:
-        _show_frontier(found, chosen.profile, workload, wishes.budget(chosen), json=json)
+        points = find_frontier(found, chosen.profile, workload, budget, restriction)
+        _show_frontier(points, json=json)
         return
     chooses_batch = objective is Objective.THROUGHPUT and batch is None
-    search = plan_throughput if chooses_batch else plan_within
-    made = search(found, chosen.profile, workload, wishes.budget(chosen), targets).plan
+    search = plan_throughput if chooses_batch else make_plan
+    made = search(found, chosen.profile, workload, budget, targets, restriction).plan
     if output is not None:
         write_file(output, dump_plan(made), force=force)
     if json:
@@ -86,14 +104,10 @@ def plan(
         sys.stdout.write(dump_plan(made))
 
 
-def _show_frontier(
-    model: "Model", machine: "MachineProfile", workload: "Workload", budget: "Budget", *, json: bool
-) -> None:
-    from offplan.planner.frontier import find_frontier
+def _show_frontier(points: "Sequence[Point]", *, json: bool) -> None:
     from offplan.report.frontier import frontier_payload, render_frontier
     from offplan.report.payload import JSON_VERSION
 
-    points = find_frontier(model, machine, workload, budget)
     if json:
         print_json({"offplan": JSON_VERSION, "frontier": frontier_payload(points)})
     else:

@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,14 @@ from offplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
+    from offplan.cli.options import Engine
     from offplan.machine.profile import MachineProfile
-    from offplan.plan import Budget, Workload
+    from offplan.plan import Budget, Rule, Workload
+    from offplan.planner.problem import Restriction
+
+
+MOST_TIMED = 8192
+"""Tokens of the largest chunk whose layers are timed; a larger one's times are scaled from it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,43 @@ def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: i
         )
     except ValidationError as error:
         raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def restrict_to(engine: "Engine | None", store: Store, model: "Model") -> "Restriction | None":
+    """Plans that ``export`` does not refuse for this engine; raises InputError if it has none."""
+    if engine is None:
+        return None
+    if store is not Store.HOST:
+        raise InputError(
+            f"--for {engine.value} and --store {store.value}: no engine's flags reach a second "
+            "GPU's memory; leave one of them out"
+        )
+    from offplan.engines.export import export_plan
+    from offplan.errors import ExportError
+    from offplan.plan import Offload, Plan
+    from offplan.planner.problem import Restriction
+
+    @cache
+    def can_say(rules: "tuple[Rule, ...]", prefetch_step: int) -> bool:
+        # of a plan only its decision is exported, and of that no engine's flag says the chunk
+        offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
+        try:
+            export_plan(Plan.model_construct(offload=offload), model, engine.value)
+        except ExportError:
+            return False
+        return True
+
+    def allows(offload: Offload) -> bool:
+        # what an engine cannot move in every layer it cannot move in some: asked once, not for
+        # every pattern
+        everywhere = {"group_size": 1, "num_in_group": 1}
+        of_all = tuple(
+            rule.model_copy(update=everywhere) if rule.max_bytes is None else rule
+            for rule in offload.rules
+        )
+        return can_say(of_all, 1) and can_say(offload.rules, offload.prefetch_step)
+
+    return Restriction(engine.value, allows, 2**30 if engine.value == "sglang" else 1)
 
 
 def has_gpu() -> bool:
@@ -128,20 +172,19 @@ def measure_here(
 
     from offplan.machine.layer_cache import LayerTimeCache
     from offplan.machine.measure import measure_machine
-    from offplan.planner.problem import PREFILL_CHUNKS
+    from offplan.planner.problem import prefill_chunks
     from offplan.profiling import layer_times_key, measure_layer_times
     from offplan.runtime.gpu_memory import bytes_in_use
 
     # asked before this process has a context on the card, which the budget is to include
     used = bytes_in_use(torch.device("cuda"))
     profile = measure_machine(Progress("measuring the machine"), with_others=with_others)
-    key = layer_times_key(model, workload, PREFILL_CHUNKS[0])
+    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
+    key = layer_times_key(model, workload, chunks)
     cache = LayerTimeCache(Path(constants.HF_HOME), key)
     times = None if afresh else cache.load()
     if times is None:
-        times = measure_layer_times(
-            model, workload, PREFILL_CHUNKS[0], Progress("measuring the layers")
-        )
+        times = measure_layer_times(model, workload, chunks, Progress("measuring the layers"))
         cache.store(times)
     profile = profile.model_copy(update={"layer_times": times})
     return Found(profile, profile.gpu_memory.value - used)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 from offplan.costs.timeline import to_ps
@@ -46,6 +47,9 @@ class Content(NamedTuple):
 
     unit_bytes: int
     slab_bytes: int
+    prompt_bytes: int
+    """That stream through the ring in prefill, and then in decode."""
+    step_bytes: int
     prompt: tuple[LayerPass, ...]
     """In prefill, for each setting."""
     step: LayerPass
@@ -69,95 +73,102 @@ class Pricer:
     """Weighs and prices candidates of one problem; remembers what layers of a kind cost."""
 
     problem: Problem
-    _contents: dict[tuple[int, tuple[Part, ...]], Content] = field(default_factory=dict)
+    _tables: dict[tuple[Part, ...], "_Table"] = field(default_factory=dict)
 
     def contents(self, choices: Sequence[Choice]) -> list[Content]:
         """What the rules take of each layer; the first that matches a parameter wins."""
-        parts = [Part(*choice[:3]) for choice in choices]
-        found = []
-        for layer, kind in enumerate(self.problem.kind_of):
-            key = tuple(
-                part
-                for part, choice in zip(parts, choices, strict=True)
-                if choice.pattern.layers >> layer & 1
-            )
-            content = self._contents.get((kind, key))
-            if content is None:
-                content = self._contents[kind, key] = self._price(kind, key)
-            found.append(content)
-        return found
+        parts = tuple(Part(*choice[:3]) for choice in choices)
+        table = self._tables.get(parts)
+        if table is None:
+            table = self._tables[parts] = _Table(self.problem, parts)
+        rows = (_as_row(choice.pattern.layers, len(table.kind_of)) for choice in choices)
+        return [table[taken] for taken in zip(table.kind_of, *rows, strict=True)]
 
     def weigh(self, contents: Sequence[Content], prefetch_step: int) -> Weighed:
         """Add up memory."""
-        spans = [(c.prompt[0].span_bytes, c.step.span_bytes) for c in contents]
-        streamed = max(sum(span[phase] > 0 for span in spans) for phase in (0, 1))
+        units, slabs, *spans = zip(*(content[:4] for content in contents), strict=True)
+        streamed = max(len(contents) - each.count(0) for each in spans)
         slots = min(prefetch_step, streamed)
         ring = slots * max(map(max, spans))
-        return Weighed(
-            saved_bytes=sum(c.unit_bytes for c in contents) - ring,
-            host_bytes=sum(c.slab_bytes for c in contents),
-            num_slots=slots,
-            num_streamed=streamed,
-        )
+        return Weighed(sum(units) - ring, sum(slabs), slots, streamed)
 
-    def objective_ps(self, contents: Sequence[Content], num_slots: int, setting: int) -> Fraction:
-        """Weighted time of a request, exactly as its schedule would be priced."""
-        chosen, problem = self.problem.settings[setting], self.problem
-        prompt = [c.prompt[setting] for c in contents]
+    def prefill_ps(self, contents: Sequence[Content], num_slots: int, setting: int) -> int:
+        """Time of the prompt, exactly as its schedule would be priced."""
+        chosen = self.problem.settings[setting]
+        prompt = _read_rows([c.prompt[setting] for c in contents], chosen.row_ps[0])
+        step = [c.step for c in contents]
+        return prefill_ps(prompt, step, num_slots, chosen.prefill.outside_ps)
+
+    def decode_ps(self, contents: Sequence[Content], num_slots: int, setting: int) -> Fraction:
+        """Time of a decode step, exactly as its schedule would be priced."""
         step = [c.step for c in contents]
         if num_slots and not any(each.span_bytes for each in step):
-            users = [layer for layer, each in enumerate(prompt) if each.span_bytes]
+            users = [layer for layer, c in enumerate(contents) if c.prompt_bytes]
             for layer in users[-num_slots:]:
                 step[layer] = step[layer]._replace(uva_ps=contents[layer].kept_uva_ps)
-        rows = chosen.row_ps
-        prompt = _compute(prompt, chosen.prefill.layer_ps, rows[0])
-        step = _compute(step, problem.decode.layer_ps, rows[1])
-        prefill = prefill_ps(prompt, step, num_slots, chosen.prefill.outside_ps)
-        decode = decode_ps(step, num_slots, problem.decode.outside_ps)
-        return problem.weights[0] * prefill + problem.weights[1] * decode
-
-    def _price(self, kind: int, parts: tuple[Part, ...]) -> Content:
-        chosen: list[tuple[Unit, Part]] = []
-        for unit in self.problem.units_of_kind[kind]:
-            part = next((p for p in parts if p.segment_class.takes(unit)), None)
-            if part is not None:
-                chosen.append((unit, part))
-        if not chosen:
-            nothing = LayerPass(0, 0, 0, 0)
-            return Content(0, 0, (nothing,) * len(self.problem.settings), nothing, 0)
-        slab = build_slab((unit, _RULES[part.prefill, part.decode]) for unit, part in chosen)
-        spans = {phase: slab.span(phase) for phase in Phase}
-
-        def layer_pass(phase: Phase, uva_ps: int) -> LayerPass:
-            span = spans[phase]
-            size = 0 if span is None else span.nbytes
-            copy_ps = to_ps(self.problem.machine.copy_seconds(size)) if size else 0
-            return LayerPass(0, uva_ps, size, copy_ps)
-
-        in_prefill = [unit for unit, part in chosen if part.prefill is Backend.UVA]
-        in_decode = [unit for unit, part in chosen if part.decode is Backend.UVA]
-        never = [unit for unit, part in chosen if part.prefill is part.decode is Backend.UVA]
-        read = self.problem.read_in_place
-        return Content(
-            unit_bytes=sum(unit.nbytes for unit, _ in chosen),
-            slab_bytes=slab.nbytes,
-            prompt=tuple(
-                layer_pass(Phase.PREFILL, read(in_prefill, setting.chunk_tokens)[0])
-                for setting in self.problem.settings
-            ),
-            step=layer_pass(Phase.DECODE, self.problem.read_step_in_place(in_decode)[0]),
-            kept_uva_ps=self.problem.read_step_in_place(never)[0],
-        )
+        step = _read_rows(step, self.problem.settings[setting].row_ps[1])
+        return decode_ps(step, num_slots, self.problem.decode.outside_ps)
 
 
-def _compute(passes: Sequence[LayerPass], layer_ps: Sequence[int], row_ps: int) -> list[LayerPass]:
-    """Fill in the layers' own compute, and the embedding's rows with the first layer's reading."""
-    filled = [
-        LayerPass(compute, each.uva_ps, each.span_bytes, each.copy_ps)
-        for each, compute in zip(passes, layer_ps, strict=True)
-    ]
-    filled[0] = filled[0]._replace(uva_ps=filled[0].uva_ps + row_ps)
-    return filled
+class _Table(dict[tuple[int, ...], Content]):
+    """What some parts take of a layer, by its kind and whether each part's pattern selects it."""
+
+    def __init__(self, problem: Problem, parts: tuple[Part, ...]) -> None:
+        super().__init__()
+        self.problem, self.parts = problem, parts
+        self.kind_of = problem.kind_of
+
+    def __missing__(self, taken: tuple[int, ...]) -> Content:
+        kind, *selected = taken
+        parts = [part for part, takes in zip(self.parts, selected, strict=True) if takes]
+        content = self[taken] = _price(self.problem, kind, parts)
+        return content
+
+
+@cache
+def _as_row(layers: int, num_layers: int) -> tuple[int, ...]:
+    """Bits as a tuple, by layer."""
+    return tuple(layers >> layer & 1 for layer in range(num_layers))
+
+
+def _read_rows(passes: list[LayerPass], row_ps: int) -> list[LayerPass]:
+    """Add the embedding's rows to the first layer's reading."""
+    passes[0] = passes[0]._replace(uva_ps=passes[0].uva_ps + row_ps)
+    return passes
+
+
+def _price(problem: Problem, kind: int, parts: Sequence[Part]) -> Content:
+    layer = problem.kind_of.index(kind)
+    step_ps = problem.decode.layer_ps[layer]
+    prompt_ps = [setting.prefill.layer_ps[layer] for setting in problem.settings]
+    chosen: list[tuple[Unit, Part]] = []
+    for unit in problem.units_of_kind[kind]:
+        part = next((p for p in parts if p.segment_class.takes(unit)), None)
+        if part is not None:
+            chosen.append((unit, part))
+    if not chosen:
+        prompt = tuple(LayerPass(each_ps, 0, 0, 0) for each_ps in prompt_ps)
+        return Content(0, 0, 0, 0, prompt, LayerPass(step_ps, 0, 0, 0), 0)
+    slab = build_slab((unit, _RULES[part.prefill, part.decode]) for unit, part in chosen)
+    spans = (slab.span(Phase.PREFILL), slab.span(Phase.DECODE))
+    sizes = [0 if span is None else span.nbytes for span in spans]
+    copies = [to_ps(problem.machine.copy_seconds(size)) if size else 0 for size in sizes]
+    in_prefill = [unit for unit, part in chosen if part.prefill is Backend.UVA]
+    in_decode = [unit for unit, part in chosen if part.decode is Backend.UVA]
+    never = [unit for unit, part in chosen if part.prefill is part.decode is Backend.UVA]
+    reads = (problem.read_in_place(in_prefill, each.chunk_tokens) for each in problem.settings)
+    return Content(
+        unit_bytes=sum(unit.nbytes for unit, _ in chosen),
+        slab_bytes=slab.nbytes,
+        prompt_bytes=sizes[0],
+        step_bytes=sizes[1],
+        prompt=tuple(
+            LayerPass(each_ps, read_ps, sizes[0], copies[0])
+            for each_ps, (read_ps, _) in zip(prompt_ps, reads, strict=True)
+        ),
+        step=LayerPass(step_ps, problem.read_step_in_place(in_decode)[0], sizes[1], copies[1]),
+        kept_uva_ps=problem.read_step_in_place(never)[0],
+    )
 
 
 _RULES = {

@@ -1,6 +1,5 @@
 """Families of candidates: what the search goes through, best bound first."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,11 +12,13 @@ from offplan.planner.segments import SegmentClass
 class Family(NamedTuple):
     """Candidates with the same memory and the same bound: they differ in their pattern alone.
 
-    Families are searched in the order of their fields, which also chooses among equally fast plans.
+    Among equally fast plans that of the first family is chosen, in the order of ``rank``.
     """
 
-    bound_ps: int
-    """No member's request takes less."""
+    prefill_ps: int
+    """No member's prompt takes less."""
+    decode_ps: int
+    """No member's decode step takes less."""
     link_bytes: int
     """That a request moves, at least."""
     prefetch_step: int
@@ -34,6 +35,11 @@ class Family(NamedTuple):
     """In the order to try; empty when everything is resident, or ``max_bytes`` is set."""
 
     @property
+    def rank(self) -> tuple[object, ...]:
+        """All but the bounds."""
+        return self[2:]
+
+    @property
     def prefill_chunk(self) -> int:
         """Prompt tokens of each sequence in one pass."""
         return -self.minus_chunk
@@ -47,26 +53,30 @@ class Family(NamedTuple):
             rules=rules,
         )
 
-    def choices(self) -> Iterator[tuple[Choice, ...]]:
-        """Each member's choices; none for a rule of ``max_bytes``."""
-        if not self.patterns and not self.max_bytes:
-            yield ()
-        for pattern in self.patterns:
-            yield (Choice(SegmentClass(self.segments), self.prefill, self.decode, pattern),)
+    @property
+    def num_members(self) -> int:
+        """How many candidates these are."""
+        return max(1, len(self.patterns))
 
-    def members(self) -> Iterator[tuple[Rule, ...]]:
-        """The rules of each member."""
-        if self.max_bytes:
-            yield (
-                Rule(
-                    cpu_offload_params=self.segments,
-                    max_bytes=self.max_bytes,
-                    prefill=self.prefill,
-                    decode=self.decode,
-                ),
-            )
-        for choices in self.choices():
-            yield tuple(choice.rule() for choice in choices)
+    def choices(self, number: int) -> tuple[Choice, ...]:
+        """A member's choices; none for a rule of ``max_bytes``."""
+        if not self.patterns:
+            return ()
+        segment_class = SegmentClass(self.segments)
+        return (Choice(segment_class, self.prefill, self.decode, self.patterns[number]),)
+
+    def rules(self, number: int) -> tuple[Rule, ...]:
+        """A member's rules."""
+        if not self.max_bytes:
+            return tuple(choice.rule() for choice in self.choices(number))
+        return (
+            Rule(
+                cpu_offload_params=self.segments,
+                max_bytes=self.max_bytes,
+                prefill=self.prefill,
+                decode=self.decode,
+            ),
+        )
 
 
 @dataclass

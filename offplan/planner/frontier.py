@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
-from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Plan, Workload
-from offplan.planner.make import make_plan
-from offplan.planner.problem import Problem
+from offplan.planner.make import can_plan, make_plan
+from offplan.planner.problem import Problem, Restriction, pose
 
 NUM_POINTS = 12
 """Budgets tried, evenly spaced."""
@@ -28,7 +27,11 @@ class Point:
 
 
 def find_frontier(
-    model: Model, machine: MachineProfile, workload: Workload, budget: Budget
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    restriction: Restriction | None = None,
 ) -> tuple[Point, ...]:
     """Plan for budgets from the least that fits up to where everything does.
 
@@ -38,12 +41,18 @@ def find_frontier(
     enough = _enough_for_all(model, machine, workload)
     most = min(budget.gpu_memory, enough, machine.gpu_memory.value)
 
+    def budget_of(gpu_memory: int) -> Budget:
+        return Budget(gpu_memory=gpu_memory, host_memory=budget.host_memory)
+
     def plan_for(gpu_memory: int) -> Plan:
-        within = Budget(gpu_memory=gpu_memory, host_memory=budget.host_memory)
-        return make_plan(model, machine, workload, within).plan
+        within = budget_of(gpu_memory)
+        return make_plan(model, machine, workload, within, restriction=restriction).plan
+
+    def fits(gpu_memory: int) -> bool:
+        return can_plan(pose(model, machine, workload, budget_of(gpu_memory), restriction))
 
     last = plan_for(most)
-    low = _least_that_fits(plan_for, most)
+    low = _least_that_fits(fits, most)
     sizes = [low + (most - low) * i // (NUM_POINTS - 1) for i in range(NUM_POINTS - 1)]
     plans = [plan_for(size) for size in sorted(set(sizes) - {most})]
     points = []
@@ -62,15 +71,10 @@ def _enough_for_all(model: Model, machine: MachineProfile, workload: Workload) -
     return round(lacking / (1 - MARGIN)) + 2  # two bytes for what is rounded
 
 
-def _least_that_fits(plan_for: Callable[[int], Plan], most: int) -> int:
+def _least_that_fits(fits: Callable[[int], bool], most: int) -> int:
     """A budget that fits, within RESOLUTION of ``most`` above one that does not."""
     low, high = 0, most
     while high - low > most // RESOLUTION:
         middle = (low + high) // 2
-        try:
-            plan_for(middle)
-        except InfeasibleError:
-            low = middle
-        else:
-            high = middle
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return high

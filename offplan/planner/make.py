@@ -1,6 +1,7 @@
 """``make_plan``: a model, a machine, a workload and a budget in; the fastest plan that fits out."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
@@ -10,10 +11,14 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Basis, Budget, MachineRef, ModelRef, Plan, Workload
 from offplan.planner.families import Shortfall
 from offplan.planner.floor import Floor, find_floor
-from offplan.planner.problem import Problem
-from offplan.planner.search import SIMPLER, Search, find_best
+from offplan.planner.problem import Problem, Restriction, pose
+from offplan.planner.search import Search, find_best
 from offplan.planner.space import list_families
+from offplan.planner.targets import NO_TARGETS, Fastest, Nearest, Targets
 from offplan.units import format_bytes, format_seconds
+
+RESOLUTION = 100
+"""The memory that would reach a target is found to this part of what the machine has."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,11 @@ class PlanResult:
     num_candidates: int
     """Plans of at most one rule that fit the budget."""
     num_priced: int
-    """Plans of one rule and of two whose timeline was run; proven bounds ruled out all others."""
+    """Plans whose timeline was run; proven bounds ruled out all others."""
     second_rule_gain: float
     """Time of the best plan of at most one rule over this plan's; 1 where it has no second."""
+    max_rules: int
+    """The search was exact over plans of up to so many rules."""
     floor: Floor
     """What no plan of this budget can beat."""
 
@@ -43,24 +50,60 @@ def make_plan(
     machine: MachineProfile,
     workload: Workload,
     budget: Budget,
-    emphasis: tuple[int, int] = (1, 1),
+    targets: Targets = NO_TARGETS,
+    restriction: Restriction | None = None,
 ) -> PlanResult:
-    """Find the fastest plan that keeps the budget: prompt plus all output tokens of a request.
+    """Find the fastest plan that keeps budget and targets: prompt plus all output tokens.
 
     Exact over the stated spaces: at most one rule over the segment classes, all group patterns,
     ring sizes, backends and chunks, the input embedding in either place (``planner.space``), and
-    two rules (``planner.pairs``) where that saves more than SIMPLER allows. ``emphasis``
-    makes prefill and decode count so many times in what is least, for targets. The same
-    input gives the same plan, byte for byte. Raises InfeasibleError, with the shortfall, when no
-    candidate fits.
+    two rules, or three of a small model (``planner.combinations``); with a ``restriction`` those of
+    the first that it allows. The same input gives the same plan, byte for byte. Raises
+    InfeasibleError when no candidate fits, with the shortfall, and when none keeps the targets,
+    with the nearest (exactly: no plan's worse excess is less) and the GPU memory that would do.
     """
-    problem = Problem(model, machine, workload, _within(machine, budget), emphasis)
+    problem = pose(model, machine, workload, budget, restriction)
+    found = find_plan(problem, targets)
+    if found is None:
+        raise _unreachable(problem, targets)
+    return found
+
+
+def find_plan(problem: Problem, targets: Targets) -> PlanResult | None:
+    """Do what ``make_plan`` does; None where plans fit, but none keeps the targets."""
     families, shortfall = list_families(problem)
-    if not families:
-        raise _infeasible(problem, shortfall)
-    found = find_best(problem, families)
+    found = find_best(problem, families, Fastest(problem.weights, targets.limits_ps))
+    if found is None:
+        if not can_plan(problem):
+            raise _infeasible(problem, shortfall)
+        return None
+    plan, floor = _write_plan(problem, found), find_floor(problem)
+    reasons = _explain(plan, floor, found)
+    if targets:
+        reasons += (f"of the plans that keep {targets}, this is the fastest",)
+    if problem.restriction is not None:
+        reasons += (f"only plans that {problem.restriction.engine} can run were searched",)
+    return PlanResult(
+        plan,
+        reasons,
+        found.num_candidates,
+        found.num_priced,
+        found.second_rule_gain,
+        found.max_rules,
+        floor,
+    )
+
+
+def can_plan(problem: Problem, targets: Targets = NO_TARGETS) -> bool:
+    """Whether any plan keeps budget and targets."""
+    any_plan = Fastest((0, 0), targets.limits_ps)
+    return find_best(problem, list_families(problem)[0], any_plan) is not None
+
+
+def _write_plan(problem: Problem, found: Search) -> Plan:
+    model, machine, workload = problem.model, problem.machine, problem.workload
     offload = found.chosen.offload.model_copy(update={"store": machine.store})
-    plan = Plan(
+    return Plan(
         model=ModelRef(
             source=model.source,
             revision=model.revision,
@@ -80,30 +123,54 @@ def make_plan(
         offload=offload,
         prediction=predict(model, machine, workload, problem.budget, offload),
     )
-    floor = find_floor(problem)
-    return PlanResult(
-        plan,
-        _explain(plan, floor, found),
-        found.num_candidates,
-        found.num_priced,
-        found.second_rule_gain,
-        floor,
+
+
+def _unreachable(problem: Problem, targets: Targets) -> InfeasibleError:
+    """Say how near the targets plans come, and how much GPU memory would do."""
+    budget = problem.budget
+    memory = format_bytes(budget.gpu_memory)
+    found = find_best(problem, list_families(problem)[0], Nearest(targets.limits_ps))
+    assert found is not None, "a plan without targets fits"
+
+    def reaches(gpu_memory: int) -> bool:
+        roomier = budget.model_copy(update={"gpu_memory": gpu_memory})
+        return can_plan(replace(problem, budget=roomier), targets)
+
+    enough = _least(reaches, budget.gpu_memory, problem.machine.gpu_memory.value)
+    helps = "no GPU memory of this machine would do"
+    if enough is not None:
+        helps = f"{format_bytes(enough)} of GPU memory would do"
+    nearest = _write_plan(problem, found).prediction
+    return InfeasibleError(
+        f"no plan reaches {targets} within {memory}: the nearest has its first token after "
+        f"{format_seconds(nearest.prefill.step_s)} and takes "
+        f"{format_seconds(nearest.decode.step_s)} a token; {helps}",
+        None if enough is None else enough - budget.gpu_memory,
     )
 
 
-def _within(machine: MachineProfile, budget: Budget) -> Budget:
-    """Take no more than the machine has."""
-    gpu = min(budget.gpu_memory, machine.gpu_memory.value)
-    host = budget.host_memory
-    if machine.host_memory is not None:
-        limit = machine.host_memory.value
-        host = limit if host is None else min(host, limit)
-    return Budget(gpu_memory=gpu, host_memory=host)
+def _least(reaches: Callable[[int], bool], low: int, most: int) -> int | None:
+    """The least memory above ``low`` that reaches the targets; None if ``most`` does not.
+
+    More memory never makes a plan worse, so halving finds it, to RESOLUTION of the machine's.
+    """
+    if most <= low or not reaches(most):
+        return None
+    high = most
+    while high - low > most // RESOLUTION:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high
 
 
 def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
     """Say what is missing and what would help."""
     budget = problem.budget
+    if problem.restriction is not None and not (shortfall.gpu_bytes or shortfall.host_bytes):
+        return InfeasibleError(
+            f"no plan that {problem.restriction.engine} can run fits "
+            f"{format_bytes(budget.gpu_memory)}, though others do"
+        )
     if shortfall.gpu_bytes:
         lack = -(-shortfall.gpu_bytes * 1000 // round(1000 * (1 - MARGIN)))
         smallest = min(problem.settings, key=lambda setting: setting.lacking_bytes)
@@ -128,10 +195,24 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
     )
 
 
-def _explain_count(plan: Plan, found: Search) -> str:
+def _explain_space(plan: Plan, floor: Floor, found: Search) -> Iterator[str]:
+    """Say what was searched exactly, and what more rules could bring."""
+    yield (
+        f"{found.num_candidates} plans of one rule fit; {found.num_priced} plans were priced, and "
+        "bounds rule out the others"
+    )
     if len(plan.offload.rules) > 1:
-        return f"the best plan of one rule takes {100 * (found.second_rule_gain - 1):.1f} % longer"
-    return f"no second rule saves more than {100 * (SIMPLER - 1):.1f} %"
+        yield f"the best plan of one rule takes {100 * (found.second_rule_gain - 1):.1f} % longer"
+    if found.max_rules == 1:
+        return
+    most = {2: "two", 3: "three"}[found.max_rules]
+    yield f"no plan of up to {most} rules is faster"
+    if found.max_rules < 3:
+        left = 100 * (1 - floor.objective_s / plan.prediction.objective_s)
+        yield (
+            f"plans of three rules are too many here and were not searched: by the floor they "
+            f"save less than {left:.1f} %"
+        )
 
 
 def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
@@ -145,9 +226,7 @@ def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
         f"at least {format_bytes(floor.missing_bytes)} of weights do not fit "
         f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
         f"plan keeps {format_bytes(prediction.host_memory_bytes)} on the {plan.offload.store}",
-        f"{found.num_candidates} plans of one rule fit; {found.num_priced} of one rule and of two "
-        "were priced, and bounds rule out the others",
-        _explain_count(plan, found),
+        *_explain_space(plan, floor, found),
     ]
     if plan.offload.embeddings == "host":
         reasons.append(

@@ -1,7 +1,7 @@
 """One question to the planner, and what all candidates share; equal layers are merged."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,11 +15,16 @@ from offplan.costs.predict import PricedPass, price_prompt, price_step
 from offplan.costs.timeline import to_ps
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, align, group_units
-from offplan.plan import Budget, Workload
+from offplan.plan import Budget, Offload, Workload
 from offplan.planner.segments import SegmentClass
 
 PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 """Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
+
+
+def prefill_chunks(prompt_tokens: int) -> tuple[int, ...]:
+    """Sizes of chunks to try for a prompt, the largest first."""
+    return (prompt_tokens, *(size for size in PREFILL_CHUNKS if size < prompt_tokens))
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,19 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Restriction:
+    """What an engine's flags can say: one rule, with one backend in both phases, and no embedding.
+
+    Of such plans only those that ``allows`` are searched.
+    """
+
+    engine: str
+    allows: Callable[[Offload], bool]
+    max_bytes_unit: int = 1
+    """A rule's ``max_bytes`` is a whole number of these."""
+
+
+@dataclass(frozen=True)
 class Problem:
     """One question to the planner, and what all candidates share."""
 
@@ -50,13 +68,12 @@ class Problem:
     workload: Workload
     budget: Budget
     """As the user gave it, but no more than the machine has."""
-    emphasis: tuple[int, int] = (1, 1)
-    """How many times prefill and decode count, where a target asks for more than speed."""
+    restriction: Restriction | None = None
 
-    @cached_property
+    @property
     def weights(self) -> tuple[int, int]:
-        """Of the prompt, and of a decode step, in the objective."""
-        return self.emphasis[0], self.emphasis[1] * self.workload.output_tokens
+        """Of the prompt, and of a decode step, in the objective: a step for each output token."""
+        return 1, self.workload.output_tokens
 
     @cached_property
     def compute(self) -> ModelCompute:
@@ -94,11 +111,10 @@ class Problem:
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
         """The chunks to try, the largest first, with the embedding in either place."""
-        prompt = self.workload.prompt_tokens
-        sizes = sorted({prompt, *(size for size in PREFILL_CHUNKS if size < prompt)}, reverse=True)
-        places = (
-            (None,) if self.model.input_embedding is None else (None, self.model.input_embedding)
-        )
+        sizes = prefill_chunks(self.workload.prompt_tokens)
+        places: tuple[TensorInfo | None, ...] = (None,)
+        if self.model.input_embedding is not None and self.restriction is None:
+            places = (None, self.model.input_embedding)
         return tuple(self._setting(size, place) for size in sizes for place in places)
 
     def _setting(self, prefill_chunk: int, host_embedding: TensorInfo | None) -> Setting:
@@ -136,7 +152,7 @@ class Problem:
         return price_step(self.compute, self.workload)
 
     def objective(self, prefill: int, decode: int) -> int:
-        """Weigh the two phases: the prompt, and a step for each output token, by emphasis."""
+        """Weigh the two phases: the prompt, and a step for each output token."""
         return self.weights[0] * prefill + self.weights[1] * decode
 
     def host_lack(self, slab_bytes: int, setting: Setting) -> int:
@@ -165,6 +181,23 @@ class Problem:
     def read_step_in_place(self, units: Sequence[Unit]) -> tuple[int, int]:
         """Time, and bytes, that a decode step takes to read these units of one layer in place."""
         return self.read_in_place(units, [(self.workload.batch, 1)])
+
+
+def pose(
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    restriction: Restriction | None = None,
+) -> Problem:
+    """Pose a question; the budget takes no more than the machine has."""
+    gpu = min(budget.gpu_memory, machine.gpu_memory.value)
+    host = budget.host_memory
+    if machine.host_memory is not None:
+        limit = machine.host_memory.value
+        host = limit if host is None else min(host, limit)
+    within = Budget(gpu_memory=gpu, host_memory=host)
+    return Problem(model, machine, workload, within, restriction)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,23 @@
-"""Best-first search: families in the order of their bounds, until no bound is better."""
+"""Best-first search: candidates in the order of their bounds, until no bound is better."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from offplan.costs.predict import price_request
 from offplan.placement import place_units
 from offplan.plan import Offload
+from offplan.planner.combinations import Candidate, Combination, Combinations, list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.families import Family
-from offplan.planner.pairs import PairBound, Pairs, list_pairs
 from offplan.planner.problem import Problem
+from offplan.planner.targets import NEVER, Goal, Time
 
-SIMPLER = 1.005
-"""A plan of fewer rules is chosen when it takes no more than this times as long."""
+MOST_TRIPLES = 250_000
+"""Where a model and a prompt have more plans of three rules, those are not searched.
+
+It depends on neither machine nor budget, so that more of either never makes a plan worse.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,8 @@ class Found:
     """The best candidate of a space, and what it took to find it."""
 
     offload: Offload
-    objective_ps: Fraction
-    num_priced: int
-    """Whose timeline was run; bounds ruled out all others."""
+    value: Time
+    """By the goal: of a request, in picoseconds."""
 
 
 @dataclass(frozen=True)
@@ -34,106 +37,150 @@ class Search:
     num_candidates: int
     """Plans of at most one rule that fit the budget."""
     num_priced: int
-    """Plans of one rule and of two whose timeline was run."""
-    second_rule_gain: float
-    """The time of the best plan of at most one rule over that of the chosen one."""
+    """Plans whose timeline was run."""
+    max_rules: int
+    """The most rules of plans that were searched."""
+    single: Found | None
+    """The best plan of at most one rule; None where none reaches the goal."""
+
+    @property
+    def second_rule_gain(self) -> float:
+        """The value of the best plan of at most one rule over that of the chosen one."""
+        return 1.0 if self.single is None else float(self.single.value / self.chosen.value)
 
 
-def find_best(problem: Problem, families: list[Family]) -> Search:
-    """Find the fastest plan; one of two rules only if one rule takes SIMPLER times as long.
+def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | None:
+    """Find the best plan; of those that are as good, one of the fewest rules.
 
-    Exact: what is passed over has a bound no better than what was found.
+    Exact: what is passed over has a bound no better than what was found. None where no plan
+    reaches the goal at all.
     """
-    pricer = Pricer(problem)
-    single = _find_single(pricer, families)
-    pair, num_priced = _find_pair(pricer, list_pairs(problem), float(single.objective_ps) / SIMPLER)
-    chosen = pair or single
+    searcher = _Searcher(problem, goal)
+    single = chosen = searcher.find_single(families)
+    combinations, max_rules = list_combinations(problem), 1
+    while problem.restriction is None and max_rules < 3:
+        if max_rules == 2 and combinations.count(3) > MOST_TRIPLES:
+            break
+        max_rules += 1
+        limit = NEVER if chosen is None else chosen.value
+        chosen = searcher.find_combination(combinations, max_rules, limit) or chosen
+    if chosen is None:
+        return None
     return Search(
         chosen,
-        num_candidates=sum(max(1, len(family.patterns)) for family in families),
-        num_priced=single.num_priced + num_priced,
-        second_rule_gain=float(single.objective_ps / chosen.objective_ps),
+        num_candidates=sum(family.num_members for family in families),
+        num_priced=searcher.num_priced,
+        single=single,
+        max_rules=max_rules,
     )
 
 
-def _find_single(pricer: Pricer, families: list[Family]) -> Found:
-    """Find the fastest plan of at most one rule; of equally fast ones the first of the families."""
-    best: tuple[Fraction, tuple[object, ...]] | None = None
-    found: tuple[Family, int] | None = None
-    num_priced = 0
-    for family in sorted(families):
-        rank = family[1:]
-        if best is not None and (Fraction(family.bound_ps), rank) > best:
-            break
-        for number, objective in enumerate(_price_members(pricer, family)):
-            num_priced += 1
-            if best is None or (objective, rank) < best:
-                best, found = (objective, rank), (family, number)
-            if objective <= family.bound_ps:
-                break  # later members can only be as fast
-    assert best is not None, "list_families gave at least one"
-    assert found is not None
-    family, number = found
-    return Found(family.offload(list(family.members())[number]), best[0], num_priced)
+@dataclass
+class _Searcher:
+    problem: Problem
+    goal: Goal
+    num_priced: int = 0
+    pricer: Pricer = field(init=False)
+    _steps: dict[tuple[object, ...], Fraction] = field(default_factory=dict)
+    """Times of decode steps, which settings share."""
 
+    def __post_init__(self) -> None:
+        self.pricer = Pricer(self.problem)
 
-def _price_members(pricer: Pricer, family: Family) -> Iterator[Fraction]:
-    """Price a family's members, in their order."""
-    problem = pricer.problem
-    setting = next(
-        number
-        for number, setting in enumerate(problem.settings)
-        if (setting.prefill_chunk, setting.embeddings) == (family.prefill_chunk, family.embeddings)
-    )
-    for choices in family.choices():
-        contents = pricer.contents(choices)
-        num_slots = pricer.weigh(contents, family.prefetch_step).num_slots
-        yield pricer.objective_ps(contents, num_slots, setting)
-    if family.max_bytes:  # takes layers in part, which a choice cannot say
-        (rules,) = family.members()
-        placement = place_units(problem.units, problem.model, family.offload(rules))
-        prefill = problem.settings[setting].prefill
-        times = price_request(placement, problem.model, problem.machine, prefill, problem.decode)
-        yield problem.weights[0] * times.prefill.step_ps + problem.weights[1] * times.decode.step_ps
-
-
-def _find_pair(pricer: Pricer, pairs: Pairs, limit_ps: float) -> tuple[Found | None, int]:
-    """Find the fastest plan of two rules that takes less than ``limit_ps``, if there is one."""
-    best: tuple[Fraction, PairBound, tuple[Choice, Choice]] | None = None
-    num_priced = 0
-    for pair in sorted(pairs.bounds(limit_ps)):
-        if pair.bound_ps >= limit_ps:
-            break
-        for candidate in sorted(pairs.candidates(pair, limit_ps)):
-            if candidate.bound_ps >= limit_ps:
+    def find_single(self, families: list[Family]) -> Found | None:
+        """Find the best plan of at most one rule; of equally good ones the first by rank."""
+        best: tuple[Time, tuple[object, ...]] = (NEVER, ())
+        found: tuple[Family, int] | None = None
+        bounded = ((self.goal.value(*family[:2]), family.rank, family) for family in families)
+        for bound, rank, family in sorted(each for each in bounded if each[0] < NEVER):
+            if (bound, rank) > best:
                 break
-            choices = pairs.choices(candidate)
-            objective = _price_pair(pricer, pair, choices)
-            num_priced += 1
-            if objective is not None and objective < limit_ps:
-                best, limit_ps = (objective, pair, choices), float(objective)
-    if best is None:
-        return None, num_priced
-    objective, pair, choices = best
-    setting = pricer.problem.settings[pair.setting]
-    offload = Offload(
-        prefetch_step=max(1, pair.num_slots),
-        prefill_chunk=setting.prefill_chunk,
-        embeddings=setting.embeddings,
-        rules=tuple(choice.rule() for choice in choices),
-    )
-    return Found(offload, objective, num_priced), num_priced
+            for number, value in self._price_members(family):
+                if (value, rank) < best:
+                    best, found = (value, rank), (family, number)
+                if value <= bound:
+                    break  # later members can only be as good
+        if found is None:
+            return None
+        family, number = found
+        return Found(family.offload(family.rules(number)), best[0])
 
+    def _price_members(self, family: Family) -> Iterator[tuple[int, Time]]:
+        """Price a family's members, in their order; those that are not allowed are left out."""
+        problem = self.problem
+        setting = next(
+            number
+            for number, setting in enumerate(problem.settings)
+            if (setting.prefill_chunk, setting.embeddings)
+            == (family.prefill_chunk, family.embeddings)
+        )
+        for number in range(family.num_members):
+            offload = family.offload(family.rules(number))
+            if problem.restriction is not None and not problem.restriction.allows(offload):
+                continue
+            self.num_priced += 1
+            if family.max_bytes:  # takes layers in part, which a choice cannot say
+                placement = place_units(problem.units, problem.model, offload)
+                prompt, step = problem.settings[setting].prefill, problem.decode
+                times = price_request(placement, problem.model, problem.machine, prompt, step)
+                yield number, self.goal.value(times.prefill.step_ps, times.decode.step_ps)
+                continue
+            contents = self.pricer.contents(family.choices(number))
+            num_slots = self.pricer.weigh(contents, family.prefetch_step).num_slots
+            prefill = self.pricer.prefill_ps(contents, num_slots, setting)
+            decode = self.pricer.decode_ps(contents, num_slots, setting)
+            yield number, self.goal.value(prefill, decode)
 
-def _price_pair(pricer: Pricer, pair: PairBound, choices: Sequence[Choice]) -> Fraction | None:
-    """Price a plan of two rules; None if it does not fit, or a ring holds all that streams."""
-    problem, setting = pricer.problem, pricer.problem.settings[pair.setting]
-    contents = pricer.contents(choices)
-    weighed = pricer.weigh(contents, pair.num_slots)
-    if pair.num_slots and weighed.num_streamed <= pair.num_slots:
-        return None
-    if weighed.saved_bytes < setting.lacking_bytes:
-        return None
-    if problem.host_lack(weighed.host_bytes, setting) > 0:
-        return None
-    return pricer.objective_ps(contents, weighed.num_slots, pair.setting)
+    def find_combination(
+        self, combinations: Combinations, num_rules: int, limit: Time
+    ) -> Found | None:
+        """Find the best plan of so many rules that is better than ``limit``, if there is one."""
+        best: tuple[Combination, tuple[Choice, ...]] | None = None
+        found = limit
+        for combined in sorted(combinations.bounds(num_rules, self.goal, limit)):
+            if combined.bound >= limit:
+                break
+            for candidate in sorted(combinations.candidates(combined, self.goal, limit)):
+                if candidate.bound >= limit:
+                    break
+                choices = combinations.choices(combined, candidate)
+                value = self._price(combined, candidate, choices, limit)
+                if value < limit:
+                    best, found, limit = (combined, choices), value, float(value)
+        if best is None:
+            return None
+        combined, choices = best
+        setting = self.problem.settings[combined.setting]
+        offload = Offload(
+            prefetch_step=max(1, combined.num_slots),
+            prefill_chunk=setting.prefill_chunk,
+            embeddings=setting.embeddings,
+            rules=tuple(choice.rule() for choice in choices),
+        )
+        return Found(offload, found)
+
+    def _price(
+        self,
+        combined: Combination,
+        candidate: Candidate,
+        choices: tuple[Choice, ...],
+        limit: Time,
+    ) -> Time:
+        """Price a plan of several rules; NEVER if it does not fit or cannot be below ``limit``."""
+        problem, setting = self.problem, self.problem.settings[combined.setting]
+        contents = self.pricer.contents(choices)
+        weighed = self.pricer.weigh(contents, combined.num_slots)
+        if weighed.saved_bytes < setting.lacking_bytes:
+            return NEVER
+        if problem.host_lack(weighed.host_bytes, setting) > 0:
+            return NEVER
+        self.num_priced += 1
+        prefill = self.pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
+        if self.goal.value(prefill, candidate.decode_ps) >= limit:
+            return NEVER
+        key = (choices, weighed.num_slots, setting.row_ps[1])
+        decode = self._steps.get(key)
+        if decode is None:
+            decode = self.pricer.decode_ps(contents, weighed.num_slots, combined.setting)
+            self._steps[key] = decode
+        return self.goal.value(prefill, decode)

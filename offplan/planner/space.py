@@ -30,8 +30,14 @@ rows are never fewer than a step's, so reading in place never suits the prompt b
 
 
 def list_backends(problem: Problem) -> tuple[tuple[Backend, Backend], ...]:
-    """BACKENDS, or of them the one that needs no store that kernels can read."""
-    return BACKENDS if problem.machine.store == "host" else BACKENDS[:1]
+    """BACKENDS, without those that the store does not serve, or an engine has no flag for."""
+    kernels_reach = problem.machine.store == "host"
+    return tuple(
+        (prefill, decode)
+        for prefill, decode in BACKENDS
+        if (kernels_reach or Backend.UVA not in (prefill, decode))
+        and (problem.restriction is None or prefill is decode)
+    )
 
 
 Signature = tuple[int, ...]
@@ -85,10 +91,8 @@ def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Famil
         if not shortfall.note(setting.lacking_bytes, problem.host_lack(0, setting)):
             continue
         yield Family(
-            bound_ps=problem.objective(
-                setting.prefill.resident_ps + setting.row_ps[0],
-                problem.decode.resident_ps + setting.row_ps[1],
-            ),
+            prefill_ps=setting.prefill.resident_ps + setting.row_ps[0],
+            decode_ps=problem.decode.resident_ps + setting.row_ps[1],
             link_bytes=problem.objective(*setting.row_bytes),
             prefetch_step=1,
             minus_chunk=-setting.prefill_chunk,
@@ -182,9 +186,8 @@ def _pattern_families(
                 totals.prefill_compute_ps[number],
             )
         yield Family(
-            bound_ps=problem.objective(
-                prefill_ps + setting.row_ps[0], decode_ps + setting.row_ps[1]
-            ),
+            prefill_ps=prefill_ps + setting.row_ps[0],
+            decode_ps=decode_ps + setting.row_ps[1],
             link_bytes=problem.objective(
                 prefill_bytes + setting.row_bytes[0], decode_bytes + setting.row_bytes[1]
             ),
@@ -242,6 +245,11 @@ def _max_bytes_families(
         if needed <= 0 or problem.machine.store == "peer":
             continue
         last = min(bisect_left(sums, needed), len(sums) - 1)
+        max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
+        if problem.restriction is not None:
+            multiple = problem.restriction.max_bytes_unit
+            max_bytes = -(-max_bytes // multiple) * multiple
+            last = min(bisect_left(sums, max_bytes), len(sums) - 1)
         by_layer: dict[int, list[Unit]] = {}
         for layer, unit in taken[: last + 1]:
             by_layer.setdefault(layer, []).append(unit)
@@ -258,9 +266,8 @@ def _max_bytes_families(
             decode = decode[0] + count * step[0], decode[1] + count * step[1]
             prefill = prefill[0] + count * prompt[0], prefill[1] + count * prompt[1]
         yield Family(
-            bound_ps=problem.objective(
-                setting.prefill.resident_ps + prefill[0], problem.decode.resident_ps + decode[0]
-            ),
+            prefill_ps=setting.prefill.resident_ps + prefill[0],
+            decode_ps=problem.decode.resident_ps + decode[0],
             link_bytes=problem.objective(prefill[1], decode[1]),
             prefetch_step=1,
             minus_chunk=-setting.prefill_chunk,
@@ -269,7 +276,7 @@ def _max_bytes_families(
             segments=segment_class.segments,
             prefill=Backend.UVA,
             decode=Backend.UVA,
-            max_bytes=_roundest(sums[last - 1] if last else 0, sums[last]),
+            max_bytes=max_bytes,
             patterns=(),
         )
 

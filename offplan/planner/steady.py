@@ -28,11 +28,11 @@ def prefill_ps(
     prompt: Sequence[LayerPass], step: Sequence[LayerPass], num_slots: int, outside_ps: int
 ) -> int:
     """Time of a prompt that finds the ring as decode left it after an earlier, equal prompt."""
-    users = [layer for layer, each in enumerate(prompt) if each.span_bytes]
+    users = [layer for layer, each in enumerate(prompt) if each[2]]
     ring = min(num_slots, len(users))
-    following = [layer for layer, each in enumerate(step) if each.span_bytes][:num_slots]
-    link = compute = 0
-    done = [0] * ring
+    following = [layer for layer, each in enumerate(step) if each[2]][:num_slots]
+    link = 0
+    done: list[float] = [0] * ring
     for slot in range(ring):
         if slot < len(following):  # decode leaves what its next step begins with
             held = following[slot]
@@ -42,55 +42,66 @@ def prefill_ps(
         if not ready:
             link += prompt[users[slot]].copy_ps
             done[slot] = link
-    turn = 0
-    for each in prompt:
-        slot = -1
-        if each.span_bytes:
-            slot = turn % ring
-            compute = max(compute, done[slot])
-        if each.uva_ps:
-            link = max(link, compute) + each.uva_ps
-            done = [max(time, compute) + each.uva_ps for time in done]
-        compute += each.uva_ps + each.compute_ps
-        if slot >= 0:
-            if turn + ring < len(users):
-                link = max(link, compute) + prompt[users[turn + ring]].copy_ps
-                done[slot] = link
-            turn += 1
-    return compute + outside_ps
+    # what is copied for the step after it keeps nothing in the prompt waiting
+    refills = [prompt[layer].copy_ps for layer in users[ring:]] + [None] * ring
+    compute, *_ = _run_pass(prompt, refills, [0, link, *done])
+    return int(compute) + outside_ps
 
 
 def decode_ps(step: Sequence[LayerPass], num_slots: int, outside_ps: int) -> Fraction:
-    """Time of a decode step in steady state: the largest cycle mean of the step's map."""
-    users = [layer for layer, each in enumerate(step) if each.span_bytes]
+    """Time of a decode step in steady state: the largest cycle mean of the step's map.
+
+    Steps are run until one delays every moment by the same time, which then is that mean (Collatz
+    and Wielandt: it lies between the least and the largest delay); if none does, Karp's formula
+    gives it.
+    """
+    users = [layer for layer, each in enumerate(step) if each[2]]
     ring = min(num_slots, len(users))
     if len(users) <= ring:  # every layer owns its slot: nothing is copied
         return Fraction(sum(each.uva_ps + each.compute_ps for each in step) + outside_ps)
-    columns = [_step_column(step, users, ring, outside_ps, origin) for origin in range(2 + ring)]
-    return largest_cycle_mean(columns)
+    refills: list[int | None] = []
+    for turn in range(len(users)):
+        following = turn + ring if turn + ring < len(users) else turn % ring
+        # else the layer owns its slot
+        refills.append(step[users[following]].copy_ps if following != turn else None)
+
+    def run(state: Sequence[float]) -> list[float]:
+        compute, *others = _run_pass(step, refills, state)
+        return [compute + outside_ps, *others]
+
+    size = 2 + ring
+    before: list[float] = [0] * size
+    for _ in range(size):
+        after = run(before)
+        delays = {late - early for early, late in zip(before, after, strict=True)}
+        if len(delays) == 1:
+            return Fraction(int(delays.pop()))
+        before = after
+    origins = ([0 if i == origin else _NEVER for i in range(size)] for origin in range(size))
+    return largest_cycle_mean([run(state) for state in origins])
 
 
-def _step_column(
-    step: Sequence[LayerPass], users: Sequence[int], ring: int, outside_ps: int, origin: int
+def _run_pass(
+    layers: Sequence[LayerPass], refills: Sequence[int | None], state: Sequence[float]
 ) -> list[float]:
-    """What of compute, link and slots at the end of a step depends on one of them before it."""
-    state: list[float] = [_NEVER] * (2 + ring)
-    state[origin] = 0
+    """Advance ``state``: when compute, the link and the fill of each slot are done.
+
+    ``refills`` are the copies that follow each layer that streams, into its slot; None for none.
+    """
     compute, link, *done = state
-    turn = 0
-    for each in step:
-        slot = -1
-        if each.span_bytes:
-            slot = turn % ring
-            compute = max(compute, done[slot])
-        if each.uva_ps:
-            link = max(link, compute) + each.uva_ps
-            done = [max(time, compute) + each.uva_ps for time in done]
-        compute += each.uva_ps + each.compute_ps
-        if slot >= 0:
-            following = turn + ring if turn + ring < len(users) else slot
-            if following != turn:  # else the layer owns its slot
-                link = max(link, compute) + step[users[following]].copy_ps
-                done[slot] = link
+    turn = slot = 0
+    for compute_ps, uva_ps, span_bytes, _ in layers:
+        if span_bytes:
+            slot = turn % len(done)
+            if done[slot] > compute:
+                compute = done[slot]
+        if uva_ps:
+            link = (link if link > compute else compute) + uva_ps
+            done = [(time if time > compute else compute) + uva_ps for time in done]
+        compute += uva_ps + compute_ps
+        if span_bytes:
+            copy_ps = refills[turn]
+            if copy_ps is not None:
+                link = done[slot] = (link if link > compute else compute) + copy_ps
             turn += 1
-    return [compute + outside_ps, link, *done]
+    return [compute, link, *done]

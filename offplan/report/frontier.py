@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.planner.frontier import Point
-from offplan.planner.targets import tokens_per_s
+from offplan.planner.throughput import tokens_per_s
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 

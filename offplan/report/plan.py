@@ -51,7 +51,8 @@ def describe_crossovers(crossovers: Crossovers) -> list[str]:
         batch = crossovers.streaming_batch
         lines.append(f"streaming experts beats reading them in place from batch {batch} on")
     if crossovers.hiding_prompt is not None:
-        lines.append(f"prefill hides its copies from {crossovers.hiding_prompt} prompt tokens on")
+        tokens = "prompt token" if crossovers.hiding_prompt == 1 else "prompt tokens"
+        lines.append(f"prefill hides its copies from {crossovers.hiding_prompt} {tokens} on")
     return lines
 
 

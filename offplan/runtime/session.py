@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
 from offplan.runtime.kv_cache import KVCache, Position
 from offplan.runtime.latent import keep_latents
-from offplan.runtime.layers import DecoderLayers, require_triton
+from offplan.runtime.layers import Call, DecoderLayers, require_triton
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.moments import on_device
@@ -216,18 +215,21 @@ class Session:
             partial(self.forward_chunk, chunk, number * self._chunk)
             for number, chunk in enumerate(chunks)
         ]
-        calls, rows = [], []
+        hidden, arguments, rows = [], [], []
         for forward in forwards:
-            calls.append(self.layers.note_calls(forward))
+            calls = self.layers.note_calls(forward)
+            hidden.append(calls[0].hidden)
+            # not the calls: they would keep what the layers are to free
+            arguments.append([call.arguments for call in calls])
             rows.append(self.position.rows)
-        hidden = [first.hidden for first, *_ in calls]
+        del calls
 
         def run_layers() -> None:
             for index in range(len(self.layers)):
                 self._executor.before(index)
                 for number, chunk in enumerate(chunks):
                     self.position.rows = rows[number]
-                    call = replace(calls[number][index], hidden=hidden[number])
+                    call = Call(hidden[number], arguments[number][index])
                     with self._as_compiled_for(chunk):
                         hidden[number] = self.layers.step(index, call)
                 self._executor.after(index)

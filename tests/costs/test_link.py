@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Experts
-from offplan.costs.link import REREADS, reread_factor, uva_bytes, uva_bytes_by_layer
+from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, uva_bytes, uva_bytes_by_layer
 from offplan.costs.work import PassShape
 from offplan.machine.curve import Reread, Rereads
 from offplan.machine.profile import MachineProfile
@@ -20,12 +20,13 @@ POINTS = [(point.rows, point.factor) for point in REREADS]
 
 
 @pytest.mark.parametrize(("rows", "factor"), [(1, 1), (64, 1), *POINTS])
-def test_measured_points_are_met(rows: int, factor: float) -> None:
-    assert reread_factor(MACHINE, rows) == pytest.approx(factor)
+def test_measured_points_are_met_or_each_tile_reads(rows: int, factor: float) -> None:
+    assert reread_factor(MACHINE, rows) == pytest.approx(max(factor, rows / TILE_ROWS))
 
 
 def test_beyond_the_points_the_slope_goes_on() -> None:
-    assert reread_factor(MACHINE, 8192) == pytest.approx(17 * (17 / 5) ** 0.5)
+    machine = with_rereads((1, 1.0), (128, 10.0), (512, 20.0))
+    assert reread_factor(machine, 2048) == pytest.approx(40)
 
 
 def with_rereads(*points: tuple[int, float]) -> MachineProfile:
@@ -48,9 +49,9 @@ def test_more_rows_never_read_less(machine: MachineProfile, a: float, b: float) 
 
 
 def test_a_profile_may_have_measured_its_own() -> None:
-    machine = with_rereads((1, 1.0), (128, 1.5), (512, 3.0))
-    assert [reread_factor(machine, rows) for rows in (0.5, 1, 512)] == [1.0, 1.0, 3.0]
-    assert reread_factor(machine, 256) == pytest.approx(1.5 * 2**0.5)
+    machine = with_rereads((1, 1.0), (128, 1.5), (512, 6.0))
+    assert [reread_factor(machine, rows) for rows in (0.5, 1, 512)] == [1.0, 1.0, 6.0]
+    assert reread_factor(machine, 256) == pytest.approx(3)
     assert uva_bytes(machine, 64_000, False, None, 128) == 96_000
 
 

@@ -1,0 +1,57 @@
+"""The batch that gives most tokens a second."""
+
+from dataclasses import replace
+
+from offplan.checkpoint.model import Model
+from offplan.errors import InfeasibleError
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Budget, Plan, Workload
+from offplan.planner.make import PlanResult, find_plan, make_plan
+from offplan.planner.problem import Restriction, pose
+from offplan.planner.targets import NO_TARGETS, Targets
+
+MOST_BATCH = 4096
+"""Larger batches are not tried."""
+
+
+def plan_throughput(
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    targets: Targets = NO_TARGETS,
+    restriction: Restriction | None = None,
+) -> PlanResult:
+    """Find the batch, a power of two, whose plan gives most tokens a second within the targets.
+
+    Every batch that fits is tried: memory spent on KV cache instead of weights may pay again after
+    it did not, and where layer times were measured a larger batch may be the one that keeps a
+    target. Only memory ends it, of which a larger batch always takes more. Raises InfeasibleError
+    as ``make_plan`` does for a single sequence, when no batch has a plan.
+    """
+    best: PlanResult | None = None
+    batch = 1
+    while batch <= MOST_BATCH:
+        sized = workload.model_copy(update={"batch": batch})
+        try:
+            result = find_plan(pose(model, machine, sized, budget, restriction), targets)
+        except InfeasibleError:
+            break
+        if result is not None and (best is None or _speed(result) > _speed(best)):
+            best = result
+        batch *= 2
+    if best is None:
+        single = workload.model_copy(update={"batch": 1})
+        return make_plan(model, machine, single, budget, targets, restriction)
+    chosen = f"batch {best.plan.workload.batch} gives most: {_speed(best):,.1f} tokens/s"
+    return replace(best, reasons=(*best.reasons, chosen))
+
+
+def tokens_per_s(plan: Plan) -> float:
+    """Output tokens of all sequences over the whole request, prompt included."""
+    workload = plan.workload
+    return workload.batch * workload.output_tokens / plan.prediction.objective_s
+
+
+def _speed(result: PlanResult) -> float:
+    return tokens_per_s(result.plan)
