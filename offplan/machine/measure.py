@@ -16,10 +16,11 @@ from offplan.machine.measure_time import figure, time_work
 from offplan.machine.profile import MachineProfile
 from offplan.progress import Progress
 
-LIBRARY_BYTES = 400 * 2**20
+LIBRARY_BYTES = 160 * 2**20
 """Workspaces of libraries, kernels and captured graphs of a process that has run a model.
 
-Source: measured on an H200 with Qwen3-8B and DeepSeek-V2-Lite (361 MiB each), torch 2.11.
+Source: what was in use on an H200, torch 2.11, beyond 755 MiB after measuring and the tensors of
+eight plans of Qwen3-8B and one of DeepSeek-V2-Lite: 73 to 198 MiB (``benchmarks.predictions``).
 """
 
 KERNELS_PER_LAYER = 20

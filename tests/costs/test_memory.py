@@ -15,6 +15,7 @@ from offplan.costs.memory import (
     MASK_BYTES,
     SCORE_BYTES,
     SPLITS,
+    WAITING_COPIES,
     activation_bytes,
     attention_bytes,
     element_bytes,
@@ -160,7 +161,9 @@ def test_chunks_wait_with_their_hidden_states() -> None:
     """Half the chunk halves its temporaries, but not what the whole prompt keeps."""
     model, workload = dense_model(2), Workload(batch=3, prompt_tokens=8, context=200)
     chunk = PassShape(Phase.PREFILL, 3, 2, 8)
-    assert waiting_bytes(model, workload, chunk) == (3 * 6 * HIDDEN + 2 * 8 * 16) * 2
+    assert (
+        waiting_bytes(model, workload, chunk) == (WAITING_COPIES * 3 * 6 * HIDDEN + 2 * 8 * 16) * 2
+    )
     whole = PassShape(Phase.PREFILL, 3, 8, 8)
     assert waiting_bytes(model, workload, whole) == 2 * 8 * 16 * 2
 
