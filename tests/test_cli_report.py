@@ -102,7 +102,7 @@ Plan:
   uva)
   slots in the ring (prefetch_step): 2
   prompts are read in chunks of 512 tokens
-Why:
+Why (estimated):
   it is the fastest
   decode is held by compute from batch 40 on
   streaming experts beats reading them in place from batch 32 on
@@ -129,8 +129,9 @@ bound                   300 ms             29 ms
 floor                   280 ms             27 ms
 over the link           15 GiB           1.4 GiB
 
-A request takes 4.7 s: 29.4 tokens/s in decode.
-Bound of its bytes 4.012 s (x1.171); floor of any plan 3.7 s (x1.270).
+A request takes 4.7 s, estimated: 29.4 tokens/s in decode.
+Bound of its bytes 4.012 s (x1.171); floor of any plan 3.7 s (x1.270); all
+estimated.
 """
 
 
@@ -164,6 +165,8 @@ time per token               34 ms    34.3 ms   1.009
 GPU memory                  16 GiB     15 GiB   0.938
 over the link, prompt       15 GiB     15 GiB   1.000
 over the link, a token     1.4 GiB    1.4 GiB   1.000
+
+Predicted with estimated times of the layers.
 """
 
 RUN_ELSEWHERE = """\
@@ -176,6 +179,7 @@ GPU memory                  16 GiB          -       -
 over the link, prompt       15 GiB     15 GiB   1.000
 over the link, a token     1.4 GiB          -       -
 
+Predicted with estimated times of the layers.
 Predicted for NVIDIA H200; ran on CPU.
 Predicted for batch 1 and 512 prompt tokens; ran with 1 and 7.
 What kernels read in place over the link cannot be counted.

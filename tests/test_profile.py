@@ -88,6 +88,10 @@ def test_a_second_gpu_as_the_store() -> None:
     assert (machine.store, peer.store) == ("host", "peer")
     assert peer.copy_seconds(20) == pytest.approx(1e-6 + 1e-9)
     assert peer.host_memory == machine.gpu_memory
+    context = machine.gpu_overhead.model_copy(update={"value": 2**20})
+    beside = machine.model_copy(update={"gpu_overhead": context}).with_peer_store()
+    assert beside.host_memory is not None
+    assert beside.host_memory.value == 2**30 - 2**20
     assert peer.fingerprint != machine.fingerprint
     with_latency = machine.model_copy(update={"peer_latency": machine.layer_overhead})
     assert with_latency.with_peer_store().copy_latency.value == 2e-6

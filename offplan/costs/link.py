@@ -34,9 +34,9 @@ twice, which four times would explain.
 def reread_factor(machine: MachineProfile, num_rows: float) -> float:
     """How often each byte of a weight read in place may cross in a product of ``num_rows`` rows.
 
-    Between and beyond the measured points the logarithms are interpolated linearly. They are those
-    of one weight; another shape gets other tiles, so no more is relied on than that tiles of
-    TILE_ROWS read the weight once each.
+    Between and beyond the measured points the logarithms are interpolated linearly, beyond them
+    with a slope of 1 at most. They are those of one weight; another shape gets other tiles, so no
+    more is relied on than that tiles of TILE_ROWS read the weight once each.
     """
     points = REREADS if machine.uva_rereads is None else machine.uva_rereads.value
     return max(_measured_factor(points, num_rows), num_rows / TILE_ROWS)
@@ -47,8 +47,11 @@ def _measured_factor(points: Sequence[Reread], num_rows: float) -> float:
         return points[0].factor
     upper = min(bisect_left(points, num_rows, key=lambda point: point.rows), len(points) - 1)
     a, b = points[upper - 1], points[upper]
-    share = log(num_rows / a.rows) / log(b.rows / a.rows)
-    return a.factor * exp(share * log(b.factor / a.factor))
+    reach, rise = log(b.rows / a.rows), log(b.factor / a.factor)
+    if num_rows > b.rows:
+        # tiles read the weight once each: their number grows with the rows, not faster
+        return b.factor * exp(log(num_rows / b.rows) * min(1.0, rise / reach))
+    return a.factor * exp(log(num_rows / a.rows) / reach * rise)
 
 
 def uva_bytes(

@@ -121,11 +121,13 @@ class MachineProfile(Record):
                 "measure it where there are two (offplan measure -o machine.yaml, then --machine "
                 "machine.yaml), or plan with --store host"
             )
+        # a context is made there too; libraries and graphs are not, which leaves some room
+        room = max(0, self.gpu_memory.value - self.gpu_overhead.value)
         changes = {
             "link": "peer GPU",
             "h2d": self.peer,
             "copy_latency": self.peer_latency or self.copy_latency,
-            "host_memory": self.gpu_memory,
+            "host_memory": self.gpu_memory.model_copy(update={"value": room}),
         }
         return PeerStoreProfile.model_validate({**dict(self), **changes})
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.plan import Backend, PhasePrediction, Plan
-from offplan.report.run import format_ratio
+from offplan.report.run import describe_basis, format_ratio
 from offplan.report.table import make_table
 from offplan.runtime.bench import BenchCost, PhaseCost, Spread
 from offplan.runtime.versus import Measurement
@@ -172,6 +172,7 @@ def _notes(plan: Plan, result: BenchResult) -> list[str]:
     measured = isinstance(result.others.get("resident"), Measurement)
     compute = "measured with everything resident" if measured else "as predicted"
     lines.append(f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.")
+    lines += describe_basis(plan)
     lines.append("Host memory: predicted for the weights, measured for the whole process.")
     if result.device != plan.machine.name:
         lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")

@@ -23,7 +23,8 @@ def render_frontier(points: Sequence[Point]) -> RenderableType:
 
 def _render_table(points: Sequence[Point]) -> Table:
     table = make_table(
-        "Frontier", "GPU memory", "host", "first token", "a token", "tokens/s", "1 GiB more saves"
+        f"Frontier ({_basis(points)})",
+        *("GPU memory", "host", "first token", "a token", "tokens/s", "1 GiB more saves"),
     )
     for point in points:
         prediction = point.plan.prediction
@@ -42,7 +43,7 @@ def _render_table(points: Sequence[Point]) -> Table:
 def _render_plot(points: Sequence[Point]) -> list[Text]:
     """A bar of tokens/s for each budget, in eighths of a column."""
     most = max(tokens_per_s(point.plan) for point in points)
-    lines = [Text("tokens/s by GPU memory, prompt included")]
+    lines = [Text(f"tokens/s by GPU memory, prompt included ({_basis(points)})")]
     for point in points:
         eighths = round(8 * PLOT_COLUMNS * tokens_per_s(point.plan) / most)
         bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
@@ -51,11 +52,17 @@ def _render_plot(points: Sequence[Point]) -> list[Text]:
     return lines
 
 
+def _basis(points: Sequence[Point]) -> str:
+    """How the figures were obtained: all points are of one machine and workload."""
+    return points[0].plan.prediction.basis.value
+
+
 def frontier_payload(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The points as JSON, the smallest budget first."""
     return [
         {
             "gpu_memory": point.plan.budget.gpu_memory,
+            "basis": point.plan.prediction.basis.value,
             "host_memory_bytes": point.plan.prediction.host_memory_bytes,
             "objective_s": point.plan.prediction.objective_s,
             "prefill_s": point.plan.prediction.prefill.step_s,

@@ -88,6 +88,7 @@ def machine_payload(machine: MachineProfile) -> dict[str, Any]:
 def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, Any]:
     """Why it is this plan, and what no plan of its budget can beat."""
     return {
+        "basis": result.plan.prediction.basis.value,
         "reasons": list(result.reasons),
         "num_candidates": result.num_candidates,
         "num_priced": result.num_priced,

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offplan.plan import Backend, Plan, Rule
+from offplan.plan import Backend, Basis, Plan, Rule
 from offplan.planner import Floor, PlanResult
 from offplan.planner.crossovers import Crossovers
 from offplan.report.table import make_table
@@ -17,10 +17,13 @@ from offplan.units import format_bytes, format_seconds
 def render_plan(result: PlanResult, crossovers: Crossovers) -> RenderableType:
     """Show the rules, why they were chosen, the memory terms and the prediction."""
     plan = result.plan
-    request = f"A request takes {format_seconds(plan.prediction.objective_s)}: {_speed(plan)}."
+    estimated = plan.prediction.basis is Basis.ESTIMATED
+    request_s = format_seconds(plan.prediction.objective_s)
+    request = f"A request takes {request_s}{', estimated' * estimated}: {_speed(plan)}."
+    why = f"Why ({plan.prediction.basis.value})"
     return Group(
         *_render_list("Plan", describe_offload(plan)),
-        *_render_list("Why", [*result.reasons, *describe_crossovers(crossovers)]),
+        *_render_list(why, [*result.reasons, *describe_crossovers(crossovers)]),
         Text(),
         _render_memory(plan),
         Text(),
@@ -38,7 +41,8 @@ def describe_gap(result: PlanResult) -> str:
     bound_s = prediction.prefill.bound_s + steps * prediction.decode.bound_s
     return (
         f"Bound of its bytes {format_seconds(bound_s)} (x{prediction.objective_s / bound_s:.3f}); "
-        f"floor of any plan {format_seconds(floor_s)} (x{result.gap:.3f})."
+        f"floor of any plan {format_seconds(floor_s)} (x{result.gap:.3f})"
+        f"{'; all estimated' * (prediction.basis is Basis.ESTIMATED)}."
     )
 
 

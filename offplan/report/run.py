@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offplan.plan import Backend, Plan
+from offplan.plan import Backend, Basis, Plan
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
@@ -65,9 +65,15 @@ def format_ratio(ratio: float | None) -> str:
     return f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
+def describe_basis(plan: Plan) -> list[str]:
+    """Say where a prediction rests on estimates; nothing where it was measured."""
+    estimated = plan.prediction.basis is Basis.ESTIMATED
+    return ["Predicted with estimated times of the layers."] * estimated
+
+
 def _differences(plan: Plan, result: RunResult) -> list[str]:
     """Why a figure on the left may have no match on the right."""
-    workload, lines = plan.workload, []
+    workload, lines = plan.workload, describe_basis(plan)
     if result.device != plan.machine.name:
         lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")
     if (workload.batch, workload.prompt_tokens) != (result.batch, result.prompt_tokens):

@@ -27,6 +27,8 @@ def test_measured_points_are_met_or_each_tile_reads(rows: int, factor: float) ->
 def test_beyond_the_points_the_slope_goes_on() -> None:
     machine = with_rereads((1, 1.0), (128, 10.0), (512, 20.0))
     assert reread_factor(machine, 2048) == pytest.approx(40)
+    steep = with_rereads((1, 1.0), (8794, 1.0), (8795, 54.0))
+    assert reread_factor(steep, 10 * 8795) == pytest.approx(max(540, 10 * 8795 / TILE_ROWS))
 
 
 def with_rereads(*points: tuple[int, float]) -> MachineProfile:

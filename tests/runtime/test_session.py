@@ -17,7 +17,7 @@ from offplan.runtime import store
 from offplan.runtime.attention import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
-from offplan.runtime.session import Session, _find_filled
+from offplan.runtime.session import Session, _find_filled, _find_own_experts
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
@@ -170,6 +170,28 @@ def test_kernels_of_a_captured_step(tmp_path: Path, name: str, dtype: str, fille
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
         assert _find_filled(session.loaded, session.context) is filled
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "served"),
+    [
+        ("deepseek_v2", "bfloat16", True),
+        ("deepseek_v2", "float16", True),
+        ("deepseek_v2", "float32", False),
+        ("qwen3", "bfloat16", False),
+    ],
+)
+def test_whose_experts_the_kernels_serve(
+    tmp_path: Path, name: str, dtype: str, served: bool
+) -> None:
+    pytest.importorskip("triton")
+    with open_session(save_tiny(name, tmp_path), offload()) as session:
+        session.loaded.model = replace(session.loaded.model, dtype=dtype)
+        assert bool(_find_own_experts(session.loaded)[1]) is served
+        if served:
+            experts = next(m for m in session.loaded.module.modules() if hasattr(m, "has_gate"))
+            experts.has_bias = True
+            assert not _find_own_experts(session.loaded)[1]
 
 
 def test_without_triton_no_weight_is_loaded(
