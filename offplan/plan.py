@@ -98,6 +98,11 @@ class Workload(Record):
     context: int = Field(default=4096, ge=1)
     """Tokens a sequence may reach; the KV cache is sized by it."""
 
+    @property
+    def decode_context(self) -> int:
+        """Tokens of a sequence that a decode step looks at, on average over the output."""
+        return self.prompt_tokens + self.output_tokens // 2
+
     @model_validator(mode="after")
     def _fits_context(self) -> "Workload":
         if self.prompt_tokens + self.output_tokens > self.context:

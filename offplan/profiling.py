@@ -71,8 +71,9 @@ def measure_layer_times(
             prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
             note("prefill", chunk, chunk, _time_prefill(session, prompt))
             if chunk == chunks[0]:
-                filled = min(_filled(workload), context - num_steps - 1)
-                note("decode", 1, workload.context, _time_decode(session, workload.batch, filled))
+                filled = min(workload.decode_context, context - num_steps - 1)
+                decode = _time_decode(session, workload.batch, filled)
+                note("decode", 1, workload.decode_context, decode)
     return tuple(times.values())
 
 
@@ -102,13 +103,8 @@ def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> 
         "batch": workload.batch,
         "context": workload.context,
         "prefill_tokens": list(chunks),
-        "decode_filled": _filled(workload),
+        "decode_context": workload.decode_context,
     }
-
-
-def _filled(workload: Workload) -> int:
-    """Tokens that a decode step of a request finds in the cache, on average."""
-    return workload.prompt_tokens + workload.output_tokens // 2
 
 
 def _driver() -> str:

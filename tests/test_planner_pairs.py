@@ -176,7 +176,7 @@ def price_pairs(
 @pytest.mark.parametrize(
     ("model", "share", "h2d"),
     [
-        (dense_model(3), 0.4, 20e9),
+        (dense_model(3), 0.1, 10e9),
         (make_model([DENSE, MOE]), 0.7, 1e9),
     ],
 )

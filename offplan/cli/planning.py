@@ -181,10 +181,10 @@ def measure_here(
     profile = measure_machine(Progress("measuring the machine"), with_others=with_others)
     chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
     key = layer_times_key(model, workload, chunks)
-    cache = LayerTimeCache(Path(constants.HF_HOME), key)
-    times = None if afresh else cache.load()
+    kept = LayerTimeCache(Path(constants.HF_HOME), key)
+    times = None if afresh else kept.load()
     if times is None:
         times = measure_layer_times(model, workload, chunks, Progress("measuring the layers"))
-        cache.store(times)
+        kept.store(times)
     profile = profile.model_copy(update={"layer_times": times})
     return Found(profile, profile.gpu_memory.value - used)

@@ -6,7 +6,7 @@ from offplan.checkpoint.config import read_count, text_config
 from offplan.checkpoint.model import Layer, Model, Parameter
 from offplan.costs.compute import find_head
 from offplan.costs.roles import Role, role_of
-from offplan.costs.work import PassShape, attention_dims, decode_shape, prefill_shapes
+from offplan.costs.work import PassShape, attention_dims, prefill_shapes
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Budget, GPUMemoryPrediction, Workload
@@ -123,7 +123,8 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
         return hidden_bytes(model, shape) + max(blocks) + logits_bytes(model, shape)
 
     prompt = max(of_chunk(shape) + waiting_bytes(model, workload, shape) for shape in last.values())
-    return max(of_chunk(decode_shape(workload)), prompt)
+    step = PassShape(Phase.DECODE, workload.batch, 1, workload.context)  # the last one takes most
+    return max(of_chunk(step), prompt)
 
 
 def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:

@@ -35,11 +35,8 @@ class PassShape:
 
 
 def decode_shape(workload: Workload) -> PassShape:
-    """The shape of a decode step: attention reaches the whole static cache, filled or not.
-
-    An estimate reads all of it; a measured time read what the workload fills (LayerTime.context).
-    """
-    return PassShape(Phase.DECODE, workload.batch, 1, workload.context)
+    """The shape of an average decode step, whose attention reads what is filled of the cache."""
+    return PassShape(Phase.DECODE, workload.batch, 1, workload.decode_context)
 
 
 def prefill_shapes(workload: Workload, prefill_chunk: int) -> tuple[PassShape, ...]:

@@ -27,9 +27,8 @@ class LayerTime(Record):
     tokens: int = Field(ge=1)
     """New tokens of each sequence in the pass: the chunk in prefill, 1 in decode."""
     context: int = Field(ge=1)
-    """Tokens each sequence's attention could reach: in prefill those cached at the chunk's end, in
-    decode those the cache has room for. What decode reads of that room is what was filled when it
-    was measured, the prompt and half of the output; other fills of it are priced the same."""
+    """Tokens that each sequence's attention reaches: those cached at the chunk's end, or in decode
+    the prompt and half of the output."""
     seconds: Seconds
 
 

@@ -37,7 +37,8 @@ def test_chunks_cover_the_prompt(prompt: int, chunk: int, expected: list[tuple[i
 
 
 def test_decode_attends_over_the_whole_cache() -> None:
-    assert decode_shape(Workload(batch=2)) == PassShape(Phase.DECODE, 2, 1, 4096)
+    workload = Workload(batch=2, prompt_tokens=500, output_tokens=101)
+    assert decode_shape(workload) == PassShape(Phase.DECODE, 2, 1, 550)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 9])

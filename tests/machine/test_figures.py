@@ -55,11 +55,6 @@ def test_samples_and_spread_are_optional_and_count() -> None:
     assert changed.fingerprint != profile.fingerprint
 
 
-def test_absent_figures_leave_fingerprints_as_they_were() -> None:
-    # what plans made before these figures existed name
-    assert load_profile("h200-pcie5").fingerprint.startswith("d09bdd95407af236")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
