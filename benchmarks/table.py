@@ -1,6 +1,7 @@
 """Print the README's tables from the results of the benchmarks.
 
     python -m benchmarks.table benchmarks/results/h200.json
+    python -m benchmarks.table benchmarks/results/h200-peer.json
     python -m benchmarks.table benchmarks/results/predictions-h200.json
 
 Which table it is follows from what is in the file.
@@ -22,8 +23,13 @@ def main() -> None:
     """Print the table of a file."""
     with open(sys.argv[1], encoding="utf-8") as file:
         results = json.load(file)
-    show = show_speeds if "link_bytes_per_s" in results else show_predictions
-    print("\n".join(show(results)))
+    if "link_bytes_per_s" in results:
+        table = show_speeds(results)
+    elif "plans" in results:
+        table = show_peer(results)
+    else:
+        table = show_predictions(results)
+    print("\n".join(table))
 
 
 def show_speeds(results: dict[str, Any]) -> Iterable[str]:
@@ -63,6 +69,19 @@ def find_bound(
         return max(resident, row["link_bytes"] / link["h2d"])
     touched = row["touched_experts"] * BYTES_PER_EXPERT
     return resident + LITE_LAYERS_IN_PLACE * touched / link["uva"]
+
+
+def show_peer(results: dict[str, Any]) -> Iterable[str]:
+    """List a row for every measurement with a second GPU as the store."""
+    yield "| Qwen3-8B, on the second GPU | what | resident | offplan | bound | ratio |"
+    yield "|---|---|---|---|---|---|"
+    for row in results["plans"]:
+        decode = f"decode, batch {row['batch']}"
+        yield (
+            f"| {row['plan'].removesuffix(', long')} "
+            f"| {'8k prompt' if row['what'] == 'prefill_s' else decode} | {ms(row['resident_s'])} "
+            f"| {ms(row['measured_s'])} | {ms(row['bound_s'])} | {row['ratio']:.3f} |"
+        )
 
 
 def show_predictions(results: dict[str, Any]) -> Iterable[str]:
