@@ -78,7 +78,7 @@ KERNEL_MULTIPLE = 16
 """Of sizes that those kernels know. Source: ``runtime.experts.block_size``."""
 
 KERNEL_TYPES = ("bfloat16", "float16")
-"""Types that the runtime's own kernels know. Source: ``runtime.session.KERNEL_TYPES``."""
+"""Types that the runtime's own kernels know. Source: ``runtime.kernels.KERNEL_TYPES``."""
 
 ROUTED_COPIES = 2
 """Beside an expert's products, hidden states of a pair of a token and an expert.
@@ -217,7 +217,7 @@ def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
 def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
     """Whether each token has the weights of its experts copied: ``batched_mm``, on a GPU.
 
-    Source: ``runtime.session.Session._serve_experts``.
+    Source: ``runtime.kernels.ExpertKernels``.
     """
     assert model.experts is not None
     pairs = shape.num_tokens * model.experts.num_experts_per_token

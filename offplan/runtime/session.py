@@ -15,10 +15,11 @@ from offplan.errors import InputError
 from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
-from offplan.runtime.attention import filled_before, filled_blocks, filled_mask, filled_up_to
+from offplan.runtime.attention import filled_before, filled_mask
 from offplan.runtime.executor import CapturedPass, Executor
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
+from offplan.runtime.kernels import ExpertKernels, find_filled
 from offplan.runtime.kv_cache import KVCache, Position
 from offplan.runtime.latent import keep_latents
 from offplan.runtime.layers import Call, DecoderLayers, require_triton
@@ -28,8 +29,6 @@ from offplan.runtime.moments import on_device
 from offplan.runtime.skeleton import decoder_layers
 from offplan.schedule import Ring, Schedule, build_pass, empty_ring
 
-KERNEL_TYPES = ("bfloat16", "float16")
-"""Types that our own kernels multiply: they would round float32 to TF32, and overfill tiles."""
 NUM_WARMUP_STEPS = 2
 """Decode steps after a prompt that are not like those to come: the first one finds the ring as
 prefill left it, and runs uncaptured after a change of batch; in the second the step is captured."""
@@ -98,14 +97,15 @@ class Session:
         keep_latents(self.loaded.module)
         self.layers = DecoderLayers(layers, compiled=self._capture)
         self._executor = Executor(layers, self.link)
-        self._filled = _find_filled(self.loaded, self.context) if self._capture else filled_mask
-        self._own_experts = _find_own_experts(self.loaded) if self._capture else ("", 0)
+        self._filled = find_filled(self.loaded, self.context) if self._capture else filled_mask
+        self._experts: ExpertKernels | None = None
+        if self.loaded.model.experts is not None:
+            self._experts = ExpertKernels(self.loaded, with_own=self._capture)
         self._captured: _CapturedDecode | None = None
         self._decoded = False
         """Whether a step ran with this batch, so that libraries have allocated what they need."""
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
-        self._experts = ""
         self._batch = 0
         self._length = 0
         self._closed = False
@@ -351,63 +351,8 @@ class Session:
         if self._phase is not phase:
             self.loaded.enter_phase(phase)
             self._phase = phase
-        if self.loaded.model.experts is None:
-            return
-        how = self._serve_experts(phase, num_tokens)
-        if how != self._experts:
-            self.loaded.module.set_experts_implementation(how)
-            self._experts = how
-
-    def _serve_experts(self, phase: Phase, num_tokens: int) -> str:
-        """Name, for transformers, what multiplies the experts of so many tokens best."""
-        experts = self.loaded.model.experts
-        assert experts is not None
-        name, max_pairs = self._own_experts
-        if num_tokens * experts.num_experts_per_token <= max_pairs:
-            return name
-        # grouped products on CUDA exist for bf16 alone and would synchronise inside a capture
-        loops = phase is Phase.DECODE and self.loaded.model.dtype != "bfloat16"
-        return "batched_mm" if num_tokens == 1 or loops else "grouped_mm"
-
-
-def _find_own_experts(loaded: LoadedModel) -> tuple[str, int]:
-    """What transformers knows our own kernels for experts by, and for how many pairs they serve.
-
-    The latter, pairs of a token and an expert, is 0 where they do not know this model's experts.
-    """
-    if loaded.model.experts is None or loaded.model.dtype not in KERNEL_TYPES:
-        return "", 0
-    from offplan.runtime.experts import EXPERTS_NAME, MAX_PAIRS, serves  # needs triton
-
-    # only those that transformers lets choose how they are multiplied say what they are made of
-    experts = [module for module in loaded.module.modules() if hasattr(module, "has_gate")]
-    return EXPERTS_NAME, MAX_PAIRS if experts and all(map(serves, experts)) else 0
-
-
-def _find_filled(
-    loaded: LoadedModel, context: int
-) -> Callable[[torch.Tensor, int], torch.Tensor | BlockMask]:
-    """How a captured decode step of this model tells attention where its cache ends.
-
-    Compiled block attention needs heads of a power of two from 16 on and no sliding window, the
-    kernel for latents their ranks likewise, and KERNEL_TYPES.
-    """
-    config = loaded.module.config.get_text_config()
-    # a config that does not say which layers have its window leaves that to their code
-    kinds, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
-    unknown = kinds is None and window is not None and window < context
-    if unknown or any(layer.kv_cache.window is not None for layer in loaded.model.layers):
-        return filled_mask
-    if rank := getattr(config, "kv_lora_rank", None):
-        powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
-        return filled_up_to if powers and loaded.model.dtype in KERNEL_TYPES else filled_mask
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return filled_blocks if _is_power(dim) else filled_mask
-
-
-def _is_power(dim: int) -> bool:
-    """Whether ``dim`` is a power of two from 16 on."""
-    return dim >= 16 and dim & (dim - 1) == 0
+        if self._experts is not None:
+            self._experts.choose(phase, num_tokens)
 
 
 class _CapturedDecode:

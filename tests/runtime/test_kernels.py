@@ -100,15 +100,15 @@ def test_other_experts_are_left_to_transformers(width: int, others: dict[str, bo
 def test_memory_is_predicted_for_these_kernels() -> None:
     pytest.importorskip("triton")
     from offplan.costs import memory
-    from offplan.runtime import experts, latent_kernel, session
+    from offplan.runtime import experts, kernels, latent_kernel
 
-    assert memory.KERNEL_TYPES == session.KERNEL_TYPES
+    assert memory.KERNEL_TYPES == kernels.KERNEL_TYPES
     assert memory.KERNEL_PAIRS == experts.MAX_PAIRS
     assert memory.KERNEL_HEADS == latent_kernel.BLOCK_HEADS
     sizes = range(1, 200)
     known = [size for size in sizes if experts.block_size(size)]
     assert known == [size for size in sizes if size % memory.KERNEL_MULTIPLE == 0]
-    assert all(memory._is_power(size) == session._is_power(size) for size in sizes)
+    assert all(memory._is_power(size) == kernels._is_power(size) for size in sizes)
 
 
 @pytest.mark.gpu

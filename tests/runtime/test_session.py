@@ -16,8 +16,9 @@ from offplan.errors import CheckpointError, InputError, OffplanError
 from offplan.runtime import store
 from offplan.runtime.attention import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.kernels import find_filled, find_own_experts
 from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
-from offplan.runtime.session import Session, _find_filled, _find_own_experts
+from offplan.runtime.session import Session
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
@@ -169,7 +170,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
 def test_kernels_of_a_captured_step(tmp_path: Path, name: str, dtype: str, filled: object) -> None:
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
-        assert _find_filled(session.loaded, session.context) is filled
+        assert find_filled(session.loaded, session.context) is filled
 
 
 @pytest.mark.parametrize(
@@ -187,11 +188,11 @@ def test_whose_experts_the_kernels_serve(
     pytest.importorskip("triton")
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
-        assert bool(_find_own_experts(session.loaded)[1]) is served
+        assert bool(find_own_experts(session.loaded)[1]) is served
         if served:
             experts = next(m for m in session.loaded.module.modules() if hasattr(m, "has_gate"))
             experts.has_bias = True
-            assert not _find_own_experts(session.loaded)[1]
+            assert not find_own_experts(session.loaded)[1]
 
 
 def test_without_triton_no_weight_is_loaded(

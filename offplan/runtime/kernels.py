@@ -1,0 +1,80 @@
+"""Which kernels serve a model: our own where they know it, else transformers' and torch's."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from offplan.placement import Phase
+from offplan.runtime.attention import filled_blocks, filled_mask, filled_up_to
+from offplan.runtime.loaded import LoadedModel
+
+KERNEL_TYPES = ("bfloat16", "float16")
+"""Types that our own kernels multiply: they would round float32 to TF32, and overfill tiles."""
+
+
+class ExpertKernels:
+    """Has transformers multiply a model's routed experts by what is best for a pass."""
+
+    def __init__(self, loaded: LoadedModel, *, with_own: bool) -> None:
+        """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
+        assert loaded.model.experts is not None
+        self._module = loaded.module
+        self._dtype = loaded.model.dtype
+        self._num_chosen = loaded.model.experts.num_experts_per_token
+        self._own, self._max_pairs = find_own_experts(loaded) if with_own else ("", 0)
+        self._current = ""
+
+    def choose(self, phase: Phase, num_tokens: int) -> None:
+        """Set the module up for passes of so many tokens, over all sequences."""
+        name = self._name(phase, num_tokens)
+        if name != self._current:
+            self._module.set_experts_implementation(name)
+            self._current = name
+
+    def _name(self, phase: Phase, num_tokens: int) -> str:
+        if num_tokens * self._num_chosen <= self._max_pairs:
+            return self._own
+        # grouped products on CUDA exist for bf16 alone and would synchronise inside a capture
+        loops = phase is Phase.DECODE and self._dtype != "bfloat16"
+        return "batched_mm" if num_tokens == 1 or loops else "grouped_mm"
+
+
+def find_own_experts(loaded: LoadedModel) -> tuple[str, int]:
+    """What transformers knows our own kernels for experts by, and for how many pairs they serve.
+
+    The latter, pairs of a token and an expert, is 0 where they do not know this model's experts.
+    """
+    if loaded.model.dtype not in KERNEL_TYPES:
+        return "", 0
+    from offplan.runtime.experts import EXPERTS_NAME, MAX_PAIRS, serves  # needs triton
+
+    # only those that transformers lets choose how they are multiplied say what they are made of
+    experts = [module for module in loaded.module.modules() if hasattr(module, "has_gate")]
+    return EXPERTS_NAME, MAX_PAIRS if experts and all(map(serves, experts)) else 0
+
+
+def find_filled(
+    loaded: LoadedModel, context: int
+) -> Callable[[torch.Tensor, int], torch.Tensor | BlockMask]:
+    """How a captured decode step of this model tells attention where its cache ends.
+
+    Compiled block attention needs heads of a power of two from 16 on and no sliding window, the
+    kernel for latents their ranks likewise, and KERNEL_TYPES.
+    """
+    config = loaded.module.config.get_text_config()
+    # a config that does not say which layers have its window leaves that to their code
+    kinds, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
+    unknown = kinds is None and window is not None and window < context
+    if unknown or any(layer.kv_cache.window is not None for layer in loaded.model.layers):
+        return filled_mask
+    if rank := getattr(config, "kv_lora_rank", None):
+        powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
+        return filled_up_to if powers and loaded.model.dtype in KERNEL_TYPES else filled_mask
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return filled_blocks if _is_power(dim) else filled_mask
+
+
+def _is_power(dim: int) -> bool:
+    """Whether ``dim`` is a power of two from 16 on."""
+    return dim >= 16 and dim & (dim - 1) == 0
