@@ -173,7 +173,7 @@ def test_plans_keep_the_budget_and_stay_above_the_floor(
         assert phase.step_s >= phase.bound_s >= phase.compute_s
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(models, shares, st.floats(0, 0.5), rates, workloads, st.sampled_from([None, 0.8, 1.0]))
 def test_more_memory_a_faster_link_or_gpu_is_never_slower(
     model: Model, share: float, more: float, h2d: float, workload: Workload, strict: float | None
