@@ -5,10 +5,10 @@ shard (8 bytes, little-endian), then the shard's first bytes as served: length a
 """
 
 import contextlib
-import os
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from offplan.files import write_whole
 
 
 class CachedHeader(NamedTuple):
@@ -38,22 +38,8 @@ class HeaderCache:
 
     def store(self, shard: str, header: CachedHeader) -> bool:
         """Keep a header; it appears whole or not at all. False where the disk does not take it."""
-        path = self._path(shard)
         content = (header.file_bytes or 0).to_bytes(8, "little") + header.data
-        temporary = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Another run may write the same header: each has its own file until the rename.
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            os.replace(temporary, path)
-        except OSError:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-            return False
-        return True
+        return write_whole(self._path(shard), content)
 
     def drop(self, shard: str) -> None:
         """Forget a header that turned out not to be valid."""

@@ -1,16 +1,14 @@
 """Layer times kept on disk, so that a second plan for a model need not load and time its layers."""
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from offplan.files import write_whole
 from offplan.machine.profile import LayerTime
 
 _LAYER_TIMES = TypeAdapter(tuple[LayerTime, ...])
@@ -42,17 +40,4 @@ class LayerTimeCache:
     def store(self, times: Sequence[LayerTime]) -> bool:
         """Keep the times; they appear whole or not at all. False where the disk refuses them."""
         content = {"key": self._key, "layer_times": [time.model_dump() for time in times]}
-        temporary = None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # another run may write the same entry: each has its own file until the rename
-            descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".part")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            os.replace(temporary, self._path)
-        except OSError:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-            return False
-        return True
+        return write_whole(self._path, json.dumps(content, indent=1).encode())
