@@ -78,7 +78,7 @@ def restrict_to(engine: "Engine | None", store: Store, model: "Model") -> "Restr
             f"--for {engine.value} and --store {store.value}: no engine's flags reach a second "
             "GPU's memory; leave one of them out"
         )
-    from offplan.engines.export import export_plan
+    from offplan.engines.export import ENGINES, export_plan
     from offplan.errors import ExportError
     from offplan.plan import Offload, Plan
     from offplan.planner.problem import Restriction
@@ -103,7 +103,7 @@ def restrict_to(engine: "Engine | None", store: Store, model: "Model") -> "Restr
         )
         return can_say(of_all, 1) and can_say(offload.rules, offload.prefetch_step)
 
-    return Restriction(engine.value, allows, 2**30 if engine.value == "sglang" else 1)
+    return Restriction(engine.value, allows, ENGINES[engine.value].max_bytes_unit)
 
 
 def has_gpu() -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offplan.checkpoint.model import Model
-from offplan.engines.sglang import sglang_flags, sglang_notes
+from offplan.engines.sglang import MAX_BYTES_UNIT, sglang_flags, sglang_notes
 from offplan.engines.vllm import vllm_flags, vllm_notes
 from offplan.errors import ExportError
 from offplan.placement import Placement, place
@@ -17,11 +17,13 @@ class Engine:
 
     flags: Callable[[Rule, Placement, Model], list[str]]
     notes: Callable[[Rule, Placement], list[str]]
+    max_bytes_unit: int = 1
+    """A rule's ``max_bytes`` is a whole number of these."""
 
 
 ENGINES = {
     "vllm": Engine(vllm_flags, vllm_notes),
-    "sglang": Engine(sglang_flags, sglang_notes),
+    "sglang": Engine(sglang_flags, sglang_notes, MAX_BYTES_UNIT),
 }
 
 

@@ -12,6 +12,9 @@ from offplan.units import format_bytes
 PREFETCHING_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 """Model classes that tell SGLang's prefetching offloader what to move; others raise."""
 
+MAX_BYTES_UNIT = 2**30
+"""``--cpu-offload-gb`` is a whole number of these."""
+
 
 def sglang_flags(rule: Rule, placement: Placement, model: Model) -> list[str]:
     """Flags of a rule with one backend; ``placement`` is what the rule resolves to.
@@ -54,12 +57,12 @@ def _whole_gib(rule: Rule) -> int:
             f"SGLang's --cpu-offload-gb takes all parameters from layer 0 on: the segments "
             f"{list(rule.cpu_offload_params)} would be lost"
         )
-    if rule.max_bytes % 2**30:
+    if rule.max_bytes % MAX_BYTES_UNIT:
         raise ExportError(
             f"SGLang's --cpu-offload-gb is a whole number of GiB; max_bytes is "
             f"{format_bytes(rule.max_bytes)}"
         )
-    return rule.max_bytes // 2**30
+    return rule.max_bytes // MAX_BYTES_UNIT
 
 
 def _require_prefetching(model: Model) -> None:
