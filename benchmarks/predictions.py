@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decode_and_prefill import LITE, QWEN
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -27,8 +28,6 @@ from offplan.planner import make_plan
 from offplan.planner.problem import prefill_chunks
 from offplan.profiling import measure_layer_times
 
-QWEN = "tests/models/qwen3-8b/config.json"
-LITE = "tests/models/deepseek-v2-lite/config.json"
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"}
 
 

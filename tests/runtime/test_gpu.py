@@ -58,6 +58,19 @@ def run_resident(folder: Path, chunk: int, capture: bool) -> tuple[list[torch.Te
     return logits, weights
 
 
+def check_against_resident(folder: Path, decision: Offload, capture: bool) -> None:
+    """Same logits as with everything resident, bytes that moved, memory that fell."""
+    resident, all_weights = run_resident(folder, decision.prefill_chunk, capture)
+    got, moved, weights = run(folder, decision, capture)
+    differences = [(a - b).abs().max().item() for a, b in zip(got, resident, strict=True)]
+    assert differences == [0.0] * len(resident)
+    placement = place(open_model(str(folder)), decision)
+    # with no more layers than slots, every layer owns one and is as good as resident
+    assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > decision.prefetch_step)
+    if placement.offloaded_bytes > placement.ring_bytes:
+        assert weights < all_weights
+
+
 @pytest.mark.parametrize(
     ("prefetch_step", "capture"), [(1, True), (2, True), (3, True), (2, False)]
 )
@@ -73,15 +86,7 @@ def test_logits_equal_resident(
         prefill_chunk=chunk,
         embeddings="host" if untied and name == "two rules" else "device",
     )
-    resident, all_weights = run_resident(checkpoint, chunk, capture)
-    got, moved, weights = run(checkpoint, decision, capture)
-    differences = [(a - b).abs().max().item() for a, b in zip(got, resident, strict=True)]
-    assert differences == [0.0] * len(resident)
-    placement = place(open_model(str(checkpoint)), decision)
-    # with no more layers than slots, every layer owns one and is as good as resident
-    assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > prefetch_step)
-    if placement.offloaded_bytes > placement.ring_bytes:
-        assert weights < all_weights
+    check_against_resident(checkpoint, decision, capture)
 
 
 def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:

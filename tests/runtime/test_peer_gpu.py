@@ -12,7 +12,7 @@ from offplan.plan import Rule
 from offplan.runtime.session import Session
 from offplan.runtime.versus import Bench, measure_plan, measure_serial
 from tests.runtime.plans import CONTEXT, group, offload, open_session
-from tests.runtime.test_gpu import NUM_TOKENS, PROMPT, run, run_resident
+from tests.runtime.test_gpu import NUM_TOKENS, PROMPT, check_against_resident
 
 TWO_GPUS = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(1, 0)
 
@@ -45,14 +45,7 @@ def test_logits_equal_resident(
         embeddings="host" if untied and name == "attention" else "device",
         store="peer",
     )
-    resident, all_weights = run_resident(checkpoint, chunk, capture)
-    got, moved, weights = run(checkpoint, decision, capture)
-    differences = [(a - b).abs().max().item() for a, b in zip(got, resident, strict=True)]
-    assert differences == [0.0] * len(resident)
-    placement = place(open_model(str(checkpoint)), decision)
-    assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > prefetch_step)
-    if placement.offloaded_bytes > placement.ring_bytes:
-        assert weights < all_weights
+    check_against_resident(checkpoint, decision, capture)
 
 
 def allocated() -> tuple[int, int]:
