@@ -38,6 +38,20 @@ Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows a
 """
 
 
+SLOWDOWN = 1.16
+"""What holds for a machine whose profile has no ``uva_beside_copies``: that of an H200.
+
+Source: matrix-vector products of 32 MiB each while copies are queued; other kernels that read in
+place were 1.09 to 1.21 times slower than alone.
+"""
+
+
+def uva_slowdown(machine: MachineProfile) -> float:
+    """What reading in place takes in a pass that copies too, as a multiple."""
+    beside = machine.uva_beside_copies
+    return SLOWDOWN if beside is None else max(1.0, machine.uva.value / beside.value)
+
+
 def reread_factor(machine: MachineProfile, num_rows: float) -> float:
     """How often each byte of a weight read in place may cross in a product of ``num_rows`` rows.
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.link import embedding_bytes, uva_bytes_by_layer
+from offplan.costs.link import embedding_bytes, uva_bytes_by_layer, uva_slowdown
 from offplan.costs.memory import predict_gpu_memory
 from offplan.costs.timeline import (
     PassTimes,
@@ -103,6 +103,7 @@ def price_request(
             outside_ps=priced.outside_ps,
             # embedding rows are read just before the first layer, and count as its reading
             uva_ps=(first_ps + to_ps(rows / machine.uva.value), *rest_ps),
+            uva_slowdown=uva_slowdown(machine),
             uva_bytes=sum(read) + rows,
             copy_ps=copy_ps,
         )

@@ -3,7 +3,9 @@
 Two queues, as on the GPU: compute runs the operations in program order, and one FIFO link carries
 the copies. A copy starts when everything before it in the compute queue is done and the copy before
 it is done; a wait holds compute until its copy is done; a layer that reads weights in place first
-spends their time on both queues, because kernels and DMA share the link.
+spends their time on both queues, because kernels and DMA share the link. The kernels have nearly
+all of it while they run: in a pass that waits for copies they take a little longer, and what is
+copied meanwhile is late by what they read.
 
 Every rule above takes a maximum or adds a constant, so a pass is a linear map over the max-plus
 semiring, and a decode step in steady state takes exactly the map's largest cycle mean: no iteration
@@ -38,6 +40,8 @@ class PassTimes:
     """After the last layer: head and whatever else lies outside the layers."""
     uva_ps: tuple[int, ...]
     """By layer: reading weights in place, once for each chunk, before it computes."""
+    uva_slowdown: float
+    """What reading takes of a pass that copies too, as a multiple."""
     uva_bytes: int
     """Bytes read in place over all layers, re-reads included."""
     copy_ps: Callable[[Span], int]
@@ -89,11 +93,12 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     copied_ps = sum(times.copy_ps(op.span) for op in schedule.operations if isinstance(op, Copy))
     link_ps = copied_ps + sum(times.uva_ps)
     size = 2 + len(schedule.before)
+    slowdown = times.uva_slowdown if copied_ps else 1.0
     columns = []
     for origin in range(size):  # the map's column: what depends on this moment alone
         state: list[float] = [_NEVER] * size
         state[origin] = 0
-        _run_pass(schedule, times, state)
+        _run_pass(schedule, times, slowdown, state)
         columns.append(state)
     return PhaseTimes(
         step_ps=largest_cycle_mean(columns),
@@ -111,8 +116,6 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     as link time and bytes, as they do when the runtime measures, but not in ``bound_ps``: nothing
     in the prompt waits for them.
     """
-    state: list[float] = [0] * (2 + len(schedule.before))
-    _run_pass(schedule, times, state)
     uva_ps, copied_ps, awaited_ps = sum(times.uva_ps), 0, 0
     pending: dict[int, int] = {}
     for op in schedule.operations:
@@ -121,6 +124,8 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
             copied_ps += pending[op.slot]
         elif isinstance(op, Wait):
             awaited_ps += pending.pop(op.slot, 0)
+    state: list[float] = [0] * (2 + len(schedule.before))
+    _run_pass(schedule, times, times.uva_slowdown if awaited_ps else 1.0, state)
     return PhaseTimes(
         step_ps=Fraction(int(state[0])),
         compute_ps=times.resident_ps,
@@ -130,7 +135,12 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     )
 
 
-def _run_pass(schedule: Schedule, times: PassTimes, state: list[float]) -> None:
+def slow_down(reading_ps: int, slowdown: float) -> int:
+    """What kernels take that read for so long alone, beside copies."""
+    return int(reading_ps * slowdown)
+
+
+def _run_pass(schedule: Schedule, times: PassTimes, slowdown: float, state: list[float]) -> None:
     """Advance ``state``: when compute, the link and the fill of each slot are done."""
     compute, link = state[0], state[1]
     slots = state[2:]
@@ -146,7 +156,7 @@ def _run_pass(schedule: Schedule, times: PassTimes, state: list[float]) -> None:
                 # What is being copied meanwhile is late by as much as the kernels read.
                 link = max(link, compute) + reading
                 slots = [max(done, compute) + reading for done in slots]
-            compute += reading + times.compute_ps[op.layer]
+            compute += slow_down(reading, slowdown) + times.compute_ps[op.layer]
     state[:] = [compute + times.outside_ps, link, *slots]
 
 

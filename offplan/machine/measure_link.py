@@ -7,12 +7,14 @@ from torch.nn.functional import linear
 
 from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
 from offplan.machine.measure_host import PINNED_BYTES, as_device_array, pinned
-from offplan.machine.measure_time import figure, table, time_work
+from offplan.machine.measure_time import Timing, figure, table, time_work
 from offplan.units import format_bytes
 
 CURVE_BYTES = (*(4096 * 4**power for power in range(8)), PINNED_BYTES)
 """Sizes of copies, 4 KiB to 256 MiB; the rate is flat from 64 MiB on."""
 REREAD_ROWS = (1, 128, 256, 512, 1024, 4096)
+BESIDE_BYTES = 32 * 2**20
+"""Of each weight that is read while copies are queued."""
 REREAD_BYTES = 128 * 2**20
 """Of the weight that products read in place: more than any GPU's cache holds."""
 _COLUMNS = 4096
@@ -75,6 +77,7 @@ def measure_in_place() -> dict[str, object]:
         vector = torch.zeros(_COLUMNS, 1, dtype=torch.bfloat16, device="cuda")
         once = time_work(lambda: weight @ vector)
         rate = PINNED_BYTES / once.seconds
+        beside = _time_beside_copies(host, weight, vector)
         part = weight[: REREAD_BYTES // (2 * _COLUMNS)]
         factors: list[dict[str, float]] = []
         for rows in REREAD_ROWS:
@@ -85,10 +88,33 @@ def measure_in_place() -> dict[str, object]:
     how = f"reading {format_bytes(PINNED_BYTES)} of pinned memory in place"
     return {
         "uva": figure(rate, f"matrix-vector product {how}", once.spread),
+        "uva_beside_copies": figure(
+            # noise must not make the link faster for being shared
+            min(rate, PINNED_BYTES / beside.seconds),
+            f"matrix-vector products of {format_bytes(BESIDE_BYTES)} each, while copies are queued",
+            beside.spread,
+        ),
         "uva_rereads": table(
             factors, f"bf16 products with {format_bytes(REREAD_BYTES)} read in place, beside uva"
         ),
     }
+
+
+def _time_beside_copies(host: torch.Tensor, weight: torch.Tensor, vector: torch.Tensor) -> Timing:
+    """Time products with all parts of ``weight``, one after another, while ``host`` is copied."""
+    device, copies = torch.empty_like(host, device="cuda"), torch.cuda.Stream()
+    parts = weight.split(BESIDE_BYTES // (2 * _COLUMNS))
+
+    def work() -> None:
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            device.copy_(host, non_blocking=True)
+        for part in parts:
+            part @ vector
+
+    timing = time_work(work)
+    copies.synchronize()  # before `device` goes
+    return timing
 
 
 def _time_product(rows: int, weight: torch.Tensor) -> float:

@@ -58,6 +58,9 @@ class MachineProfile(Record):
     ``h2d_curve``, the latency that fits it best."""
     uva: Figure[Rate]
     """Kernels reading pinned host memory in place, each byte once."""
+    uva_beside_copies: Figure[Rate] | None = None
+    """The same while copies to the device are queued, which the kernels nearly starve; absent is
+    as on an H200."""
     h2d_curve: Figure[Curve] | None = None
     """Host to device by size, pinned memory."""
     h2d_pageable_curve: Figure[Curve] | None = None

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
+from offplan.costs.link import uva_slowdown
 from offplan.costs.timeline import to_ps
 from offplan.placement import Phase, Unit, build_slab
 from offplan.plan import Backend, Rule
@@ -97,7 +98,7 @@ class Pricer:
         chosen = self.problem.settings[setting]
         prompt = _read_rows([c.prompt[setting] for c in contents], chosen.row_ps[0])
         step = [c.step for c in contents]
-        return prefill_ps(prompt, step, num_slots, chosen.prefill.outside_ps)
+        return prefill_ps(prompt, step, num_slots, chosen.prefill.outside_ps, self._slowdown)
 
     def decode_ps(self, contents: Sequence[Content], num_slots: int, setting: int) -> Fraction:
         """Time of a decode step, exactly as its schedule would be priced."""
@@ -107,7 +108,11 @@ class Pricer:
             for layer in users[-num_slots:]:
                 step[layer] = step[layer]._replace(uva_ps=contents[layer].kept_uva_ps)
         step = _read_rows(step, self.problem.settings[setting].row_ps[1])
-        return decode_ps(step, num_slots, self.problem.decode.outside_ps)
+        return decode_ps(step, num_slots, self.problem.decode.outside_ps, self._slowdown)
+
+    @cached_property
+    def _slowdown(self) -> float:
+        return uva_slowdown(self.problem.machine)
 
 
 class _Table(dict[tuple[int, ...], Content]):

@@ -124,7 +124,7 @@ class PassBounds:
             )
         ]
         step = prompt if is_warm else []
-        return prefill_ps(prompt, step, num_slots, priced.outside_ps)
+        return prefill_ps(prompt, step, num_slots, priced.outside_ps, slowdown=1.0)
 
     def _prompt_ps(
         self, prompt: Sequence[Taken], step: Sequence[Taken], num_slots: int, setting: int

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from offplan.costs.timeline import largest_cycle_mean
+from offplan.costs.timeline import largest_cycle_mean, slow_down
 
 _NEVER = float("-inf")
 
@@ -25,9 +25,16 @@ class LayerPass(NamedTuple):
 
 
 def prefill_ps(
-    prompt: Sequence[LayerPass], step: Sequence[LayerPass], num_slots: int, outside_ps: int
+    prompt: Sequence[LayerPass],
+    step: Sequence[LayerPass],
+    num_slots: int,
+    outside_ps: int,
+    slowdown: float,
 ) -> int:
-    """Time of a prompt that finds the ring as decode left it after an earlier, equal prompt."""
+    """Time of a prompt that finds the ring as decode left it after an earlier, equal prompt.
+
+    ``slowdown`` is ``PassTimes.uva_slowdown``, here and below.
+    """
     users = [layer for layer, each in enumerate(prompt) if each[2]]
     ring = min(num_slots, len(users))
     following = [layer for layer, each in enumerate(step) if each[2]][:num_slots]
@@ -44,11 +51,15 @@ def prefill_ps(
             done[slot] = link
     # what is copied for the step after it keeps nothing in the prompt waiting
     refills = [prompt[layer].copy_ps for layer in users[ring:]] + [None] * ring
-    compute, *_ = _run_pass(prompt, refills, [0, link, *done])
+    if not link and len(users) <= ring:
+        slowdown = 1.0  # nothing is copied
+    compute, *_ = _run_pass(prompt, refills, slowdown, [0, link, *done])
     return int(compute) + outside_ps
 
 
-def decode_ps(step: Sequence[LayerPass], num_slots: int, outside_ps: int) -> Fraction:
+def decode_ps(
+    step: Sequence[LayerPass], num_slots: int, outside_ps: int, slowdown: float
+) -> Fraction:
     """Time of a decode step in steady state: the largest cycle mean of the step's map.
 
     Steps are run until one delays every moment by the same time, which then is that mean (Collatz
@@ -66,7 +77,7 @@ def decode_ps(step: Sequence[LayerPass], num_slots: int, outside_ps: int) -> Fra
         refills.append(step[users[following]].copy_ps if following != turn else None)
 
     def run(state: Sequence[float]) -> list[float]:
-        compute, *others = _run_pass(step, refills, state)
+        compute, *others = _run_pass(step, refills, slowdown, state)
         return [compute + outside_ps, *others]
 
     size = 2 + ring
@@ -82,7 +93,10 @@ def decode_ps(step: Sequence[LayerPass], num_slots: int, outside_ps: int) -> Fra
 
 
 def _run_pass(
-    layers: Sequence[LayerPass], refills: Sequence[int | None], state: Sequence[float]
+    layers: Sequence[LayerPass],
+    refills: Sequence[int | None],
+    slowdown: float,
+    state: Sequence[float],
 ) -> list[float]:
     """Advance ``state``: when compute, the link and the fill of each slot are done.
 
@@ -98,7 +112,8 @@ def _run_pass(
         if uva_ps:
             link = (link if link > compute else compute) + uva_ps
             done = [(time if time > compute else compute) + uva_ps for time in done]
-        compute += uva_ps + compute_ps
+            compute += slow_down(uva_ps, slowdown)
+        compute += compute_ps
         if span_bytes:
             copy_ps = refills[turn]
             if copy_ps is not None:

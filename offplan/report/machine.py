@@ -35,6 +35,7 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any], Callable[[
         ("context, libraries, graphs", machine.gpu_overhead, units.format_bytes),
     ]
     optional: list[tuple[str, Figure[Any] | None, Callable[[Any], str]]] = [
+        ("the same beside copies", machine.uva_beside_copies, units.format_rate),
         ("re-reads in place", machine.uva_rereads, _show_last_reread),
         ("host to device, all GPUs", machine.h2d_concurrent, _show_slowest),
         ("peer GPU to this one, DMA", machine.peer, units.format_rate),

@@ -23,13 +23,15 @@ from tests.costs.builders import DENSE, dense_model, make_model, place_rules, ru
 from tests.test_placement import odd_models, place_or_skip, rule_lists
 
 
-def pass_times(compute: list[int], copy: int | dict[int, int], uva: list[int]) -> PassTimes:
+def pass_times(
+    compute: list[int], copy: int | dict[int, int], uva: list[int], slowdown: float = 1.0
+) -> PassTimes:
     """Times in picoseconds; copies take one time, or one for each layer."""
 
     def copy_ps(span: Span) -> int:
         return copy if isinstance(copy, int) else copy[span.layer]
 
-    return PassTimes(tuple(compute), 0, tuple(uva), sum(uva), copy_ps)
+    return PassTimes(tuple(compute), 0, tuple(uva), slowdown, sum(uva), copy_ps)
 
 
 def steady_request(placement: Placement, num_layers: int) -> RequestSchedule:
@@ -139,7 +141,7 @@ def test_bounds_and_monotony_hold(data: st.DataObject, model: Model, prefetch_st
     def price(slower: int) -> tuple[PhaseTimes, PhaseTimes]:
         slow_copies = {layer: copy * slower for layer, copy in enumerate(copies)}
         prefill, decode = (
-            pass_times(compute, slow_copies, [read * slower for read in reads[phase]])
+            pass_times(compute, slow_copies, [read * slower for read in reads[phase]], 1.25)
             for phase in (Phase.PREFILL, Phase.DECODE)
         )
         return (
@@ -172,6 +174,19 @@ def test_reading_in_place_delays_what_is_copied_meanwhile() -> None:
     assert price_decode(in_place.decode, times).step_ps == 4 * (1 + 10)
 
 
+def test_reading_is_slower_where_copies_are_waited_for() -> None:
+    in_place = rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA)
+    times = pass_times([100] * 4, 30, [10] * 4, slowdown=1.5)
+    for rules, reading in (([in_place], 10), ([in_place, rule("mlp")], 15)):
+        request = steady_request(place_rules(dense_model(4), rules, 2), 4)
+        for priced in (
+            price_prefill(request.prefill, times),
+            price_decode(request.decode, times),
+        ):
+            assert priced.step_ps == 4 * (100 + reading)
+            assert priced.link_ps % 40 % 30 == 0  # what crosses stays what it is
+
+
 def test_prefill_streams_once_a_prompt_and_starts_with_a_warm_ring() -> None:
     placement = place_rules(dense_model(4), [rule("mlp")], 2)
     request = steady_request(placement, 4)
@@ -186,7 +201,7 @@ def test_prefill_streams_once_a_prompt_and_starts_with_a_warm_ring() -> None:
 def test_resident_passes_take_their_compute() -> None:
     placement = place_rules(dense_model(3), [], 1)
     request = steady_request(placement, 3)
-    times = PassTimes((5, 6, 7), 4, (0, 0, 0), 0, lambda span: 0)
+    times = PassTimes((5, 6, 7), 4, (0, 0, 0), 1.0, 0, lambda span: 0)
     assert price_decode(request.decode, times).step_ps == 22
     assert price_prefill(request.prefill, times).step_ps == 22
     assert request.decode.operations == tuple(Compute(layer) for layer in range(3))

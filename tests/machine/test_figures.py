@@ -22,6 +22,7 @@ MEASURED: dict[str, object] = {
     "peer_latency": "10 us",
     "peer_curve": [{"bytes": 4096, "rate": 1e9}],
     "uva_rereads": [{"rows": 1, "factor": 1}, {"rows": 4096, "factor": 17.5}],
+    "uva_beside_copies": 44e9,
     "pinning": 12e9,
     "numa_node": 0,
 }

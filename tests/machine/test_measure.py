@@ -64,8 +64,13 @@ def test_dma_is_the_rate_of_the_largest_copy_and_a_fitted_latency(
     assert profile.d2h_curve is not None
 
 
-def test_rereads_never_fall_and_never_go_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slower", "rate"), [(2, 0.5e9), (0.9, 1e9)])
+def test_in_place_nothing_comes_faster_than_once_and_alone(
+    monkeypatch: pytest.MonkeyPatch, slower: float, rate: float
+) -> None:
     once = 2 * MIB / 1e9
+    beside = Timing(once * slower, 0)
+    monkeypatch.setattr(measure_link, "_time_beside_copies", lambda *tensors: beside)
     # the products read half of the block: 0.8, 1, 2, 1.9, 5 and 17 times
     seconds = iter([once, *(once / 2 * times for times in (0.8, 1, 2, 1.9, 5, 17))])
     monkeypatch.setattr(
@@ -73,6 +78,8 @@ def test_rereads_never_fall_and_never_go_below_one(monkeypatch: pytest.MonkeyPat
     )
     profile = with_keys(measure_link.measure_in_place())
     assert profile.uva.value == pytest.approx(1e9)
+    assert profile.uva_beside_copies is not None
+    assert profile.uva_beside_copies.value == pytest.approx(rate)
     assert profile.uva_rereads is not None
     points = [(point.rows, point.factor) for point in profile.uva_rereads.value]
     factors = (1, 1, 2, 2, 5, 17)

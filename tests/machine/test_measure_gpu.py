@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 
-OF_ONE_GPU = ("h2d", "uva", "hbm", "matmul", "layer_overhead", "pinning")
+OF_ONE_GPU = ("h2d", "uva", "uva_beside_copies", "hbm", "matmul", "layer_overhead", "pinning")
 TABLES = ("h2d_curve", "h2d_pageable_curve", "d2h_curve", "uva_rereads")
 
 
@@ -36,6 +36,8 @@ def test_every_figure_is_there_with_its_samples() -> None:
 def test_rates_are_plausible() -> None:
     profile = measured()
     assert 1e9 < profile.uva.value < 1.1 * profile.h2d.value < 500e9
+    assert profile.uva_beside_copies is not None
+    assert 0.5 * profile.uva.value < profile.uva_beside_copies.value <= profile.uva.value
     assert profile.h2d.value < profile.hbm.value < 20e12
     assert 1e12 < profile.matmul.value < 5e15
     assert 0 <= profile.copy_latency.value < 1e-3
