@@ -13,6 +13,7 @@ from torch import nn
 
 from offplan.errors import CheckpointError, OffplanError
 from offplan.runtime.kv_cache import KVCache
+from offplan.runtime.rotary import compile_as_real
 
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
@@ -49,6 +50,8 @@ class DecoderLayers:
         """Of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
         self._detour: Callable[[int, Call], torch.Tensor] | None = None
+        if compiled:
+            compile_as_real()
         # set for each call and taken back after it: what else the process compiles keeps its limit
         many = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
         for index, layer in enumerate(layers):
