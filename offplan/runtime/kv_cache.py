@@ -1,9 +1,15 @@
 """The KV cache: fixed addresses for captured graphs, no mask and no position kept on the host."""
 
+from math import prod
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from offplan.placement import align
+
+BLOCK_BYTES = 64 * 2**20
+"""Of one allocation: torch rounds those of 1 to 10 MiB to parts of 20, and larger ones to 2 MiB."""
 
 
 class Position:
@@ -16,26 +22,46 @@ class Position:
         """Where layers write the pass's new tokens, int64 of shape [new], on the device."""
 
 
+class _Blocks:
+    """The keys of all layers, or the values, cut from few allocations."""
+
+    def __init__(self, num_layers: int, context: int) -> None:
+        self._left = num_layers
+        self._context = context
+        self._spare: dict[tuple[object, ...], list[torch.Tensor]] = {}
+
+    def take(self, states: torch.Tensor) -> torch.Tensor:
+        """Zeros of [batch, heads, context, dim] for ``states``, [batch, heads, new, dim]."""
+        batch, heads, _, dim = states.shape
+        shape = (batch, heads, self._context, dim)
+        spare = self._spare.setdefault((shape, states.dtype, states.device), [])
+        if not spare:
+            num_elements = prod(shape)
+            # kernels are compiled for aligned addresses
+            stride = align(num_elements * states.itemsize) // states.itemsize
+            count = max(1, min(self._left, BLOCK_BYTES // (stride * states.itemsize)))
+            block = states.new_zeros(count, stride)
+            spare += [part[:num_elements].view(shape) for part in block]
+        self._left -= 1
+        return spare.pop()
+
+
 class _Layer(CacheLayerMixin):
     """Keys and values of one layer, or MLA's latent and its rotary part."""
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, position: Position, context: int) -> None:
+    def __init__(self, position: Position, context: int, keys: _Blocks, values: _Blocks) -> None:
         super().__init__()
         self._position = position
         self._context = context
+        self._blocks = keys, values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate [batch, heads, context, dim] like the first states seen."""
-
-        def allocate(states: torch.Tensor) -> torch.Tensor:
-            batch, heads, _, dim = states.shape
-            return states.new_zeros(batch, heads, self._context, dim)
-
-        self.keys = allocate(key_states)
-        self.values = allocate(value_states)
+        """Take [batch, heads, context, dim] like the first states seen."""
+        keys, values = self._blocks
+        self.keys, self.values = keys.take(key_states), values.take(value_states)
         self.is_initialized = True
 
     def update(
@@ -68,7 +94,8 @@ class KVCache(Cache):
     """One layer of cache for each decoder layer, all at the same position."""
 
     def __init__(self, num_layers: int, context: int, position: Position) -> None:
-        super().__init__(layers=[_Layer(position, context) for _ in range(num_layers)])
+        blocks = _Blocks(num_layers, context), _Blocks(num_layers, context)
+        super().__init__(layers=[_Layer(position, context, *blocks) for _ in range(num_layers)])
 
     def clear_from(self, position: int) -> None:
         """Write zeros over every layer's rows from ``position`` on."""
