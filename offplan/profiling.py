@@ -122,13 +122,18 @@ def _sha256(content: bytes) -> str:
 def _time_prefill(session: Session, prompt: torch.Tensor) -> list[float]:
     """Seconds of each layer, called again and again, and of the rest of a prefill pass.
 
-    A short prompt takes as long as the host needs to launch it: layers are called as the model
-    calls them, with nothing in between that a request would not have either.
+    A prompt that is captured has its layers captured too. Another may take as long as the host
+    needs to launch it: layers are called as the model calls them, with nothing in between that a
+    request would not have either.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
     tokens = prompt.to(session.device)
     with session.stream(), torch.inference_mode():
         calls = session.layers.note_calls(lambda: session.forward_chunk(tokens, 0))
+    if session.captures_prompt(*prompt.shape):
+        each = [_time_layer(session, index, call) for index, call in enumerate(calls)]
+        return [*each, max(0.0, whole - sum(each))]
+    with session.stream(), torch.inference_mode():
         each = [
             _median_seconds(session, partial(_repeat, session, layer, call)) / REPEATS
             for layer, call in zip(decoder_layers(session.loaded.module), calls, strict=True)

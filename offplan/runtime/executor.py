@@ -41,13 +41,14 @@ class Executor:
         finally:
             self._before, self._after = {}, {}
 
-    def capture(self, schedule: Schedule, forward: Callable[[], Any]) -> "CapturedPass":
+    def capture(self, schedule: Schedule, forward: Callable[[], Any], pool: Any) -> "CapturedPass":
         """Capture ``forward`` as CUDA graph segments, cut wherever the schedule acts.
 
+        Its temporary memory comes from ``pool``, a ``torch.cuda.graph_pool_handle``.
         Needs a warmed-up model, on a stream other than the default one. Nothing is executed: the
         ring and the caches stay as they are.
         """
-        captured = CapturedPass(self._link)
+        captured = CapturedPass(self._link, pool)
         self._apply = captured.cut
         try:
             with captured:
@@ -105,11 +106,11 @@ def carry_out(link: Link, operations: list[Operation]) -> None:
 class CapturedPass:
     """A pass as CUDA graphs with the schedule's operations between them."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, pool: Any) -> None:
         self._link = link
+        self._pool = pool
         self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._pool = torch.cuda.graph_pool_handle()
 
     def __enter__(self) -> "CapturedPass":
         torch.cuda.synchronize()

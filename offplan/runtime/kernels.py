@@ -32,6 +32,10 @@ class ExpertKernels:
             self._module.set_experts_implementation(name)
             self._current = name
 
+    def can_capture(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens, over all sequences, never waits for the host."""
+        return self._dtype == "bfloat16" or num_tokens * self._num_chosen <= self._max_pairs
+
     def _name(self, phase: Phase, num_tokens: int) -> str:
         if num_tokens * self._num_chosen <= self._max_pairs:
             return self._own

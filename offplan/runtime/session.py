@@ -16,7 +16,8 @@ from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.attention import filled_before, filled_mask
-from offplan.runtime.executor import CapturedPass, Executor
+from offplan.runtime.captured import CapturedForward
+from offplan.runtime.executor import Executor
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
 from offplan.runtime.kernels import ExpertKernels, find_filled
@@ -32,6 +33,13 @@ from offplan.schedule import Ring, Schedule, build_pass, empty_ring
 NUM_WARMUP_STEPS = 2
 """Decode steps after a prompt that are not like those to come: the first one finds the ring as
 prefill left it, and runs uncaptured after a change of batch; in the second the step is captured."""
+MAX_CAPTURED_TOKENS = 4096
+"""Of a prompt, over all sequences, up to which it is captured: a longer one keeps the GPU busy for
+longer than the host takes to launch it.
+
+Source: DeepSeek-V2-Lite on an H200, whose prompts of 512 and 2,048 tokens took 28 ms to launch and
+16 and 28 to compute.
+"""
 
 
 class Session:
@@ -68,7 +76,7 @@ class Session:
             require_triton()  # before minutes of loading
         self.context = context
         self._chunk = offload.prefill_chunk
-        self._used_before = bytes_in_use(self.device)
+        self._used_before = self._peak_in_use = bytes_in_use(self.device)
         with on_device(self.device):
             self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
             try:
@@ -101,9 +109,9 @@ class Session:
         self._experts: ExpertKernels | None = None
         if self.loaded.model.experts is not None:
             self._experts = ExpertKernels(self.loaded, with_own=self._capture)
-        self._captured: _CapturedDecode | None = None
-        self._decoded = False
-        """Whether a step ran with this batch, so that libraries have allocated what they need."""
+        self._captured: dict[Phase, CapturedForward] = {}
+        self._decoded = self._prompted = False
+        """Whether a step, or the plan's prompt, ran with this batch uncaptured."""
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
         self._batch = 0
@@ -131,7 +139,8 @@ class Session:
         let_go(self.device)
         self._executor.close()
         self.layers.cache = None
-        self._captured, self._length = None, 0
+        self._captured.clear()
+        self._length = 0
         self._closed = True
         with on_device(self.device):
             self.loaded.close()
@@ -142,11 +151,16 @@ class Session:
 
     @property
     def gpu_bytes(self) -> int:
-        """Device memory this process took since the session began, the context included.
+        """Most device memory taken since the session began, the context included; 0 on the CPU."""
+        return self.peak_in_use - self._used_before
 
-        The allocator gives nothing back, so at the end this is the peak. 0 on the CPU.
+    @property
+    def peak_in_use(self) -> int:
+        """Most bytes in use on the card since the session began, by whomever; 0 on the CPU.
+
+        The allocator gives nothing back but where the session asks it to.
         """
-        return bytes_in_use(self.device) - self._used_before
+        return max(self._peak_in_use, bytes_in_use(self.device))
 
     @property
     def link_bytes(self) -> int:
@@ -165,10 +179,11 @@ class Session:
         nothing: it runs eagerly.
         """
         tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64)
-        logits = self.prefill(tokens)
-        for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
-            with self.stream():
-                logits = self.decode(logits.argmax(-1, keepdim=True))
+        for _ in range(2 if self.captures_prompt(batch, prompt_tokens) else 1):
+            logits = self.prefill(tokens)
+            for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
+                with self.stream():
+                    logits = self.decode(logits.argmax(-1, keepdim=True))
         self._length = 0
         if self._stream is not None:
             self._stream.synchronize()  # or the first request would wait for these steps
@@ -199,15 +214,56 @@ class Session:
             self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
             schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
             if len(chunks) == 1:
-                with self._as_compiled_for(chunks[0]):
-                    forward = partial(self.forward_chunk, chunks[0], 0)
-                    logits = self._executor.run(schedule, forward)
+                logits = self._prefill_at_once(schedule, chunks[0])
             else:
                 logits = self._prefill_by_layer(schedule, chunks)
             self.position.tensor.fill_(num_tokens)
         self._length = num_tokens
         assert isinstance(logits, torch.Tensor)
         return logits
+
+    def captures_prompt(self, batch: int, num_tokens: int) -> bool:
+        """Whether a prompt of this shape is captured when it comes a second time."""
+        return (
+            self._capture
+            and num_tokens == self._chunk
+            and batch * num_tokens <= MAX_CAPTURED_TOKENS
+            and (self._experts is None or self._experts.can_capture(batch * num_tokens))
+        )
+
+    def _prefill_at_once(self, schedule: Schedule, tokens: torch.Tensor) -> torch.Tensor:
+        with self._as_compiled_for(tokens):
+            forward = partial(self.forward_chunk, start=0)
+            if self._prompted and self.captures_prompt(*tokens.shape):
+                return self._replay(schedule, forward, tokens)
+            logits = self._executor.run(schedule, partial(forward, tokens))
+        self._prompted |= tokens.shape[1] == self._chunk
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def _replay(
+        self,
+        schedule: Schedule,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run a captured pass, capturing it where it has another schedule than last time."""
+        phase = schedule.phase
+        captured = self._captured.get(phase)
+        if captured is None or captured.schedule != schedule:
+            del captured
+            self._captured.pop(phase, None)
+            if phase is Phase.PREFILL:
+                self._give_back_temporaries()  # of the prompt uncaptured: it takes as much again
+            beside = next(iter(self._captured.values()), None)
+            captured = CapturedForward(self._executor, schedule, forward, tokens, beside)
+            self._captured[phase] = captured
+        return captured.replay(tokens)
+
+    def _give_back_temporaries(self) -> None:
+        self._peak_in_use = self.peak_in_use  # of all that came before
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def _prefill_by_layer(self, schedule: Schedule, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run every chunk through a layer before the next one: weights cross once a prompt."""
@@ -270,9 +326,7 @@ class Session:
             self._enter(Phase.DECODE, self._batch)
             schedule = self._next_pass(Phase.DECODE, Phase.DECODE)
             if self._capture and self._decoded and schedule.before == schedule.after:
-                if self._captured is None:
-                    self._captured = _CapturedDecode(self, self._batch, schedule)
-                logits = self._captured.replay(tokens)
+                logits = self._replay(schedule, self.forward_one, tokens)
             else:
                 logits = self._executor.run(schedule, lambda: self.forward_one(tokens))
             self._decoded = True
@@ -317,7 +371,8 @@ class Session:
             yield
         except BaseException:
             self._ring = empty_ring(self.loaded.placement)
-            self._phase, self._captured, self._length = None, None, 0
+            self._captured.clear()
+            self._phase, self._length = None, 0
             raise
 
     def _check_open(self) -> None:
@@ -327,12 +382,12 @@ class Session:
     def _begin_sequences(self, batch: int) -> None:
         if self.layers.cache is not None and batch == self._batch:
             return
-        self._captured, self._decoded = None, False  # its graphs write to the old cache
+        self._captured.clear()  # its graphs write to the old cache
+        self._decoded = self._prompted = False
         if self.layers.cache is not None and self._stream is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self.layers.cache = None
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+            self._give_back_temporaries()
         num_layers = len(self.loaded.model.layers)
         self.layers.cache = KVCache(num_layers, self.context, self.position)
         self._batch = batch
@@ -353,25 +408,3 @@ class Session:
             self._phase = phase
         if self._experts is not None:
             self._experts.choose(phase, num_tokens)
-
-
-class _CapturedDecode:
-    """The captured decode step with its input and output buffers.
-
-    Made after a step that ran uncaptured: libraries allocate workspaces at their first call, which
-    must not happen in a capture.
-    """
-
-    def __init__(self, session: Session, batch: int, schedule: Schedule) -> None:
-        self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=session.device)
-
-        def forward() -> None:
-            self._logits = session.forward_one(self._tokens)
-
-        self._pass: CapturedPass = session._executor.capture(schedule, forward)
-
-    def replay(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the step for ``tokens``, [batch, 1]."""
-        self._tokens.copy_(tokens)
-        self._pass.replay()
-        return self._logits

@@ -78,7 +78,8 @@ def measure_accelerate(bench: Bench, on_progress: Progress | None = None) -> Mea
         num_repeats=bench.num_repeats,
         on_progress=on_progress,
     )
-    return Measurement(cost, _taken(bench))
+    # its allocator has given nothing back yet
+    return Measurement(cost, _taken(bench, bytes_in_use(bench.device)))
 
 
 WAYS: dict[str, Callable[[Bench, Progress | None], Measurement]] = {
@@ -114,11 +115,9 @@ def _measure(
     ) as session:
         steps, repeats = bench.num_steps, bench.num_repeats
         cost = bench_session(session, timed[0], bench.prompt, steps, repeats)
-        return Measurement(cost, _taken(bench))
+        return Measurement(cost, _taken(bench, session.peak_in_use))
 
 
-def _taken(bench: Bench) -> int | None:
-    """Bytes on the card that were not in use before; the allocator has given nothing back yet."""
-    if bench.device.type != "cuda":
-        return None
-    return bytes_in_use(bench.device) - bench.used_before
+def _taken(bench: Bench, peak_in_use: int) -> int | None:
+    """Of the bytes in use on the card at the peak, those that were not in use before."""
+    return peak_in_use - bench.used_before if bench.device.type == "cuda" else None
