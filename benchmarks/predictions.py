@@ -26,7 +26,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner import make_plan
 from offplan.planner.problem import prefill_chunks
-from offplan.profiling import measure_layer_times
+from offplan.profiling import measure_layer_times, measure_model_reads
 
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"}
 
@@ -139,8 +139,11 @@ def main() -> None:
             print(case.name, file=sys.stderr, flush=True)
             model, workload = open_model(case.config), case.workload
             if (case.config, workload) not in machines:
-                times = measure_layer_times(model, workload, prefill_chunks(workload.prompt_tokens))
-                machines[case.config, workload] = here.model_copy(update={"layer_times": times})
+                chunks = prefill_chunks(workload.prompt_tokens)
+                times = measure_layer_times(model, workload, chunks)
+                reads = measure_model_reads(model, workload, chunks, here.uva.value)
+                measured = {"layer_times": times, "in_place_reads": reads}
+                machines[case.config, workload] = here.model_copy(update=measured)
             try:
                 machine = machines[case.config, workload]
                 results.append(run(case, model, machine, Path(folder)))

@@ -54,6 +54,13 @@ class Unit:
         """Whether it holds routed experts."""
         return self.parameters[0].is_expert
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its first parameter; of routed experts [experts, out, in], stored apart or not."""
+        tensors = self.parameters[0].tensors
+        shape = tuple(tensors[0].shape)
+        return (len(tensors), *shape) if self.is_expert and len(shape) == 2 else shape
+
 
 @dataclass(frozen=True)
 class SlabEntry:

@@ -15,7 +15,10 @@ from torch import nn
 
 import offplan
 from offplan.checkpoint.model import Model
-from offplan.machine.profile import LayerTime
+from offplan.costs.memory import KERNEL_PAIRS
+from offplan.machine.measure_products import measure_in_place_reads
+from offplan.machine.profile import InPlaceRead, LayerTime
+from offplan.placement import group_units
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
 from offplan.runtime.kv_cache import LayerCache
@@ -23,6 +26,8 @@ from offplan.runtime.layers import Call
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.runtime.skeleton import decoder_layers
 
+READ_ONCE_TOKENS, MAX_IN_PLACE_TOKENS = 128, 4096
+"""Of prompts, over all sequences, between which products are timed in place."""
 NUM_SAMPLES = 5
 REPEATS = 4
 """Times a layer is run in a row: enough to make what begins and ends a row a small share."""
@@ -75,6 +80,32 @@ def measure_layer_times(
                 decode = _time_decode(session, workload.batch, filled)
                 note("decode", 1, workload.decode_context, decode)
     return tuple(times.values())
+
+
+def measure_model_reads(
+    model: Model,
+    workload: Workload,
+    chunks: Sequence[int],
+    uva: float,
+    on_progress: Progress | None = None,
+) -> tuple[InPlaceRead, ...]:
+    """Time what chunks of so many tokens could have to read in place, on the current CUDA device.
+
+    ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many would read
+    so often that no plan has them. Experts are left out where the runtime has its own kernels.
+    """
+    units = {unit.shape: unit for layer in model.layers for unit in group_units(layer)}
+    tokens = sorted({workload.batch * chunk for chunk in chunks})
+    pairs = 0 if model.experts is None else model.experts.num_experts_per_token
+    products = [
+        (shape, count)
+        for shape, unit in sorted(units.items())
+        for count in tokens
+        if len(shape) > 1
+        and READ_ONCE_TOKENS < count <= MAX_IN_PLACE_TOKENS
+        and not (unit.is_expert and count * pairs <= KERNEL_PAIRS)
+    ]
+    return measure_in_place_reads(products, pairs, uva, on_progress) if products else ()
 
 
 def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:

@@ -14,7 +14,13 @@ import offplan.profiling
 import offplan.runtime.gpu_memory
 from offplan.checkpoint.open import open_model
 from offplan.cli.planning import measure_here, read_workload
-from offplan.machine.profile import LayerTime, MachineProfile, load_profile, parse_profile
+from offplan.machine.profile import (
+    InPlaceRead,
+    LayerTime,
+    MachineProfile,
+    load_profile,
+    parse_profile,
+)
 from offplan.plan import Workload
 from tests.cli import CLI, TINY_MOE
 
@@ -33,6 +39,9 @@ class Machine:
         self.with_others.append(with_others)
         return load_profile("h200-pcie5")
 
+    def time_reads(self, products: Any, *_: Any) -> tuple[InPlaceRead, ...]:
+        return tuple(InPlaceRead(shape=s, tokens=tokens, factor=3) for s, tokens in products)
+
     def time_layers(self, *_: Any) -> tuple[LayerTime, ...]:
         self.num_layer_times += 1
         return (LayerTime(layer="x", phase="decode", batch=1, tokens=1, context=256, seconds=0.1),)
@@ -43,6 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     machine = Machine()
     monkeypatch.setattr(offplan.machine.measure, "measure_machine", machine.measure)
     monkeypatch.setattr(offplan.profiling, "measure_layer_times", machine.time_layers)
+    monkeypatch.setattr(offplan.profiling, "measure_in_place_reads", machine.time_reads)
     monkeypatch.setattr(offplan.runtime.gpu_memory, "bytes_in_use", lambda device: 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: machine.gpu)

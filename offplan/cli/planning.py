@@ -162,7 +162,7 @@ def find_machine(
 def measure_here(
     model: "Model", workload: "Workload", *, afresh: bool = False, with_others: bool = False
 ) -> "Found":
-    """Measure the link, and the compute of each kind of layer at the workload's shapes.
+    """Measure the link, and at the workload's shapes each kind of layer's compute and reads.
 
     Times of layers come from the cache where nothing they depend on has changed, unless all is to
     be measured ``afresh``. ``with_others`` also uses the host's other GPUs.
@@ -173,7 +173,7 @@ def measure_here(
     from offplan.machine.layer_cache import LayerTimeCache
     from offplan.machine.measure import measure_machine
     from offplan.planner.problem import prefill_chunks
-    from offplan.profiling import layer_times_key, measure_layer_times
+    from offplan.profiling import layer_times_key, measure_layer_times, measure_model_reads
     from offplan.runtime.gpu_memory import bytes_in_use
 
     # asked before this process has a context on the card, which the budget is to include
@@ -186,5 +186,7 @@ def measure_here(
     if times is None:
         times = measure_layer_times(model, workload, chunks, Progress("measuring the layers"))
         kept.store(times)
-    profile = profile.model_copy(update={"layer_times": times})
+    rate, progress = profile.uva.value, Progress("measuring reads in place")
+    reads = measure_model_reads(model, workload, chunks, rate, progress)
+    profile = profile.model_copy(update={"layer_times": times, "in_place_reads": reads})
     return Found(profile, profile.gpu_memory.value - used)

@@ -1,14 +1,14 @@
 """What crosses the link when kernels read offloaded weights in place."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import exp, log
 
 from offplan.checkpoint.model import Experts
 from offplan.costs.work import PassShape
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement, SlabEntry
+from offplan.placement import Phase, Placement, Unit
 from offplan.plan import Backend
 from offplan.schedule import kept_after_prefill
 
@@ -76,23 +76,23 @@ def _measured_factor(points: Sequence[Reread], num_rows: float) -> float:
 
 
 def uva_bytes(
-    machine: MachineProfile,
-    num_bytes: int,
-    is_expert: bool,
-    experts: Experts | None,
-    num_tokens: int,
+    machine: MachineProfile, units: Iterable[Unit], experts: Experts | None, num_tokens: int
 ) -> int:
-    """Bytes that cross when a pass of so many tokens reads ``num_bytes`` of one layer in place.
+    """Bytes that cross when a pass of so many tokens reads units of one layer in place.
 
     Weights cross whole; of routed experts those that the tokens are sent to (uniform routing), each
-    for its share of the tokens.
+    for its share of the tokens. How often is measured for just such products, or what other ones
+    did.
     """
-    rows: float = num_tokens
-    if not is_expert or experts is None:
-        return round(num_bytes * reread_factor(machine, rows))
-    rows *= experts.num_experts_per_token / experts.num_experts
-    share = experts.touched(num_tokens) / experts.num_experts
-    return round(num_bytes * share * max(1.0, rows / EXPERT_ROWS))
+    crossing = 0.0
+    for unit in units:
+        factor, share = machine.find_in_place_read(unit.shape, num_tokens), 1.0
+        if unit.is_expert and experts is not None:
+            share = experts.touched(num_tokens) / experts.num_experts
+            rows = num_tokens * experts.num_experts_per_token / experts.num_experts
+            factor = factor or max(1.0, rows / EXPERT_ROWS)
+        crossing += unit.nbytes * share * (factor or reread_factor(machine, num_tokens))
+    return round(crossing)
 
 
 def embedding_bytes(placement: Placement, shapes: Sequence[PassShape]) -> int:
@@ -118,19 +118,15 @@ def uva_bytes_by_layer(
     phase = shapes[0].phase
     kept = kept_after_prefill(placement) if phase is Phase.DECODE else {}
 
-    def crossing(entries: Sequence[SlabEntry], is_expert: bool) -> int:
-        num_bytes = sum(entry.unit.nbytes for entry in entries if entry.unit.is_expert == is_expert)
-        return sum(
-            uva_bytes(machine, num_bytes, is_expert, experts, shape.num_tokens) for shape in shapes
-        )
-
     by_layer = [0] * num_layers
     for slab in placement.slabs:
         in_place = [
-            entry
+            entry.unit
             for entry in slab.entries
             if entry.backend(phase) is Backend.UVA
             and not (slab.layer in kept and entry.prefill is Backend.PREFETCH)
         ]
-        by_layer[slab.layer] = crossing(in_place, False) + crossing(in_place, True)
+        by_layer[slab.layer] = sum(
+            uva_bytes(machine, in_place, experts, shape.num_tokens) for shape in shapes
+        )
     return tuple(by_layer)

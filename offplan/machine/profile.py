@@ -32,6 +32,16 @@ class LayerTime(Record):
     seconds: Seconds
 
 
+class InPlaceRead(Record):
+    """How often one product reads its weight, which lies in host memory."""
+
+    shape: tuple[int, ...] = Field(min_length=2, max_length=3)
+    """Of the weight, [out, in], or of all routed experts' weights, [experts, out, in]."""
+    tokens: int = Field(ge=1)
+    """Over all sequences; of routed experts those before routing."""
+    factor: float = Field(ge=1)
+
+
 class DeviceRate(Record):
     """The rate of one GPU among several."""
 
@@ -95,6 +105,8 @@ class MachineProfile(Record):
     """Device memory of a second GPU to this one, one large DMA."""
     peer_latency: Figure[Seconds] | None = None
     """As ``copy_latency``, from that GPU."""
+    in_place_reads: tuple[InPlaceRead, ...] | None = None
+    """Of a model's own products, where it was measured too; else ``uva_rereads`` tells."""
     layer_times: tuple[LayerTime, ...] = ()
     """Measured on this machine; a roofline estimates what is not here."""
 
@@ -136,6 +148,13 @@ class MachineProfile(Record):
     def copy_seconds(self, num_bytes: int) -> float:
         """Time of one DMA of ``num_bytes`` to the device."""
         return self.copy_latency.value + num_bytes / self.h2d.value
+
+    def find_in_place_read(self, shape: tuple[int, ...], tokens: int) -> float | None:
+        """How often a product of exactly these reads its weight, if that was measured."""
+        for read in self.in_place_reads or ():
+            if (read.shape, read.tokens) == (shape, tokens):
+                return read.factor
+        return None
 
     def find_layer_time(
         self, layer: str, phase: str, batch: int, tokens: int, context: int

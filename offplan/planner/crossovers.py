@@ -9,6 +9,7 @@ from offplan.costs.link import uva_bytes
 from offplan.costs.predict import predict
 from offplan.costs.work import decode_shape
 from offplan.machine.profile import MachineProfile
+from offplan.placement import group_units
 from offplan.plan import Backend, PhasePrediction, Plan, Workload
 
 MOST_BATCH = 4096
@@ -66,17 +67,21 @@ def _streaming_wins(
     model: Model, machine: MachineProfile, workload: Workload
 ) -> Callable[[int], bool]:
     """Whether max(compute, copies) < compute + reading, were all experts offloaded."""
-    layers = [layer.expert_bytes for layer in model.layers if layer.expert_bytes]
+    offloaded = [
+        [unit for unit in group_units(layer) if unit.is_expert]
+        for layer in model.layers
+        if layer.expert_bytes
+    ]
     compute = ModelCompute(model, machine)
-    copies_s = sum(map(machine.copy_seconds, layers))
+    copies_s = sum(machine.copy_seconds(sum(u.nbytes for u in units)) for units in offloaded)
 
     def wins(batch: int) -> bool:
-        read = sum(uva_bytes(machine, size, True, model.experts, batch) for size in layers)
+        read = sum(uva_bytes(machine, units, model.experts, batch) for units in offloaded)
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = compute.price(shape).seconds
         return max(resident_s, copies_s) < resident_s + read / machine.uva.value
 
-    return wins if layers else lambda batch: False
+    return wins if offloaded else lambda batch: False
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int | None:

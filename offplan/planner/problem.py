@@ -167,13 +167,8 @@ class Problem:
 
         ``chunk_tokens`` are the tokens of its chunks, and how many chunks have as many.
         """
-        sums = [
-            (sum(unit.nbytes for unit in units if unit.is_expert == is_expert), is_expert)
-            for is_expert in (False, True)
-        ]
         num_bytes = sum(
-            count * uva_bytes(self.machine, of_kind, is_expert, self.model.experts, num_tokens)
-            for of_kind, is_expert in sums
+            count * uva_bytes(self.machine, units, self.model.experts, num_tokens)
             for num_tokens, count in chunk_tokens
         )
         return to_ps(num_bytes / self.machine.uva.value), num_bytes

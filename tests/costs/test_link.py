@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offplan.checkpoint.model import Experts
+from offplan.checkpoint.model import Experts, Parameter
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, uva_bytes, uva_bytes_by_layer
 from offplan.costs.work import PassShape
 from offplan.machine.curve import Reread, Rereads
-from offplan.machine.profile import MachineProfile
+from offplan.machine.profile import InPlaceRead, MachineProfile
 from offplan.machine.record import Figure
-from offplan.placement import Phase
+from offplan.placement import Phase, Unit
 from offplan.plan import Backend
 from tests.costs.builders import make_machine, moe_model, place_rules, rule
 
@@ -54,7 +55,7 @@ def test_a_profile_may_have_measured_its_own() -> None:
     machine = with_rereads((1, 1.0), (128, 1.5), (512, 6.0))
     assert [reread_factor(machine, rows) for rows in (0.5, 1, 512)] == [1.0, 1.0, 6.0]
     assert reread_factor(machine, 256) == pytest.approx(3)
-    assert uva_bytes(machine, 64_000, False, None, 128) == 96_000
+    assert uva_bytes(machine, [make_unit((32_000,))], None, 128) == 96_000
 
 
 @pytest.mark.parametrize(
@@ -70,9 +71,27 @@ def test_a_profile_may_have_measured_its_own() -> None:
 def test_experts_cross_as_tokens_touch_them(
     num_tokens: int, is_expert: bool, expected: int
 ) -> None:
-    assert uva_bytes(MACHINE, 64_000, is_expert, EXPERTS, num_tokens) == pytest.approx(
-        expected, abs=1
-    )
+    unit = make_unit((20, 25) if is_expert else (32_000,), 64 if is_expert else 1)
+    assert uva_bytes(MACHINE, [unit], EXPERTS, num_tokens) == pytest.approx(expected, abs=1)
+
+
+def test_what_a_products_own_shape_read_counts_at_its_tokens() -> None:
+    dense, experts = make_unit((160, 200)), make_unit((20, 25), 64)
+    reads = [
+        InPlaceRead(shape=(160, 200), tokens=512, factor=3),
+        InPlaceRead(shape=(64, 20, 25), tokens=512, factor=1.5),
+    ]
+    machine = MACHINE.model_copy(update={"in_place_reads": tuple(reads)})
+    assert uva_bytes(machine, [dense], EXPERTS, 512) == 3 * 64_000
+    assert uva_bytes(machine, [experts], EXPERTS, 512) == pytest.approx(96_000, abs=1)
+    assert uva_bytes(machine, [dense, experts], EXPERTS, 512) == 3 * 64_000 + 96_000
+    assert uva_bytes(machine, [dense], EXPERTS, 256) == uva_bytes(MACHINE, [dense], None, 256)
+
+
+def make_unit(shape: tuple[int, ...], num_experts: int = 1) -> Unit:
+    """A bfloat16 parameter; of several experts, a tensor for each."""
+    tensors = tuple(TensorInfo(f"{number}", "BF16", shape) for number in range(num_experts))
+    return Unit(0, (Parameter("w", tensors, is_expert=num_experts > 1),))
 
 
 def test_only_what_the_phase_reads_in_place_counts() -> None:
