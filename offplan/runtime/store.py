@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from offplan.errors import MemoryLimitError, PlanError
+from offplan.host_block import HostBlock
 from offplan.placement import Phase, Placement, SlabEntry, Span, align
-from offplan.runtime.host import HostBlock
 from offplan.runtime.peer import PeerBlock
 from offplan.runtime.skeleton import Target
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
+
+_REMEDY = "plan with a smaller --host-memory"
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,14 @@ class WeightStore:
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
-            pin = device.type == "cuda"
+            host_block = partial(HostBlock, pin=device.type == "cuda", remedy=_REMEDY)
             for slab in placement.slabs:
                 if peer is None:
-                    self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=pin)
+                    self._blocks[slab.layer] = host_block(slab.nbytes)
                 else:
                     self._blocks[slab.layer] = PeerBlock(slab.nbytes, peer)
             if by_row is not None:
-                self._embedding = HostBlock(tensors[by_row].nbytes, pin=pin)
+                self._embedding = host_block(tensors[by_row].nbytes)
         except BaseException:
             self.close()
             raise
