@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from offplan.checkpoint.open import open_model
+from offplan.host_block import HostBlock
 from offplan.plan import Offload, Rule
 from offplan.runtime import loaded as runtime_loaded
-from offplan.runtime.host import HostBlock
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.loader import NUM_THREADS, load_weights
 from offplan.runtime.staging import PART_BYTES

@@ -119,7 +119,8 @@ class Budget(Record):
     gpu_memory: ExactBytes
     """All that the process takes on the card, context included."""
     host_memory: ExactBytes | None = None
-    """Of the store: pinned host memory, or a second GPU's; null is unlimited."""
+    """Of the store: pinned host memory, or a second GPU's, where an embedding that stays on the
+    host takes none of it; null is unlimited."""
 
 
 class MachineRef(Record):
@@ -246,7 +247,9 @@ class Prediction(Record):
     decode: PhasePrediction
     gpu_memory: GPUMemoryPrediction
     host_memory_bytes: Bytes = Field(alias="host_memory")
-    """Of the store, wherever the plan has it, and of an input embedding on the host."""
+    """Weights there: an input embedding read by row, and the slabs where the host is the store."""
+    peer_memory_bytes: Bytes = Field(default=0, alias="peer_memory")
+    """Of the second GPU: the slabs, where it is the store."""
 
 
 class Plan(Record):
@@ -302,6 +305,8 @@ def dump_plan(plan: Plan) -> str:
     for key, default in (("embeddings", "device"), ("store", "host")):
         if data["offload"][key] == default:
             del data["offload"][key]
+    if not plan.prediction.peer_memory_bytes:
+        del data["prediction"]["peer_memory"]
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
         lines += _dump_section(key, section)

@@ -139,6 +139,17 @@ def test_the_second_gpu_limits_the_store() -> None:
         make_plan(model, machine, WORKLOAD, budget.model_copy(update={"host_memory": 1}))
 
 
+def test_an_embedding_on_the_host_takes_none_of_a_second_gpu() -> None:
+    model, machine = MODELS["dense"], make_machine(peer=20e9).with_peer_store()
+    assert model.input_embedding is not None
+    missing = model.input_embedding.nbytes // 2
+    budget = Budget(gpu_memory=budget_for(model, machine, 1.0).gpu_memory - missing, host_memory=0)
+    plan = make_plan(model, machine, WORKLOAD, budget).plan
+    assert (plan.offload.rules, plan.offload.embeddings) == ((), "host")
+    assert plan.prediction.host_memory_bytes == model.input_embedding.nbytes
+    assert plan.prediction.peer_memory_bytes == 0
+
+
 models = st.sampled_from(
     [dense_model(6), moe_model(6), make_model([MOE] * 3), make_model([DENSE, MOE] * 3)]
 )

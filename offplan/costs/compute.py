@@ -13,10 +13,10 @@ from offplan.machine.profile import LayerTime, MachineProfile
 MATMUL_EFFICIENCY = 0.75
 """Share of the profile's matmul rate that the products of a whole layer reach.
 
-Source: an 8192-token prefill of Qwen3-8B (134 TFLOP, attention included) by transformers' model
-code took 0.265 to 0.272 s on an H200 that reaches 680 TFLOP/s on large products alone.
+Source: estimated. Of the 680 TFLOP/s that an H200 reaches on large products alone, a resident
+prompt of 8,192 tokens reached 0.68 with DeepSeek-V2-Lite (46.0 TFLOP, attention included, in
+0.0992 s) and 0.91 with Qwen3-8B (133.6 in 0.2151 s): ``benchmarks/results/h200.json``.
 """
-
 
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "tok_embeddings.weight", "embed_in.weight")

@@ -37,8 +37,12 @@ ATTENTION_COPIES = 2
 Source: transformers' attention, read.
 """
 
-LOGIT_BYTES = 6
-"""Of one logit: in bfloat16 as the head gives it, and in float32 to choose a token from."""
+LOGIT_COPIES = 2
+"""Of one logit: as the head gives it, and as some models scale or cap it. The greatest is found
+without a copy.
+
+Source: transformers' heads and torch's argmax, read.
+"""
 
 JOINED_PARTS = 2
 """What a later chunk's tokens find in those before it, and in itself, beside the two joined.
@@ -88,6 +92,13 @@ the expert, and what returns put back in order. Source: ``runtime.experts.forwar
 transformers' ``grouped_mm`` experts, compiled.
 """
 
+EAGER_COPIES = 6
+"""Of a pair's hidden state while experts run uncompiled: gathered, returned, and then weighted and
+put back in order, both in float32 where routing weights are.
+
+Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
+"""
+
 _ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})
 _MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
 
@@ -112,19 +123,26 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
     """Temporaries of the larger phase: of its largest chunk, and what waits for the other chunks.
 
     Of a chunk: hidden states + the hungriest block + logits; of a layer only one block, attention
-    or MLP, is alive at a time.
+    or MLP, is alive at a time. A chunk that is not as long as the plan's runs uncompiled. A decode
+    step's temporaries count once more: its captured graphs keep memory that nothing else is given.
+    Source: ``runtime.session.Session``, ``runtime.executor.CapturedPass``.
     """
     layers = _distinct_layers(model)
     # of chunks with as many tokens, the last one reaches furthest and takes most
     last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
 
     def of_chunk(shape: PassShape) -> int:
-        blocks = (block(model, layer, shape) for layer in layers for block in _BLOCKS)
-        return hidden_bytes(model, shape) + max(blocks) + logits_bytes(model, shape)
+        blocks = [attention_bytes, mlp_bytes]
+        if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk:
+            blocks.append(eager_expert_bytes)
+        most = max(block(model, layer, shape) for block in blocks for layer in layers)
+        return hidden_bytes(model, shape) + most + logits_bytes(model, shape)
 
     prompt = max(of_chunk(shape) + waiting_bytes(model, workload, shape) for shape in last.values())
-    step = PassShape(Phase.DECODE, workload.batch, 1, workload.context)  # the last one takes most
-    return max(of_chunk(step), prompt)
+
+    # of decode steps the last one takes most
+    step = of_chunk(PassShape(Phase.DECODE, workload.batch, 1, workload.context))
+    return max(step, prompt) + step
 
 
 def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
@@ -145,9 +163,10 @@ def hidden_bytes(model: Model, shape: PassShape) -> int:
 
 
 def logits_bytes(model: Model, shape: PassShape) -> int:
-    """Logits of each sequence's last token: batch x vocabulary x LOGIT_BYTES."""
+    """Logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary x element size."""
     head = find_head(model)
-    return shape.batch * head.shape[0] * LOGIT_BYTES if head is not None else 0
+    num_logits = shape.batch * head.shape[0] if head is not None else 0
+    return LOGIT_COPIES * num_logits * element_bytes(model)
 
 
 def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
@@ -214,6 +233,21 @@ def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     return shape.num_tokens * (dense + routed) * element_bytes(model) + gathered
 
 
+def eager_expert_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """Temporaries of many tokens' routed experts, uncompiled.
+
+    Of each of a token's experts the more of two: EAGER_COPIES of its hidden state; one of them,
+    what gate and up give, and as much again for their product.
+    """
+    if not layer.expert_bytes or model.experts is None:
+        return 0
+    hidden = _hidden_size(model)
+    inside = _output_width(p for p in layer.parameters if p.is_expert) - hidden
+    of_pair = max(EAGER_COPIES * hidden, hidden + 2 * inside)
+    pairs = shape.num_tokens * model.experts.num_experts_per_token
+    return pairs * of_pair * element_bytes(model)
+
+
 def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
     """Whether each token has the weights of its experts copied: ``batched_mm``, on a GPU.
 
@@ -230,9 +264,6 @@ def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
         return False
     looped = shape.phase is Phase.DECODE and model.dtype != "bfloat16"
     return shape.num_tokens == 1 or looped
-
-
-_BLOCKS = (attention_bytes, mlp_bytes)
 
 
 def predict_gpu_memory(

@@ -131,6 +131,7 @@ def predict(
     prompt = price_prompt(compute, workload, offload.prefill_chunk)
     decode = price_step(compute, workload)
     times = price_request(placement, model, machine, prompt, decode)
+    on_peer = placement.slab_bytes if offload.store == "peer" else 0
     return Prediction(
         objective=to_seconds(times.objective_ps(workload.output_tokens)),
         basis=Basis.MEASURED if prompt.measured and decode.measured else Basis.ESTIMATED,
@@ -139,5 +140,6 @@ def predict(
         gpu_memory=predict_gpu_memory(
             placement, model, machine, workload, budget, offload.prefill_chunk
         ),
-        host_memory=placement.offloaded_bytes,
+        host_memory=placement.offloaded_bytes - on_peer,
+        peer_memory=on_peer,
     )

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
+from offplan.host_block import view_in_place
 from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
-from offplan.machine.measure_host import PINNED_BYTES, as_device_array, pinned
+from offplan.machine.measure_host import PINNED_BYTES, pinned
 from offplan.machine.measure_time import Timing, figure, table, time_work
 from offplan.units import format_bytes
 
@@ -73,7 +74,8 @@ def measure_pageable() -> dict[str, object]:
 def measure_in_place() -> dict[str, object]:
     """Measure kernels that read pinned memory in place: their rate, and how often they read."""
     with pinned(PINNED_BYTES) as host:
-        weight = as_device_array(host).view(torch.bfloat16).view(-1, _COLUMNS)
+        device = torch.device("cuda", torch.cuda.current_device())
+        weight = view_in_place(host, device).view(torch.bfloat16).view(-1, _COLUMNS)
         vector = torch.zeros(_COLUMNS, 1, dtype=torch.bfloat16, device="cuda")
         once = time_work(lambda: weight @ vector)
         rate = PINNED_BYTES / once.seconds

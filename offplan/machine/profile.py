@@ -169,7 +169,10 @@ class MachineProfile(Record):
 
 
 class PeerStoreProfile(MachineProfile):
-    """A machine whose store is a second GPU's memory, which kernels cannot read in place."""
+    """A machine whose store is a second GPU's memory, which kernels cannot read in place.
+
+    ``host_memory`` is what that GPU has room for.
+    """
 
     store: ClassVar[Literal["host", "peer"]] = "peer"
 

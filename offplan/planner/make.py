@@ -8,7 +8,7 @@ from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Basis, Budget, MachineRef, ModelRef, Plan, Workload
+from offplan.plan import Basis, Budget, MachineRef, ModelRef, Plan, Prediction, Workload
 from offplan.planner.families import Shortfall
 from offplan.planner.floor import Floor, find_floor
 from offplan.planner.problem import Problem, Restriction, pose
@@ -215,6 +215,12 @@ def _explain_space(plan: Plan, floor: Floor, found: Search) -> Iterator[str]:
         )
 
 
+def _describe_places(prediction: Prediction) -> str:
+    """Say how many bytes of weights lie where, off the GPU."""
+    places = (("host", prediction.host_memory_bytes), ("peer", prediction.peer_memory_bytes))
+    return " and ".join(f"{format_bytes(size)} on the {name}" for name, size in places if size)
+
+
 def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
     if not plan.offload.rules and plan.offload.embeddings == "device":
@@ -225,7 +231,7 @@ def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
     reasons = [
         f"at least {format_bytes(floor.missing_bytes)} of weights do not fit "
         f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
-        f"plan keeps {format_bytes(prediction.host_memory_bytes)} on the {plan.offload.store}",
+        f"plan keeps {_describe_places(prediction)}",
         *_explain_space(plan, floor, found),
     ]
     if plan.offload.embeddings == "host":

@@ -156,9 +156,13 @@ class Problem:
         return self.weights[0] * prefill + self.weights[1] * decode
 
     def host_lack(self, slab_bytes: int, setting: Setting) -> int:
-        """Bytes by which slabs and embedding exceed the host memory; at most 0 where they fit."""
+        """Bytes by which what it holds exceeds the store's memory; at most 0 where it fits.
+
+        The slabs, and an embedding on the host where that is the store.
+        """
         limit = self.budget.host_memory
-        return 0 if limit is None else slab_bytes + setting.host_bytes - limit
+        beside = setting.host_bytes if self.machine.store == "host" else 0
+        return 0 if limit is None else slab_bytes + beside - limit
 
     def read_in_place(
         self, units: Sequence[Unit], chunk_tokens: Iterable[tuple[int, int]]

@@ -111,9 +111,8 @@ def _render_machine(plan: Plan, result: BenchResult) -> Table:
         add("link, in decode", None, decode.link_bytes / decode.step.median_s, format_rate)
     memory = plan.prediction.gpu_memory
     add("GPU memory", memory.total_bytes, result.plan.gpu_bytes, format_bytes)
-    on_host = plan.offload.store == "host"
     # without a ratio: the prediction counts the weights, the measurement all of the process
-    predicted = format_bytes(plan.prediction.host_memory_bytes) if on_host else "-"
+    predicted = format_bytes(plan.prediction.host_memory_bytes)
     table.add_row("host memory", predicted, format_bytes(result.host_bytes), "-")
     return table
 

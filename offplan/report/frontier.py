@@ -22,9 +22,11 @@ def render_frontier(points: Sequence[Point]) -> RenderableType:
 
 
 def _render_table(points: Sequence[Point]) -> Table:
+    with_peer = points[0].plan.offload.store == "peer"
     table = make_table(
         f"Frontier ({_basis(points)})",
-        *("GPU memory", "host", "first token", "a token", "tokens/s", "1 GiB more saves"),
+        *("GPU memory", "host", *["second GPU"] * with_peer),
+        *("first token", "a token", "tokens/s", "1 GiB more saves"),
     )
     for point in points:
         prediction = point.plan.prediction
@@ -32,6 +34,7 @@ def _render_table(points: Sequence[Point]) -> Table:
         table.add_row(
             format_bytes(point.plan.budget.gpu_memory),
             format_bytes(prediction.host_memory_bytes),
+            *[format_bytes(prediction.peer_memory_bytes)] * with_peer,
             format_seconds(prediction.prefill.step_s),
             format_seconds(prediction.decode.step_s),
             f"{tokens_per_s(point.plan):,.1f}",
@@ -64,6 +67,7 @@ def frontier_payload(points: Sequence[Point]) -> list[dict[str, Any]]:
             "gpu_memory": point.plan.budget.gpu_memory,
             "basis": point.plan.prediction.basis.value,
             "host_memory_bytes": point.plan.prediction.host_memory_bytes,
+            "peer_memory_bytes": point.plan.prediction.peer_memory_bytes,
             "objective_s": point.plan.prediction.objective_s,
             "prefill_s": point.plan.prediction.prefill.step_s,
             "decode_s": point.plan.prediction.decode.step_s,

@@ -103,7 +103,9 @@ def _render_memory(plan: Plan) -> Table:
     table.add_row("overhead and margin", format_bytes(memory.overhead_bytes))
     budget = format_bytes(plan.budget.gpu_memory)
     table.add_row(f"GPU, of {budget}", format_bytes(memory.total_bytes))
-    table.add_row(STORES[plan.offload.store], format_bytes(plan.prediction.host_memory_bytes))
+    table.add_row("host", format_bytes(plan.prediction.host_memory_bytes))
+    if plan.offload.store == "peer":
+        table.add_row(STORES["peer"], format_bytes(plan.prediction.peer_memory_bytes))
     return table
 
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from transformers.integrations.moe import ExpertsInterface
 
+from offplan.runtime.gpu_limits import gpu_limits
+
 EXPERTS_NAME = "offplan"
 MAX_PAIRS = 1024
 """Pairs of a token and an expert up to which this serves: a program holds all of them to sort."""
@@ -143,8 +145,8 @@ def multiply(
     num_experts, num_out, num_in = weight.shape
     num_pairs = pairs[0].numel()
     out = x.new_empty(num_pairs, num_out)
-    block_n, block_k = block_size(num_out), block_size(num_in)
-    tile_bytes = (block_n + ROWS) * block_k * weight.itemsize
+    shared_bytes, _ = gpu_limits(weight.device.index)
+    block_n, block_k, num_stages = choose_blocks(num_out, num_in, weight.itemsize, shared_bytes)
     _multiply[(num_out // block_n, min(num_pairs, num_experts))](
         x.contiguous(), weight, out, *pairs, num_out, num_in, pairs_per_row,
         BY_PAIR=num_pairs <= num_experts,
@@ -152,22 +154,31 @@ def multiply(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=8,
-        num_stages=max(2, min(4, shared_bytes(weight.device.index) // tile_bytes - 1)),
+        num_stages=num_stages,
     )  # fmt: skip
     return out
+
+
+def choose_blocks(
+    num_out: int, num_in: int, itemsize: int, shared_bytes: int
+) -> tuple[int, int, int]:
+    """Rows and columns of a weight that a program holds at a time, and its stages.
+
+    A stage takes a tile of the weight and of the inputs; two are the fewest. Source: triton 3.9
+    compiles the kernel to as many tiles as stages for compute capability 9.0, one less for 8.0, 8.6
+    and 12.0, and 1.8 for 7.5.
+    """
+    block_n, block_k = block_size(num_out), block_size(num_in)
+    column_bytes = (block_n + ROWS) * itemsize
+    while block_k > 16 and 2 * column_bytes * block_k > shared_bytes:
+        block_k //= 2
+    return block_n, block_k, max(2, min(4, shared_bytes // (column_bytes * block_k) - 1))
 
 
 def block_size(size: int) -> int:
     """The largest power of two from 16 to MAX_BLOCK that divides ``size``; 0 if there is none."""
     block = min(size & -size, MAX_BLOCK)
     return block if block >= 16 else 0
-
-
-@torch.compiler.assume_constant_result
-def shared_bytes(index: int) -> int:
-    """Shared memory that a program may take on a device."""
-    limits: Any = torch.cuda.get_device_properties(index)  # typed without what newer GPUs have
-    return int(limits.shared_memory_per_block_optin)
 
 
 ExpertsInterface.register(EXPERTS_NAME, forward_experts)

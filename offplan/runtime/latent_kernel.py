@@ -5,11 +5,11 @@ there are depends on shapes alone, so the same cache gives the same bits.
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+
+from offplan.runtime.gpu_limits import gpu_limits
 
 BLOCK_HEADS = 16
 """Heads of one program: the least that the matrix units take."""
@@ -19,8 +19,6 @@ MAX_BLOCK_TOKENS = 64
 Source: the best of 18 settings on an H200 with those below, 1 to 64 sequences of 256 tokens: 9 to
 15 us a layer; 64 of 2,000 tokens take 45 us, 1.3 times what reading them takes.
 """
-SHARED_BYTES_PER_ELEMENT = 5
-"""Shared memory that the compiled kernel takes for each element of its tokens, buffers included."""
 
 
 @triton.jit
@@ -99,11 +97,17 @@ def _join_splits(partial, log_sums, out, num_splits, RANK: tl.constexpr, BLOCK: 
     tl.store(out + at * RANK + rank, joined.to(out.dtype.element_ty))
 
 
-@torch.compiler.assume_constant_result
-def _device_limits(index: int) -> tuple[int, int]:
-    """Shared memory of a program in bytes, and multiprocessors, of a device."""
-    limits: Any = torch.cuda.get_device_properties(index)  # typed without what newer GPUs have
-    return limits.shared_memory_per_block_optin, limits.multi_processor_count
+def choose_block(width: int, shared_bytes: int) -> int:
+    """Cached tokens that a program takes at a time; ``width`` is that of a latent and its rotary.
+
+    Source: what triton 3.9 compiles the kernel to for compute capabilities 8.0 to 12.0, widths of
+    288 to 1,088 and 16 to 64 tokens, exactly: two buffers of tokens and one of queries, in 16 bits,
+    and 32 bytes a token.
+    """
+    block = MAX_BLOCK_TOKENS
+    while block > 16 and (4 * block + 2 * BLOCK_HEADS) * width + 32 * block > shared_bytes:
+        block //= 2
+    return block
 
 
 def attend_filled(
@@ -124,10 +128,8 @@ def attend_filled(
     batch, heads, rank = query.shape
     context, rope = rotaries.shape[1:]
     blocks = triton.cdiv(heads, BLOCK_HEADS)
-    block = MAX_BLOCK_TOKENS
-    shared_bytes, num_processors = _device_limits(query.device.index)
-    while block > 16 and block * (rank + rope) * SHARED_BYTES_PER_ELEMENT > shared_bytes:
-        block //= 2
+    shared_bytes, num_processors = gpu_limits(query.device.index)
+    block = choose_block(rank + rope, shared_bytes)
     splits = max(1, min(num_processors // (batch * blocks), triton.cdiv(context, block)))
     partial = query.new_empty(batch, heads, splits, rank, dtype=torch.float32)
     log_sums = query.new_empty(batch, heads, splits, dtype=torch.float32)

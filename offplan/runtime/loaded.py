@@ -57,7 +57,7 @@ class LoadedModel:
         materialise_buffers(self.module, device)
         self.store = WeightStore(self.placement, targets, tensors, device, peer)
         try:
-            destinations = self.store.resident | self.store.host
+            destinations = self.store.resident | self.store.offloaded
             if folder is None:
                 fill_random(destinations, on_progress)
             else:

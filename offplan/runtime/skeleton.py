@@ -41,25 +41,37 @@ def build_skeleton(model: Model) -> PreTrainedModel:
             )
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"transformers cannot build {model.source}: {error}") from None
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
+    _check_attention(skeleton, model.source)
+    # a model cut short (to time its layers) has fewer layers than its config says
+    del decoder_layers(skeleton)[len(model.layers) :]
+    return skeleton.eval().requires_grad_(False)
+
+
+def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
+    """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
+    text = skeleton.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise CheckpointError(
-            f"{model.source} has layers of the types {sorted(unknown)}; `run` knows full and "
-            "sliding attention. Its plan can still be made and exported"
+            f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
+            "attention. Its plan can still be made and exported"
         )
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
+    indexer = next((n for n, _ in skeleton.named_modules() if n.endswith(".indexer")), None)
+    if indexer is not None:
+        raise CheckpointError(
+            f"{source} has sparse attention ({indexer}), whose keys have a cache of their own; "
+            "`run` knows full and sliding attention. Its plan can still be made and exported"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     changing = {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}
     if changing:
         raise CheckpointError(
-            f"{model.source} has rotary embeddings of the type {changing.pop()}, which change "
-            "with the text's length; `run` knows fixed ones. Its plan can still be made and "
-            "exported"
+            f"{source} has rotary embeddings of the type {changing.pop()}, which change with the "
+            "text's length; `run` knows fixed ones. Its plan can still be made and exported"
         )
-    # a model cut short (to time its layers) has fewer layers than its config says
-    del decoder_layers(skeleton)[len(model.layers) :]
-    return skeleton.eval().requires_grad_(False)
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:

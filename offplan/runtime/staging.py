@@ -8,7 +8,7 @@ import torch
 from offplan.checkpoint.assemble import TORCH_NAMES
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
-from offplan.runtime.host import HostBlock
+from offplan.host_block import HostBlock
 from offplan.runtime.shards import Shards
 
 PART_BYTES = 16 * 2**20

@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from offplan.errors import MemoryLimitError, PlanError
+from offplan.host_block import HostBlock
 from offplan.placement import Phase, Placement, SlabEntry, Span, align
-from offplan.runtime.host import HostBlock
 from offplan.runtime.peer import PeerBlock
 from offplan.runtime.skeleton import Target
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
+
+_REMEDY = "plan with a smaller --host-memory"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
     """Take bytes on the device; raises MemoryLimitError naming ``what`` they were for."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:  # torch's out of memory, or the host's own
         free = f"; {format_bytes(torch.cuda.mem_get_info(device)[0])} are free" * (
             device.type == "cuda"
         )
@@ -75,8 +78,9 @@ class WeightStore:
         by_row = owner[embedding.name] if embedding is not None else None
         self.resident: dict[str, torch.Tensor] = {}
         """Views of the arena by parameter name."""
-        self.host: dict[str, torch.Tensor] = {}
-        """Views of the slabs by parameter name: where offloaded weights are loaded to."""
+        self.offloaded: dict[str, torch.Tensor] = {}
+        """Where weights off the device are loaded to: views of the slabs, and of the input
+        embedding's host memory, by parameter name."""
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
         """What each phase computes with, for every offloaded parameter."""
         self.arena = torch.empty(0, dtype=torch.uint8)
@@ -91,24 +95,24 @@ class WeightStore:
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
-            pin = device.type == "cuda"
+            host_block = partial(HostBlock, pin=device.type == "cuda", remedy=_REMEDY)
             for slab in placement.slabs:
                 if peer is None:
-                    self._blocks[slab.layer] = HostBlock(slab.nbytes, pin=pin)
+                    self._blocks[slab.layer] = host_block(slab.nbytes)
                 else:
                     self._blocks[slab.layer] = PeerBlock(slab.nbytes, peer)
             if by_row is not None:
-                self._embedding = HostBlock(tensors[by_row].nbytes, pin=pin)
+                self._embedding = host_block(tensors[by_row].nbytes)
         except BaseException:
             self.close()
             raise
         self.slabs = {layer: block.tensor for layer, block in self._blocks.items()}
         for name, (layer, entry) in offloaded.items():
-            self.host[name] = tensors[name].view(self.slabs[layer], entry.offset)
+            self.offloaded[name] = tensors[name].view(self.slabs[layer], entry.offset)
         for phase in Phase:
             self.by_phase[phase] = self._views(phase, placement, offloaded, tensors)
         if by_row is not None and self._embedding is not None:
-            self.host[by_row] = tensors[by_row].view(self._embedding.tensor, 0)
+            self.offloaded[by_row] = tensors[by_row].view(self._embedding.tensor, 0)
             view = tensors[by_row].view(self._embedding.device_view(device), 0)
             for phase in Phase:
                 self.by_phase[phase][by_row] = view
@@ -137,22 +141,12 @@ class WeightStore:
         """Host bytes of the input embedding, if it lies there."""
         return self._embedding.tensor if self._embedding is not None else None
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the arena."""
-        return self.arena.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of all that is not on the device."""
-        return sum(view.nbytes for view in self.host.values())
-
     def close(self) -> None:
         """Give all memory back; the device must be idle. Views held elsewhere keep what they see.
 
         Dictionaries and lists are emptied in place, for whoever holds them: a link holds two.
         """
-        for views in (self.resident, self.host, *self.by_phase.values()):
+        for views in (self.resident, self.offloaded, *self.by_phase.values()):
             views.clear()
         self.slots.clear()
         self.slabs.clear()

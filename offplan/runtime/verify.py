@@ -40,7 +40,7 @@ def verify_totals(placement: Placement, targets: Mapping[str, Target], store: We
         stored = {piece.tensor for name in names for piece in targets[name].pieces}
         return sum(tensor.nbytes for tensor in stored)
 
-    resident, offloaded = stored_bytes(store.resident), stored_bytes(store.host)
+    resident, offloaded = stored_bytes(store.resident), stored_bytes(store.offloaded)
     planned = sum(entry.unit.nbytes for slab in placement.slabs for entry in slab.entries)
     if placement.host_embedding is not None:
         planned += placement.host_embedding.nbytes

@@ -7,10 +7,11 @@ import pytest
 from offplan.checkpoint.model import KVCache
 from offplan.costs.memory import (
     ATTENTION_COPIES,
+    EAGER_COPIES,
     HIDDEN_COPIES,
     JOINED_PARTS,
     KERNEL_HEADS,
-    LOGIT_BYTES,
+    LOGIT_COPIES,
     MARGIN,
     MASK_BYTES,
     SCORE_BYTES,
@@ -18,6 +19,7 @@ from offplan.costs.memory import (
     WAITING_COPIES,
     activation_bytes,
     attention_bytes,
+    eager_expert_bytes,
     element_bytes,
     hidden_bytes,
     kv_cache_bytes,
@@ -55,7 +57,7 @@ def test_terms_of_a_dense_model() -> None:
     model = dense_model(2)
     layer = model.layers[0]
     assert hidden_bytes(model, SHAPE) == HIDDEN_COPIES * TOKENS * HIDDEN * 2
-    assert logits_bytes(model, SHAPE) == 2 * VOCABULARY * LOGIT_BYTES
+    assert logits_bytes(model, SHAPE) == LOGIT_COPIES * 2 * VOCABULARY * 2
     width = HIDDEN + HIDDEN + 2 * (HIDDEN // 2)  # q, o, k, v
     first = PassShape(Phase.PREFILL, 2, 10, 10)
     assert attention_bytes(model, layer, first) == ATTENTION_COPIES * TOKENS * width * 2
@@ -155,6 +157,28 @@ def test_activations_grow_with_the_chunk() -> None:
     sizes = [activation_bytes(moe_model(3), workload, chunk) for chunk in (1, 64, 500, 512)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
+
+
+def test_a_chunk_that_is_shorter_than_the_others_runs_its_experts_uncompiled() -> None:
+    routed: Shapes = {name: shape for name, shape in MOE.items() if "shared" not in name}
+    model = make_model([DENSE, routed])
+    workload, layer = Workload(batch=2, prompt_tokens=10, context=200), model.layers[1]
+    assert eager_expert_bytes(model, layer, SHAPE) == TOKENS * 2 * EAGER_COPIES * HIDDEN * 2
+    assert eager_expert_bytes(model, model.layers[0], SHAPE) == 0
+    whole, longer = (activation_bytes(model, workload, chunk) for chunk in (10, 11))
+    shape = PassShape(Phase.PREFILL, 2, 10, 10)
+    more = eager_expert_bytes(model, layer, shape) - mlp_bytes(model, layer, shape)
+    assert longer - whole == more > 0
+
+
+def test_a_captured_step_keeps_its_temporaries() -> None:
+    """A prompt of one token takes no more than a step: there are two of them, not one."""
+    model, workload = dense_model(2), Workload(batch=5, prompt_tokens=1, context=200)
+    step = PassShape(Phase.DECODE, 5, 1, 200)
+    block = mlp_bytes(model, model.layers[0], step)
+    once = hidden_bytes(model, step) + block + logits_bytes(model, step)
+    table = waiting_bytes(model, workload, PassShape(Phase.PREFILL, 5, 1, 1))
+    assert activation_bytes(model, workload, 1) == 2 * once + table
 
 
 def test_chunks_wait_with_their_hidden_states() -> None:

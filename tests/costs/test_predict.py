@@ -66,6 +66,18 @@ def test_rows_of_an_embedding_on_the_host_cross_one_a_token() -> None:
     assert saved == table
 
 
+def test_a_second_gpu_holds_the_slabs_alone() -> None:
+    peer = make_machine(peer=20e9).with_peer_store()
+    rules = {"prefill_chunk": 512, "embeddings": "host", "rules": (rule("mlp"),)}
+    on_host, on_peer = (
+        predict(dense_model(3), peer, WORKLOAD, BUDGET, Offload(**rules, store=store))
+        for store in ("host", "peer")
+    )
+    table = 2 * HIDDEN * VOCABULARY
+    assert (on_peer.host_memory_bytes, on_host.peer_memory_bytes) == (table, 0)
+    assert on_peer.peer_memory_bytes == on_host.host_memory_bytes - table > 0
+
+
 def test_basis_is_measured_only_when_all_of_it_is() -> None:
     model = dense_model(3)
     offload = Offload(prefill_chunk=512, rules=())

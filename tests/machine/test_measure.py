@@ -30,7 +30,8 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         measure_link, "pinned", lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8))
     )
-    monkeypatch.setattr(measure_link, "as_device_array", lambda block: block)
+    monkeypatch.setattr(measure_link, "view_in_place", lambda block, device: block)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 def with_keys(figures: dict[str, object]) -> MachineProfile:

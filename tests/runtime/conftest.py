@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma2Config,
     GPTNeoXConfig,
     MistralConfig,
@@ -60,6 +61,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 OTHERS: dict[str, PreTrainedConfig] = {
     "deepseek_v3": DeepseekV3Config(**SIZES, **LATENTS, q_lora_rank=16),
+    "deepseek_v32": DeepseekV32Config(
+        **SIZES,
+        **LATENTS,
+        q_lora_rank=16,
+        index_n_heads=2,
+        index_head_dim=16,
+        layer_types=["full_attention"] * NUM_LAYERS,
+    ),
     "gpt_neox": GPTNeoXConfig(**SIZES, num_attention_heads=4),
     "gemma2": Gemma2Config(**SIZES, **HEADS),
     "qwen3_wide": Qwen3Config(**SIZES, **{**HEADS, "head_dim": 16}),

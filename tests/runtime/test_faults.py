@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, MemoryLimitError
+from offplan.host_block import HostBlock
 from offplan.runtime import host_memory, loaded, session, store
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.host import HostBlock
 from offplan.runtime.host_memory import host_room
 from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
@@ -54,7 +54,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Has every slab page-locked, by a driver that is not there."""
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(store, "HostBlock", lambda num_bytes, pin: HostBlock(num_bytes, pin=True))
+
+    def lock(num_bytes: int, *, pin: bool, remedy: str) -> HostBlock:
+        return HostBlock(num_bytes, pin=True, remedy=remedy)
+
+    monkeypatch.setattr(store, "HostBlock", lock)
     return driver
 
 
@@ -93,7 +97,7 @@ def test_out_of_address_space(
     def refuse(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("offplan.runtime.host.mmap.mmap", refuse)
+    monkeypatch.setattr("offplan.host_block.mmap.mmap", refuse)
     with pytest.raises(MemoryLimitError, match=r"the host has no room for .* --host-memory"):
         load(folder)
 

@@ -8,9 +8,9 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
+from offplan.host_block import HostBlock
 from offplan.placement import Phase, place
 from offplan.plan import Offload, Rule
-from offplan.runtime.host import HostBlock
 from tests.runtime.plans import group, offload, open_session
 
 pytestmark = [

@@ -71,7 +71,7 @@ def test_experts_equal_gathered_products(
     from offplan.runtime import experts as ours
 
     if INTERPRETED:
-        monkeypatch.setattr(ours, "shared_bytes", lambda index: LIMITS[0])
+        monkeypatch.setattr(ours, "gpu_limits", lambda index: LIMITS)
     torch.manual_seed(0)
     num_experts, hidden = 8, 64
     experts = make_experts(num_experts, hidden, width=48)
@@ -94,6 +94,28 @@ def test_other_experts_are_left_to_transformers(width: int, others: dict[str, bo
     from offplan.runtime.experts import serves
 
     assert not serves(make_experts(2, 64, width, device="cpu", **others))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
+@pytest.mark.parametrize(
+    ("shared_bytes", "blocks", "tokens"),
+    [
+        (232448, (128, 128, 4), 64),
+        (166912, (128, 128, 3), 32),
+        (101376, (128, 128, 2), 32),
+        (65536, (128, 64, 2), 16),
+        (32768, (128, 32, 2), 16),
+    ],
+)
+def test_blocks_fit_what_a_program_may_share(
+    shared_bytes: int, blocks: tuple[int, int, int], tokens: int
+) -> None:
+    pytest.importorskip("triton")
+    from offplan.runtime.experts import choose_blocks
+    from offplan.runtime.latent_kernel import choose_block
+
+    assert choose_blocks(1408, 2048, 2, shared_bytes) == blocks
+    assert choose_block(512 + 64, shared_bytes) == tokens
 
 
 @pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
@@ -120,7 +142,7 @@ def test_latents_beyond_the_position_do_not_count(
     from offplan.runtime import latent_kernel
 
     if INTERPRETED:
-        monkeypatch.setattr(latent_kernel, "_device_limits", lambda index: LIMITS)
+        monkeypatch.setattr(latent_kernel, "gpu_limits", lambda index: LIMITS)
     query, query_rotary = random(3, heads, 64), random(3, heads, 16)
     latents, rotaries = random(3, 500, 64), random(3, 500, 16)
     scores = query.float() @ latents.float().mT + query_rotary.float() @ rotaries.float().mT

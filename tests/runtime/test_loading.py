@@ -43,7 +43,7 @@ def load(folder: Path, *rules: Rule, **options: Callable[[int, int], None]) -> L
 
 
 def loaded_values(loaded: LoadedModel) -> Mapping[str, torch.Tensor]:
-    return loaded.store.resident | loaded.store.host
+    return loaded.store.resident | loaded.store.offloaded
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
@@ -132,7 +132,7 @@ def test_other_conversions_are_transformers_own(
     values = loaded_values(loaded)
     assert values.keys() == expected.keys()
     assert all(torch.equal(expected[name], value) for name, value in values.items())
-    assert "model.layers.1.mlp.down_proj.weight" in loaded.store.host
+    assert "model.layers.1.mlp.down_proj.weight" in loaded.store.offloaded
     with pytest.raises(PlanError, match="is split or changes type"):
         load(folder, group(2, 1, "gate_up_proj"))
 
@@ -274,7 +274,8 @@ before = memory("VmRSS:")
 rule = Rule(group_size=1, num_in_group=1, prefill="uva", decode="uva")
 decision = Offload(prefetch_step=1, prefill_chunk=64, rules=(rule,))
 loaded = LoadedModel(model, decision, torch.device("cpu"), Path(sys.argv[1]))
-print(memory("VmHWM:") - before, loaded.store.host_bytes, loaded.store.resident_bytes)
+offloaded = sum(view.nbytes for view in loaded.store.offloaded.values())
+print(memory("VmHWM:") - before, offloaded, loaded.store.arena.nbytes)
 """
 
 

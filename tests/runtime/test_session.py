@@ -212,6 +212,11 @@ def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
         session.prefill(PROMPT)
 
 
+def test_attention_with_an_indexer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"sparse attention \(model\.layers\.0\.\S+indexer\)"):
+        open_session(save_tiny("deepseek_v32", tmp_path), offload())
+
+
 def test_a_layer_that_returns_more_than_hidden_states_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

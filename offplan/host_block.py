@@ -1,4 +1,7 @@
-"""Host memory that the GPU can read: ordinary pages, registered with the driver."""
+"""Host memory that the GPU can read: ordinary pages, registered with the driver.
+
+Imports torch: for what runs or measures, never for planning.
+"""
 
 import contextlib
 import mmap
@@ -10,6 +13,7 @@ import torch
 from offplan.errors import MemoryLimitError
 from offplan.units import format_bytes
 
+REMEDY = "close what else takes memory"
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every GPU of the process."""
 
@@ -21,15 +25,17 @@ class HostBlock:
     torch's pinned allocator costs 0.5 s/GiB and rounds up to a power of two.
     """
 
-    def __init__(self, num_bytes: int, *, pin: bool) -> None:
-        """Reserve ``num_bytes``; raises MemoryLimitError when the host does not give them."""
+    def __init__(self, num_bytes: int, *, pin: bool, remedy: str = REMEDY) -> None:
+        """Reserve ``num_bytes``; raises MemoryLimitError when the host does not give them.
+
+        ``remedy`` is what the error then says to do.
+        """
         self.nbytes = num_bytes
         try:
             pages = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError) as error:
             raise MemoryLimitError(
-                f"the host has no room for {format_bytes(num_bytes)} of offloaded weights "
-                f"({error}); plan with a smaller --host-memory"
+                f"the host has no room for {format_bytes(num_bytes)} more ({error}); {remedy}"
             ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -37,9 +43,9 @@ class HostBlock:
         """The block as bytes on the CPU, shape [nbytes]."""
         self._unregister: Any = None
         if pin:
-            self._register()
+            self._register(remedy)
 
-    def _register(self) -> None:
+    def _register(self, remedy: str = REMEDY) -> None:
         cudart = torch.cuda.cudart()
         address = self.tensor.data_ptr()
         status = int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE))
@@ -48,7 +54,7 @@ class HostBlock:
             raise MemoryLimitError(
                 f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
                 f"error {status}): check `ulimit -l` (now {_lock_limit()}), the container's "
-                "memory limit and free memory, or plan with a smaller --host-memory"
+                f"memory limit and free memory, or {remedy}"
             )
         # Registered pages must be unregistered before they are freed: a later registration of the
         # same addresses would fail at some unrelated call.
@@ -56,9 +62,7 @@ class HostBlock:
 
     def device_view(self, device: torch.device) -> torch.Tensor:
         """The block's bytes as the GPU reads them in place, over the link; shape [nbytes]."""
-        if device.type == "cpu":
-            return self.tensor
-        return torch.as_tensor(_DeviceArray(self.tensor), device=device)
+        return self.tensor if device.type == "cpu" else view_in_place(self.tensor, device)
 
     def close(self) -> None:
         """Unregister the pages and give them back; the GPU must be done with them.
@@ -68,6 +72,14 @@ class HostBlock:
         if self._unregister is not None:
             self._unregister()
         self.tensor = self.tensor.new_empty(0)
+
+
+def view_in_place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """See a HostBlock's bytes, or part of them, as a CUDA device reads them over the link.
+
+    The block has to live as long.
+    """
+    return torch.as_tensor(_DeviceArray(tensor), device=device)
 
 
 def _clear_error() -> None:
