@@ -15,7 +15,6 @@ from torch import nn
 
 import offplan
 from offplan.checkpoint.model import Model
-from offplan.costs.memory import KERNEL_PAIRS
 from offplan.machine.measure_products import measure_in_place_reads
 from offplan.machine.profile import InPlaceRead, LayerTime
 from offplan.placement import group_units
@@ -92,18 +91,16 @@ def measure_model_reads(
     """Time what chunks of so many tokens could have to read in place, on the current CUDA device.
 
     ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many would read
-    so often that no plan has them. Experts are left out where the runtime has its own kernels.
+    so often that no plan has them.
     """
-    units = {unit.shape: unit for layer in model.layers for unit in group_units(layer)}
+    shapes = {unit.shape for layer in model.layers for unit in group_units(layer)}
     tokens = sorted({workload.batch * chunk for chunk in chunks})
     pairs = 0 if model.experts is None else model.experts.num_experts_per_token
     products = [
         (shape, count)
-        for shape, unit in sorted(units.items())
+        for shape in sorted(shapes)
         for count in tokens
-        if len(shape) > 1
-        and READ_ONCE_TOKENS < count <= MAX_IN_PLACE_TOKENS
-        and not (unit.is_expert and count * pairs <= KERNEL_PAIRS)
+        if len(shape) > 1 and READ_ONCE_TOKENS < count <= MAX_IN_PLACE_TOKENS
     ]
     return measure_in_place_reads(products, pairs, uva, on_progress) if products else ()
 

@@ -9,7 +9,8 @@ from math import prod
 import torch
 from torch.nn.functional import grouped_mm, linear
 
-from offplan.machine.measure_host import as_device_array, pinned
+from offplan.host_block import view_in_place
+from offplan.machine.measure_host import pinned
 from offplan.machine.measure_time import time_work
 from offplan.machine.profile import InPlaceRead
 from offplan.progress import Progress
@@ -33,7 +34,7 @@ def measure_in_place_reads(
     """
     reads: list[InPlaceRead] = []
     with pinned(MAX_BYTES) as host:
-        memory = as_device_array(host).view(torch.bfloat16)
+        memory = view_in_place(host, torch.device("cuda")).view(torch.bfloat16)
         for number, (shape, tokens) in enumerate(products):
             weight = _cut(memory, shape)
             seconds = time_work(_product(weight, shape, tokens, pairs_per_token)).seconds

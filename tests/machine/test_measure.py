@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from offplan.errors import MemoryLimitError, OffplanError
-from offplan.machine import measure, measure_host, measure_link, measure_others
+from offplan.machine import (
+    measure,
+    measure_host,
+    measure_link,
+    measure_others,
+    measure_products,
+)
 from offplan.machine.measure_time import Timing, summarise
 from offplan.machine.profile import MachineProfile, load_profile
 
@@ -22,7 +28,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, device=None, **options: make(*args, **options)
 
-    for name in ("empty", "zeros"):
+    for name in ("empty", "zeros", "arange"):
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
     monkeypatch.setattr(measure_link, "PINNED_BYTES", 2 * MIB)
     monkeypatch.setattr(measure_link, "CURVE_BYTES", (4096, MIB, 2 * MIB))
@@ -88,6 +94,33 @@ def test_in_place_nothing_comes_faster_than_once_and_alone(
         (rows, pytest.approx(factor))
         for rows, factor in zip((1, 128, 256, 512, 1024, 4096), factors, strict=True)
     ]
+
+
+def test_products_read_their_own_shapes_and_never_less_for_more_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dense, experts = (8, 64), (2**12, 16, 32)
+    products = [(dense, 256), (dense, 512), (experts, 512)]
+    made: list[tuple[int, ...]] = []
+    seconds = iter((2.2 * 1024 / 1e9, 1.9 * 1024 / 1e9, 0.7 * 2**21 / 1e9))
+
+    def time_work(work: Callable[[], torch.Tensor]) -> Timing:
+        made.append(tuple(work().shape))
+        return Timing(next(seconds), 0)
+
+    for name, stand_in in {
+        "MAX_BYTES": 2 * MIB,
+        "pinned": lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8)),
+        "view_in_place": lambda block, device: block,
+        "grouped_mm": lambda x, weight, offs: x @ weight[0],
+        "time_work": time_work,
+    }.items():
+        monkeypatch.setattr(measure_products, name, stand_in)
+    reads = measure_products.measure_in_place_reads(products, 8, 1e9)
+    assert [(read.shape, read.tokens) for read in reads] == products
+    assert [read.factor for read in reads] == [pytest.approx(2.2), pytest.approx(2.2), 1]
+    # half of the experts fit the block, with one pair each of 8 x 512 pairs for all
+    assert made == [(256, 8), (512, 8), (2**11, 16)]
 
 
 def test_other_gpus_that_are_not_there_or_taken_are_left_out(
