@@ -4,12 +4,13 @@ Two queues, as on the GPU: compute runs the operations in program order, and one
 the copies. A copy starts when everything before it in the compute queue is done and the copy before
 it is done; a wait holds compute until its copy is done; a layer that reads weights in place first
 spends their time on both queues, because kernels and DMA share the link. The kernels have nearly
-all of it while they run: in a pass that waits for copies they take a little longer, and what is
-copied meanwhile is late by what they read.
+all of it while they run: what is copied meanwhile is late by what they read, and they take a little
+longer, at most until it is copied. In a decode step that copies at all, the link is taken to be
+busy whenever kernels read.
 
-Every rule above takes a maximum or adds a constant, so a pass is a linear map over the max-plus
-semiring, and a decode step in steady state takes exactly the map's largest cycle mean: no iteration
-has to settle. Times are whole picoseconds, so the result does not depend on the order of additions.
+In a decode step every rule then takes a maximum or adds a constant, so it is a linear map over the
+max-plus semiring, and takes in steady state exactly the map's largest cycle mean: no iteration has
+to settle. Times are whole picoseconds, so the result does not depend on the order of additions.
 
 Source: F. Baccelli et al., Synchronization and Linearity (1992), chapter 3; R. Karp, A
 characterization of the minimum cycle mean in a digraph (1978).
@@ -98,7 +99,7 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     for origin in range(size):  # the map's column: what depends on this moment alone
         state: list[float] = [_NEVER] * size
         state[origin] = 0
-        _run_pass(schedule, times, slowdown, state)
+        _run_pass(schedule, times, state, lambda reading, _: slow_down(reading, slowdown))
         columns.append(state)
     return PhaseTimes(
         step_ps=largest_cycle_mean(columns),
@@ -125,7 +126,12 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
         elif isinstance(op, Wait):
             awaited_ps += pending.pop(op.slot, 0)
     state: list[float] = [0] * (2 + len(schedule.before))
-    _run_pass(schedule, times, times.uva_slowdown if awaited_ps else 1.0, state)
+    _run_pass(
+        schedule,
+        times,
+        state,
+        lambda reading, pending: min(slow_down(reading, times.uva_slowdown), reading + pending),
+    )
     return PhaseTimes(
         step_ps=Fraction(int(state[0])),
         compute_ps=times.resident_ps,
@@ -136,12 +142,21 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
 
 
 def slow_down(reading_ps: int, slowdown: float) -> int:
-    """What kernels take that read for so long alone, beside copies."""
+    """What kernels that read for so long alone take beside copies."""
     return int(reading_ps * slowdown)
 
 
-def _run_pass(schedule: Schedule, times: PassTimes, slowdown: float, state: list[float]) -> None:
-    """Advance ``state``: when compute, the link and the fill of each slot are done."""
+def _run_pass(
+    schedule: Schedule,
+    times: PassTimes,
+    state: list[float],
+    read: Callable[[int, float], float],
+) -> None:
+    """Advance ``state``: when compute, the link and the fill of each slot are done.
+
+    ``read`` is given what a layer reads, and what is still to be copied then; it says how long the
+    layer's kernels take to read it.
+    """
     compute, link = state[0], state[1]
     slots = state[2:]
     for op in schedule.operations:
@@ -153,10 +168,12 @@ def _run_pass(schedule: Schedule, times: PassTimes, slowdown: float, state: list
         elif isinstance(op, Compute):
             reading = times.uva_ps[op.layer]
             if reading:
+                took = read(reading, max(0, link - compute))
                 # What is being copied meanwhile is late by as much as the kernels read.
                 link = max(link, compute) + reading
                 slots = [max(done, compute) + reading for done in slots]
-            compute += slow_down(reading, slowdown) + times.compute_ps[op.layer]
+                compute += took
+            compute += times.compute_ps[op.layer]
     state[:] = [compute + times.outside_ps, link, *slots]
 
 

@@ -38,22 +38,26 @@ def prefill_ps(
     users = [layer for layer, each in enumerate(prompt) if each[2]]
     ring = min(num_slots, len(users))
     following = [layer for layer, each in enumerate(step) if each[2]][:num_slots]
+
+    def stays(user: int, slot: int) -> bool:
+        """Whether this layer's span in the prompt is what a step begins with in the slot."""
+        held = following[slot]
+        return held == user and step[held].span_bytes == prompt[held].span_bytes
+
     link = 0
     done: list[float] = [0] * ring
     for slot in range(ring):
-        if slot < len(following):  # decode leaves what its next step begins with
-            held = following[slot]
-            ready = held == users[slot] and step[held].span_bytes == prompt[held].span_bytes
-        else:  # or what prefill itself left
-            ready = slot + ring >= len(users)
+        # decode leaves what its next step begins with, elsewhere lies what prefill itself left
+        ready = stays(users[slot], slot) if slot < len(following) else slot + ring >= len(users)
         if not ready:
             link += prompt[users[slot]].copy_ps
             done[slot] = link
-    # what is copied for the step after it keeps nothing in the prompt waiting
-    refills = [prompt[layer].copy_ps for layer in users[ring:]] + [None] * ring
-    if not link and len(users) <= ring:
-        slowdown = 1.0  # nothing is copied
-    compute, *_ = _run_pass(prompt, refills, slowdown, [0, link, *done])
+    refills: list[int | None] = [prompt[layer].copy_ps for layer in users[ring:]]
+    for turn in range(len(users) - ring, len(users)):  # for the step after it
+        slot = turn % ring
+        copied = slot < len(following) and not stays(users[turn], slot)
+        refills.append(step[following[slot]].copy_ps if copied else None)
+    compute, *_ = _run_pass(prompt, refills, slowdown, [0, link, *done], drains=True)
     return int(compute) + outside_ps
 
 
@@ -97,9 +101,12 @@ def _run_pass(
     refills: Sequence[int | None],
     slowdown: float,
     state: Sequence[float],
+    *,
+    drains: bool = False,
 ) -> list[float]:
     """Advance ``state``: when compute, the link and the fill of each slot are done.
 
+    With ``drains``, kernels that read are slower only until nothing is left to be copied.
     ``refills`` are the copies that follow each layer that streams, into its slot; None for none.
     """
     compute, link, *done = state
@@ -112,7 +119,8 @@ def _run_pass(
         if uva_ps:
             link = (link if link > compute else compute) + uva_ps
             done = [(time if time > compute else compute) + uva_ps for time in done]
-            compute += slow_down(uva_ps, slowdown)
+            slowly = compute + slow_down(uva_ps, slowdown)
+            compute = link if drains and link < slowly else slowly
         compute += compute_ps
         if span_bytes:
             copy_ps = refills[turn]

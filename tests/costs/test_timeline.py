@@ -177,14 +177,18 @@ def test_reading_in_place_delays_what_is_copied_meanwhile() -> None:
 def test_reading_is_slower_where_copies_are_waited_for() -> None:
     in_place = rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA)
     times = pass_times([100] * 4, 30, [10] * 4, slowdown=1.5)
-    for rules, reading in (([in_place], 10), ([in_place, rule("mlp")], 15)):
+    # a prompt has nothing to copy before its second layer; a step is taken to copy all the time
+    for rules, prompt, step in (([in_place], 40, 40), ([in_place, rule("mlp")], 10 + 3 * 15, 60)):
         request = steady_request(place_rules(dense_model(4), rules, 2), 4)
-        for priced in (
-            price_prefill(request.prefill, times),
-            price_decode(request.decode, times),
-        ):
-            assert priced.step_ps == 4 * (100 + reading)
-            assert priced.link_ps % 40 % 30 == 0  # what crosses stays what it is
+        assert price_prefill(request.prefill, times).step_ps == 400 + prompt
+        assert price_decode(request.decode, times).step_ps == 400 + step
+
+
+def test_reading_is_slower_only_until_all_is_copied() -> None:
+    rules = [rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA), rule("mlp")]
+    request = steady_request(place_rules(dense_model(4), rules, 2), 4)
+    times = pass_times([100] * 4, 3, [10] * 4, slowdown=1.5)
+    assert price_prefill(request.prefill, times).step_ps == 400 + 10 + 3 * 13
 
 
 def test_prefill_streams_once_a_prompt_and_starts_with_a_warm_ring() -> None:
