@@ -42,9 +42,9 @@ def measure_layer_times(
 
     The shortest run of layers that has every kind is loaded with random weights, all resident.
     Prefill is timed for a first chunk of each size in ``chunks`` (tokens, none more than the
-    prompt), since a small one takes as long as its launches do; decode for a captured layer with
-    the whole prompt and half of the output in the cache: what a step of the request meets on
-    average.
+    prompt, the largest first): as a whole prompt it may be captured, as a part of one it is not,
+    and a small one takes as long as its launches do. Decode is timed for a captured layer with the
+    whole prompt and half of the output in the cache: what a step of the request meets on average.
     """
     kinds = [layer.key for layer in model.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
@@ -55,7 +55,9 @@ def measure_layer_times(
     context = max(workload.context, max(chunks) + num_steps + 1)
     times: dict[tuple[str, str, int], LayerTime] = {}
 
-    def note(phase: str, tokens: int, reach: int, seconds: list[float]) -> None:
+    def note(
+        phase: str, tokens: int, reach: int, seconds: list[float], *, is_part: bool = False
+    ) -> None:
         for name, each in zip(names, seconds, strict=True):
             times[name, phase, tokens] = LayerTime(
                 layer=name,
@@ -63,6 +65,7 @@ def measure_layer_times(
                 batch=workload.batch,
                 tokens=tokens,
                 context=reach,
+                is_part=is_part,
                 seconds=each,
             )
         if on_progress is not None:
@@ -73,7 +76,9 @@ def measure_layer_times(
         with Session(short, offload, context=context, device="cuda") as session:
             vocabulary = session.loaded.module.config.get_text_config().vocab_size
             prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
-            note("prefill", chunk, chunk, _time_prefill(session, prompt))
+            is_part = chunk < workload.prompt_tokens
+            seconds = _time_prefill(session, prompt, is_part=is_part)
+            note("prefill", chunk, chunk, seconds, is_part=is_part)
             if chunk == chunks[0]:
                 filled = min(workload.decode_context, context - num_steps - 1)
                 decode = _time_decode(session, workload.batch, filled)
@@ -147,26 +152,35 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _time_prefill(session: Session, prompt: torch.Tensor) -> list[float]:
+def _time_prefill(session: Session, prompt: torch.Tensor, *, is_part: bool) -> list[float]:
     """Seconds of each layer, called again and again, and of the rest of a prefill pass.
 
-    A prompt that is captured has its layers captured too. Another may take as long as the host
-    needs to launch it: layers are called as the model calls them, with nothing in between that a
-    request would not have either.
+    A prompt that is captured has its layers captured too. Another, and part of one, may take as
+    long as the host needs to launch it: layers are called as the model calls them, with nothing in
+    between that a request would not have either.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
     tokens = prompt.to(session.device)
     with session.stream(), torch.inference_mode():
         calls = session.layers.note_calls(lambda: session.forward_chunk(tokens, 0))
-    if session.captures_prompt(*prompt.shape):
+    captured = session.captures_prompt(*prompt.shape)
+    if captured:
         each = [_time_layer(session, index, call) for index, call in enumerate(calls)]
-        return [*each, max(0.0, whole - sum(each))]
+    else:
+        each = _time_launched(session, calls)
+    outside = max(0.0, whole - sum(each))
+    if captured and is_part:
+        each = _time_launched(session, calls)
+    return [*each, outside]
+
+
+def _time_launched(session: Session, calls: Sequence[Call]) -> list[float]:
+    """Seconds of each layer as the host launches it."""
     with session.stream(), torch.inference_mode():
-        each = [
+        return [
             _median_seconds(session, partial(_repeat, session, layer, call)) / REPEATS
             for layer, call in zip(decoder_layers(session.loaded.module), calls, strict=True)
         ]
-    return [*each, max(0.0, whole - sum(each))]
 
 
 def _repeat(session: Session, layer: nn.Module, call: Call) -> None:

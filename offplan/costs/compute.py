@@ -124,10 +124,14 @@ def _measured_or(
     machine: MachineProfile, key: str, shape: PassShape, estimate: Callable[[PassShape], float]
 ) -> ComputeTime:
     phase = shape.phase.value
-    exact = machine.find_layer_time(key, phase, shape.batch, shape.tokens, shape.context)
+    exact = machine.find_layer_time(
+        key, phase, shape.batch, shape.tokens, shape.context, is_part=shape.is_part
+    )
     if exact is not None:
         return ComputeTime(exact, measured=True)
     others = [time for time in machine.layer_times if (time.layer, time.phase) == (key, phase)]
+    # a prompt as a whole may be captured, and then takes no time to launch
+    others = [time for time in others if time.is_part == shape.is_part] or others
     if not others:
         return ComputeTime(estimate(shape), measured=False)
     nearest = min(others, key=lambda time: (_distance(time, shape), time.tokens, time.context))

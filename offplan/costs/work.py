@@ -27,6 +27,8 @@ class PassShape:
     """New tokens of each sequence."""
     context: int
     """Tokens that each sequence's attention can reach, the new ones included."""
+    is_part: bool = False
+    """Whether it is one of several chunks of a prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +50,7 @@ def prefill_shapes(workload: Workload, prefill_chunk: int) -> tuple[PassShape, .
             workload.batch,
             min(prefill_chunk, prompt - start),
             min(start + prefill_chunk, prompt),
+            is_part=prefill_chunk < prompt,
         )
         for start in range(0, prompt, prefill_chunk)
     )

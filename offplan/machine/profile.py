@@ -29,6 +29,8 @@ class LayerTime(Record):
     context: int = Field(ge=1)
     """Tokens that each sequence's attention reaches: those cached at the chunk's end, or in decode
     the prompt and half of the output."""
+    is_part: bool = False
+    """Whether the chunk is one of several of a prompt."""
     seconds: Seconds
 
 
@@ -157,13 +159,20 @@ class MachineProfile(Record):
         return None
 
     def find_layer_time(
-        self, layer: str, phase: str, batch: int, tokens: int, context: int
+        self,
+        layer: str,
+        phase: str,
+        batch: int,
+        tokens: int,
+        context: int,
+        *,
+        is_part: bool = False,
     ) -> float | None:
         """The measured time of exactly this layer at exactly this shape, in seconds, if any."""
+        wanted = (layer, phase, batch, tokens, context, is_part)
         for time in self.layer_times:
-            if (time.layer, time.phase, time.batch, time.tokens, time.context) == (
-                layer, phase, batch, tokens, context,
-            ):  # fmt: skip
+            shape = (time.batch, time.tokens, time.context, time.is_part)
+            if (time.layer, time.phase, *shape) == wanted:
                 return time.seconds
         return None
 

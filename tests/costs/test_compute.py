@@ -29,6 +29,7 @@ def measured(shape: PassShape, seconds: float, layer: str = WORK.key) -> LayerTi
         batch=shape.batch,
         tokens=shape.tokens,
         context=shape.context,
+        is_part=shape.is_part,
         seconds=seconds,
     )
 
@@ -59,6 +60,19 @@ def test_other_shapes_scale_the_estimate() -> None:
     time = layer_time(make_machine(layer_times=times), WORK, PREFILL)
     assert time.seconds == pytest.approx(3 * plain)
     assert not time.measured
+
+
+def test_a_part_of_a_prompt_is_not_priced_as_a_whole_one() -> None:
+    """A whole prompt may be captured; chunks are not, and take as long as their launches."""
+    whole = PassShape(Phase.PREFILL, 1, 512, 512)
+    first, second = (PassShape(Phase.PREFILL, 1, 512, 512 * n, is_part=True) for n in (1, 2))
+    times = [measured(whole, 1.0), measured(first, 5.0)]
+    machine = make_machine(layer_times=times)
+    assert layer_time(machine, WORK, whole).seconds == 1.0
+    assert layer_time(machine, WORK, first).seconds == 5.0
+    assert layer_time(machine, WORK, second).seconds > 5.0
+    only_whole = make_machine(layer_times=times[:1])
+    assert not layer_time(only_whole, WORK, first).measured
 
 
 def test_head_is_read_once_for_the_last_tokens() -> None:

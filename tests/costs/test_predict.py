@@ -90,6 +90,7 @@ def test_basis_is_measured_only_when_all_of_it_is() -> None:
             batch=shape.batch,
             tokens=shape.tokens,
             context=shape.context,
+            is_part=shape.is_part,
             seconds=0.5,
         )
         for shape in shapes
