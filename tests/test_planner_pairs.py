@@ -132,7 +132,7 @@ def test_bounds_hold(
             assert candidate.bound <= goal.value(prefill, decode)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     st.data(),
     st.sampled_from(MODELS),
