@@ -1,4 +1,4 @@
-"""Two rules: the search prices as the schedule does, its bounds hold, and it misses nothing."""
+"""Two and three rules: priced as the schedule does, by bounds that hold, and none is missed."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -16,15 +16,26 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import group_units, place_units
 from offplan.plan import Backend, Budget, Offload, Prediction, Rule, Workload
 from offplan.planner import make_plan, search
-from offplan.planner.combinations import list_combinations
+from offplan.planner.candidates import list_candidates
+from offplan.planner.combinations import TURNS, Candidate, list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.patterns import group_patterns
 from offplan.planner.problem import Problem
+from offplan.planner.relaxation import Turn
 from offplan.planner.segments import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
 from offplan.planner.targets import NEVER, Fastest, Targets
 from offplan.units import format_seconds
-from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model, rule
+from tests.costs.builders import (
+    DENSE,
+    MOE,
+    Shapes,
+    dense_model,
+    make_machine,
+    make_model,
+    moe_model,
+    rule,
+)
 from tests.test_planner import WORKLOAD, budget_for, price_everything
 
 MODELS = [dense_model(5), moe_model(5), make_model([DENSE, MOE] * 3)]
@@ -109,7 +120,7 @@ def test_bounds_hold(
     assume(bounds)
     for number in data.draw(st.lists(st.integers(0, 10**6), min_size=5, max_size=20)):
         combined = bounds[number % len(bounds)]
-        candidates = list(islice(found.candidates(combined, goal, NEVER), 2000))
+        candidates = list(islice(list_candidates(found, combined, goal, NEVER), 2000))
         for candidate in candidates[:10] + candidates[-3:]:
             # both are sums of floats, whose slack is much more than their rounding
             assert combined.bound <= candidate.bound * (1 + 1e-12)
@@ -119,6 +130,60 @@ def test_bounds_hold(
             decode = pricer.decode_ps(contents, weighed.num_slots, combined.setting)
             assert candidate.decode_ps <= decode
             assert candidate.bound <= goal.value(prefill, decode)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.data(),
+    st.sampled_from(MODELS),
+    st.floats(0.1, 0.95),
+    st.sampled_from([1e8, 5e9, 50e9]),
+    st.sampled_from([WORKLOAD, LONG]),
+    st.sampled_from([2, 3]),
+    st.booleans(),
+)
+def test_no_better_plan_is_passed_over(
+    data: st.DataObject,
+    model: Model,
+    share: float,
+    h2d: float,
+    workload: Workload,
+    num_rules: int,
+    has_targets: bool,
+) -> None:
+    """Any plan of the space is a candidate of its combination for whatever it is better than."""
+    machine = make_machine(h2d=h2d, uva=0.9 * h2d)
+    problem = Problem(model, machine, workload, budget_for(model, machine, share, workload))
+    found, pricer = list_combinations(problem), Pricer(problem)
+    anything = Fastest(problem.weights)
+    bounds = list(found.bounds(num_rules, anything, NEVER))
+    assume(bounds)
+    for number in data.draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=4)):
+        combined = bounds[number % len(bounds)]
+        groups = tuple(
+            data.draw(st.integers(0, len(found.options[option].groups) - 1))
+            for option in combined.options
+        )
+        choices = found.choices(combined, Candidate(0, 0, groups))
+        contents = pricer.contents(choices)
+        weighed = pricer.weigh(contents, combined.num_slots)
+        step_users = sum(content.step_bytes > 0 for content in contents)
+        setting = problem.settings[combined.setting]
+        if (
+            weighed.saved_bytes < setting.lacking_bytes
+            or 0 < weighed.num_streamed <= combined.num_slots  # resident in all but name
+            or (step_users > combined.num_slots) is not (TURNS[combined.turn] is Turn.TURNS)
+        ):
+            continue
+        prefill = pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
+        decode = pricer.decode_ps(contents, weighed.num_slots, combined.setting)
+        limits = (float(prefill), float(decode) * (1 + 1e-12)) if has_targets else (NEVER, NEVER)
+        goal = Fastest(problem.weights, limits)
+        limit = float(goal.value(prefill, decode)) * (1 + 1e-12)
+        again = [each for each in found.bounds(num_rules, goal, limit) if each[1:] == combined[1:]]
+        assert len(again) == 1
+        listed = list_candidates(found, again[0], goal, limit)
+        assert groups in {candidate.groups for candidate in listed}
 
 
 def all_combinations(model: Model, num_rules: int) -> Iterator[tuple[Rule, ...]]:
@@ -183,7 +248,7 @@ def price_pairs(
 def test_two_rules_equal_brute_force(
     model: Model, share: float, h2d: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "MOST_TRIPLES", 0)
+    monkeypatch.setattr(search, "MOST_RULES", 2)
     machine, workload = make_machine(h2d=h2d, uva=0.8 * h2d), Workload(prompt_tokens=512)
     budget = budget_for(model, machine, share, workload)
     plan = make_plan(model, machine, workload, budget).plan
@@ -202,7 +267,7 @@ def best(predictions: Iterator[Prediction]) -> float:
 @pytest.mark.parametrize("h2d", [1e9, 20e9])
 def test_targets_equal_brute_force(h2d: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest within targets, or the nearest to them: as if every plan were looked at."""
-    monkeypatch.setattr(search, "MOST_TRIPLES", 0)
+    monkeypatch.setattr(search, "MOST_RULES", 2)
     model, workload = make_model([DENSE, MOE]), Workload(prompt_tokens=512)
     machine = make_machine(h2d=h2d, uva=0.8 * h2d, gpu_memory=2**23)
     budget = budget_for(model, machine, 0.7, workload)
@@ -232,13 +297,24 @@ def test_targets_equal_brute_force(h2d: float, monkeypatch: pytest.MonkeyPatch) 
         assert found.objective_s == pytest.approx(fastest(everything), rel=1e-12)
 
 
-def test_three_rules_equal_brute_force() -> None:
-    model, workload = make_model([DENSE, MOE]), Workload(prompt_tokens=512)
-    machine = make_machine(h2d=5e9, uva=4e9)
-    budget = budget_for(model, machine, 0.15, workload)
+@pytest.mark.parametrize(
+    ("layers", "share", "h2d", "uva", "num_rules"),
+    [
+        ([DENSE, MOE], 0.15, 5e9, 4e9, 3),
+        ([DENSE, MOE], 0.3, 1e9, 0.8e9, 3),
+        ([DENSE, MOE], 0.75, 1e9, 0.8e9, 3),
+        ([MOE, MOE], 0.4, 50e9, 40e9, 2),
+    ],
+)
+def test_three_rules_equal_brute_force(
+    layers: list[Shapes], share: float, h2d: float, uva: float, num_rules: int
+) -> None:
+    model, workload = make_model(layers), Workload(prompt_tokens=512)
+    machine = make_machine(h2d=h2d, uva=uva)
+    budget = budget_for(model, machine, share, workload)
     problem = Problem(model, machine, workload, budget)
-    pricer, patterns = Pricer(problem), PATTERNS[2]
-    layers = {(pattern.group_size, pattern.num_in_group): pattern for pattern in patterns}
+    pricer, patterns = Pricer(problem), group_patterns(len(layers))
+    by_group = {(pattern.group_size, pattern.num_in_group): pattern for pattern in patterns}
 
     def objectives(rules: tuple[Rule, ...]) -> Iterator[float]:
         choices = tuple(
@@ -246,7 +322,7 @@ def test_three_rules_equal_brute_force() -> None:
                 SegmentClass(rule.cpu_offload_params),
                 rule.prefill,
                 rule.decode,
-                layers[rule.group_size or 0, rule.num_in_group or 0],
+                by_group[rule.group_size or 0, rule.num_in_group or 0],
             )
             for rule in rules
         )
@@ -262,11 +338,24 @@ def test_three_rules_equal_brute_force() -> None:
         min(time for rules in all_combinations(model, number) for time in objectives(rules))
         for number in (2, 3)
     )
-    assert three < two, "choose a case that a third rule is worth"
+    assert (three < two) == (num_rules == 3), "choose a case of so many rules"
     result = make_plan(model, machine, workload, budget)
-    assert len(result.plan.offload.rules) == 3
-    assert result.plan.prediction.objective_s == pytest.approx(three, rel=1e-12)
+    assert len(result.plan.offload.rules) == num_rules
+    assert result.plan.prediction.objective_s == pytest.approx(min(two, three), rel=1e-12)
     assert "no plan of up to three rules" in " ".join(result.reasons)
+
+
+@pytest.mark.parametrize("h2d", [1e9, 20e9])
+def test_three_rules_never_lose_by_memory(h2d: float) -> None:
+    model, machine = make_model([DENSE, *[MOE] * 6]), make_machine(h2d=h2d, uva=0.9 * h2d)
+    shares = [number / 6 for number in range(1, 6)]
+    results = [
+        make_plan(model, machine, LONG, budget_for(model, machine, share, LONG)) for share in shares
+    ]
+    assert {result.max_rules for result in results} == {3}
+    assert 3 in {len(result.plan.offload.rules) for result in results}
+    times = [result.plan.prediction.objective_s for result in results]
+    assert times == sorted(times, reverse=True)
 
 
 def excess(prediction: Prediction, targets: Targets) -> float:

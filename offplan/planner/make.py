@@ -57,8 +57,8 @@ def make_plan(
 
     Exact over the stated spaces: at most one rule over the segment classes, all group patterns,
     ring sizes, backends and chunks, the input embedding in either place (``planner.space``), and
-    two rules, or three of a small model (``planner.combinations``); with a ``restriction`` those of
-    the first that it allows. The same input gives the same plan, byte for byte. Raises
+    two or three rules (``planner.combinations``); with a ``restriction`` those of the first that it
+    allows. The same input gives the same plan, byte for byte. Raises
     InfeasibleError when no candidate fits, with the shortfall, and when none keeps the targets,
     with the nearest (exactly: no plan's worse excess is less) and the GPU memory that would do.
     """
@@ -195,24 +195,17 @@ def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
     )
 
 
-def _explain_space(plan: Plan, floor: Floor, found: Search) -> Iterator[str]:
-    """Say what was searched exactly, and what more rules could bring."""
+def _explain_space(plan: Plan, found: Search) -> Iterator[str]:
+    """Say what was searched exactly."""
     yield (
         f"{found.num_candidates} plans of one rule fit; {found.num_priced} plans were priced, and "
         "bounds rule out the others"
     )
     if len(plan.offload.rules) > 1:
         yield f"the best plan of one rule takes {100 * (found.second_rule_gain - 1):.1f} % longer"
-    if found.max_rules == 1:
-        return
-    most = {2: "two", 3: "three"}[found.max_rules]
-    yield f"no plan of up to {most} rules is faster"
-    if found.max_rules < 3:
-        left = 100 * (1 - floor.objective_s / plan.prediction.objective_s)
-        yield (
-            f"plans of three rules are too many here and were not searched: by the floor they "
-            f"save less than {left:.1f} %"
-        )
+    if found.max_rules > 1:
+        most = {2: "two", 3: "three"}[found.max_rules]
+        yield f"no plan of up to {most} rules is faster"
 
 
 def _describe_places(prediction: Prediction) -> str:
@@ -232,7 +225,7 @@ def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
         f"at least {format_bytes(floor.missing_bytes)} of weights do not fit "
         f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
         f"plan keeps {_describe_places(prediction)}",
-        *_explain_space(plan, floor, found),
+        *_explain_space(plan, found),
     ]
     if plan.offload.embeddings == "host":
         reasons.append(

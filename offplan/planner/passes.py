@@ -4,32 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
+from offplan.costs.link import uva_slowdown
 from offplan.costs.predict import PricedPass
 from offplan.costs.timeline import to_ps
 from offplan.plan import Backend
-from offplan.planner.patterns import Pattern
-from offplan.planner.problem import KindCosts, Problem
-from offplan.planner.space import Totals
+from offplan.planner.options import Taken, users_of
+from offplan.planner.problem import Problem
 from offplan.planner.steady import LayerPass, prefill_ps
+from offplan.planner.targets import Goal, Time
 
-Backends = tuple[Backend, Backend]
-
-ROUNDING_PS = 2
-"""Sums of rounded times may exceed the rounded time of the sum by less."""
-
-
-class Taken(NamedTuple):
-    """What one rule of a plan takes."""
-
-    segment_class: int
-    """By number."""
-    costs: tuple[KindCosts, ...]
-    """Of its class, by kind of layer."""
-    totals: Totals
-    pattern: Pattern
-    backends: Backends
+ROUNDING_PS = 4
+"""Sums of rounded times may exceed the rounded time of the sum by less, slowed down or not."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,7 @@ class PassBounds:
     @cached_property
     def slack_ps(self) -> tuple[tuple[float, float], ...]:
         """What rounding may take off where rules read one layer: two bytes a rule and chunk."""
-        byte_ps = 1e12 / self.problem.machine.uva.value
+        byte_ps = self.slowdown * 1e12 / self.problem.machine.uva.value
         layers = len(self.problem.model.layers)
         return tuple(
             (
@@ -51,6 +37,11 @@ class PassBounds:
             )
             for setting in self.problem.settings
         )
+
+    @cached_property
+    def slowdown(self) -> float:
+        """Of reading in place in a step that copies, as a multiple."""
+        return uva_slowdown(self.problem.machine)
 
     @cached_property
     def start_ps(self) -> int:
@@ -66,36 +57,54 @@ class PassBounds:
         )
 
     def least_ps(
-        self, rules: Sequence[Taken], num_slots: int, setting: int
+        self, rules: Sequence[Taken], num_slots: int, setting: int, goal: Goal, limit: Time
     ) -> tuple[float, float] | None:
         """Least times of prompt and decode step.
 
-        None where all that streams has a slot of its own, or the host cannot hold it.
+        None unless they are better than ``limit``, where all that streams has a slot of its own,
+        and where the host cannot hold it.
         """
-        prompt, step = (
-            [rule for rule in rules if rule.backends[phase] is Backend.PREFETCH] for phase in (0, 1)
-        )
-        if num_slots and _users(prompt).bit_count() <= num_slots:
-            return None
-        chosen, slack_ps = self.problem.settings[setting], self.slack_ps[setting]
-        if self.problem.host_lack(sum(rule.totals.slab_bytes for rule in rules), chosen) > 0:
-            return None
-        prompt_reads = sum(
-            rule.totals.prefill_uva_ps[setting] for rule in rules if rule.backends[0] is Backend.UVA
-        )
-        step_reads = 0
+        prompt, step = [], []
+        host_bytes = prompt_reads = step_reads = 0
         for rule in rules:
-            if rule.backends[1] is Backend.UVA:
+            in_prompt, in_step = rule.backends
+            host_bytes += rule.totals.slab_bytes
+            if in_prompt is Backend.PREFETCH:
+                prompt.append(rule)
+            else:
+                prompt_reads += rule.totals.prefill_uva_ps[setting]
+            if in_step is Backend.PREFETCH:
+                step.append(rule)
+            else:
                 step_reads += rule.totals.decode_uva_ps
-                if not step and rule.backends[0] is Backend.PREFETCH:
-                    # as many layers as there are slots find their slab where prefill left it
-                    step_reads -= num_slots * rule.totals.slowest_uva_ps
-        prompt_ps = self._prompt_ps(prompt, step, num_slots, setting)
-        step_ps = self._step_ps(step, num_slots)
-        return (
-            chosen.row_ps[0] + max(0, prompt_reads) + prompt_ps - slack_ps[0],
-            chosen.row_ps[1] + max(0, step_reads) + step_ps - slack_ps[1],
-        )
+        chosen, slack_ps = self.problem.settings[setting], self.slack_ps[setting]
+        if num_slots and users_of(prompt).bit_count() <= num_slots:
+            return None
+        if self.problem.host_lack(host_bytes, chosen) > 0:
+            return None
+        if not step:
+            step_reads -= self._kept_ps(prompt, num_slots)
+        # compute takes longer to read in a step that copies, the link does not
+        streamed_ps, turns = self._step_ps(step, num_slots)
+        slow_ps = (self.slowdown - 1) * step_reads if turns else 0.0
+        step_ps = max(streamed_ps, self.problem.decode.resident_ps + slow_ps)
+        decode_ps = chosen.row_ps[1] + step_reads + step_ps - slack_ps[1]
+        fixed_ps = chosen.row_ps[0] + prompt_reads - slack_ps[0]
+        if goal.value(fixed_ps + chosen.prefill.resident_ps, decode_ps) >= limit:
+            return None
+        prefill_ps = fixed_ps + self._prompt_ps(prompt, step, num_slots, setting)
+        return None if goal.value(prefill_ps, decode_ps) >= limit else (prefill_ps, decode_ps)
+
+    def _kept_ps(self, prompt: Sequence[Taken], num_slots: int) -> int:
+        """What decode need not read in place: the layers that prefill streams last."""
+        users, kept_ps, kind_of = users_of(prompt), 0, self.problem.kind_of
+        for _ in range(num_slots):
+            last = users.bit_length() - 1
+            users ^= 1 << last
+            for rule in prompt:
+                if rule.pattern.layers >> last & 1:
+                    kept_ps += rule.costs[kind_of[last]].decode_uva_ps
+        return kept_ps
 
     def alone_ps(self, rule: Taken, num_slots: int, setting: int) -> float:
         """Least time of a prompt of plans with this rule: what it takes without the others.
@@ -108,7 +117,8 @@ class PassBounds:
             return 0
         chosen = self.problem.settings[setting]
         is_warm = rule.backends[1] is Backend.PREFETCH
-        key = (rule.segment_class, rule.pattern.layers, num_slots, chosen.prefill_chunk, is_warm)
+        where = num_slots, chosen.prefill_chunk, is_warm
+        key = (rule.segment_class.segments, rule.pattern.layers, *where)
         found = self._alone.get(key)
         if found is None:
             found = self._alone[key] = self._run_alone(rule, num_slots, chosen.prefill, is_warm)
@@ -136,17 +146,14 @@ class PassBounds:
         layers that stream take turns: none overlaps another.
         """
         priced = self.problem.settings[setting].prefill
-        users, next_users = _users(prompt), _users(step)
+        users, next_users = users_of(prompt), users_of(step)
         if not users:
             return priced.resident_ps
         before = self._before_ps[setting]
         first, last = (users & -users).bit_length() - 1, users.bit_length() - 1
-        num_users, following = users.bit_count(), min(num_slots, next_users.bit_count())
-        # of the slots decode fills the first; what prefill left in others may be there still
-        owners = max(0, num_slots - max(following, num_users - num_slots))
-        spared = owners * sum(rule.totals.slowest_copy_ps for rule in prompt)
-        spared += following * sum(rule.totals.slowest_copy_ps for rule in step)
-        copies = self._copies_ps(prompt, num_users) - spared
+        num_users = users.bit_count()
+        copies = self._copies_ps(prompt, num_users)
+        copies -= self._found_ps(prompt, step, users, next_users, num_slots)
         behind = before[-1] - before[last] + priced.outside_ps
         if num_slots == 1:
             return max(
@@ -154,32 +161,78 @@ class PassBounds:
                 copies + self._sum_up(priced.layer_ps, users) + behind - priced.layer_ps[last],
             )
         waits = 0
-        in_first = [rule for rule in prompt if rule.pattern.layers >> first & 1]
-        if not (following and next_users >> first & 1 and all(rule in step for rule in in_first)):
+        if not self._is_found(prompt, step, first, next_users):
             kind = self.problem.kind_of[first]
-            copied = sum(rule.costs[kind].copy_ps - self.start_ps for rule in in_first)
+            copied = sum(
+                rule.costs[kind].copy_ps - self.start_ps
+                for rule in prompt
+                if rule.pattern.layers >> first & 1
+            )
             waits = max(0, copied + self.start_ps - before[first])
         return max(priced.resident_ps + waits, copies + behind)
 
-    def _step_ps(self, step: Sequence[Taken], num_slots: int) -> int:
-        """Least time of a decode step that reads nothing in place."""
-        priced, users = self.problem.decode, _users(step)
+    def _found_ps(
+        self,
+        prompt: Sequence[Taken],
+        step: Sequence[Taken],
+        users: int,
+        next_users: int,
+        num_slots: int,
+    ) -> int:
+        """Copies of a prompt that it finds done: the first, where decode filled the ring with them.
+
+        Where decode fills fewer slots, what prefill left in the others may be there still.
+        """
+        num_users, following = users.bit_count(), next_users.bit_count()
+        if following < num_slots:
+            owners = max(0, num_slots - max(following, num_users - num_slots))
+            found_ps = owners * sum(rule.totals.slowest_copy_ps for rule in prompt)
+            return found_ps + following * sum(rule.totals.slowest_copy_ps for rule in step)
+        found_ps = 0
+        for _ in range(num_slots):
+            first = users & -users
+            if first != next_users & -next_users:
+                break
+            kind = self.problem.kind_of[first.bit_length() - 1]
+            for rule in step:
+                if rule.pattern.layers & first:
+                    found_ps += rule.costs[kind].copy_ps
+            users ^= first
+            next_users ^= first
+        return found_ps
+
+    @staticmethod
+    def _is_found(prompt: Sequence[Taken], step: Sequence[Taken], layer: int, users: int) -> bool:
+        """Whether decode may have left what a prompt streams of its first layer."""
+        if not users >> layer & 1:
+            return False
+        return all(
+            rule.backends[1] is Backend.PREFETCH
+            for rule in prompt
+            if rule.pattern.layers >> layer & 1
+        )
+
+    def _step_ps(self, step: Sequence[Taken], num_slots: int) -> tuple[int, bool]:
+        """Least time of a decode step that reads nothing in place, and whether it copies."""
+        priced, users = self.problem.decode, users_of(step)
         num_users = users.bit_count()
         if num_users <= num_slots:
-            return priced.resident_ps
-        owners = max(0, 2 * num_slots - num_users)
+            return priced.resident_ps, False
         copies = self._copies_ps(step, num_users)
-        copies -= owners * sum(rule.totals.slowest_copy_ps for rule in step)
+        if num_users < 2 * num_slots:
+            owners = 2 * num_slots - num_users
+            copies -= owners * sum(rule.totals.slowest_copy_ps for rule in step)
         if num_slots == 1:
             copies += self._sum_up(priced.layer_ps, users)
-        return max(priced.resident_ps, copies)
+        return max(priced.resident_ps, copies), True
 
     def _copies_ps(self, streamed: Sequence[Taken], num_users: int) -> int:
         """All copies; what several rules take of a layer is one."""
-        bytes_ps = sum(
-            rule.totals.copy_ps - rule.totals.num_layers * self.start_ps for rule in streamed
-        )
-        return bytes_ps + num_users * self.start_ps
+        copies, num_starts = 0, num_users
+        for rule in streamed:
+            copies += rule.totals.copy_ps
+            num_starts -= rule.totals.num_layers
+        return copies + num_starts * self.start_ps
 
     def _sum_up(self, layer_ps: Sequence[int], users: int) -> int:
         """Compute of these layers."""
@@ -187,11 +240,3 @@ class PassBounds:
             (users & layers).bit_count() * layer_ps[(layers & -layers).bit_length() - 1]
             for layers in self.problem.layers_of_kind
         )
-
-
-def _users(streamed: Sequence[Taken]) -> int:
-    """Layers of which these rules take something, as bits."""
-    users = 0
-    for rule in streamed:
-        users |= rule.pattern.layers
-    return users

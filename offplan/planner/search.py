@@ -3,21 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import nextafter
 
 from offplan.costs.predict import price_request
 from offplan.placement import place_units
 from offplan.plan import Offload
+from offplan.planner.candidates import list_candidates
 from offplan.planner.combinations import Candidate, Combination, Combinations, list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.families import Family
 from offplan.planner.problem import Problem
 from offplan.planner.targets import NEVER, Goal, Time
 
-MOST_TRIPLES = 250_000
-"""Where a model and a prompt have more plans of three rules, those are not searched.
-
-It depends on neither machine nor budget, so that more of either never makes a plan worse.
-"""
+MOST_RULES = 3
+"""Of plans that are searched."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | 
     searcher = _Searcher(problem, goal)
     single = chosen = searcher.find_single(families)
     combinations, max_rules = list_combinations(problem), 1
-    while problem.restriction is None and max_rules < 3:
-        if max_rules == 2 and combinations.count(3) > MOST_TRIPLES:
-            break
+    while problem.restriction is None and max_rules < MOST_RULES:
         max_rules += 1
         limit = NEVER if chosen is None else chosen.value
         chosen = searcher.find_combination(combinations, max_rules, limit) or chosen
@@ -136,17 +133,18 @@ class _Searcher:
     ) -> Found | None:
         """Find the best plan of so many rules that is better than ``limit``, if there is one."""
         best: tuple[Combination, tuple[Choice, ...]] | None = None
-        found = limit
+        found, limit = limit, _ceil(limit)
         for combined in sorted(combinations.bounds(num_rules, self.goal, limit)):
             if combined.bound >= limit:
                 break
-            for candidate in sorted(combinations.candidates(combined, self.goal, limit)):
+            listed = list_candidates(combinations, combined, self.goal, limit)
+            for candidate in sorted(listed):
                 if candidate.bound >= limit:
                     break
                 choices = combinations.choices(combined, candidate)
                 value = self._price(combined, candidate, choices, limit)
-                if value < limit:
-                    best, found, limit = (combined, choices), value, float(value)
+                if value < found:
+                    best, found, limit = (combined, choices), value, _ceil(value)
         if best is None:
             return None
         combined, choices = best
@@ -184,3 +182,9 @@ class _Searcher:
             decode = self.pricer.decode_ps(contents, weighed.num_slots, combined.setting)
             self._steps[key] = decode
         return self.goal.value(prefill, decode)
+
+
+def _ceil(value: Time) -> float:
+    """The least float that is no less: they compare much faster than fractions."""
+    nearest = float(value)
+    return nearest if nearest >= value else nextafter(nearest, NEVER)

@@ -1,7 +1,7 @@
 """What a plan is to keep, and what the search makes least: both grow with each phase's time."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -75,9 +75,9 @@ class Fastest:
         first, second = self.limits_ps
         return (Cut(*self.weights, limit), Cut(1, 0, first), Cut(0, 1, second))
 
-    def least(self, corners: Iterable[tuple[float, float]]) -> Time:
-        """Bound for times that are convex, and linear between these corners."""
-        return min(self.weights[0] * first + self.weights[1] * second for first, second in corners)
+    def bound(self, least_ps: Sequence[float]) -> Time:
+        """No plan is better whose times, weighed as each of the cuts does, are no less."""
+        return least_ps[0]
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Nearest:
         first, second = (max(1, each) * limit for each in self.limits_ps)
         return (Cut(1, 0, first), Cut(0, 1, second))
 
-    def least(self, corners: Iterable[tuple[float, float]]) -> Time:
-        """Bound for times that are convex, and linear between these corners."""
-        return self.value(*map(min, zip(*corners, strict=True)))
+    def bound(self, least_ps: Sequence[float]) -> Time:
+        """No plan is better whose times, weighed as each of the cuts does, are no less."""
+        return self.value(*least_ps)
 
 
 Goal = Fastest | Nearest
