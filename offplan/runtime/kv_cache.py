@@ -29,6 +29,8 @@ class _Blocks:
         self._left = num_layers
         self._context = context
         self._spare: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self.whole: list[torch.Tensor] = []
+        """What is allocated, each [layers, batch, heads, context, dim]."""
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
         """Zeros of [batch, heads, context, dim] for ``states``, [batch, heads, new, dim]."""
@@ -40,8 +42,9 @@ class _Blocks:
             # kernels are compiled for aligned addresses
             stride = align(num_elements * states.itemsize) // states.itemsize
             count = max(1, min(self._left, BLOCK_BYTES // (stride * states.itemsize)))
-            block = states.new_zeros(count, stride)
-            spare += [part[:num_elements].view(shape) for part in block]
+            block = states.new_zeros(count, stride)[:, :num_elements].unflatten(1, shape)
+            self.whole.append(block)
+            spare += block
         self._left -= 1
         return spare.pop()
 
@@ -94,15 +97,18 @@ class KVCache(Cache):
     """One layer of cache for each decoder layer, all at the same position."""
 
     def __init__(self, num_layers: int, context: int, position: Position) -> None:
-        blocks = _Blocks(num_layers, context), _Blocks(num_layers, context)
-        super().__init__(layers=[_Layer(position, context, *blocks) for _ in range(num_layers)])
+        self._blocks = _Blocks(num_layers, context), _Blocks(num_layers, context)
+        layers = [_Layer(position, context, *self._blocks) for _ in range(num_layers)]
+        super().__init__(layers=layers)
 
     def clear_from(self, position: int) -> None:
-        """Write zeros over every layer's rows from ``position`` on."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[:, :, position:].zero_()
-                layer.values[:, :, position:].zero_()
+        """Write zeros over every layer's rows from ``position`` on.
+
+        A block at a time: layer by layer the host would take a millisecond to ask for it.
+        """
+        for blocks in self._blocks:
+            for block in blocks.whole:
+                block[:, :, :, position:].zero_()
 
     def of_layer(self, index: int) -> "LayerCache":
         """What the layer ``index`` is given as its cache."""

@@ -25,4 +25,10 @@ def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
             torch.testing.assert_close(kept[:, :, :1], of_new)
             assert not kept[:, :, 1:].any()
             storages.add(kept.untyped_storage().data_ptr())
+            kept.fill_(1)
     assert len(storages) == 4  # keys and values of two shapes
+    cache.clear_from(2)
+    for layer in cache.layers:
+        for kept in (layer.keys, layer.values):
+            assert kept[:, :, :2].all()
+            assert not kept[:, :, 2:].any()
