@@ -18,12 +18,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offplan.checkpoint.open import open_model
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.host_block import HostBlock
-from offplan.plan import Offload, Rule
+from offplan.plan import Backend, Offload, Rule
 from offplan.runtime import loaded as runtime_loaded
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.loader import NUM_THREADS, load_weights
@@ -38,7 +40,7 @@ def synthesize(config: Path, folder: Path) -> None:
     shutil.copy(config, folder / "config.json")
     model = open_model(str(config))
     tensors = [t for layer in model.layers for p in layer.parameters for t in p.tensors]
-    shards: list[list] = [[]]
+    shards: list[list[TensorInfo]] = [[]]
     for tensor in [*tensors, *model.loaded_outside]:
         if sum(t.nbytes for t in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
@@ -88,23 +90,23 @@ def load(folder: Path, device: str, group_size: int, num_in_group: int) -> dict[
     """
     before = memory_bytes("VmRSS")
     model = open_model(str(folder))
-    backends = {"prefill": "prefetch", "decode": "prefetch"}
-    rule = Rule(group_size=group_size, num_in_group=num_in_group, **backends)
+    both = Backend.PREFETCH
+    rule = Rule(group_size=group_size, num_in_group=num_in_group, prefill=both, decode=both)
     decision = Offload(prefetch_step=2, prefill_chunk=1024, rules=(rule,) if num_in_group else ())
     reading: list[float] = []
 
-    def timed(*arguments: object) -> None:
+    def timed(*arguments: Any) -> None:
         began = time.perf_counter()
         load_weights(*arguments)
         reading.append(time.perf_counter() - began)
 
-    runtime_loaded.load_weights = timed
+    vars(runtime_loaded)["load_weights"] = timed
     began = time.perf_counter()
     loaded = LoadedModel(model, decision, torch.device(device), folder)
     seconds = time.perf_counter() - began
-    on_host = loaded.store.host_bytes
+    on_host = loaded.placement.offloaded_bytes
     if device == "cpu":  # the arena and the ring are host memory then
-        on_host += loaded.store.resident_bytes
+        on_host += loaded.placement.resident_bytes + loaded.placement.ring_bytes
     return {
         "seconds": reading[0],
         "seconds_in_all": seconds,

@@ -79,9 +79,9 @@ CASES = [
 
 def bench(plan: Path) -> dict[str, Any]:
     """Run ``offplan bench``; raises CalledProcessError, whose stderr says why."""
-    command = [sys.executable, "-c", "from offplan.cli.main import main; main()", "bench", plan]
+    command = [sys.executable, "-c", "from offplan.cli.main import main; main()", "bench"]
     options = ["--dummy-weights", "--repeats", "3", "--steps", "10", "--json"]
-    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    done = subprocess.run([*command, plan, *options], check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
 
