@@ -31,6 +31,7 @@ class HostBlock:
         ``remedy`` is what the error then says to do.
         """
         self.nbytes = num_bytes
+        self._remedy = remedy
         try:
             pages = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError) as error:
@@ -43,9 +44,13 @@ class HostBlock:
         """The block as bytes on the CPU, shape [nbytes]."""
         self._unregister: Any = None
         if pin:
-            self._register(remedy)
+            self.pin()
 
-    def _register(self, remedy: str = REMEDY) -> None:
+    def pin(self) -> None:
+        """Page-lock the block, whatever it holds, for every CUDA device; raises MemoryLimitError.
+
+        Lets other threads run meanwhile. Needs the device that will read it to be the current one.
+        """
         cudart = torch.cuda.cudart()
         address = self.tensor.data_ptr()
         status = int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE))
@@ -54,7 +59,7 @@ class HostBlock:
             raise MemoryLimitError(
                 f"the driver could not page-lock {format_bytes(self.nbytes)} of host memory (CUDA "
                 f"error {status}): check `ulimit -l` (now {_lock_limit()}), the container's "
-                f"memory limit and free memory, or {remedy}"
+                f"memory limit and free memory, or {self._remedy}"
             )
         # Registered pages must be unregistered before they are freed: a later registration of the
         # same addresses would fail at some unrelated call.

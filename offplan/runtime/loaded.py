@@ -1,6 +1,6 @@
 """A model whose weights lie where a plan puts them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -57,17 +57,34 @@ class LoadedModel:
         materialise_buffers(self.module, device)
         self.store = WeightStore(self.placement, targets, tensors, device, peer)
         try:
-            destinations = self.store.resident | self.store.offloaded
-            if folder is None:
-                fill_random(destinations, on_progress)
-            else:
-                load_weights(folder, targets, destinations, on_progress)
+            with self.store.page_locking() as check:
+                self._load(folder, targets, check, on_progress)
             self._assign(_parameters(self.store.resident))
             self._by_phase = {phase: _parameters(self.store.by_phase[phase]) for phase in Phase}
             self._check(targets)
         except BaseException:
             self.close()
             raise
+
+    def _load(
+        self,
+        folder: Path | None,
+        targets: Mapping[str, Target],
+        check: Callable[[], object],
+        on_progress: Progress | None,
+    ) -> None:
+        """Fill the store; ``check`` is called now and then, to raise what ends that early."""
+
+        def tell(done: int, total: int) -> None:
+            check()
+            if on_progress is not None:
+                on_progress(done, total)
+
+        destinations = self.store.resident | self.store.offloaded
+        if folder is None:
+            fill_random(destinations, tell)
+        else:
+            load_weights(folder, targets, destinations, tell)
 
     def enter_phase(self, phase: Phase) -> None:
         """Point the offloaded parameters at what this phase reads."""

@@ -1,6 +1,9 @@
 """Where the weights live: one arena on the device, a slab in the store for each layer."""
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,12 +12,18 @@ import torch
 from offplan.errors import MemoryLimitError, PlanError
 from offplan.host_block import HostBlock
 from offplan.placement import Phase, Placement, SlabEntry, Span, align
+from offplan.runtime.moments import on_device
 from offplan.runtime.peer import PeerBlock
 from offplan.runtime.skeleton import Target
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
 
 _REMEDY = "plan with a smaller --host-memory"
+
+
+def reads_over_link(device: torch.device) -> bool:
+    """Whether host memory must be page-locked for the device to read it."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class WeightStore:
         device: torch.device,
         peer: torch.device | None = None,
     ) -> None:
-        """Allocate everything; nothing is loaded yet.
+        """Allocate everything; nothing is loaded yet, nor page-locked.
 
         ``tensors`` says what the model wants for each name in ``targets``. Slabs lie on ``peer``,
         another CUDA device, or in host memory.
@@ -76,13 +85,15 @@ class WeightStore:
         }
         embedding = placement.host_embedding
         by_row = owner[embedding.name] if embedding is not None else None
+        self._placement, self._tensors = placement, tensors
+        self._entries, self._by_row = offloaded, by_row
         self.resident: dict[str, torch.Tensor] = {}
         """Views of the arena by parameter name."""
         self.offloaded: dict[str, torch.Tensor] = {}
         """Where weights off the device are loaded to: views of the slabs, and of the input
         embedding's host memory, by parameter name."""
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
-        """What each phase computes with, for every offloaded parameter."""
+        """What each phase computes with, for every offloaded parameter, once all is page-locked."""
         self.arena = torch.empty(0, dtype=torch.uint8)
         """Bytes of all resident weights, on the device."""
         self.slots: list[torch.Tensor] = []
@@ -95,7 +106,7 @@ class WeightStore:
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
-            host_block = partial(HostBlock, pin=device.type == "cuda", remedy=_REMEDY)
+            host_block = partial(HostBlock, pin=False, remedy=_REMEDY)
             for slab in placement.slabs:
                 if peer is None:
                     self._blocks[slab.layer] = host_block(slab.nbytes)
@@ -109,31 +120,53 @@ class WeightStore:
         self.slabs = {layer: block.tensor for layer, block in self._blocks.items()}
         for name, (layer, entry) in offloaded.items():
             self.offloaded[name] = tensors[name].view(self.slabs[layer], entry.offset)
-        for phase in Phase:
-            self.by_phase[phase] = self._views(phase, placement, offloaded, tensors)
         if by_row is not None and self._embedding is not None:
             self.offloaded[by_row] = tensors[by_row].view(self._embedding.tensor, 0)
-            view = tensors[by_row].view(self._embedding.device_view(device), 0)
-            for phase in Phase:
-                self.by_phase[phase][by_row] = view
 
-    def _views(
-        self,
-        phase: Phase,
-        placement: Placement,
-        offloaded: Mapping[str, tuple[int, SlabEntry]],
-        tensors: Mapping[str, Tensor],
-    ) -> dict[str, torch.Tensor]:
-        """See every offloaded parameter where this phase reads it: in a slot, or in its slab."""
+    @contextmanager
+    def page_locking(self) -> Iterator[Callable[[], object]]:
+        """Page-lock host memory beside what happens inside, and then take the views of it.
+
+        Loading fills slabs from the first to the last, making their pages as it goes; page-locking
+        goes the other way, so that each makes a part of them. Gives a function that raises what
+        went wrong so far: MemoryLimitError.
+        """
+        stop = threading.Event()
+        with ThreadPoolExecutor(1, thread_name_prefix="offplan-lock") as thread:
+            work = thread.submit(self._page_lock, stop)
+            try:
+                yield lambda: work.result() if work.done() else None
+            except BaseException:
+                stop.set()
+                raise
+            work.result()
+        for phase in Phase:
+            self.by_phase[phase] = self._views(phase)
+
+    def _page_lock(self, stop: threading.Event) -> None:
+        if not reads_over_link(self.device):
+            return
+        blocks = [self._embedding, *self._blocks.values()]
+        with on_device(self.device):
+            for block in reversed(blocks):
+                if isinstance(block, HostBlock) and not stop.is_set():
+                    block.pin()
+
+    def _views(self, phase: Phase) -> dict[str, torch.Tensor]:
+        """See what is off the device where this phase reads it: in a slot, or where it lies."""
         in_place = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
-        slots = slots_read(placement, phase)
+        slots = slots_read(self._placement, phase)
         views = {}
-        for name, (layer, entry) in offloaded.items():
+        for name, (layer, entry) in self._entries.items():
+            tensor = self._tensors[name]
             slot, span = slots.get(layer, (0, Span(layer, 0, 0)))
             if span.start <= entry.offset and entry.offset + entry.unit.nbytes <= span.stop:
-                views[name] = tensors[name].view(self.slots[slot], entry.offset - span.start)
+                views[name] = tensor.view(self.slots[slot], entry.offset - span.start)
             else:
-                views[name] = tensors[name].view(in_place[layer], entry.offset)
+                views[name] = tensor.view(in_place[layer], entry.offset)
+        if self._by_row is not None and self._embedding is not None:
+            table = self._embedding.device_view(self.device)
+            views[self._by_row] = self._tensors[self._by_row].view(table, 0)
         return views
 
     @property

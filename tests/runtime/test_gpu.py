@@ -107,7 +107,7 @@ def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:
 def test_a_refused_page_lock_leaves_no_error_behind() -> None:
     block = HostBlock(2**20, pin=True)
     with pytest.raises(MemoryLimitError, match="could not page-lock"):
-        block._register()  # pages can be registered once
+        block.pin()  # pages can be registered once
     assert torch.ones(2, device="cuda").sum().item() == 2
     block.close()
     HostBlock(2**20, pin=True).close()
