@@ -15,15 +15,10 @@ from offplan.progress import Progress
 from offplan.runtime.bench import BenchCost, time_forward
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loader import fill_random, load_weights
+from offplan.runtime.mapping import map_tensors
 from offplan.runtime.moments import on_device
 from offplan.runtime.precheck import verify_headers
-from offplan.runtime.skeleton import (
-    Places,
-    build_skeleton,
-    decoder_layers,
-    map_tensors,
-    materialise_buffers,
-)
+from offplan.runtime.skeleton import Places, build_skeleton, decoder_layers, materialise_buffers
 
 
 def require_accelerate() -> Any:

@@ -13,15 +13,10 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.host_memory import check_host_room
 from offplan.runtime.loader import fill_random, load_weights
+from offplan.runtime.mapping import Target, map_tensors
 from offplan.runtime.peer import find_peer
 from offplan.runtime.precheck import verify_headers
-from offplan.runtime.skeleton import (
-    Places,
-    Target,
-    build_skeleton,
-    map_tensors,
-    materialise_buffers,
-)
+from offplan.runtime.skeleton import Places, build_skeleton, materialise_buffers
 from offplan.runtime.store import Tensor, WeightStore
 from offplan.runtime.verify import verify_places, verify_totals
 

@@ -11,9 +11,9 @@ import torch
 
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
+from offplan.runtime.mapping import Conversion, Target
 from offplan.runtime.moments import on_device
 from offplan.runtime.shards import Shards
-from offplan.runtime.skeleton import Conversion, Target
 from offplan.runtime.staging import Part, Reader, split_parts, stored_dtype
 
 NUM_THREADS = min(4, os.cpu_count() or 1)

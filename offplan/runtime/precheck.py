@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from offplan.errors import CheckpointError
-from offplan.runtime.skeleton import Target
+from offplan.runtime.mapping import Target
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Stored types that become the model's own by rounding alone."""

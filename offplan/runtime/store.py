@@ -12,9 +12,9 @@ import torch
 from offplan.errors import MemoryLimitError, PlanError
 from offplan.host_block import HostBlock
 from offplan.placement import Phase, Placement, SlabEntry, Span, align
+from offplan.runtime.mapping import Target
 from offplan.runtime.moments import on_device
 from offplan.runtime.peer import PeerBlock
-from offplan.runtime.skeleton import Target
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
 

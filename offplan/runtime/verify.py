@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, SlabEntry, Span
-from offplan.runtime.skeleton import Target, decoder_layers
+from offplan.runtime.mapping import Target
+from offplan.runtime.skeleton import decoder_layers
 from offplan.runtime.store import WeightStore
 from offplan.schedule import Copy, Wait, build_request, empty_ring
 

@@ -19,7 +19,8 @@ from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
 from offplan.runtime import skeleton, staging, store
 from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.skeleton import build_skeleton, map_tensors
+from offplan.runtime.mapping import map_tensors
+from offplan.runtime.skeleton import build_skeleton
 from offplan.runtime.verify import verify_places
 from offplan.schedule import slots_read
 from tests.checkpoint.files import write_sparse
@@ -263,7 +264,8 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
 from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.skeleton import build_skeleton, map_tensors
+from offplan.runtime.mapping import map_tensors
+from offplan.runtime.skeleton import build_skeleton
 
 def memory(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) * 1024
