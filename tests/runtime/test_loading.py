@@ -17,7 +17,8 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
-from offplan.runtime import skeleton, staging, store
+from offplan.runtime import mapping as runtime_mapping
+from offplan.runtime import staging, store
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.mapping import map_tensors
 from offplan.runtime.skeleton import build_skeleton
@@ -117,7 +118,7 @@ def test_other_conversions_are_transformers_own(
     ]
     folder = save_tiny("qwen3", tmp_path)
     expected = loaded_values(load(folder))
-    monkeypatch.setattr(skeleton, "get_model_conversion_mapping", lambda _: mapping)
+    monkeypatch.setattr(runtime_mapping, "get_model_conversion_mapping", lambda _: mapping)
     stored = {name: value.clone() for name, value in expected.items()}
     for layer in range(NUM_LAYERS):
         mlp = f"model.layers.{layer}.mlp"
