@@ -56,7 +56,7 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its first parameter; of routed experts [experts, out, in], stored apart or not."""
+        """Of its first parameter as stored; of routed experts with their number, fused or not."""
         tensors = self.parameters[0].tensors
         shape = tuple(tensors[0].shape)
         return (len(tensors), *shape) if self.is_expert and len(shape) == 2 else shape

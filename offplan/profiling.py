@@ -95,8 +95,8 @@ def measure_model_reads(
 ) -> tuple[InPlaceRead, ...]:
     """Time what chunks of so many tokens could have to read in place, on the current CUDA device.
 
-    ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many would read
-    so often that no plan has them.
+    ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many are left to
+    what holds for any shape: hardly a plan has them read in place.
     """
     shapes = {unit.shape for layer in model.layers for unit in group_units(layer)}
     tokens = sorted({workload.batch * chunk for chunk in chunks})

@@ -83,7 +83,8 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     """Price one layer: the measured time of this shape, or an estimate.
 
     The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the profile's
-    overhead of a layer; times measured at other shapes of the same layer scale it.
+    overhead of a layer; times measured at other shapes of the same layer scale it, or, of the
+    chunks of a prompt, differ from it by as much.
     """
 
     def estimate(at: PassShape) -> float:
@@ -136,6 +137,9 @@ def _measured_or(
         return ComputeTime(estimate(shape), measured=False)
     nearest = min(others, key=lambda time: (_distance(time, shape), time.tokens, time.context))
     known = PassShape(shape.phase, nearest.batch, nearest.tokens, nearest.context)
+    if shape.is_part:  # what its launches take does not grow with it
+        seconds = nearest.seconds + estimate(shape) - estimate(known)
+        return ComputeTime(max(0.0, seconds), measured=False)
     return ComputeTime(estimate(shape) * nearest.seconds / estimate(known), measured=False)
 
 

@@ -37,8 +37,7 @@ Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows a
 1.1 times, 384 rows 1.95 times.
 """
 
-
-SLOWDOWN = 1.16
+UVA_SLOWDOWN = 1.16
 """What holds for a machine whose profile has no ``uva_beside_copies``: that of an H200.
 
 Source: matrix-vector products of 32 MiB each while copies are queued; other kernels that read in
@@ -49,7 +48,7 @@ place were 1.09 to 1.21 times slower than alone.
 def uva_slowdown(machine: MachineProfile) -> float:
     """What reading in place takes in a pass that copies too, as a multiple."""
     beside = machine.uva_beside_copies
-    return SLOWDOWN if beside is None else max(1.0, machine.uva.value / beside.value)
+    return UVA_SLOWDOWN if beside is None else max(1.0, machine.uva.value / beside.value)
 
 
 def reread_factor(machine: MachineProfile, num_rows: float) -> float:

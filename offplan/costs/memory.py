@@ -72,12 +72,6 @@ Source: ``runtime.latent_kernel.attend_filled``.
 KERNEL_HEADS = 16
 """Heads of such a block. Source: ``runtime.latent_kernel.BLOCK_HEADS``."""
 
-KERNEL_PAIRS = 1024
-"""Pairs of a token and an expert up to which the runtime's own kernels gather no weights.
-
-Source: ``runtime.experts.MAX_PAIRS``.
-"""
-
 KERNEL_MULTIPLE = 16
 """Of sizes that those kernels know. Source: ``runtime.experts.block_size``."""
 
@@ -254,16 +248,13 @@ def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
     Source: ``runtime.kernels.ExpertKernels``.
     """
     assert model.experts is not None
-    pairs = shape.num_tokens * model.experts.num_experts_per_token
     shapes = [parameter.tensors[0].shape for parameter in layer.parameters if parameter.is_expert]
     served = model.dtype in KERNEL_TYPES and all(
         len(shape) > 1 and not any(size % KERNEL_MULTIPLE for size in shape[-2:])
         for shape in shapes
     )
-    if served and pairs <= KERNEL_PAIRS:
-        return False
     looped = shape.phase is Phase.DECODE and model.dtype != "bfloat16"
-    return shape.num_tokens == 1 or looped
+    return not served and (shape.num_tokens == 1 or looped)
 
 
 def predict_gpu_memory(

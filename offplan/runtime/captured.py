@@ -38,7 +38,10 @@ class CapturedForward:
         self._pass = executor.capture(schedule, run, self._pool)
 
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the pass; returns logits, [batch, vocabulary], overwritten by the next replay."""
+        """Run the pass; returns logits, [batch, vocabulary].
+
+        The next replay overwrites them, of this pass or of one ``beside`` it.
+        """
         self._tokens.copy_(tokens)
         self._pass.replay()
         return self._logits

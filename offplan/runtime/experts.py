@@ -16,7 +16,7 @@ from offplan.runtime.gpu_limits import gpu_limits
 
 EXPERTS_NAME = "offplan"
 MAX_PAIRS = 1024
-"""Pairs of a token and an expert up to which this serves: a program holds all of them to sort."""
+"""Pairs of a token and an expert that are taken together: a program holds all of them to sort."""
 ROWS = 16
 """Pairs of one expert that a program multiplies at a time: more of them read its weight again."""
 MAX_BLOCK = 128
@@ -108,10 +108,13 @@ def forward_experts(
     """Send tokens through their experts, for transformers' experts interface.
 
     ``hidden_states`` is [tokens, hidden], ``top_k_index`` and ``top_k_weights`` [tokens, k].
-    Returns [tokens, hidden]. ``serves`` says for which experts this is, MAX_PAIRS for how many
-    tokens. Synchronises nothing.
+    Returns [tokens, hidden]. ``serves`` says for which experts this is. Synchronises nothing.
     """
     num_tokens, num_chosen = top_k_index.shape
+    if num_tokens * num_chosen > MAX_PAIRS:
+        parts = (part.split(MAX_PAIRS // num_chosen) for part in (top_k_index, top_k_weights))
+        shares = zip(hidden_states.split(MAX_PAIRS // num_chosen), *parts, strict=True)
+        return torch.cat([forward_experts(experts, *share) for share in shares])
     pairs = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
     made = multiply(hidden_states, _first(experts), pairs, num_chosen)
     made = experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)

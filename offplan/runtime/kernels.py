@@ -20,9 +20,9 @@ class ExpertKernels:
         """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
         assert loaded.model.experts is not None
         self._module = loaded.module
-        self._dtype = loaded.model.dtype
         self._num_chosen = loaded.model.experts.num_experts_per_token
-        self._own, self._max_pairs = find_own_experts(loaded) if with_own else ("", 0)
+        self._own, self._few_pairs = find_own_experts(loaded) if with_own else ("", 0)
+        self._groups_freely = groups_freely(loaded.model.dtype, loaded.store.device)
         self._current = ""
 
     def choose(self, phase: Phase, num_tokens: int) -> None:
@@ -34,28 +34,42 @@ class ExpertKernels:
 
     def can_capture(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens, over all sequences, never waits for the host."""
-        return self._dtype == "bfloat16" or num_tokens * self._num_chosen <= self._max_pairs
+        return self._groups_freely or num_tokens * self._num_chosen <= self._few_pairs
 
     def _name(self, phase: Phase, num_tokens: int) -> str:
-        if num_tokens * self._num_chosen <= self._max_pairs:
+        # a decode step is captured
+        must_not_wait = phase is Phase.DECODE and not self._groups_freely
+        if num_tokens * self._num_chosen <= self._few_pairs or (self._own and must_not_wait):
             return self._own
-        # grouped products on CUDA exist for bf16 alone and would synchronise inside a capture
-        loops = phase is Phase.DECODE and self._dtype != "bfloat16"
-        return "batched_mm" if num_tokens == 1 or loops else "grouped_mm"
+        return "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
+
+
+def groups_freely(dtype: str, device: torch.device) -> bool:
+    """Whether grouped products never wait for the host, which must not happen in a capture.
+
+    Source: torch's ``_grouped_mm``, whose kernels are for bf16 on compute capability 9.x and 10.x;
+    elsewhere it reads the groups' ends on the host.
+    """
+    if dtype != "bfloat16":
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def find_own_experts(loaded: LoadedModel) -> tuple[str, int]:
-    """What transformers knows our own kernels for experts by, and for how many pairs they serve.
+    """What transformers knows our own kernels for experts by, and for how many pairs they are best.
 
-    The latter, pairs of a token and an expert, is 0 where they do not know this model's experts.
+    Nothing, and 0, where they do not know this model's experts. For more pairs of a token and an
+    expert than this they would read experts several times.
     """
     if loaded.model.dtype not in KERNEL_TYPES:
         return "", 0
-    from offplan.runtime.experts import EXPERTS_NAME, MAX_PAIRS, serves  # needs triton
+    from offplan.runtime.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves  # needs triton
 
     # only those that transformers lets choose how they are multiplied say what they are made of
     experts = [module for module in loaded.module.modules() if hasattr(module, "has_gate")]
-    return EXPERTS_NAME, MAX_PAIRS if experts and all(map(serves, experts)) else 0
+    if not experts or not all(map(serves, experts)):
+        return "", 0
+    return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))
 
 
 def find_filled(

@@ -9,7 +9,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from offplan.placement import align
 
 BLOCK_BYTES = 64 * 2**20
-"""Of one allocation: torch rounds those of 1 to 10 MiB to parts of 20, and larger ones to 2 MiB."""
+"""Of one allocation, unless one tensor is larger. torch gives those of 1 to 10 MiB a part of 20 MiB
+and rounds larger ones up to 2 MiB, little beside this; so much may be left over where layers differ
+in shape."""
 
 
 class Position:
@@ -104,7 +106,7 @@ class KVCache(Cache):
     def clear_from(self, position: int) -> None:
         """Write zeros over every layer's rows from ``position`` on.
 
-        A block at a time: layer by layer the host would take a millisecond to ask for it.
+        Block by block: layer by layer the host would take a millisecond to ask for it.
         """
         for blocks in self._blocks:
             for block in blocks.whole:

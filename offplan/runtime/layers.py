@@ -51,7 +51,7 @@ class DecoderLayers:
         self._steps: list[Callable[..., Any]] = []
         self._detour: Callable[[int, Call], torch.Tensor] | None = None
         if compiled:
-            compile_as_real()
+            compile_as_real(layers)
         # set for each call and taken back after it: what else the process compiles keeps its limit
         many = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
         for index, layer in enumerate(layers):

@@ -5,9 +5,11 @@ around it, 5 us a layer and decode step on an H200.
 """
 
 import inspect
+from collections.abc import Iterable
 from functools import cache
 
 import torch
+from torch import nn
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 
@@ -29,9 +31,17 @@ def apply_rotary_emb(
     return turn(xq), turn(xk)
 
 
+def compile_as_real(layers: Iterable[nn.Module]) -> None:
+    """Have such layers turn by real numbers where they are compiled from here on.
+
+    Others of DeepSeek-V2 in the process do too; what runs eagerly does not.
+    """
+    if any(type(layer).__module__ == modeling_deepseek_v2.__name__ for layer in layers):
+        _substitute()
+
+
 @cache  # torch refuses a second substitute
-def compile_as_real() -> None:
-    """Have all that is compiled from here on turn by real numbers; what runs eagerly does not."""
+def _substitute() -> None:
     own = modeling_deepseek_v2.apply_rotary_emb
     if inspect.signature(own).parameters.keys() == {"xq", "xk", "freqs_cis"}:
         torch.compiler.substitute_in_graph(own)(apply_rotary_emb)

@@ -45,7 +45,9 @@ Source: DeepSeek-V2-Lite on an H200, whose prompts of 512 and 2,048 tokens took 
 class Session:
     """A loaded model that runs by a plan. Use as a context manager.
 
-    On CUDA everything runs on a stream of its own; the decode step is captured as CUDA graphs.
+    On CUDA everything runs on a stream of its own; the decode step is captured as CUDA graphs, and
+    so is a short prompt of the plan's length, which keeps the memory that it takes: a prompt of
+    another length takes its own beside it.
     """
 
     @memory_limits("loading the weights")
@@ -65,8 +67,8 @@ class Session:
         """Load ``model`` as a plan's ``offload`` says; sequences may reach ``context`` tokens.
 
         ``folder`` holds the model's files, None for random weights. ``late_copies`` (CPU only)
-        makes every copy at the latest legal moment. ``capture`` (CUDA only) captures the decode
-        step. ``wrap_link`` puts another link in front of the one that moves the bytes.
+        makes every copy at the latest legal moment. ``capture`` (CUDA only) captures what is
+        captured. ``wrap_link`` puts another link in front of the one that moves the bytes.
 
         Raises what LoadedModel raises, whatever was taken until then being given back, and
         OffplanError where the GPU's compiler is missing.
@@ -139,7 +141,7 @@ class Session:
         let_go(self.device)
         self._executor.close()
         self.layers.cache = None
-        self._captured.clear()
+        self._forget_captured()
         self._length = 0
         self._closed = True
         with on_device(self.device):
@@ -158,7 +160,8 @@ class Session:
     def peak_in_use(self) -> int:
         """Most bytes in use on the card since the session began, by whomever; 0 on the CPU.
 
-        The allocator gives nothing back but where the session asks it to.
+        Of an open session: the allocator gives nothing back but where the session asks it to, or
+        where there is no memory left.
         """
         return max(self._peak_in_use, bytes_in_use(self.device))
 
@@ -197,8 +200,9 @@ class Session:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
 
         Returns the logits that follow it, [batch, vocabulary], on the device and ordered on the
-        session's stream: read them inside ``stream()``. Waits for the prompt's own transfer, and
-        for the device when the batch is another than before.
+        session's stream, overwritten by the next call: read them inside ``stream()``. Waits for the
+        prompt's own transfer, and for the device when the batch is another than before or the
+        prompt is captured, which ``warm_up`` does beforehand.
         """
         self._check_open()
         batch, num_tokens = prompt.shape
@@ -259,6 +263,10 @@ class Session:
             captured = CapturedForward(self._executor, schedule, forward, tokens, beside)
             self._captured[phase] = captured
         return captured.replay(tokens)
+
+    def _forget_captured(self) -> None:
+        self._captured.clear()
+        self.position.rows = self.position.tensor  # a captured prompt's lie in its memory
 
     def _give_back_temporaries(self) -> None:
         self._peak_in_use = self.peak_in_use  # of all that came before
@@ -371,7 +379,7 @@ class Session:
             yield
         except BaseException:
             self._ring = empty_ring(self.loaded.placement)
-            self._captured.clear()
+            self._forget_captured()
             self._phase, self._length = None, 0
             raise
 
@@ -382,7 +390,7 @@ class Session:
     def _begin_sequences(self, batch: int) -> None:
         if self.layers.cache is not None and batch == self._batch:
             return
-        self._captured.clear()  # its graphs write to the old cache
+        self._forget_captured()  # its graphs write to the old cache
         self._decoded = self._prompted = False
         if self.layers.cache is not None and self._stream is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it

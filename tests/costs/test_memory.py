@@ -125,7 +125,7 @@ def test_a_later_chunk_joins_two_parts_or_has_a_mask(window: int | None, num_byt
     [
         ("bfloat16", Phase.DECODE, 1, 0),
         ("float16", Phase.DECODE, 512, 0),
-        ("float16", Phase.DECODE, 513, 513),
+        ("float16", Phase.DECODE, 513, 0),
         ("float16", Phase.PREFILL, 513, 0),
         ("float32", Phase.PREFILL, 1, 1),
         ("float32", Phase.PREFILL, 2, 0),

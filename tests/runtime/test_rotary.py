@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV2Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 from offplan.runtime.rotary import apply_rotary_emb, compile_as_real
+from tests.runtime.conftest import LATENTS, SIZES
 
 
 def make_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,8 +28,10 @@ def test_real_products_turn_as_complex_ones_do() -> None:
 
 
 def test_complex_products_are_not_compiled() -> None:
-    compile_as_real()
-    compile_as_real()  # a second session
+    config = DeepseekV2Config(**SIZES, **LATENTS)
+    layers = AutoModelForCausalLM.from_config(config).model.layers
+    for _ in range(2):  # a second session
+        compile_as_real(layers)
     compiled: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:

@@ -1,0 +1,126 @@
+"""What is captured and when, with passes that run anew in place of graphs that replay."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offplan.placement import Phase
+from offplan.runtime import kernels
+from offplan.runtime.executor import Executor
+from offplan.runtime.session import Session
+from offplan.schedule import Schedule
+from tests.runtime.conftest import save_tiny
+from tests.runtime.plans import group, offload, open_session
+
+CHUNK = 6
+DECISION = offload(group(2, 1, "mlp", decode="uva"), group(2, 1, "self_attn"), prefill_chunk=CHUNK)
+REQUESTS = [(2, 6), (2, 6), (2, 4), (2, 6), (2, 9), (2, 6), (1, 6), (1, 6), (1, 3), (2, 6), (2, 6)]
+"""Batches and lengths of prompts."""
+
+
+class Graphs:
+    """Stands in for CUDA graphs; counts captures."""
+
+    def __init__(self) -> None:
+        self.captured: list[Phase] = []
+        self.fails = False
+
+    def capture(
+        self, executor: Executor, schedule: Schedule, forward: Callable[[], Any]
+    ) -> "Graphs.Pass":
+        self.captured.append(schedule.phase)
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Graphs.Pass(executor, schedule, forward)
+
+    class Pass:
+        def __init__(self, *what: Any) -> None:
+            self._executor, self._schedule, self._forward = what
+
+        def replay(self) -> None:
+            self._executor.run(self._schedule, self._forward)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    graphs = Graphs()
+    monkeypatch.setattr(
+        Executor, "capture", lambda own, schedule, run, _: graphs.capture(own, schedule, run)
+    )
+    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    return graphs
+
+
+def open_capturing(folder: Path) -> Session:
+    session = open_session(folder, DECISION)
+    session._capture = True
+    return session
+
+
+def request(session: Session, batch: int, num_tokens: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(0, 50, (batch, num_tokens), generator=generator)
+    logits = [session.prefill(prompt).clone()]
+    for _ in range(4):
+        logits.append(session.decode(logits[-1].argmax(-1, keepdim=True)).clone())
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v2"])
+def test_prompts_of_any_length_and_batch_in_between(
+    graphs: Graphs, tmp_path: Path, kind: str
+) -> None:
+    folder = save_tiny(kind, tmp_path / kind)
+    with open_session(folder, DECISION) as plain, open_capturing(folder) as session:
+        for seed, (batch, num_tokens) in enumerate(REQUESTS):
+            expected = request(plain, batch, num_tokens, seed)
+            for found, wanted in zip(
+                request(session, batch, num_tokens, seed), expected, strict=True
+            ):
+                assert torch.equal(found, wanted)
+    # float32 experts would wait for the host, so that their prompts are not captured
+    assert (Phase.PREFILL in graphs.captured) == (kind == "qwen3")
+
+
+def test_nothing_is_captured_behind_the_warm_up(graphs: Graphs, tmp_path: Path) -> None:
+    with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
+        session.warm_up(2, CHUNK)
+        assert graphs.captured == [Phase.DECODE, Phase.PREFILL]
+        for seed in range(3):
+            request(session, 2, CHUNK, seed)
+        assert len(graphs.captured) == 2
+
+
+def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path / "checkpoint")
+    with open_session(folder, DECISION) as plain, open_capturing(folder) as session:
+        expected = request(plain, 2, CHUNK, 0)
+        request(session, 2, CHUNK, 0)
+        graphs.fails = True
+        with pytest.raises(RuntimeError, match="capturing"):
+            request(session, 2, CHUNK, 0)
+        found = request(session, 2, CHUNK, 0)
+        assert all(map(torch.equal, found, expected))
+        assert graphs.captured.count(Phase.PREFILL) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "freely"),
+    [
+        ("bfloat16", (9, 0), True),
+        ("bfloat16", (10, 0), True),
+        ("bfloat16", (8, 9), False),
+        ("bfloat16", (12, 0), False),
+        ("float16", (9, 0), False),
+    ],
+)
+def test_where_grouped_products_wait_for_the_host(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, capability: tuple[int, int], freely: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert kernels.groups_freely(dtype, torch.device("cuda")) is freely
