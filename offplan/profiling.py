@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 import offplan
 from offplan.checkpoint.model import Model
@@ -20,10 +19,7 @@ from offplan.machine.profile import InPlaceRead, LayerTime
 from offplan.placement import group_units
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
-from offplan.runtime.kv_cache import LayerCache
-from offplan.runtime.layers import Call
-from offplan.runtime.session import NUM_WARMUP_STEPS, Session
-from offplan.runtime.skeleton import decoder_layers
+from offplan.runtime.session import MAX_CAPTURED_CHUNKS, NUM_WARMUP_STEPS, Session
 
 READ_ONCE_TOKENS, MAX_IN_PLACE_TOKENS = 128, 4096
 """Of prompts, over all sequences, between which products are timed in place."""
@@ -41,10 +37,11 @@ def measure_layer_times(
     """Time one layer of each kind, and what lies outside the layers, on the current CUDA device.
 
     The shortest run of layers that has every kind is loaded with random weights, all resident.
-    Prefill is timed for a first chunk of each size in ``chunks`` (tokens, none more than the
-    prompt, the largest first): as a whole prompt it may be captured, as a part of one it is not,
-    and a small one takes as long as its launches do. Decode is timed for a captured layer with the
-    whole prompt and half of the output in the cache: what a step of the request meets on average.
+    Prefill is timed for prompts in chunks of each size in ``chunks`` (tokens, none more than the
+    prompt, the largest first), as the session runs them, captured or not: small chunks that are not
+    take as long as their launches. A chunk's time is the mean of those of a prompt. Decode is timed
+    for a captured layer with the whole prompt and half of the output in the cache: what a step of
+    the request meets on average.
     """
     kinds = [layer.key for layer in model.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
@@ -75,10 +72,12 @@ def measure_layer_times(
         offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
         with Session(short, offload, context=context, device="cuda") as session:
             vocabulary = session.loaded.module.config.get_text_config().vocab_size
-            prompt = torch.randint(0, vocabulary, (workload.batch, chunk))
-            is_part = chunk < workload.prompt_tokens
-            seconds = _time_prefill(session, prompt, is_part=is_part)
-            note("prefill", chunk, chunk, seconds, is_part=is_part)
+            # too many to be captured, where the prompt's are
+            num_chunks = min(workload.prompt_tokens // chunk, MAX_CAPTURED_CHUNKS + 1)
+            prompt = torch.randint(0, vocabulary, (workload.batch, num_chunks * chunk))
+            seconds = _time_prefill(session, prompt, num_chunks)
+            reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens
+            note("prefill", chunk, reach, seconds, is_part=is_part)
             if chunk == chunks[0]:
                 filled = min(workload.decode_context, context - num_steps - 1)
                 decode = _time_decode(session, workload.batch, filled)
@@ -135,6 +134,7 @@ def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> 
         "phases": ["prefill", "decode"],
         "batch": workload.batch,
         "context": workload.context,
+        "prompt_tokens": workload.prompt_tokens,
         "prefill_tokens": list(chunks),
         "decode_context": workload.decode_context,
     }
@@ -152,45 +152,25 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _time_prefill(session: Session, prompt: torch.Tensor, *, is_part: bool) -> list[float]:
-    """Seconds of each layer, called again and again, and of the rest of a prefill pass.
+def _time_prefill(session: Session, prompt: torch.Tensor, num_chunks: int) -> list[float]:
+    """Seconds that a chunk of a prompt takes in each layer, on average, and all outside of them.
 
-    A prompt that is captured has its layers captured too. Another, and part of one, may take as
-    long as the host needs to launch it: layers are called as the model calls them, with nothing in
-    between that a request would not have either.
+    A prompt that is captured has its layers captured too. Another's chunks may take as long as the
+    host needs to launch them: they are taken through a layer as a request's are.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
-    tokens = prompt.to(session.device)
-    with session.stream(), torch.inference_mode():
-        calls = session.layers.note_calls(lambda: session.forward_chunk(tokens, 0))
     captured = session.captures_prompt(*prompt.shape)
-    if captured:
-        each = [_time_layer(session, index, call) for index, call in enumerate(calls)]
-    else:
-        each = _time_launched(session, calls)
-    outside = max(0.0, whole - sum(each))
-    if captured and is_part:
-        each = _time_launched(session, calls)
-    return [*each, outside]
-
-
-def _time_launched(session: Session, calls: Sequence[Call]) -> list[float]:
-    """Seconds of each layer as the host launches it."""
     with session.stream(), torch.inference_mode():
-        return [
-            _median_seconds(session, partial(_repeat, session, layer, call)) / REPEATS
-            for layer, call in zip(decoder_layers(session.loaded.module), calls, strict=True)
-        ]
+        chunks = prompt.to(session.device).chunk(num_chunks, dim=1)
+        run_layer = session.in_chunks(chunks).run_layer
+        time = partial(_time_captured, session) if captured else partial(_time_launched, session)
+        each = [time(partial(run_layer, index)) for index in range(len(session.layers))]
+    return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
 
 
-def _repeat(session: Session, layer: nn.Module, call: Call) -> None:
-    """Call a layer as the model does, with the whole cache."""
-    arguments = {
-        name: session.layers.cache if isinstance(value, LayerCache) else value
-        for name, value in call.arguments.items()
-    }
-    for _ in range(REPEATS):
-        layer(call.hidden, **arguments)
+def _time_launched(session: Session, work: Callable[[], object]) -> float:
+    """Seconds of work that the host launches, again and again."""
+    return _median_seconds(session, lambda: [work() for _ in range(REPEATS)]) / REPEATS
 
 
 def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
@@ -206,18 +186,21 @@ def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
     step = _median_seconds(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():
         calls = session.layers.note_calls(lambda: session.forward_one(tokens))
-    each = [_time_layer(session, index, call) for index, call in enumerate(calls)]
+        each = [
+            _time_captured(session, partial(session.layers.step, index, call))
+            for index, call in enumerate(calls)
+        ]
     return [*each, max(0.0, step - sum(each))]
 
 
-def _time_layer(session: Session, index: int, call: Call) -> float:
+def _time_captured(session: Session, work: Callable[[], object]) -> float:
+    """Seconds of work that is captured."""
     graph = torch.cuda.CUDAGraph()
-    with session.stream(), torch.inference_mode():
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        for _ in range(REPEATS):
-            session.layers.step(index, call)
-        graph.capture_end()
+    torch.cuda.synchronize()
+    graph.capture_begin()
+    for _ in range(REPEATS):
+        work()
+    graph.capture_end()
     return _median_seconds(session, graph.replay) / REPEATS
 
 

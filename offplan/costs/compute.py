@@ -131,7 +131,7 @@ def _measured_or(
     if exact is not None:
         return ComputeTime(exact, measured=True)
     others = [time for time in machine.layer_times if (time.layer, time.phase) == (key, phase)]
-    # a prompt as a whole may be captured, and then takes no time to launch
+    # chunks of a longer prompt launch more, and may not be captured where a whole one is
     others = [time for time in others if time.is_part == shape.is_part] or others
     if not others:
         return ComputeTime(estimate(shape), measured=False)

@@ -37,6 +37,11 @@ class CapturedForward:
 
         self._pass = executor.capture(schedule, run, self._pool)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tokens, [batch, new]."""
+        return self._tokens.shape
+
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the pass; returns logits, [batch, vocabulary].
 

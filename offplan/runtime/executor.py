@@ -1,7 +1,8 @@
 """Runs a model by a schedule: hooks around the layers carry out its copies and waits."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,16 @@ class Executor:
         finally:
             self._apply = self._carry_out
         return captured
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which layers may be called without running: their hooks do nothing."""
+        waiting = self._before, self._after
+        self._before, self._after = {}, {}
+        try:
+            yield
+        finally:
+            self._before, self._after = waiting
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -5,6 +5,7 @@ What is done to a layer is done once, and undone with the model.
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,10 @@ class Call:
     """Hidden states, [batch, tokens, hidden size]."""
     arguments: dict[str, Any]
     """Masks, positions, rotary tables, the layer's cache."""
+
+
+class _AllNoted(Exception):
+    """Ends a forward pass whose rest, the head above all, nobody asked for."""
 
 
 class DecoderLayers:
@@ -80,14 +85,17 @@ class DecoderLayers:
         return hidden
 
     def note_calls(self, forward: Callable[[], Any]) -> list[Call]:
-        """Return what ``forward`` would call each layer with; none of them runs."""
+        """Return what ``forward`` would call each layer with; neither they run nor what follows."""
         calls: list[Call] = []
 
         def note(_: int, call: Call) -> torch.Tensor:
             calls.append(call)
+            if len(calls) == len(self):
+                raise _AllNoted
             return call.hidden
 
-        self._with_detour(note, forward)
+        with suppress(_AllNoted):
+            self._with_detour(note, forward)
         return calls
 
     def finish(self, hidden: torch.Tensor, forward: Callable[[], Any]) -> Any:

@@ -17,13 +17,14 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.attention import filled_before, filled_mask
 from offplan.runtime.captured import CapturedForward
+from offplan.runtime.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.executor import Executor
 from offplan.runtime.faults import let_go, memory_limits
 from offplan.runtime.gpu_memory import bytes_in_use
 from offplan.runtime.kernels import ExpertKernels, find_filled
 from offplan.runtime.kv_cache import KVCache, Position
 from offplan.runtime.latent import keep_latents
-from offplan.runtime.layers import Call, DecoderLayers, require_triton
+from offplan.runtime.layers import DecoderLayers, require_triton
 from offplan.runtime.link import CpuLink, CudaLink, Link
 from offplan.runtime.loaded import LoadedModel
 from offplan.runtime.moments import on_device
@@ -34,11 +35,16 @@ NUM_WARMUP_STEPS = 2
 """Decode steps after a prompt that are not like those to come: the first one finds the ring as
 prefill left it, and runs uncaptured after a change of batch; in the second the step is captured."""
 MAX_CAPTURED_TOKENS = 4096
-"""Of a prompt, over all sequences, up to which it is captured: a longer one keeps the GPU busy for
-longer than the host takes to launch it.
+"""Of a chunk, over all sequences, up to which prompts are captured: a longer one keeps the GPU busy
+for longer than the host takes to launch it.
 
 Source: DeepSeek-V2-Lite on an H200, whose prompts of 512 and 2,048 tokens took 28 ms to launch and
 16 and 28 to compute.
+"""
+MAX_CAPTURED_CHUNKS = 16
+"""Of a prompt: graphs grow with their number.
+
+Source: estimated.
 """
 
 
@@ -112,8 +118,10 @@ class Session:
         if self.loaded.model.experts is not None:
             self._experts = ExpertKernels(self.loaded, with_own=self._capture)
         self._captured: dict[Phase, CapturedForward] = {}
-        self._decoded = self._prompted = False
-        """Whether a step, or the plan's prompt, ran with this batch uncaptured."""
+        self._decoded = False
+        """Whether a step ran with this batch uncaptured."""
+        self._prompted: torch.Size | None = None
+        """Of the last prompt that ran with this batch uncaptured."""
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
         self._batch = 0
@@ -214,36 +222,52 @@ class Session:
             self._begin_sequences(batch)
             self.layers.forget_from(num_tokens)
             self._rows_read += prompt.numel()
-            chunks = prompt.to(self.device).split(self._chunk, dim=1)
-            self._enter(Phase.PREFILL, batch * chunks[0].shape[1])
+            if num_tokens > self._chunk:  # the last chunk's are read twice
+                self._rows_read += batch * (1 + (num_tokens - 1) % self._chunk)
+            self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk))
             schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
-            if len(chunks) == 1:
-                logits = self._prefill_at_once(schedule, chunks[0])
-            else:
-                logits = self._prefill_by_layer(schedule, chunks)
+            logits = self._run_prompt(schedule, prompt.to(self.device))
             self.position.tensor.fill_(num_tokens)
         self._length = num_tokens
-        assert isinstance(logits, torch.Tensor)
         return logits
 
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
-        """Whether a prompt of this shape is captured when it comes a second time."""
+        """Whether a prompt of this shape is captured when it comes twice in a row."""
         return (
             self._capture
-            and num_tokens == self._chunk
-            and batch * num_tokens <= MAX_CAPTURED_TOKENS
-            and (self._experts is None or self._experts.can_capture(batch * num_tokens))
+            and self._chunk <= num_tokens <= MAX_CAPTURED_CHUNKS * self._chunk
+            and batch * self._chunk <= MAX_CAPTURED_TOKENS
+            and (self._experts is None or self._experts.can_capture(batch * self._chunk))
         )
 
-    def _prefill_at_once(self, schedule: Schedule, tokens: torch.Tensor) -> torch.Tensor:
-        with self._as_compiled_for(tokens):
-            forward = partial(self.forward_chunk, start=0)
-            if self._prompted and self.captures_prompt(*tokens.shape):
-                return self._replay(schedule, forward, tokens)
-            logits = self._executor.run(schedule, partial(forward, tokens))
-        self._prompted |= tokens.shape[1] == self._chunk
+    def _run_prompt(self, schedule: Schedule, tokens: torch.Tensor) -> torch.Tensor:
+        captured = self._captured.get(Phase.PREFILL)
+        known = self._prompted == tokens.shape or (captured and captured.shape == tokens.shape)
+        if known and self.captures_prompt(*tokens.shape):
+            return self._replay(schedule, self._forward_prompt, tokens)
+        logits = self._executor.run(schedule, partial(self._forward_prompt, tokens))
+        assert isinstance(logits, torch.Tensor)
+        self._prompted = tokens.shape
+        return logits
+
+    def _forward_prompt(self, tokens: torch.Tensor) -> torch.Tensor:
+        chunks = tokens.split(self._chunk, dim=1)
+        if len(chunks) == 1:
+            with as_compiled_for(tokens.shape[1], self._chunk):
+                return self.forward_chunk(tokens, 0)
+        with self._executor.paused():
+            prompt = self.in_chunks(chunks)
+        for index in range(len(self.layers)):
+            self._executor.before(index)
+            prompt.run_layer(index)
+            self._executor.after(index)
+        logits = prompt.finish()
         assert isinstance(logits, torch.Tensor)
         return logits
+
+    def in_chunks(self, chunks: Sequence[torch.Tensor]) -> ChunkedPrompt:
+        """Return a prompt's chunks, on the device, ready to be taken through the layers."""
+        return ChunkedPrompt(chunks, self.forward_chunk, self.layers, self.position)
 
     def _replay(
         self,
@@ -251,10 +275,10 @@ class Session:
         forward: Callable[[torch.Tensor], torch.Tensor],
         tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Run a captured pass, capturing it where it has another schedule than last time."""
+        """Run a captured pass, capturing it where it is another than last time."""
         phase = schedule.phase
         captured = self._captured.get(phase)
-        if captured is None or captured.schedule != schedule:
+        if captured is None or (captured.schedule, captured.shape) != (schedule, tokens.shape):
             del captured
             self._captured.pop(phase, None)
             if phase is Phase.PREFILL:
@@ -272,44 +296,6 @@ class Session:
         self._peak_in_use = self.peak_in_use  # of all that came before
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-
-    def _prefill_by_layer(self, schedule: Schedule, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Run every chunk through a layer before the next one: weights cross once a prompt."""
-        forwards = [
-            partial(self.forward_chunk, chunk, number * self._chunk)
-            for number, chunk in enumerate(chunks)
-        ]
-        hidden, arguments, rows = [], [], []
-        for forward in forwards:
-            calls = self.layers.note_calls(forward)
-            hidden.append(calls[0].hidden)
-            # not the calls: they would keep what the layers are to free
-            arguments.append([call.arguments for call in calls])
-            rows.append(self.position.rows)
-        del calls
-
-        def run_layers() -> None:
-            for index in range(len(self.layers)):
-                self._executor.before(index)
-                for number, chunk in enumerate(chunks):
-                    self.position.rows = rows[number]
-                    call = Call(hidden[number], arguments[number][index])
-                    with self._as_compiled_for(chunk):
-                        hidden[number] = self.layers.step(index, call)
-                self._executor.after(index)
-
-        self._executor.run(schedule, run_layers)
-        # the last chunk's hidden states pass the norm and the head as if its layers had run; its
-        # tokens are embedded once more on the way
-        self._rows_read += chunks[-1].numel()
-        logits = self.layers.finish(hidden[-1], forwards[-1])
-        assert isinstance(logits, torch.Tensor)
-        return logits
-
-    def _as_compiled_for(self, chunk: torch.Tensor) -> Any:
-        """A compilation is worth its seconds for the plan's chunk, not for each remainder."""
-        planned = chunk.shape[1] == self._chunk
-        return torch.compiler.set_stance("default" if planned else "force_eager")
 
     @memory_limits("making a token")
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -391,7 +377,7 @@ class Session:
         if self.layers.cache is not None and batch == self._batch:
             return
         self._forget_captured()  # its graphs write to the old cache
-        self._decoded = self._prompted = False
+        self._decoded, self._prompted = False, None
         if self.layers.cache is not None and self._stream is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self.layers.cache = None

@@ -63,7 +63,7 @@ def test_other_shapes_scale_the_estimate() -> None:
 
 
 def test_a_part_of_a_prompt_is_not_priced_as_a_whole_one() -> None:
-    """A whole prompt may be captured; chunks are not, and take as long as their launches."""
+    """A chunk of several may be launched where a whole prompt is captured, and attends in two."""
     whole = PassShape(Phase.PREFILL, 1, 512, 512)
     first, second = (PassShape(Phase.PREFILL, 1, 512, 512 * n, is_part=True) for n in (1, 2))
     times = [measured(whole, 1.0), measured(first, 5.0)]

@@ -17,7 +17,10 @@ from tests.runtime.plans import group, offload, open_session
 
 CHUNK = 6
 DECISION = offload(group(2, 1, "mlp", decode="uva"), group(2, 1, "self_attn"), prefill_chunk=CHUNK)
-REQUESTS = [(2, 6), (2, 6), (2, 4), (2, 6), (2, 9), (2, 6), (1, 6), (1, 6), (1, 3), (2, 6), (2, 6)]
+REQUESTS = [
+    *((2, 6), (2, 6), (2, 4), (2, 6), (2, 9), (2, 6), (1, 6), (1, 6), (1, 3), (2, 6), (2, 6)),
+    *((2, 9), (2, 9), (2, 12), (2, 9), (2, 18), (2, 18), (2, 18), (2, 9)),
+]
 """Batches and lengths of prompts."""
 
 

@@ -1,0 +1,62 @@
+"""A prompt in chunks, taken through layer by layer, so that weights cross the link only once."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from offplan.runtime.kv_cache import Position
+from offplan.runtime.layers import Call, DecoderLayers
+
+
+class ChunkedPrompt:
+    """What the chunks of a prompt bring to each layer, and what layers have made of them so far."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.Tensor],
+        forward_chunk: Callable[[torch.Tensor, int], Any],
+        layers: DecoderLayers,
+        position: Position,
+    ) -> None:
+        """Note with what ``forward_chunk`` calls each layer for chunks, each [batch, tokens].
+
+        It takes a chunk and its first position, sets ``position.rows`` and runs the model. What the
+        model does ahead of its layers is done, nothing else.
+        """
+        self._layers, self._position = layers, position
+        self._hidden: list[torch.Tensor] = []
+        self._arguments: list[list[dict[str, Any]]] = []
+        self._rows: list[torch.Tensor] = []
+        start = 0
+        for chunk in chunks:
+            self._forward_last = partial(forward_chunk, chunk, start)
+            calls = layers.note_calls(self._forward_last)
+            self._hidden.append(calls[0].hidden)
+            # not the calls: they would keep what the layers are to free
+            self._arguments.append([call.arguments for call in calls])
+            self._rows.append(position.rows)
+            start += chunk.shape[1]
+        self._planned = chunks[0].shape[1]
+
+    def run_layer(self, index: int) -> None:
+        """Take every chunk through one layer."""
+        for number, hidden in enumerate(self._hidden):
+            self._position.rows = self._rows[number]
+            call = Call(hidden, self._arguments[number][index])
+            with as_compiled_for(hidden.shape[1], self._planned):
+                self._hidden[number] = self._layers.step(index, call)
+
+    def finish(self) -> Any:
+        """Return what ``forward_chunk`` makes of the last chunk's hidden states.
+
+        They pass the norm and the head as if the chunk's layers had run; its tokens are embedded
+        once more on the way.
+        """
+        return self._layers.finish(self._hidden[-1], self._forward_last)
+
+
+def as_compiled_for(num_tokens: int, planned: int) -> Any:
+    """A compilation is worth its seconds for the plan's chunk, not for each remainder."""
+    return torch.compiler.set_stance("default" if num_tokens == planned else "force_eager")
