@@ -1,30 +1,81 @@
-"""A pass captured as CUDA graph segments, with the tensors that it reads and writes."""
+"""Passes captured as CUDA graph segments, with the tensors that they read and write."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from offplan.placement import Phase
 from offplan.runtime.executor import Executor
 from offplan.schedule import Schedule
 
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""Makes logits, [batch, vocabulary], of tokens, int64 of shape [batch, new] on the device."""
 
-class CapturedForward:
-    """The pass of one schedule for tokens of one shape; later ones are copied into its input.
 
-    Captured after a pass that ran uncaptured: libraries allocate workspaces at their first call,
-    which must not happen in a capture.
+class Passes:
+    """Runs passes: as they are at first, captured when they come again.
+
+    Libraries allocate workspaces at their first call, which must not happen in a capture. Of each
+    phase the last captured pass is kept, with the temporary memory that it takes.
     """
+
+    def __init__(self, executor: Executor, give_back_temporaries: Callable[[], None]) -> None:
+        self._executor = executor
+        self._give_back_temporaries = give_back_temporaries
+        self._captured: dict[Phase, _CapturedForward] = {}
+        self._seen: dict[Phase, torch.Size] = {}
+        """Shape of the last tokens that ran uncaptured."""
+
+    @property
+    def captured(self) -> set[Phase]:
+        """Phases of which a pass is captured."""
+        return set(self._captured)
+
+    def run(
+        self, schedule: Schedule, forward: Forward, tokens: torch.Tensor, *, may_capture: bool
+    ) -> torch.Tensor:
+        """Run ``forward`` of ``tokens`` by a schedule; returns logits that the next run overwrites.
+
+        Captures it if that is allowed, the last tokens of this phase had the same shape, and what
+        is captured does not serve. That waits for the device.
+        """
+        phase = schedule.phase
+        captured = self._captured.get(phase)
+        fits = captured is not None and captured.shape == tokens.shape
+        if not may_capture or not (fits or self._seen.get(phase) == tokens.shape):
+            logits = self._executor.run(schedule, partial(forward, tokens))
+            assert isinstance(logits, torch.Tensor)
+            self._seen[phase] = tokens.shape
+            return logits
+        if captured is None or not fits or captured.schedule != schedule:
+            del captured
+            self._captured.pop(phase, None)
+            if phase is Phase.PREFILL:
+                self._give_back_temporaries()  # of the prompt uncaptured: it takes as much again
+            beside = next(iter(self._captured.values()), None)
+            captured = _CapturedForward(self._executor, schedule, forward, tokens, beside)
+            self._captured[phase] = captured
+        return captured.replay(tokens)
+
+    def forget(self) -> None:
+        """Drop what is captured, and the memory that it keeps."""
+        self._captured.clear()
+
+
+class _CapturedForward:
+    """The pass of one schedule for tokens of one shape; later ones are copied into its input."""
 
     def __init__(
         self,
         executor: Executor,
         schedule: Schedule,
-        forward: Callable[[torch.Tensor], torch.Tensor],
+        forward: Forward,
         tokens: torch.Tensor,
-        beside: "CapturedForward | None",
+        beside: "_CapturedForward | None",
     ) -> None:
-        """Capture ``forward`` of ``tokens``, int64 on the device, which makes logits.
+        """Capture ``forward`` of ``tokens``.
 
         ``beside`` is a pass that never runs at the same time: both use the same temporary memory.
         """

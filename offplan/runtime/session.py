@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +15,7 @@ from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.attention import filled_before, filled_mask
-from offplan.runtime.captured import CapturedForward
+from offplan.runtime.captured import Passes
 from offplan.runtime.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.executor import Executor
 from offplan.runtime.faults import let_go, memory_limits
@@ -117,11 +116,7 @@ class Session:
         self._experts: ExpertKernels | None = None
         if self.loaded.model.experts is not None:
             self._experts = ExpertKernels(self.loaded, with_own=self._capture)
-        self._captured: dict[Phase, CapturedForward] = {}
-        self._decoded = False
-        """Whether a step ran with this batch uncaptured."""
-        self._prompted: torch.Size | None = None
-        """Of the last prompt that ran with this batch uncaptured."""
+        self._passes = Passes(self._executor, self._give_back_temporaries)
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
         self._batch = 0
@@ -226,7 +221,12 @@ class Session:
                 self._rows_read += batch * (1 + (num_tokens - 1) % self._chunk)
             self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk))
             schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
-            logits = self._run_prompt(schedule, prompt.to(self.device))
+            logits = self._passes.run(
+                schedule,
+                self._forward_prompt,
+                prompt.to(self.device),
+                may_capture=self.captures_prompt(batch, num_tokens),
+            )
             self.position.tensor.fill_(num_tokens)
         self._length = num_tokens
         return logits
@@ -239,16 +239,6 @@ class Session:
             and batch * self._chunk <= MAX_CAPTURED_TOKENS
             and (self._experts is None or self._experts.can_capture(batch * self._chunk))
         )
-
-    def _run_prompt(self, schedule: Schedule, tokens: torch.Tensor) -> torch.Tensor:
-        captured = self._captured.get(Phase.PREFILL)
-        known = self._prompted == tokens.shape or (captured and captured.shape == tokens.shape)
-        if known and self.captures_prompt(*tokens.shape):
-            return self._replay(schedule, self._forward_prompt, tokens)
-        logits = self._executor.run(schedule, partial(self._forward_prompt, tokens))
-        assert isinstance(logits, torch.Tensor)
-        self._prompted = tokens.shape
-        return logits
 
     def _forward_prompt(self, tokens: torch.Tensor) -> torch.Tensor:
         chunks = tokens.split(self._chunk, dim=1)
@@ -269,27 +259,8 @@ class Session:
         """Return a prompt's chunks, on the device, ready to be taken through the layers."""
         return ChunkedPrompt(chunks, self.forward_chunk, self.layers, self.position)
 
-    def _replay(
-        self,
-        schedule: Schedule,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run a captured pass, capturing it where it is another than last time."""
-        phase = schedule.phase
-        captured = self._captured.get(phase)
-        if captured is None or (captured.schedule, captured.shape) != (schedule, tokens.shape):
-            del captured
-            self._captured.pop(phase, None)
-            if phase is Phase.PREFILL:
-                self._give_back_temporaries()  # of the prompt uncaptured: it takes as much again
-            beside = next(iter(self._captured.values()), None)
-            captured = CapturedForward(self._executor, schedule, forward, tokens, beside)
-            self._captured[phase] = captured
-        return captured.replay(tokens)
-
     def _forget_captured(self) -> None:
-        self._captured.clear()
+        self._passes.forget()
         self.position.rows = self.position.tensor  # a captured prompt's lie in its memory
 
     def _give_back_temporaries(self) -> None:
@@ -319,11 +290,10 @@ class Session:
             self._rows_read += self._batch
             self._enter(Phase.DECODE, self._batch)
             schedule = self._next_pass(Phase.DECODE, Phase.DECODE)
-            if self._capture and self._decoded and schedule.before == schedule.after:
-                logits = self._replay(schedule, self.forward_one, tokens)
-            else:
-                logits = self._executor.run(schedule, lambda: self.forward_one(tokens))
-            self._decoded = True
+            steady = schedule.before == schedule.after
+            logits = self._passes.run(
+                schedule, self.forward_one, tokens, may_capture=self._capture and steady
+            )
             self.position.tensor.add_(1)
             return logits
 
@@ -377,7 +347,6 @@ class Session:
         if self.layers.cache is not None and batch == self._batch:
             return
         self._forget_captured()  # its graphs write to the old cache
-        self._decoded, self._prompted = False, None
         if self.layers.cache is not None and self._stream is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self.layers.cache = None

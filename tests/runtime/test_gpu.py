@@ -43,7 +43,9 @@ def run(folder: Path, decision: Offload, capture: bool) -> tuple[list[torch.Tens
         weights = torch.cuda.memory_allocated() - before
         for prompt in (PROMPT, BATCH):
             session.warm_up(*prompt.shape)
-            assert session.captures_prompt(*prompt.shape) == (Phase.PREFILL in session._captured)
+            assert session.captures_prompt(*prompt.shape) == (
+                Phase.PREFILL in session._passes.captured
+            )
             logits.append(session.prefill(prompt).clone())
             moved -= session.link.bytes_moved
             for _ in range(NUM_TOKENS):
