@@ -3,6 +3,7 @@
     python -m benchmarks.table benchmarks/results/h200.json
     python -m benchmarks.table benchmarks/results/h200-peer.json
     python -m benchmarks.table benchmarks/results/predictions-h200.json
+    python -m benchmarks.table benchmarks/results/versus-h200.json
 
 Which table it is follows from what is in the file.
 """
@@ -27,6 +28,8 @@ def main() -> None:
         table = show_speeds(results)
     elif "plans" in results:
         table = show_peer(results)
+    elif "vs" in results:
+        table = show_versus(results)
     else:
         table = show_predictions(results)
     print("\n".join(table))
@@ -82,6 +85,16 @@ def show_peer(results: dict[str, Any]) -> Iterable[str]:
             f"| {'8k prompt' if row['what'] == 'prefill_s' else decode} | {ms(row['resident_s'])} "
             f"| {ms(row['measured_s'])} | {ms(row['bound_s'])} | {row['ratio']:.3f} |"
         )
+
+
+def show_versus(results: dict[str, Any]) -> Iterable[str]:
+    """List the plan and each other way of running the model, as ``offplan bench --vs`` timed it."""
+    yield "| way | first token | a token | GPU memory |"
+    yield "|---|---|---|---|"
+    for name, way in {"the plan": results["measured"], **results["vs"]}.items():
+        memory = way["gpu_memory"]["total_bytes"] / GIB
+        prefill, decode = (way[phase]["step_s"] for phase in ("prefill", "decode"))
+        yield f"| {name} | {ms(prefill)} | {ms(decode)} | {memory:.2f} GiB |"
 
 
 def show_predictions(results: dict[str, Any]) -> Iterable[str]:
