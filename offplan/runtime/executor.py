@@ -42,14 +42,13 @@ class Executor:
         finally:
             self._before, self._after = {}, {}
 
-    def capture(self, schedule: Schedule, forward: Callable[[], Any], pool: Any) -> "CapturedPass":
+    def capture(self, schedule: Schedule, forward: Callable[[], Any]) -> "CapturedPass":
         """Capture ``forward`` as CUDA graph segments, cut wherever the schedule acts.
 
-        Its temporary memory comes from ``pool``, a ``torch.cuda.graph_pool_handle``.
         Needs a warmed-up model, on a stream other than the default one. Nothing is executed: the
-        ring and the caches stay as they are.
+        ring and the caches stay as they are. The pass keeps its temporary memory to itself.
         """
-        captured = CapturedPass(self._link, pool)
+        captured = CapturedPass(self._link)
         self._apply = captured.cut
         try:
             with captured:
@@ -117,9 +116,10 @@ def carry_out(link: Link, operations: list[Operation]) -> None:
 class CapturedPass:
     """A pass as CUDA graphs with the schedule's operations between them."""
 
-    def __init__(self, link: Link, pool: Any) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._pool = pool
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        """Where all segments' temporary memory comes from."""
         self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
         self._graph: torch.cuda.CUDAGraph | None = None
 

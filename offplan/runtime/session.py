@@ -51,8 +51,7 @@ class Session:
     """A loaded model that runs by a plan. Use as a context manager.
 
     On CUDA everything runs on a stream of its own; the decode step is captured as CUDA graphs, and
-    so is a short prompt of the plan's length, which keeps the memory that it takes: a prompt of
-    another length takes its own beside it.
+    so are prompts of short chunks, the second time that their length comes in a row.
     """
 
     @memory_limits("loading the weights")

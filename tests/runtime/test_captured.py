@@ -52,9 +52,9 @@ class Graphs:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     graphs = Graphs()
     monkeypatch.setattr(
-        Executor, "capture", lambda own, schedule, run, _: graphs.capture(own, schedule, run)
+        Executor, "capture", lambda own, schedule, run: graphs.capture(own, schedule, run)
     )
-    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
+    for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     return graphs
 
@@ -97,6 +97,14 @@ def test_nothing_is_captured_behind_the_warm_up(graphs: Graphs, tmp_path: Path) 
         for seed in range(3):
             request(session, 2, CHUNK, seed)
         assert len(graphs.captured) == 2
+
+
+def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path) -> None:
+    with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
+        both, step = {Phase.PREFILL, Phase.DECODE}, {Phase.DECODE}
+        for num_tokens, captured in [(9, step), (9, both), (9, both), (7, step), (9, step)]:
+            request(session, 2, num_tokens, 0)
+            assert session._passes.captured == captured
 
 
 def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> None:
