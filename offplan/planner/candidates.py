@@ -1,9 +1,10 @@
 """The plans of one combination: group by group, those that may be better than a given value."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 from offplan.plan import Backend
 from offplan.planner.combinations import (
@@ -13,19 +14,56 @@ from offplan.planner.combinations import (
     Combinations,
 )
 from offplan.planner.context import Column, Context, Times, in_turns, streams
-from offplan.planner.options import users_of
+from offplan.planner.options import Turns, users_of
 from offplan.planner.relaxation import Filled, Turn, Weighing
 from offplan.planner.targets import NEVER, Goal, Time
 
 
 def list_candidates(
     found: Combinations, combined: Combination, goal: Goal, limit: Time
-) -> Iterator[Candidate]:
+) -> list[Candidate]:
     """List a combination's plans that may be better than ``limit``."""
     context = found.context(combined.setting, combined.num_slots, TURNS[combined.turn], goal)
     relaxed = found.relax(combined.options, combined.backends, context, goal.cuts(limit))
-    if relaxed is not None:
-        yield from _Scan(found, combined, context, goal, limit).candidates(relaxed)
+    if relaxed is None:
+        return []
+    return _Scan(found, combined, context, goal, limit).candidates(relaxed)
+
+
+class _Level(NamedTuple):
+    """What the choice of one rule's group goes by."""
+
+    column: Column
+    layers: list[int]
+    """Of each group, as bits."""
+    slots: list[tuple[int, int, tuple[int, ...]]]
+    """What a slot holds if this rule and those before it stream the same layer of a kind."""
+    prompt_ps: list[tuple[int, int]]
+    """Layers of a kind, and what one takes of the link in a prompt if no other rule streams it."""
+    step_ps: list[tuple[int, int]]
+    most_after: int
+    """Bytes that the rules after it can take."""
+    cost_after: float
+    """What they cost at least, and so on."""
+    excess_after: float
+    times_after: Times
+
+
+class _Prefix(NamedTuple):
+    """Groups of the first rules."""
+
+    groups: tuple[int, ...]
+    layers: tuple[int, ...]
+    prompt_users: int
+    """Layers that stream, as bits."""
+    step_users: int
+    slot_bytes: int
+    lacking: int
+    """Bytes that the other rules must take, the ring left out."""
+    room: float
+    """What they may cost."""
+    room_beyond: float
+    times: Times
 
 
 @dataclass
@@ -38,79 +76,149 @@ class _Scan:
 
     def __post_init__(self) -> None:
         self.options = [self.found.options[number] for number in self.combined.options]
-        self.lacking = self.found.problem.settings[self.combined.setting].lacking_bytes
-        self.shared = self._shared_slots()
 
-    def candidates(self, relaxed: Sequence[tuple[Filled, Weighing]]) -> Iterator[Candidate]:
+    def candidates(self, relaxed: Sequence[tuple[Filled, Weighing]]) -> list[Candidate]:
         """List plans: by the weighing whose bound is nearest to what is wanted."""
-        cuts = self.goal.cuts(self.limit)
+        cuts, context = self.goal.cuts(self.limit), self.context
 
         def nearness(each: tuple[Filled, Weighing]) -> float:
             most_ps = cuts[each[1].cut].most_ps
             return float(each[0].least / most_ps) if most_ps else NEVER
 
         filled, weighing = max(relaxed, key=nearness)
-        columns = [
-            self.context.column(*each, weighing, filled.rate)
-            for each in zip(
-                self.combined.options,
-                self.options,
-                self.combined.backends,
-                in_turns(self.combined.backends, self.context),
-                strict=True,
-            )
-        ]
-        needed, spared_ps = self.found.needed(self.options, self.combined.backends, self.context)
+        self.rates, levels = weighing.rates, self._levels(weighing, filled.rate)
+        backends = self.combined.backends
+        needed, spared_ps = self.found.needed(self.options, backends, context)
+        # the starts of what the ring spares are counted as well
+        starts_ps = context.num_slots * context.start_ps
+        step_starts_ps = starts_ps if context.turn is Turn.TURNS else 0
         room = cuts[weighing.cut].most_ps - weighing.fixed_ps
-        room_beyond = room + weighing.rates.prompt_copy * spared_ps - filled.rate * needed
-        yield from self._extend(
-            columns, (), self.lacking, float(room), float(room_beyond), (0, 0, 0, 0)
+        room += self.rates.prompt_copy * starts_ps + self.rates.step_copy * step_starts_ps
+        beyond = room + self.rates.prompt_copy * spared_ps - filled.rate * needed
+        lacking = self.found.problem.settings[self.combined.setting].lacking_bytes
+        times = (-starts_ps, 0, -step_starts_ps, 0)
+        found: list[Candidate] = []
+        self._extend(
+            levels, _Prefix((), (), 0, 0, 0, lacking, float(room), float(beyond), times), found
         )
+        return found
 
-    def _extend(
-        self,
-        columns: Sequence[Column],
-        groups: tuple[int, ...],
-        lacking: int,
-        room: float,
-        room_beyond: float,
-        times: Times,
-    ) -> Iterator[Candidate]:
-        """Choose groups of the rules that have none yet, within what is left of each sum."""
-        column, *others = columns
-        needed = lacking + self.context.num_slots * self._slot_bytes(groups)
-        start = bisect_left(column.sizes, needed - sum(other.sizes[-1] for other in others))
-        room_here = room - sum(other.least_costs[0] for other in others)
-        beyond_here = room_beyond - sum(other.least_excess for other in others)
-        spent = times
-        for other in others:
-            times = _add(times, other.least_times[0])
-        costs, excesses, sizes = column.costs, column.excesses, column.sizes
-        for number in range(start, len(sizes)):
-            if column.least_costs[number] >= room_here:
-                break
-            if costs[number] >= room_here or excesses[number] >= beyond_here:
+    def _levels(self, weighing: Weighing, price: float) -> list[_Level]:
+        context, backends = self.context, self.combined.backends
+        turns = in_turns(backends, context)
+        found: list[_Level] = []
+        most, cost, excess = 0, 0.0, 0.0
+        times: Times = (0, 0, 0, 0)
+        for rule in reversed(range(len(self.options))):
+            option, each = self.options[rule], backends[rule]
+            number = self.combined.options[rule]
+            column = context.column(number, option, each, turns[rule], weighing, price)
+            prompt_ps, step_ps = self._layers_ps(rule, turns[rule])
+            slots = self._shared_slots(rule) if streams(each) else []
+            found.append(
+                _Level(column, option.layers, slots, prompt_ps, step_ps, most, cost, excess, times)
+            )
+            most += column.sizes[-1]
+            cost += column.least_costs[0]
+            excess += column.least_excess
+            times = _add(times, column.least_times[0])
+        return found[::-1]
+
+    def _layers_ps(
+        self, rule: int, turns: Turns
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """What a layer that streams takes of the link beside its bytes: rules may share it."""
+        problem, context = self.found.problem, self.context
+        priced = problem.settings[context.setting].prefill, problem.decode
+        counted = (True, context.turn is Turn.TURNS)
+        found: list[list[tuple[int, int]]] = [[], []]
+        for phase, backend in enumerate(self.combined.backends[rule]):
+            if backend is not Backend.PREFETCH or not counted[phase]:
                 continue
-            if self._exceeds(times, column.times[number]):
-                if self._exceeds(times, column.least_times[number]):
+            # with one slot, layers that stream compute in turns with the link
+            alternates = context.num_slots == 1 and context.turn is not Turn.KEEPS
+            for layers in problem.layers_of_kind:
+                layer_ps = priced[phase].layer_ps[(layers & -layers).bit_length() - 1]
+                own_ps = layer_ps if alternates and not turns[phase] else 0
+                found[phase].append((layers, context.start_ps + own_ps))
+        return found[0], found[1]
+
+    def _extend(self, levels: Sequence[_Level], prefix: _Prefix, found: list[Candidate]) -> None:
+        """Choose groups of the rules that have none yet, within what is left of each sum."""
+        level, *others = levels
+        column, num_slots, rates = level.column, self.context.num_slots, self.rates
+        costs, excesses, sizes = column.costs, column.excesses, column.sizes
+        groups, lacking, times, slot_bytes = (
+            prefix.groups,
+            prefix.lacking,
+            prefix.times,
+            prefix.slot_bytes,
+        )
+        needed = lacking + num_slots * slot_bytes - level.most_after
+        start = bisect_left(sizes, needed)
+        room, beyond = prefix.room - level.cost_after, prefix.room_beyond - level.excess_after
+        if start == len(sizes) or column.least_costs[start] >= room:
+            return
+        slots = self._larger_slots(level, prefix)
+        least_times = _add(times, level.times_after)
+        for number in range(start, len(sizes)):
+            if column.least_costs[number] >= room:
+                break
+            cost, excess = costs[number], excesses[number]
+            if cost >= room or excess >= beyond:
+                continue
+            layers, size = level.layers[number], sizes[number]
+            slot = slot_bytes
+            for larger, among in slots:
+                if layers & among:
+                    slot = larger
+                    break
+            if size < lacking + num_slots * slot - level.most_after:
+                continue
+            prompt_ps = step_ps = 0
+            for among, layer_ps in level.prompt_ps:
+                prompt_ps += (layers & among & ~prefix.prompt_users).bit_count() * layer_ps
+            for among, layer_ps in level.step_ps:
+                step_ps += (layers & among & ~prefix.step_users).bit_count() * layer_ps
+            shared = rates.prompt_copy * prompt_ps + rates.step_copy * step_ps
+            if cost + shared >= room or excess + shared >= beyond:
+                continue
+            a, b, c, d = column.times[number]
+            more = (a + prompt_ps, b, c + step_ps, d)
+            if self._exceeds(least_times, more):
+                if self._exceeds(least_times, column.least_times[number]):
                     break
                 continue
-            chosen = (*groups, number)
-            if others:
-                yield from self._extend(
-                    others,
-                    chosen,
-                    lacking - sizes[number],
-                    room - costs[number],
-                    room_beyond - excesses[number],
-                    _add(spent, column.times[number]),
-                )
-                continue
-            slot = self._slot_bytes(chosen)
-            if sizes[number] >= lacking + self.context.num_slots * slot:
-                candidate = self._bound(chosen)
+            if not others:
+                candidate = self._bound((*groups, number))
                 if candidate is not None:
-                    yield candidate
+                    found.append(candidate)
+                continue
+            extended = _Prefix(
+                (*groups, number),
+                (*prefix.layers, layers),
+                prefix.prompt_users | (layers if level.prompt_ps else 0),
+                prefix.step_users | (layers if level.step_ps else 0),
+                slot,
+                lacking - size,
+                prefix.room - cost - shared,
+                prefix.room_beyond - excess - shared,
+                _add(times, more),
+            )
+            self._extend(others, extended, found)
+
+    @staticmethod
+    def _larger_slots(level: _Level, prefix: _Prefix) -> list[tuple[int, int]]:
+        """Layers that make slots larger than a prefix needs, if a rule streams one of them too."""
+        found = []
+        for slot_bytes, among, rules in level.slots:
+            if slot_bytes <= prefix.slot_bytes:
+                break
+            for rule in rules:
+                among &= prefix.layers[rule]
+            if among:
+                found.append((slot_bytes, among))
+        return found
 
     def _exceeds(self, times: Times, more: Times) -> bool:
         """Whether no plan of this time, or a longer one, is better."""
@@ -119,32 +227,23 @@ class _Scan:
         decode_ps = step.least_ps(times[2] + more[2], times[3] + more[3])
         return self.goal.value(prefill_ps, decode_ps) >= self.limit
 
-    def _slot_bytes(self, groups: Sequence[int]) -> int:
-        """What a slot must hold for these groups of the first rules."""
-        layers = [
-            option.groups[group][1].layers
-            for option, group in zip(self.options, groups, strict=False)
-        ]
-        num_chosen = len(groups)
-        for slot_bytes, among, rules in self.shared:
-            if rules[-1] < num_chosen:
-                both = among
-                for rule in rules:
-                    both &= layers[rule]
-                if both:
-                    return slot_bytes
-        return 0
+    def _shared_slots(self, rule: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """What a slot holds if a rule and some before it stream the same layer of a kind.
 
-    def _shared_slots(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """What a slot holds if rules stream the same layer of a kind, the largest first."""
-        streamed = [rule for rule, each in enumerate(self.combined.backends) if streams(each)]
-        kinds = self.found.problem.layers_of_kind
+        The largest first, each with the layers of the kind and the rules before.
+        """
+        before = [other for other in range(rule) if streams(self.combined.backends[other])]
+        costs = [option.costs for option in self.options]
         return sorted(
             (
-                (sum(self.options[rule].costs[kind].slab_bytes for rule in rules), layers, rules)
-                for number in range(1, len(streamed) + 1)
-                for rules in combinations(streamed, number)
-                for kind, layers in enumerate(kinds)
+                (
+                    costs[rule][kind].slab_bytes + sum(costs[r][kind].slab_bytes for r in rules),
+                    layers,
+                    rules,
+                )
+                for number in range(len(before) + 1)
+                for rules in combinations(before, number)
+                for kind, layers in enumerate(self.found.problem.layers_of_kind)
             ),
             reverse=True,
         )

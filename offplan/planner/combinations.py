@@ -22,6 +22,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from offplan.plan import Backend
+from offplan.planner.classes import PricedClass, price_classes
 from offplan.planner.contents import Choice
 from offplan.planner.context import Context, in_turns, is_complete, is_possible, streams
 from offplan.planner.options import Backends, Option, are_disjoint, list_options
@@ -73,9 +74,14 @@ class Combinations:
     """All combinations of one problem."""
 
     problem: Problem
-    options: tuple[Option, ...]
+    classes: tuple[PricedClass, ...]
     _contexts: dict[tuple[int, int, Turn, Goal], Context] = field(default_factory=dict)
     _disjoint: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """What rules can take."""
+        return list_options(self.classes)
 
     def bounds(self, num_rules: int, goal: Goal, limit: Time) -> Iterator[Combination]:
         """List the combinations that may hold a plan better than ``limit``."""
@@ -224,7 +230,7 @@ class Combinations:
 
 def list_combinations(problem: Problem) -> Combinations:
     """Prepare the combinations of a problem."""
-    return Combinations(problem, list_options(problem))
+    return Combinations(problem, price_classes(problem))
 
 
 def _choose(

@@ -1,15 +1,16 @@
 """What rules of a segment class can take: the sets of layers that differ in what they cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from offplan.placement import Unit
 from offplan.plan import Backend
-from offplan.planner.patterns import Pattern, group_patterns
-from offplan.planner.problem import KindCosts, Problem, kind_costs
-from offplan.planner.segments import SegmentClass, segment_classes
-from offplan.planner.space import Totals, by_signature, sum_up
+from offplan.planner.classes import PricedClass, Totals
+from offplan.planner.patterns import Pattern
+from offplan.planner.problem import KindCosts
+from offplan.planner.segments import SegmentClass
 
 Backends = tuple[Backend, Backend]
 
@@ -37,8 +38,8 @@ class Option:
     """
 
     segment_class: SegmentClass
-    units: frozenset[tuple[int, int]]
-    """What the class takes: kind of layer, number of the unit in it."""
+    units: frozenset[tuple[int, Unit]]
+    """What the class takes, with the kind of layer."""
     costs: tuple[KindCosts, ...]
     """Of each kind of layer; zeros where it takes nothing."""
     groups: tuple[tuple[Totals, Pattern], ...]
@@ -52,6 +53,11 @@ class Option:
     def sizes(self) -> list[int]:
         """Bytes that each group takes off the GPU."""
         return [totals.unit_bytes for totals, _ in self.groups]
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The layers of each group, as bits."""
+        return [pattern.layers for _, pattern in self.groups]
 
     @property
     def slot_bytes(self) -> int:
@@ -132,25 +138,17 @@ def _price(
     )
 
 
-def list_options(problem: Problem) -> tuple[Option, ...]:
-    """List what rules of any class can take."""
-    patterns = group_patterns(len(problem.model.layers))
+def list_options(classes: Iterable[PricedClass]) -> tuple[Option, ...]:
+    """List what rules of these classes can take."""
     options = []
-    for segment_class in segment_classes(problem.model):
-        costs = kind_costs(problem, segment_class)
-        units = frozenset(
-            (kind, number)
-            for kind, units in enumerate(problem.units_of_kind)
-            for number, unit in enumerate(units)
-            if segment_class.takes(unit)
-        )
+    for priced in classes:
+        units = frozenset((kind, unit) for kind, units in enumerate(priced.units) for unit in units)
         by_slot: dict[int, list[tuple[Totals, Pattern]]] = {}
-        for signature, members in by_signature(problem, costs, patterns).items():
-            totals = sum_up(signature, costs)
-            by_slot.setdefault(totals.slot_bytes, []).append((totals, members[0]))
+        for totals, patterns in priced.groups:
+            by_slot.setdefault(totals.slot_bytes, []).append((totals, patterns[0]))
         for groups in by_slot.values():
             ordered = tuple(sorted(groups, key=lambda group: group[0].unit_bytes))
-            options.append(Option(segment_class, units, costs, ordered))
+            options.append(Option(priced.segment_class, units, priced.costs, ordered))
     return tuple(options)
 
 
