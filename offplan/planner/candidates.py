@@ -23,7 +23,7 @@ def list_candidates(
     found: Combinations, combined: Combination, goal: Goal, limit: Time
 ) -> list[Candidate]:
     """List a combination's plans that may be better than ``limit``."""
-    context = found.context(combined.setting, combined.num_slots, TURNS[combined.turn], goal)
+    context = found.context((combined.setting,), combined.num_slots, TURNS[combined.turn], goal)
     relaxed = found.relax(combined.options, combined.backends, context, goal.cuts(limit))
     if relaxed is None:
         return []
@@ -95,7 +95,7 @@ class _Scan:
         room = cuts[weighing.cut].most_ps - weighing.fixed_ps
         room += self.rates.prompt_copy * starts_ps + self.rates.step_copy * step_starts_ps
         beyond = room + self.rates.prompt_copy * spared_ps - filled.rate * needed
-        lacking = self.found.problem.settings[self.combined.setting].lacking_bytes
+        lacking = context.lacking_bytes
         times = (-starts_ps, 0, -step_starts_ps, 0)
         found: list[Candidate] = []
         self._extend(
@@ -129,7 +129,7 @@ class _Scan:
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """What a layer that streams takes of the link beside its bytes: rules may share it."""
         problem, context = self.found.problem, self.context
-        priced = problem.settings[context.setting].prefill, problem.decode
+        priced = problem.settings[self.combined.setting].prefill, problem.decode
         counted = (True, context.turn is Turn.TURNS)
         found: list[list[tuple[int, int]]] = [[], []]
         for phase, backend in enumerate(self.combined.backends[rule]):

@@ -35,6 +35,7 @@ from offplan.planner.relaxation import (
     Turn,
     Weighing,
     fill,
+    least_frame,
     strongest,
     weighings,
 )
@@ -75,7 +76,7 @@ class Combinations:
 
     problem: Problem
     classes: tuple[PricedClass, ...]
-    _contexts: dict[tuple[int, int, Turn, Goal], Context] = field(default_factory=dict)
+    _contexts: dict[tuple[tuple[int, ...], int, Turn, Goal], Context] = field(default_factory=dict)
     _disjoint: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -85,26 +86,50 @@ class Combinations:
 
     def bounds(self, num_rules: int, goal: Goal, limit: Time) -> Iterator[Combination]:
         """List the combinations that may hold a plan better than ``limit``."""
-        cuts = goal.cuts(limit)
-        for setting in range(len(self.problem.settings)):
-            for turn in Turn:
-                for num_slots in (0, 1) if turn is Turn.KEEPS else PREFETCH_STEPS:
-                    context = self.context(setting, num_slots, turn, goal)
-                    for found in self._of_context(context, num_rules, goal, cuts):
-                        yield found
-                        if turn is Turn.KEEPS and num_slots:
-                            # by the byte, one ring is as good as another
-                            yield from (found._replace(num_slots=n) for n in PREFETCH_STEPS[1:])
+        cuts, everywhere = goal.cuts(limit), tuple(range(len(self.problem.settings)))
+        for number, turn in enumerate(TURNS):
+            for num_slots in (0, 1) if turn is Turn.KEEPS else PREFETCH_STEPS:
+                context = self.context(everywhere, num_slots, turn, goal)
+                # by the byte, one ring is as good as another where decode keeps what it finds
+                alike = PREFETCH_STEPS if turn is Turn.KEEPS and num_slots else (num_slots,)
+                for options, backends in self._choose(context, num_rules, cuts):
+                    for setting, bound in self._split(options, backends, context, goal, cuts):
+                        for slots in alike:
+                            yield Combination(bound, options, backends, slots, setting, number)
 
-    def context(self, setting: int, num_slots: int, turn: Turn, goal: Goal) -> Context:
-        """What holds for all combinations of a setting and a ring."""
-        key = (setting, num_slots, turn, goal)
+    def _split(
+        self,
+        options: tuple[int, ...],
+        backends: tuple[Backends, ...],
+        context: Context,
+        goal: Goal,
+        cuts: Sequence[Cut],
+    ) -> Iterator[tuple[int, Time]]:
+        """Bound a combination in each of a context's settings, as long as several may do."""
+        found = self.relax(options, backends, context, cuts)
+        if found is None:
+            return
+        settings = context.settings
+        if len(settings) == 1:
+            yield settings[0], goal.bound(strongest(found, len(cuts)))
+            return
+        middle = len(settings) // 4 * 2 or 1  # the places of the embedding stay together
+        for half in (settings[:middle], settings[middle:]):
+            within = self.context(half, context.num_slots, context.turn, goal)
+            yield from self._split(options, backends, within, goal, cuts)
+
+    def context(self, settings: tuple[int, ...], num_slots: int, turn: Turn, goal: Goal) -> Context:
+        """What holds for all combinations of a ring, and of one setting or several."""
+        key = (settings, num_slots, turn, goal)
         found = self._contexts.get(key)
         if found is None:
-            frames = self._frames(setting, num_slots, turn)
+            each = [self._frames(setting, num_slots, turn) for setting in settings]
+            prompts, steps = zip(*each, strict=True)
+            frames = least_frame(prompts), least_frame(steps)
             weighed = tuple(weighings(goal.cuts(NEVER), *frames))
+            lacking = min(self.problem.settings[setting].lacking_bytes for setting in settings)
             found = self._contexts[key] = Context(
-                setting, num_slots, turn, frames, weighed, self.passes.start_ps
+                settings, lacking, num_slots, turn, frames, weighed, self.passes.start_ps
             )
         return found
 
@@ -129,9 +154,10 @@ class Combinations:
             ),
         )
 
-    def _of_context(
-        self, context: Context, num_rules: int, goal: Goal, cuts: Sequence[Cut]
-    ) -> Iterator[Combination]:
+    def _choose(
+        self, context: Context, num_rules: int, cuts: Sequence[Cut]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Backends, ...]]]:
+        """Choose options and backends that a context does not rule out."""
         backends = [each for each in list_backends(self.problem) if is_possible(each, context)]
         alone = (False, False)
         parts = [
@@ -139,17 +165,12 @@ class Combinations:
             for number, option in enumerate(self.options)
         ]
         mixed = [_mix(each.values()) for each in parts]
-        rooms, turn = context.rooms(cuts), TURNS.index(context.turn)
-        lacking = self.problem.settings[context.setting].lacking_bytes
+        rooms = context.rooms(cuts)
         for options in self._disjoint_options(num_rules):
             each = [(parts[number], mixed[number]) for number in options]
-            for chosen in _choose(each, (), lacking, rooms):
+            for chosen in _choose(each, (), context.lacking_bytes, rooms):
                 if is_complete(chosen, context):
-                    found = self.relax(options, chosen, context, cuts)
-                    if found is not None:
-                        bound = goal.bound(strongest(found, len(cuts)))
-                        where = (context.num_slots, context.setting, turn)
-                        yield Combination(bound, options, chosen, *where)
+                    yield options, chosen
 
     def relax(
         self,
@@ -178,7 +199,7 @@ class Combinations:
         self, options: Sequence[Option], backends: Sequence[Backends], context: Context
     ) -> tuple[int, float]:
         """Bytes that must leave the GPU, the ring's on top; what it then spares of the prompt."""
-        lacking = self.problem.settings[context.setting].lacking_bytes
+        lacking = context.lacking_bytes
         if context.turn is Turn.KEEPS:
             return lacking, 0.0
         num_slots = context.num_slots

@@ -33,9 +33,12 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What combinations have in common: a setting, a ring and what decode does with it."""
+    """What combinations have in common: settings, a ring and what decode does with it."""
 
-    setting: int
+    settings: tuple[int, ...]
+    """One, or several: what is a bound for all of them."""
+    lacking_bytes: int
+    """Of layers' weights that must leave the GPU, the ring's bytes to come on top."""
     num_slots: int
     turn: Turn
     frames: tuple[Frame, Frame]
@@ -51,7 +54,7 @@ class Context:
         key = (number, backends, turns)
         found = self._parts.get(key)
         if found is None:
-            rates = option.rates(backends, self.setting, self.start_ps, turns)
+            rates = option.rates(backends, self.settings, self.start_ps, turns)
             low, high = 0 if streams(backends) else option.sizes[0], option.sizes[-1]
             if backends[1] is Backend.PREFETCH and self.turn is Turn.OWNS:
                 high = min(high, self.num_slots * option.layer_bytes)
@@ -90,7 +93,7 @@ class Context:
             for kind, each in zip(option.present, spared, strict=True)
         ]
         most, most_beyond = Rates(*map(max, zip(*spared, strict=True))), max(0.0, *beyond)
-        prices = option.prices(backends, self.setting, self.start_ps, turns)
+        prices = option.prices(backends, self.settings, self.start_ps, turns)
         kept = [min(self.num_slots, totals.num_layers) for totals, _ in option.groups]
         costs, excesses = [], []
         for (totals, _), rates, slots in zip(option.groups, prices, kept, strict=True):

@@ -44,8 +44,10 @@ class Option:
     """Of each kind of layer; zeros where it takes nothing."""
     groups: tuple[tuple[Totals, Pattern], ...]
     """By the bytes they take off the GPU, the least first."""
-    _rates: dict[tuple[Backends, int, Turns], "Rates"] = field(default_factory=dict)
-    _prices: dict[tuple[Backends, int, Turns], list["Rates"]] = field(default_factory=dict)
+    _rates: dict[tuple[Backends, Sequence[int], Turns], "Rates"] = field(default_factory=dict)
+    _prices: dict[tuple[Backends, Sequence[int], Turns], list["Rates"]] = field(
+        default_factory=dict
+    )
 
     _taken: dict[Backends, list[Taken]] = field(default_factory=dict)
 
@@ -74,13 +76,15 @@ class Option:
         """Of the kinds that groups may have."""
         return [kind for kind in self.costs if 0 < kind.slab_bytes <= self.slot_bytes]
 
-    def rates(self, backends: Backends, setting: int, start_ps: int, turns: Turns) -> "Rates":
+    def rates(
+        self, backends: Backends, settings: Sequence[int], start_ps: int, turns: Turns
+    ) -> "Rates":
         """What a byte costs at least; a copy takes ``start_ps`` beside its bytes."""
-        key = (backends, setting, turns)
+        key = (backends, settings, turns)
         found = self._rates.get(key)
         if found is None:
             each = [
-                (_price(kind, 1, backends, setting, start_ps, turns), kind.unit_bytes)
+                (_price(kind, 1, backends, settings, start_ps, turns), kind.unit_bytes)
                 for kind in self.present
             ]
             found = self._rates[key] = Rates(
@@ -89,14 +93,14 @@ class Option:
         return found
 
     def prices(
-        self, backends: Backends, setting: int, start_ps: int, turns: Turns
+        self, backends: Backends, settings: Sequence[int], start_ps: int, turns: Turns
     ) -> list["Rates"]:
         """What each group costs, the starts of its copies left out: rules may share them."""
-        key = (backends, setting, turns)
+        key = (backends, settings, turns)
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = [
-                _price(totals, totals.num_layers, backends, setting, start_ps, turns)
+                _price(totals, totals.num_layers, backends, settings, start_ps, turns)
                 for totals, _ in self.groups
             ]
         return found
@@ -124,15 +128,18 @@ def _price(
     costs: KindCosts | Totals,
     num_layers: int,
     backends: Backends,
-    setting: int,
+    settings: Sequence[int],
     start_ps: int,
     turns: Turns,
 ) -> Rates:
+    def least(of_settings: Sequence[int]) -> int:
+        return min(of_settings[setting] for setting in settings)
+
     copied = costs.copy_ps - num_layers * start_ps
     prompt, step = (backend is Backend.PREFETCH for backend in backends)
     return Rates(
-        (copied + turns[0] * costs.prefill_compute_ps[setting]) if prompt else 0,
-        0 if prompt else costs.prefill_uva_ps[setting],
+        (copied + (least(costs.prefill_compute_ps) if turns[0] else 0)) if prompt else 0,
+        0 if prompt else least(costs.prefill_uva_ps),
         (copied + turns[1] * costs.decode_compute_ps) if step else 0,
         0 if step else costs.decode_uva_ps,
     )
