@@ -41,6 +41,8 @@ class _Level(NamedTuple):
     prompt_ps: list[tuple[int, int]]
     """Layers of a kind, and what one takes of the link in a prompt if no other rule streams it."""
     step_ps: list[tuple[int, int]]
+    spared_ps: list[int]
+    """What each group's sums leave out of a decode step's reading; empty if nothing is kept."""
     most_after: int
     """Bytes that the rules after it can take."""
     cost_after: float
@@ -58,6 +60,8 @@ class _Prefix(NamedTuple):
     """Layers that stream, as bits."""
     step_users: int
     slot_bytes: int
+    spared_ps: int
+    """What the sums leave out of a decode step's reading, because the ring keeps it."""
     lacking: int
     """Bytes that the other rules must take, the ring left out."""
     room: float
@@ -76,6 +80,10 @@ class _Scan:
 
     def __post_init__(self) -> None:
         self.options = [self.found.options[number] for number in self.combined.options]
+        self.reads_ps = [
+            option.reads_ps(self.found.problem.kind_of) if streams(backends) else None
+            for option, backends in zip(self.options, self.combined.backends, strict=True)
+        ]
 
     def candidates(self, relaxed: Sequence[tuple[Filled, Weighing]]) -> list[Candidate]:
         """List plans: by the weighing whose bound is nearest to what is wanted."""
@@ -99,7 +107,7 @@ class _Scan:
         times = (-starts_ps, 0, -step_starts_ps, 0)
         found: list[Candidate] = []
         self._extend(
-            levels, _Prefix((), (), 0, 0, 0, lacking, float(room), float(beyond), times), found
+            levels, _Prefix((), (), 0, 0, 0, 0, lacking, float(room), float(beyond), times), found
         )
         return found
 
@@ -115,8 +123,20 @@ class _Scan:
             column = context.column(number, option, each, turns[rule], weighing, price)
             prompt_ps, step_ps = self._layers_ps(rule, turns[rule])
             slots = self._shared_slots(rule) if streams(each) else []
+            spared = column.spared_ps if context.turn is Turn.KEEPS and streams(each) else []
             found.append(
-                _Level(column, option.layers, slots, prompt_ps, step_ps, most, cost, excess, times)
+                _Level(
+                    column,
+                    option.layers,
+                    slots,
+                    prompt_ps,
+                    step_ps,
+                    spared,
+                    most,
+                    cost,
+                    excess,
+                    times,
+                )
             )
             most += column.sizes[-1]
             cost += column.least_costs[0]
@@ -180,11 +200,19 @@ class _Scan:
                 prompt_ps += (layers & among & ~prefix.prompt_users).bit_count() * layer_ps
             for among, layer_ps in level.step_ps:
                 step_ps += (layers & among & ~prefix.step_users).bit_count() * layer_ps
+            spared_ps = read_ps = 0
+            if level.spared_ps:
+                most_ps = prefix.spared_ps + level.spared_ps[number]
+                spared_ps = min(most_ps, self._kept_ps((*prefix.layers, layers)))
+                read_ps = most_ps - spared_ps
             shared = rates.prompt_copy * prompt_ps + rates.step_copy * step_ps
-            if cost + shared >= room or excess + shared >= beyond:
+            # what lies beyond the bytes' price counts a slot's bytes once for all that it spares
+            excess += shared
+            cost += shared + rates.step_read * read_ps
+            if cost >= room or excess >= beyond:
                 continue
             a, b, c, d = column.times[number]
-            more = (a + prompt_ps, b, c + step_ps, d)
+            more = (a + prompt_ps, b, c + step_ps, d + read_ps)
             if self._exceeds(least_times, more):
                 if self._exceeds(least_times, column.least_times[number]):
                     break
@@ -200,12 +228,36 @@ class _Scan:
                 prefix.prompt_users | (layers if level.prompt_ps else 0),
                 prefix.step_users | (layers if level.step_ps else 0),
                 slot,
+                spared_ps if level.spared_ps else prefix.spared_ps,
                 lacking - size,
-                prefix.room - cost - shared,
-                prefix.room_beyond - excess - shared,
+                prefix.room - cost,
+                prefix.room_beyond - excess,
                 _add(times, more),
             )
             self._extend(others, extended, found)
+
+    def _kept_ps(self, layers: Sequence[int]) -> int:
+        """What decode finds in the ring, where these are the layers of the first rules.
+
+        The last that stream; rules that follow can only leave less of these.
+        """
+        streamed = [
+            (bits, reads)
+            for bits, reads in zip(layers, self.reads_ps, strict=False)
+            if reads is not None
+        ]
+        users = kept_ps = 0
+        for bits, _ in streamed:
+            users |= bits
+        for _ in range(self.context.num_slots):
+            if not users:
+                break
+            last = users.bit_length() - 1
+            users ^= 1 << last
+            for bits, reads in streamed:
+                if bits >> last & 1:
+                    kept_ps += reads[last]
+        return kept_ps
 
     @staticmethod
     def _larger_slots(level: _Level, prefix: _Prefix) -> list[tuple[int, int]]:

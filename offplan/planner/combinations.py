@@ -24,7 +24,7 @@ from typing import NamedTuple
 from offplan.plan import Backend
 from offplan.planner.classes import PricedClass, price_classes
 from offplan.planner.contents import Choice
-from offplan.planner.context import Context, in_turns, is_complete, is_possible, streams
+from offplan.planner.context import Column, Context, in_turns, is_complete, is_possible, streams
 from offplan.planner.options import Backends, Option, are_disjoint, list_options
 from offplan.planner.passes import PassBounds
 from offplan.planner.problem import Problem
@@ -77,6 +77,7 @@ class Combinations:
     problem: Problem
     classes: tuple[PricedClass, ...]
     _contexts: dict[tuple[tuple[int, ...], int, Turn, Goal], Context] = field(default_factory=dict)
+    _columns: dict[tuple[object, ...], Column] = field(default_factory=dict)
     _disjoint: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -129,7 +130,14 @@ class Combinations:
             weighed = tuple(weighings(goal.cuts(NEVER), *frames))
             lacking = min(self.problem.settings[setting].lacking_bytes for setting in settings)
             found = self._contexts[key] = Context(
-                settings, lacking, num_slots, turn, frames, weighed, self.passes.start_ps
+                settings,
+                lacking,
+                num_slots,
+                turn,
+                frames,
+                weighed,
+                self.passes.start_ps,
+                self._columns,
             )
         return found
 

@@ -26,6 +26,8 @@ class Column(NamedTuple):
     """Of each group, less what the ring may spare."""
     least_times: list[Times]
     """As ``least_costs``."""
+    spared_ps: list[int]
+    """Of a decode step's reading, what the ring may spare of each group."""
     excesses: list[float]
     """What a group costs beyond its bytes' price."""
     least_excess: float
@@ -46,8 +48,9 @@ class Context:
     weighings: tuple[Weighing, ...]
     start_ps: int
     """Of a copy, beside its bytes."""
+    _columns: dict[tuple[object, ...], Column]
+    """Of all contexts: settings may share them."""
     _parts: dict[tuple[int, Backends, Turns], list[Part]] = field(default_factory=dict)
-    _columns: dict[tuple[object, ...], Column] = field(default_factory=dict)
 
     def parts(self, number: int, option: Option, backends: Backends, turns: Turns) -> list[Part]:
         """What a rule may take by the byte, each at least at its rate, for each weighing."""
@@ -77,7 +80,9 @@ class Context:
         price: float,
     ) -> Column:
         """Weigh an option's groups, a byte of memory at this price."""
-        key = (number, backends, turns, weighing.cut, weighing.rates, price)
+        settings = self.settings if backends[0] is Backend.UVA or turns[0] else ()
+        ring = self.num_slots, self.turn, settings
+        key = (number, backends, turns, ring, weighing.cut, weighing.rates, price)
         found = self._columns.get(key)
         if found is None:
             found = self._columns[key] = self._weigh(option, backends, turns, weighing, price)
@@ -112,6 +117,7 @@ class Context:
             _suffix_least(costs),
             list(zip(*columns, strict=True)),
             list(zip(*map(_suffix_least, columns), strict=True)),
+            [slots * int(most.step_read) for slots in kept],
             excesses,
             min(excesses),
         )

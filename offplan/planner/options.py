@@ -49,6 +49,7 @@ class Option:
         default_factory=dict
     )
 
+    _reads_ps: list[int] = field(default_factory=list)
     _taken: dict[Backends, list[Taken]] = field(default_factory=dict)
 
     @cached_property
@@ -65,6 +66,12 @@ class Option:
     def slot_bytes(self) -> int:
         """The largest slab of each group."""
         return self.groups[0][0].slot_bytes
+
+    def reads_ps(self, kind_of: Sequence[int]) -> list[int]:
+        """What a decode step takes to read each layer in place; ``kind_of`` are their kinds."""
+        if not self._reads_ps:
+            self._reads_ps.extend(self.costs[kind].decode_uva_ps for kind in kind_of)
+        return self._reads_ps
 
     @cached_property
     def layer_bytes(self) -> int:
