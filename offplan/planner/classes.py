@@ -7,6 +7,7 @@ its memory and its bound.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import mul
 from typing import NamedTuple
 
 from offplan.placement import Unit
@@ -91,27 +92,28 @@ def _by_signature(
 
 def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> Totals:
     """Add up what the layers of a signature cost."""
-    present = [(count, kind) for count, kind in zip(signature, costs, strict=True) if count]
+    counts = [count for count in signature if count]
+    present = [kind for count, kind in zip(signature, costs, strict=True) if count]
 
     def total(values: Iterable[int]) -> int:
-        return sum(n * value for (n, _), value in zip(present, values, strict=True))
+        return sum(map(mul, counts, values))
 
     def totals(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         return tuple(total(column) for column in zip(*rows, strict=True))
 
     return Totals(
         num_layers=sum(signature),
-        unit_bytes=total(k.unit_bytes for _, k in present),
-        slab_bytes=total(k.slab_bytes for _, k in present),
-        slot_bytes=max(k.slab_bytes for _, k in present),
-        copy_ps=total(k.copy_ps for _, k in present),
-        slowest_copy_ps=max(k.copy_ps for _, k in present),
-        decode_uva_bytes=total(k.decode_uva_bytes for _, k in present),
-        decode_uva_ps=total(k.decode_uva_ps for _, k in present),
-        most_uva_bytes=max(k.decode_uva_bytes for _, k in present),
-        slowest_uva_ps=max(k.decode_uva_ps for _, k in present),
-        decode_compute_ps=total(k.decode_compute_ps for _, k in present),
-        prefill_uva_bytes=totals(k.prefill_uva_bytes for _, k in present),
-        prefill_uva_ps=totals(k.prefill_uva_ps for _, k in present),
-        prefill_compute_ps=totals(k.prefill_compute_ps for _, k in present),
+        unit_bytes=total(k.unit_bytes for k in present),
+        slab_bytes=total(k.slab_bytes for k in present),
+        slot_bytes=max(k.slab_bytes for k in present),
+        copy_ps=total(k.copy_ps for k in present),
+        slowest_copy_ps=max(k.copy_ps for k in present),
+        decode_uva_bytes=total(k.decode_uva_bytes for k in present),
+        decode_uva_ps=total(k.decode_uva_ps for k in present),
+        most_uva_bytes=max(k.decode_uva_bytes for k in present),
+        slowest_uva_ps=max(k.decode_uva_ps for k in present),
+        decode_compute_ps=total(k.decode_compute_ps for k in present),
+        prefill_uva_bytes=totals(k.prefill_uva_bytes for k in present),
+        prefill_uva_ps=totals(k.prefill_uva_ps for k in present),
+        prefill_compute_ps=totals(k.prefill_compute_ps for k in present),
     )

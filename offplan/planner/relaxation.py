@@ -125,8 +125,9 @@ def fill(parts: Iterable[Part], needed: int) -> Filled:
     ordered = sorted(parts)
     left, least, last = needed, 0.0, 0.0
     for rate, low, _ in ordered:
-        left -= low
-        least += rate * low
+        if low:
+            left -= low
+            least += rate * low
     for rate, low, high in ordered:
         if left <= 0:
             break

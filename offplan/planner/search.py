@@ -9,7 +9,7 @@ from offplan.costs.predict import price_request
 from offplan.placement import place_units
 from offplan.plan import Offload
 from offplan.planner.candidates import list_candidates
-from offplan.planner.combinations import Candidate, Combination, Combinations, list_combinations
+from offplan.planner.combinations import Combination, Combinations, list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.families import Family
 from offplan.planner.problem import Problem
@@ -144,7 +144,7 @@ class _Searcher:
                 if candidate.bound >= limit:
                     break
                 choices = combinations.choices(combined, candidate)
-                value = self._price(combined, candidate, choices, limit)
+                value = self._price(combined, choices, limit)
                 if value < found:
                     best, found, limit = (combined, choices), value, _ceil(value)
         if best is None:
@@ -162,7 +162,6 @@ class _Searcher:
     def _price(
         self,
         combined: Combination,
-        candidate: Candidate,
         choices: tuple[Choice, ...],
         limit: Time,
     ) -> Time:
@@ -175,14 +174,14 @@ class _Searcher:
         if problem.host_lack(weighed.host_bytes, setting) > 0:
             return NEVER
         self.num_priced += 1
-        prefill = self.pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
-        if self.goal.value(prefill, candidate.decode_ps) >= limit:
-            return NEVER
         key = (choices, weighed.num_slots, setting.row_ps[1])
         decode = self._steps.get(key)
         if decode is None:
             decode = self.pricer.decode_ps(contents, weighed.num_slots, combined.setting)
             self._steps[key] = decode
+        if self.goal.value(setting.prefill.resident_ps, decode) >= limit:
+            return NEVER
+        prefill = self.pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
         return self.goal.value(prefill, decode)
 
 
