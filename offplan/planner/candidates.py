@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import NamedTuple
 
 from offplan.plan import Backend
@@ -23,8 +22,12 @@ def list_candidates(
     found: Combinations, combined: Combination, goal: Goal, limit: Time
 ) -> list[Candidate]:
     """List a combination's plans that may be better than ``limit``."""
-    context = found.context((combined.setting,), combined.num_slots, TURNS[combined.turn], goal)
-    relaxed = found.relax(combined.options, combined.backends, context, goal.cuts(limit))
+    turn, num_slots = TURNS[combined.turn], combined.num_slots
+    context = found.context((combined.setting,), num_slots, turn, goal)
+    by_byte = context
+    if turn is Turn.KEEPS:  # one ring is as good as another
+        by_byte = found.context((combined.setting,), min(1, num_slots), turn, goal)
+    relaxed = found.relax(combined.options, combined.backends, by_byte, goal.cuts(limit))
     if relaxed is None:
         return []
     return _Scan(found, combined, context, goal, limit).candidates(relaxed)
@@ -114,6 +117,11 @@ class _Scan:
     def _levels(self, weighing: Weighing, price: float) -> list[_Level]:
         context, backends = self.context, self.combined.backends
         turns = in_turns(backends, context)
+        # by rule, those before it; None for one that does not stream
+        streamed = tuple(
+            number if streams(each) else None
+            for number, each in zip(self.combined.options, backends, strict=True)
+        )
         found: list[_Level] = []
         most, cost, excess = 0, 0.0, 0.0
         times: Times = (0, 0, 0, 0)
@@ -122,7 +130,7 @@ class _Scan:
             number = self.combined.options[rule]
             column = context.column(number, option, each, turns[rule], weighing, price)
             prompt_ps, step_ps = self._layers_ps(rule, turns[rule])
-            slots = self._shared_slots(rule) if streams(each) else []
+            slots = self.found.shared_slots(streamed[:rule], number) if streams(each) else []
             spared = column.spared_ps if context.turn is Turn.KEEPS and streams(each) else []
             found.append(
                 _Level(
@@ -278,27 +286,6 @@ class _Scan:
         prefill_ps = prompt.least_ps(times[0] + more[0], times[1] + more[1])
         decode_ps = step.least_ps(times[2] + more[2], times[3] + more[3])
         return self.goal.value(prefill_ps, decode_ps) >= self.limit
-
-    def _shared_slots(self, rule: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """What a slot holds if a rule and some before it stream the same layer of a kind.
-
-        The largest first, each with the layers of the kind and the rules before.
-        """
-        before = [other for other in range(rule) if streams(self.combined.backends[other])]
-        costs = [option.costs for option in self.options]
-        return sorted(
-            (
-                (
-                    costs[rule][kind].slab_bytes + sum(costs[r][kind].slab_bytes for r in rules),
-                    layers,
-                    rules,
-                )
-                for number in range(len(before) + 1)
-                for rules in combinations(before, number)
-                for kind, layers in enumerate(self.found.problem.layers_of_kind)
-            ),
-            reverse=True,
-        )
 
     def _bound(self, groups: tuple[int, ...]) -> Candidate | None:
         """Bound a plan by itself; None unless it may be better."""

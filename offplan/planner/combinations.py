@@ -78,6 +78,9 @@ class Combinations:
     classes: tuple[PricedClass, ...]
     _contexts: dict[tuple[tuple[int, ...], int, Turn, Goal], Context] = field(default_factory=dict)
     _columns: dict[tuple[object, ...], Column] = field(default_factory=dict)
+    _slots: dict[tuple[tuple[int | None, ...], int], list[tuple[int, int, tuple[int, ...]]]] = (
+        field(default_factory=dict)
+    )
     _disjoint: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -182,12 +185,17 @@ class Combinations:
 
     def relax(
         self,
-        options: Sequence[int],
-        backends: Sequence[Backends],
+        options: tuple[int, ...],
+        backends: tuple[Backends, ...],
         context: Context,
         cuts: Sequence[Cut],
     ) -> list[tuple[Filled, Weighing]] | None:
         """Bounds of a combination by the byte; None where no plan is wanted."""
+        found = context.relaxed.get((options, backends))
+        if found is not None:
+            if any(each.least >= cuts[weighing.cut].most_ps for each, weighing in found):
+                return None
+            return found
         chosen = [self.options[number] for number in options]
         parts = [
             context.parts(*each)
@@ -201,6 +209,7 @@ class Combinations:
             if least >= cuts[weighing.cut].most_ps:
                 return None
             found.append((Filled(least, filled.rate), weighing))
+        context.relaxed[options, backends] = found
         return found
 
     def needed(
@@ -228,6 +237,30 @@ class Combinations:
         )
         ring_bytes = num_slots * slot_bytes
         return lacking + ring_bytes, ring_bytes * 1e12 / self.problem.machine.h2d.value
+
+    def shared_slots(
+        self, before: tuple[int | None, ...], option: int
+    ) -> list[tuple[int, int, tuple[int, ...]]]:
+        """What a slot holds if a rule and some before it stream the same layer of a kind.
+
+        ``before`` are their options; None where they do not stream. The largest first, each with
+        the layers of the kind, and the rules before by their place.
+        """
+        found = self._slots.get((before, option))
+        if found is None:
+            costs = {rule: self.options[n].costs for rule, n in enumerate(before) if n is not None}
+            own = self.options[option].costs
+            found = self._slots[before, option] = sorted(
+                (
+                    (own[kind].slab_bytes + sum(costs[r][kind].slab_bytes for r in rules)),
+                    layers,
+                    rules,
+                )
+                for number in range(len(costs) + 1)
+                for rules in combinations(costs, number)
+                for kind, layers in enumerate(self.problem.layers_of_kind)
+            )[::-1]
+        return found
 
     def _disjoint_options(self, num_rules: int) -> list[tuple[int, ...]]:
         """Options whose classes have nothing in common, that of the most bytes first."""

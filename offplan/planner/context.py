@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from offplan.plan import Backend
 from offplan.planner.options import Backends, Option, Rates, Turns
-from offplan.planner.relaxation import Frame, Part, Turn, Weighing
+from offplan.planner.relaxation import Filled, Frame, Part, Turn, Weighing
 from offplan.planner.targets import NEVER, Cut, Time
 
 Times = tuple[float, ...]
@@ -50,6 +50,10 @@ class Context:
     """Of a copy, beside its bytes."""
     _columns: dict[tuple[object, ...], Column]
     """Of all contexts: settings may share them."""
+    relaxed: dict[tuple[tuple[int, ...], tuple[Backends, ...]], list[tuple[Filled, Weighing]]] = (
+        field(default_factory=dict)
+    )
+    """What options with backends take at least, where a plan may be wanted."""
     _parts: dict[tuple[int, Backends, Turns], list[Part]] = field(default_factory=dict)
 
     def parts(self, number: int, option: Option, backends: Backends, turns: Turns) -> list[Part]:
