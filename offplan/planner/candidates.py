@@ -2,19 +2,17 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from offplan.plan import Backend
-from offplan.planner.combinations import (
-    TURNS,
-    Candidate,
-    Combination,
-    Combinations,
-)
-from offplan.planner.context import Column, Context, Times, in_turns, streams
-from offplan.planner.options import Turns, users_of
+from offplan.planner.combinations import TURNS, Candidate, Combination, Combinations
+from offplan.planner.context import Context, Times
+from offplan.planner.levels import Level, add, list_levels
+from offplan.planner.options import Rates, users_of
+from offplan.planner.problem import KindCosts
 from offplan.planner.relaxation import Filled, Turn, Weighing
+from offplan.planner.slots import kept_ps
 from offplan.planner.targets import NEVER, Goal, Time
 
 
@@ -22,54 +20,46 @@ def list_candidates(
     found: Combinations, combined: Combination, goal: Goal, limit: Time
 ) -> list[Candidate]:
     """List a combination's plans that may be better than ``limit``."""
-    turn, num_slots = TURNS[combined.turn], combined.num_slots
+    turn, num_slots, cuts = TURNS[combined.turn], combined.num_slots, goal.cuts(limit)
     context = found.context((combined.setting,), num_slots, turn, goal)
     by_byte = context
     if turn is Turn.KEEPS:  # one ring is as good as another
         by_byte = found.context((combined.setting,), min(1, num_slots), turn, goal)
-    relaxed = found.relax(combined.options, combined.backends, by_byte, goal.cuts(limit))
+    relaxed = by_byte.relax(combined.options, combined.backends, cuts)
     if relaxed is None:
         return []
-    return _Scan(found, combined, context, goal, limit).candidates(relaxed)
 
+    def nearness(each: tuple[Filled, Weighing]) -> float:
+        most_ps = cuts[each[1].cut].most_ps
+        return float(each[0].least / most_ps) if most_ps else NEVER
 
-class _Level(NamedTuple):
-    """What the choice of one rule's group goes by."""
-
-    column: Column
-    layers: list[int]
-    """Of each group, as bits."""
-    slots: list[tuple[int, int, tuple[int, ...]]]
-    """What a slot holds if this rule and those before it stream the same layer of a kind."""
-    prompt_ps: list[tuple[int, int]]
-    """Layers of a kind, and what one takes of the link in a prompt if no other rule streams it."""
-    step_ps: list[tuple[int, int]]
-    spared_ps: list[int]
-    """What each group's sums leave out of a decode step's reading; empty if nothing is kept."""
-    most_after: int
-    """Bytes that the rules after it can take."""
-    cost_after: float
-    """What they cost at least, and so on."""
-    excess_after: float
-    times_after: Times
+    # by the weighing whose bound is nearest to what is wanted
+    filled, weighing = max(relaxed, key=nearness)
+    levels = list_levels(found, combined, context, weighing, filled.rate)
+    scan = _Scan(found, combined, context, goal, limit, weighing.rates, levels)
+    room = float(cuts[weighing.cut].most_ps - weighing.fixed_ps)
+    scan.extend(scan.start(room, filled.rate))
+    return scan.listed
 
 
 class _Prefix(NamedTuple):
-    """Groups of the first rules."""
+    """Groups of the first rules, and what is left for the others."""
 
     groups: tuple[int, ...]
-    layers: tuple[int, ...]
-    prompt_users: int
-    """Layers that stream, as bits."""
-    step_users: int
+    streamed: tuple[tuple[int, Sequence[KindCosts]], ...]
+    """Layers that each rule streams, as bits, and its costs of each kind of layer."""
+    users: tuple[int, int]
+    """Layers that stream in a prompt, and in a decode step, as bits."""
     slot_bytes: int
+    """That the largest slot holds."""
     spared_ps: int
     """What the sums leave out of a decode step's reading, because the ring keeps it."""
     lacking: int
     """Bytes that the other rules must take, the ring left out."""
     room: float
-    """What they may cost."""
+    """What they may cost less than."""
     room_beyond: float
+    """And beyond their bytes' price."""
     times: Times
 
 
@@ -80,205 +70,99 @@ class _Scan:
     context: Context
     goal: Goal
     limit: Time
+    rates: Rates
+    """Weights of each kind of time in what groups cost."""
+    levels: Sequence[Level]
+    """Of each rule."""
+    listed: list[Candidate] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.options = [self.found.options[number] for number in self.combined.options]
-        self.reads_ps = [
-            option.reads_ps(self.found.problem.kind_of) if streams(backends) else None
-            for option, backends in zip(self.options, self.combined.backends, strict=True)
-        ]
-
-    def candidates(self, relaxed: Sequence[tuple[Filled, Weighing]]) -> list[Candidate]:
-        """List plans: by the weighing whose bound is nearest to what is wanted."""
-        cuts, context = self.goal.cuts(self.limit), self.context
-
-        def nearness(each: tuple[Filled, Weighing]) -> float:
-            most_ps = cuts[each[1].cut].most_ps
-            return float(each[0].least / most_ps) if most_ps else NEVER
-
-        filled, weighing = max(relaxed, key=nearness)
-        self.rates, levels = weighing.rates, self._levels(weighing, filled.rate)
-        backends = self.combined.backends
-        needed, spared_ps = self.found.needed(self.options, backends, context)
-        # the starts of what the ring spares are counted as well
+    def start(self, room: float, price: float) -> _Prefix:
+        """Choose no group yet; a byte of memory has this price."""
+        context, combined, rates = self.context, self.combined, self.rates
+        needed, spared_ps = context.needed(combined.options, combined.backends)
+        # the starts of what the ring spares are counted with those of all copies
         starts_ps = context.num_slots * context.start_ps
         step_starts_ps = starts_ps if context.turn is Turn.TURNS else 0
-        room = cuts[weighing.cut].most_ps - weighing.fixed_ps
-        room += self.rates.prompt_copy * starts_ps + self.rates.step_copy * step_starts_ps
-        beyond = room + self.rates.prompt_copy * spared_ps - filled.rate * needed
-        lacking = context.lacking_bytes
-        times = (-starts_ps, 0, -step_starts_ps, 0)
-        found: list[Candidate] = []
-        self._extend(
-            levels, _Prefix((), (), 0, 0, 0, 0, lacking, float(room), float(beyond), times), found
+        room += rates.prompt_copy * starts_ps + rates.step_copy * step_starts_ps
+        return _Prefix(
+            groups=(),
+            streamed=(),
+            users=(0, 0),
+            slot_bytes=0,
+            spared_ps=0,
+            lacking=context.lacking_bytes,
+            room=room,
+            room_beyond=room + rates.prompt_copy * spared_ps - price * needed,
+            times=(-starts_ps, 0, -step_starts_ps, 0),
         )
-        return found
 
-    def _levels(self, weighing: Weighing, price: float) -> list[_Level]:
-        context, backends = self.context, self.combined.backends
-        turns = in_turns(backends, context)
-        # by rule, those before it; None for one that does not stream
-        streamed = tuple(
-            number if streams(each) else None
-            for number, each in zip(self.combined.options, backends, strict=True)
-        )
-        found: list[_Level] = []
-        most, cost, excess = 0, 0.0, 0.0
-        times: Times = (0, 0, 0, 0)
-        for rule in reversed(range(len(self.options))):
-            option, each = self.options[rule], backends[rule]
-            number = self.combined.options[rule]
-            column = context.column(number, option, each, turns[rule], weighing, price)
-            prompt_ps, step_ps = self._layers_ps(rule, turns[rule])
-            slots = self.found.shared_slots(streamed[:rule], number) if streams(each) else []
-            spared = column.spared_ps if context.turn is Turn.KEEPS and streams(each) else []
-            found.append(
-                _Level(
-                    column,
-                    option.layers,
-                    slots,
-                    prompt_ps,
-                    step_ps,
-                    spared,
-                    most,
-                    cost,
-                    excess,
-                    times,
-                )
-            )
-            most += column.sizes[-1]
-            cost += column.least_costs[0]
-            excess += column.least_excess
-            times = _add(times, column.least_times[0])
-        return found[::-1]
-
-    def _layers_ps(
-        self, rule: int, turns: Turns
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """What a layer that streams takes of the link beside its bytes: rules may share it."""
-        problem, context = self.found.problem, self.context
-        priced = problem.settings[self.combined.setting].prefill, problem.decode
-        counted = (True, context.turn is Turn.TURNS)
-        found: list[list[tuple[int, int]]] = [[], []]
-        for phase, backend in enumerate(self.combined.backends[rule]):
-            if backend is not Backend.PREFETCH or not counted[phase]:
-                continue
-            # with one slot, layers that stream compute in turns with the link
-            alternates = context.num_slots == 1 and context.turn is not Turn.KEEPS
-            for layers in problem.layers_of_kind:
-                layer_ps = priced[phase].layer_ps[(layers & -layers).bit_length() - 1]
-                own_ps = layer_ps if alternates and not turns[phase] else 0
-                found[phase].append((layers, context.start_ps + own_ps))
-        return found[0], found[1]
-
-    def _extend(self, levels: Sequence[_Level], prefix: _Prefix, found: list[Candidate]) -> None:
+    def extend(self, prefix: _Prefix) -> None:
         """Choose groups of the rules that have none yet, within what is left of each sum."""
-        level, *others = levels
-        column, num_slots, rates = level.column, self.context.num_slots, self.rates
-        costs, excesses, sizes = column.costs, column.excesses, column.sizes
-        groups, lacking, times, slot_bytes = (
-            prefix.groups,
-            prefix.lacking,
-            prefix.times,
-            prefix.slot_bytes,
-        )
-        needed = lacking + num_slots * slot_bytes - level.most_after
-        start = bisect_left(sizes, needed)
+        level = self.levels[len(prefix.groups)]
+        is_last = level is self.levels[-1]
+        column, num_slots = level.column, self.context.num_slots
+        costs, least_costs, excesses = column.costs, column.least_costs, column.excesses
+        lacking = prefix.lacking - level.most_after
         room, beyond = prefix.room - level.cost_after, prefix.room_beyond - level.excess_after
-        if start == len(sizes) or column.least_costs[start] >= room:
-            return
-        slots = self._larger_slots(level, prefix)
-        least_times = _add(times, level.times_after)
-        for number in range(start, len(sizes)):
-            if column.least_costs[number] >= room:
+        start = bisect_left(column.sizes, lacking + num_slots * prefix.slot_bytes)
+        larger = None
+        for number in range(start, len(column.sizes)):
+            if least_costs[number] >= room:
                 break
-            cost, excess = costs[number], excesses[number]
-            if cost >= room or excess >= beyond:
+            if costs[number] >= room or excesses[number] >= beyond:
                 continue
-            layers, size = level.layers[number], sizes[number]
-            slot = slot_bytes
-            for larger, among in slots:
-                if layers & among:
-                    slot = larger
+            if larger is None:
+                streamed = [layers for layers, _ in prefix.streamed]
+                larger = level.larger_slots(streamed, prefix.slot_bytes)
+            slot_bytes = prefix.slot_bytes
+            for num_bytes, layers in larger:
+                if layers & level.option.layers[number]:
+                    slot_bytes = num_bytes
                     break
-            if size < lacking + num_slots * slot - level.most_after:
+            if column.sizes[number] < lacking + num_slots * slot_bytes:
                 continue
-            prompt_ps = step_ps = 0
-            for among, layer_ps in level.prompt_ps:
-                prompt_ps += (layers & among & ~prefix.prompt_users).bit_count() * layer_ps
-            for among, layer_ps in level.step_ps:
-                step_ps += (layers & among & ~prefix.step_users).bit_count() * layer_ps
-            spared_ps = read_ps = 0
-            if level.spared_ps:
-                most_ps = prefix.spared_ps + level.spared_ps[number]
-                spared_ps = min(most_ps, self._kept_ps((*prefix.layers, layers)))
-                read_ps = most_ps - spared_ps
-            shared = rates.prompt_copy * prompt_ps + rates.step_copy * step_ps
-            # what lies beyond the bytes' price counts a slot's bytes once for all that it spares
-            excess += shared
-            cost += shared + rates.step_read * read_ps
-            if cost >= room or excess >= beyond:
+            extended = self._choose(level, prefix, number, slot_bytes)
+            if extended.room <= level.cost_after or extended.room_beyond <= level.excess_after:
                 continue
-            a, b, c, d = column.times[number]
-            more = (a + prompt_ps, b, c + step_ps, d + read_ps)
-            if self._exceeds(least_times, more):
-                if self._exceeds(least_times, column.least_times[number]):
+            if self._exceeds(extended.times, level.times_after):
+                if self._exceeds(add(prefix.times, level.times_after), column.least_times[number]):
                     break
-                continue
-            if not others:
-                candidate = self._bound((*groups, number))
-                if candidate is not None:
-                    found.append(candidate)
-                continue
-            extended = _Prefix(
-                (*groups, number),
-                (*prefix.layers, layers),
-                prefix.prompt_users | (layers if level.prompt_ps else 0),
-                prefix.step_users | (layers if level.step_ps else 0),
-                slot,
-                spared_ps if level.spared_ps else prefix.spared_ps,
-                lacking - size,
-                prefix.room - cost,
-                prefix.room_beyond - excess,
-                _add(times, more),
-            )
-            self._extend(others, extended, found)
+            elif is_last:
+                self._list(extended.groups)
+            else:
+                self.extend(extended)
 
-    def _kept_ps(self, layers: Sequence[int]) -> int:
-        """What decode finds in the ring, where these are the layers of the first rules.
-
-        The last that stream; rules that follow can only leave less of these.
-        """
-        streamed = [
-            (bits, reads)
-            for bits, reads in zip(layers, self.reads_ps, strict=False)
-            if reads is not None
-        ]
-        users = kept_ps = 0
-        for bits, _ in streamed:
-            users |= bits
-        for _ in range(self.context.num_slots):
-            if not users:
-                break
-            last = users.bit_length() - 1
-            users ^= 1 << last
-            for bits, reads in streamed:
-                if bits >> last & 1:
-                    kept_ps += reads[last]
-        return kept_ps
-
-    @staticmethod
-    def _larger_slots(level: _Level, prefix: _Prefix) -> list[tuple[int, int]]:
-        """Layers that make slots larger than a prefix needs, if a rule streams one of them too."""
-        found = []
-        for slot_bytes, among, rules in level.slots:
-            if slot_bytes <= prefix.slot_bytes:
-                break
-            for rule in rules:
-                among &= prefix.layers[rule]
-            if among:
-                found.append((slot_bytes, among))
-        return found
+    def _choose(self, level: Level, prefix: _Prefix, number: int, slot_bytes: int) -> _Prefix:
+        """Choose a group of the next rule: what it takes beside its column's figures is shared."""
+        column, rates, layers = level.column, self.rates, level.option.layers[number]
+        beside_ps, users = [0, 0], list(prefix.users)
+        for phase, each in enumerate(level.beside):
+            for among, layer_ps in each:
+                new = layers & among & ~prefix.users[phase]
+                beside_ps[phase] += new.bit_count() * layer_ps
+            if each:
+                users[phase] |= layers
+        streamed = (*prefix.streamed, (layers if level.streams else 0, level.option.costs))
+        spared_ps, read_ps = prefix.spared_ps, 0
+        if level.spared_ps:
+            most_ps = spared_ps + level.spared_ps[number]
+            kind_of = self.found.problem.kind_of
+            spared_ps = min(most_ps, kept_ps(streamed, kind_of, self.context.num_slots))
+            read_ps = most_ps - spared_ps
+        shared = rates.prompt_copy * beside_ps[0] + rates.step_copy * beside_ps[1]
+        copies_ps = beside_ps[0], 0, beside_ps[1], read_ps
+        return _Prefix(
+            groups=(*prefix.groups, number),
+            streamed=streamed,
+            users=(users[0], users[1]),
+            slot_bytes=slot_bytes,
+            spared_ps=spared_ps,
+            lacking=prefix.lacking - column.sizes[number],
+            room=prefix.room - column.costs[number] - shared - rates.step_read * read_ps,
+            # there a slot's bytes are counted once for all that it spares
+            room_beyond=prefix.room_beyond - column.excesses[number] - shared,
+            times=add(prefix.times, add(column.times[number], copies_ps)),
+        )
 
     def _exceeds(self, times: Times, more: Times) -> bool:
         """Whether no plan of this time, or a longer one, is better."""
@@ -287,32 +171,21 @@ class _Scan:
         decode_ps = step.least_ps(times[2] + more[2], times[3] + more[3])
         return self.goal.value(prefill_ps, decode_ps) >= self.limit
 
-    def _bound(self, groups: tuple[int, ...]) -> Candidate | None:
-        """Bound a plan by itself; None unless it may be better."""
-        taken = [
-            option.taken(backends)[group]
-            for option, group, backends in zip(
-                self.options, groups, self.combined.backends, strict=True
-            )
-        ]
+    def _list(self, groups: tuple[int, ...]) -> None:
+        """List a plan, if it may be better by a bound of its own."""
+        taken = [level.taken[group] for level, group in zip(self.levels, groups, strict=True)]
         if self.context.num_slots and self.context.turn is not Turn.KEEPS:
             step = users_of([rule for rule in taken if rule.backends[1] is Backend.PREFETCH])
             turns = step.bit_count() > self.context.num_slots
             if turns is not (self.context.turn is Turn.TURNS):
-                return None
+                return
         where = self.combined.num_slots, self.combined.setting
         times = self.found.passes.least_ps(taken, *where, self.goal, self.limit)
         if times is None:
-            return None
+            return
         longest, decode_ps = times
         for rule in taken:
             longest = max(longest, self.found.passes.alone_ps(rule, *where))
         bound = self.goal.value(longest, decode_ps)
-        if bound >= self.limit:
-            return None
-        return Candidate(max(bound, self.combined.bound), decode_ps, groups)
-
-
-def _add(first: Times, second: Times) -> Times:
-    a, b, c, d = first
-    return a + second[0], b + second[1], c + second[2], d + second[3]
+        if bound < self.limit:
+            self.listed.append(Candidate(max(bound, self.combined.bound), decode_ps, groups))

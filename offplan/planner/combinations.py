@@ -21,24 +21,22 @@ from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
-from offplan.plan import Backend
 from offplan.planner.classes import PricedClass, price_classes
 from offplan.planner.contents import Choice
-from offplan.planner.context import Column, Context, in_turns, is_complete, is_possible, streams
+from offplan.planner.context import Column, Context, is_complete, is_possible
 from offplan.planner.options import Backends, Option, are_disjoint, list_options
 from offplan.planner.passes import PassBounds
 from offplan.planner.problem import Problem
 from offplan.planner.relaxation import (
-    Filled,
     Frame,
     Part,
     Turn,
-    Weighing,
     fill,
     least_frame,
     strongest,
     weighings,
 )
+from offplan.planner.slots import Slots
 from offplan.planner.space import PREFETCH_STEPS, list_backends
 from offplan.planner.targets import NEVER, Cut, Goal, Time
 
@@ -78,15 +76,17 @@ class Combinations:
     classes: tuple[PricedClass, ...]
     _contexts: dict[tuple[tuple[int, ...], int, Turn, Goal], Context] = field(default_factory=dict)
     _columns: dict[tuple[object, ...], Column] = field(default_factory=dict)
-    _slots: dict[tuple[tuple[int | None, ...], int], list[tuple[int, int, tuple[int, ...]]]] = (
-        field(default_factory=dict)
-    )
     _disjoint: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
         """What rules can take."""
         return list_options(self.classes)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """What the ring's slots hold."""
+        return Slots(self.options, self.problem.layers_of_kind)
 
     def bounds(self, num_rules: int, goal: Goal, limit: Time) -> Iterator[Combination]:
         """List the combinations that may hold a plan better than ``limit``."""
@@ -110,7 +110,7 @@ class Combinations:
         cuts: Sequence[Cut],
     ) -> Iterator[tuple[int, Time]]:
         """Bound a combination in each of a context's settings, as long as several may do."""
-        found = self.relax(options, backends, context, cuts)
+        found = context.relax(options, backends, cuts)
         if found is None:
             return
         settings = context.settings
@@ -133,14 +133,16 @@ class Combinations:
             weighed = tuple(weighings(goal.cuts(NEVER), *frames))
             lacking = min(self.problem.settings[setting].lacking_bytes for setting in settings)
             found = self._contexts[key] = Context(
-                settings,
-                lacking,
-                num_slots,
-                turn,
-                frames,
-                weighed,
-                self.passes.start_ps,
-                self._columns,
+                options=self.options,
+                settings=settings,
+                lacking_bytes=lacking,
+                num_slots=num_slots,
+                turn=turn,
+                frames=frames,
+                weighings=weighed,
+                start_ps=self.passes.start_ps,
+                copy_rate=self.problem.machine.h2d.value,
+                _columns=self._columns,
             )
         return found
 
@@ -172,8 +174,8 @@ class Combinations:
         backends = [each for each in list_backends(self.problem) if is_possible(each, context)]
         alone = (False, False)
         parts = [
-            {each: context.parts(number, option, each, alone) for each in backends}
-            for number, option in enumerate(self.options)
+            {each: context.parts(number, each, alone) for each in backends}
+            for number in range(len(self.options))
         ]
         mixed = [_mix(each.values()) for each in parts]
         rooms = context.rooms(cuts)
@@ -182,85 +184,6 @@ class Combinations:
             for chosen in _choose(each, (), context.lacking_bytes, rooms):
                 if is_complete(chosen, context):
                     yield options, chosen
-
-    def relax(
-        self,
-        options: tuple[int, ...],
-        backends: tuple[Backends, ...],
-        context: Context,
-        cuts: Sequence[Cut],
-    ) -> list[tuple[Filled, Weighing]] | None:
-        """Bounds of a combination by the byte; None where no plan is wanted."""
-        found = context.relaxed.get((options, backends))
-        if found is not None:
-            if any(each.least >= cuts[weighing.cut].most_ps for each, weighing in found):
-                return None
-            return found
-        chosen = [self.options[number] for number in options]
-        parts = [
-            context.parts(*each)
-            for each in zip(options, chosen, backends, in_turns(backends, context), strict=True)
-        ]
-        needed, spared_ps = self.needed(chosen, backends, context)
-        found = []
-        for weighing, *taken in zip(context.weighings, *parts, strict=True):
-            filled = fill(taken, needed)
-            least = filled.least + weighing.fixed_ps - weighing.rates.prompt_copy * spared_ps
-            if least >= cuts[weighing.cut].most_ps:
-                return None
-            found.append((Filled(least, filled.rate), weighing))
-        context.relaxed[options, backends] = found
-        return found
-
-    def needed(
-        self, options: Sequence[Option], backends: Sequence[Backends], context: Context
-    ) -> tuple[int, float]:
-        """Bytes that must leave the GPU, the ring's on top; what it then spares of the prompt."""
-        lacking = context.lacking_bytes
-        if context.turn is Turn.KEEPS:
-            return lacking, 0.0
-        num_slots = context.num_slots
-        if context.turn is Turn.TURNS:
-            # of n layers over K slots 2 K - n have one of their own
-            held, layer_bytes = lacking, 0
-            for option, (_, step) in zip(options, backends, strict=True):
-                if step is Backend.PREFETCH:
-                    layer_bytes += option.layer_bytes
-                else:
-                    held -= option.sizes[-1]
-            num_users = max(num_slots + 1, -(-held // layer_bytes))
-            num_slots -= max(0, 2 * num_slots - num_users)
-        slot_bytes = max(
-            option.slot_bytes
-            for option, each in zip(options, backends, strict=True)
-            if streams(each)
-        )
-        ring_bytes = num_slots * slot_bytes
-        return lacking + ring_bytes, ring_bytes * 1e12 / self.problem.machine.h2d.value
-
-    def shared_slots(
-        self, before: tuple[int | None, ...], option: int
-    ) -> list[tuple[int, int, tuple[int, ...]]]:
-        """What a slot holds if a rule and some before it stream the same layer of a kind.
-
-        ``before`` are their options; None where they do not stream. The largest first, each with
-        the layers of the kind, and the rules before by their place.
-        """
-        found = self._slots.get((before, option))
-        if found is None:
-            costs = {rule: self.options[n].costs for rule, n in enumerate(before) if n is not None}
-            own = self.options[option].costs
-            found = self._slots[before, option] = sorted(
-                (
-                    (own[kind].slab_bytes + sum(costs[r][kind].slab_bytes for r in rules)),
-                    layers,
-                    rules,
-                )
-                for number in range(len(costs) + 1)
-                for rules in combinations(costs, number)
-                for kind, layers in enumerate(self.problem.layers_of_kind)
-            )[::-1]
-        return found
 
     def _disjoint_options(self, num_rules: int) -> list[tuple[int, ...]]:
         """Options whose classes have nothing in common, that of the most bytes first."""

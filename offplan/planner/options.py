@@ -48,8 +48,6 @@ class Option:
     _prices: dict[tuple[Backends, Sequence[int], Turns], list["Rates"]] = field(
         default_factory=dict
     )
-
-    _reads_ps: list[int] = field(default_factory=list)
     _taken: dict[Backends, list[Taken]] = field(default_factory=dict)
 
     @cached_property
@@ -66,12 +64,6 @@ class Option:
     def slot_bytes(self) -> int:
         """The largest slab of each group."""
         return self.groups[0][0].slot_bytes
-
-    def reads_ps(self, kind_of: Sequence[int]) -> list[int]:
-        """What a decode step takes to read each layer in place; ``kind_of`` are their kinds."""
-        if not self._reads_ps:
-            self._reads_ps.extend(self.costs[kind].decode_uva_ps for kind in kind_of)
-        return self._reads_ps
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -147,7 +139,7 @@ def _price(
     return Rates(
         (copied + (least(costs.prefill_compute_ps) if turns[0] else 0)) if prompt else 0,
         0 if prompt else least(costs.prefill_uva_ps),
-        (copied + turns[1] * costs.decode_compute_ps) if step else 0,
+        (copied + (costs.decode_compute_ps if turns[1] else 0)) if step else 0,
         0 if step else costs.decode_uva_ps,
     )
 

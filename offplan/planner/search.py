@@ -13,7 +13,8 @@ from offplan.planner.combinations import Combination, Combinations, list_combina
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.families import Family
 from offplan.planner.problem import Problem
-from offplan.planner.space import Singles, list_singles
+from offplan.planner.singles import Singles
+from offplan.planner.space import list_singles
 from offplan.planner.targets import NEVER, Goal, Time
 
 MOST_RULES = 3
