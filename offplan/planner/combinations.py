@@ -21,22 +21,22 @@ from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
-from offplan.plan import Backend
+from offplan.planner.classes import PricedClass, price_classes
 from offplan.planner.contents import Choice
-from offplan.planner.context import Context, in_turns, is_complete, is_possible, streams
+from offplan.planner.context import Column, Context, is_complete, is_possible
 from offplan.planner.options import Backends, Option, are_disjoint, list_options
 from offplan.planner.passes import PassBounds
 from offplan.planner.problem import Problem
 from offplan.planner.relaxation import (
-    Filled,
     Frame,
     Part,
     Turn,
-    Weighing,
     fill,
+    least_frame,
     strongest,
     weighings,
 )
+from offplan.planner.slots import Slots
 from offplan.planner.space import PREFETCH_STEPS, list_backends
 from offplan.planner.targets import NEVER, Cut, Goal, Time
 
@@ -73,32 +73,76 @@ class Combinations:
     """All combinations of one problem."""
 
     problem: Problem
-    options: tuple[Option, ...]
-    _contexts: dict[tuple[int, int, Turn, Goal], Context] = field(default_factory=dict)
+    classes: tuple[PricedClass, ...]
+    _contexts: dict[tuple[tuple[int, ...], int, Turn, Goal], Context] = field(default_factory=dict)
+    _columns: dict[tuple[object, ...], Column] = field(default_factory=dict)
     _disjoint: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """What rules can take."""
+        return list_options(self.classes)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """What the ring's slots hold."""
+        return Slots(self.options, self.problem.layers_of_kind)
 
     def bounds(self, num_rules: int, goal: Goal, limit: Time) -> Iterator[Combination]:
         """List the combinations that may hold a plan better than ``limit``."""
-        cuts = goal.cuts(limit)
-        for setting in range(len(self.problem.settings)):
-            for turn in Turn:
-                for num_slots in (0, 1) if turn is Turn.KEEPS else PREFETCH_STEPS:
-                    context = self.context(setting, num_slots, turn, goal)
-                    for found in self._of_context(context, num_rules, goal, cuts):
-                        yield found
-                        if turn is Turn.KEEPS and num_slots:
-                            # by the byte, one ring is as good as another
-                            yield from (found._replace(num_slots=n) for n in PREFETCH_STEPS[1:])
+        cuts, everywhere = goal.cuts(limit), tuple(range(len(self.problem.settings)))
+        for number, turn in enumerate(TURNS):
+            for num_slots in (0, 1) if turn is Turn.KEEPS else PREFETCH_STEPS:
+                context = self.context(everywhere, num_slots, turn, goal)
+                # by the byte, one ring is as good as another where decode keeps what it finds
+                alike = PREFETCH_STEPS if turn is Turn.KEEPS and num_slots else (num_slots,)
+                for options, backends in self._choose(context, num_rules, cuts):
+                    for setting, bound in self._split(options, backends, context, goal, cuts):
+                        for slots in alike:
+                            yield Combination(bound, options, backends, slots, setting, number)
 
-    def context(self, setting: int, num_slots: int, turn: Turn, goal: Goal) -> Context:
-        """What holds for all combinations of a setting and a ring."""
-        key = (setting, num_slots, turn, goal)
+    def _split(
+        self,
+        options: tuple[int, ...],
+        backends: tuple[Backends, ...],
+        context: Context,
+        goal: Goal,
+        cuts: Sequence[Cut],
+    ) -> Iterator[tuple[int, Time]]:
+        """Bound a combination in each of a context's settings, as long as several may do."""
+        found = context.relax(options, backends, cuts)
+        if found is None:
+            return
+        settings = context.settings
+        if len(settings) == 1:
+            yield settings[0], goal.bound(strongest(found, len(cuts)))
+            return
+        middle = len(settings) // 4 * 2 or 1  # the places of the embedding stay together
+        for half in (settings[:middle], settings[middle:]):
+            within = self.context(half, context.num_slots, context.turn, goal)
+            yield from self._split(options, backends, within, goal, cuts)
+
+    def context(self, settings: tuple[int, ...], num_slots: int, turn: Turn, goal: Goal) -> Context:
+        """What holds for all combinations of a ring, and of one setting or several."""
+        key = (settings, num_slots, turn, goal)
         found = self._contexts.get(key)
         if found is None:
-            frames = self._frames(setting, num_slots, turn)
+            each = [self._frames(setting, num_slots, turn) for setting in settings]
+            prompts, steps = zip(*each, strict=True)
+            frames = least_frame(prompts), least_frame(steps)
             weighed = tuple(weighings(goal.cuts(NEVER), *frames))
+            lacking = min(self.problem.settings[setting].lacking_bytes for setting in settings)
             found = self._contexts[key] = Context(
-                setting, num_slots, turn, frames, weighed, self.passes.start_ps
+                options=self.options,
+                settings=settings,
+                lacking_bytes=lacking,
+                num_slots=num_slots,
+                turn=turn,
+                frames=frames,
+                weighings=weighed,
+                start_ps=self.passes.start_ps,
+                copy_rate=self.problem.machine.h2d.value,
+                _columns=self._columns,
             )
         return found
 
@@ -123,76 +167,23 @@ class Combinations:
             ),
         )
 
-    def _of_context(
-        self, context: Context, num_rules: int, goal: Goal, cuts: Sequence[Cut]
-    ) -> Iterator[Combination]:
+    def _choose(
+        self, context: Context, num_rules: int, cuts: Sequence[Cut]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Backends, ...]]]:
+        """Choose options and backends that a context does not rule out."""
         backends = [each for each in list_backends(self.problem) if is_possible(each, context)]
         alone = (False, False)
         parts = [
-            {each: context.parts(number, option, each, alone) for each in backends}
-            for number, option in enumerate(self.options)
+            {each: context.parts(number, each, alone) for each in backends}
+            for number in range(len(self.options))
         ]
         mixed = [_mix(each.values()) for each in parts]
-        rooms, turn = context.rooms(cuts), TURNS.index(context.turn)
-        lacking = self.problem.settings[context.setting].lacking_bytes
+        rooms = context.rooms(cuts)
         for options in self._disjoint_options(num_rules):
             each = [(parts[number], mixed[number]) for number in options]
-            for chosen in _choose(each, (), lacking, rooms):
+            for chosen in _choose(each, (), context.lacking_bytes, rooms):
                 if is_complete(chosen, context):
-                    found = self.relax(options, chosen, context, cuts)
-                    if found is not None:
-                        bound = goal.bound(strongest(found, len(cuts)))
-                        where = (context.num_slots, context.setting, turn)
-                        yield Combination(bound, options, chosen, *where)
-
-    def relax(
-        self,
-        options: Sequence[int],
-        backends: Sequence[Backends],
-        context: Context,
-        cuts: Sequence[Cut],
-    ) -> list[tuple[Filled, Weighing]] | None:
-        """Bounds of a combination by the byte; None where no plan is wanted."""
-        chosen = [self.options[number] for number in options]
-        parts = [
-            context.parts(*each)
-            for each in zip(options, chosen, backends, in_turns(backends, context), strict=True)
-        ]
-        needed, spared_ps = self.needed(chosen, backends, context)
-        found = []
-        for weighing, *taken in zip(context.weighings, *parts, strict=True):
-            filled = fill(taken, needed)
-            least = filled.least + weighing.fixed_ps - weighing.rates.prompt_copy * spared_ps
-            if least >= cuts[weighing.cut].most_ps:
-                return None
-            found.append((Filled(least, filled.rate), weighing))
-        return found
-
-    def needed(
-        self, options: Sequence[Option], backends: Sequence[Backends], context: Context
-    ) -> tuple[int, float]:
-        """Bytes that must leave the GPU, the ring's on top; what it then spares of the prompt."""
-        lacking = self.problem.settings[context.setting].lacking_bytes
-        if context.turn is Turn.KEEPS:
-            return lacking, 0.0
-        num_slots = context.num_slots
-        if context.turn is Turn.TURNS:
-            # of n layers over K slots 2 K - n have one of their own
-            held, layer_bytes = lacking, 0
-            for option, (_, step) in zip(options, backends, strict=True):
-                if step is Backend.PREFETCH:
-                    layer_bytes += option.layer_bytes
-                else:
-                    held -= option.sizes[-1]
-            num_users = max(num_slots + 1, -(-held // layer_bytes))
-            num_slots -= max(0, 2 * num_slots - num_users)
-        slot_bytes = max(
-            option.slot_bytes
-            for option, each in zip(options, backends, strict=True)
-            if streams(each)
-        )
-        ring_bytes = num_slots * slot_bytes
-        return lacking + ring_bytes, ring_bytes * 1e12 / self.problem.machine.h2d.value
+                    yield options, chosen
 
     def _disjoint_options(self, num_rules: int) -> list[tuple[int, ...]]:
         """Options whose classes have nothing in common, that of the most bytes first."""
@@ -224,7 +215,7 @@ class Combinations:
 
 def list_combinations(problem: Problem) -> Combinations:
     """Prepare the combinations of a problem."""
-    return Combinations(problem, list_options(problem))
+    return Combinations(problem, price_classes(problem))
 
 
 def _choose(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from offplan.plan import Backend
 from offplan.planner.options import Backends, Option, Rates, Turns
-from offplan.planner.relaxation import Frame, Part, Turn, Weighing
+from offplan.planner.relaxation import Filled, Frame, Part, Turn, Weighing, fill
 from offplan.planner.targets import NEVER, Cut, Time
 
 Times = tuple[float, ...]
@@ -26,6 +26,8 @@ class Column(NamedTuple):
     """Of each group, less what the ring may spare."""
     least_times: list[Times]
     """As ``least_costs``."""
+    spared_ps: list[int]
+    """Of a decode step's reading, what the ring may spare of each group."""
     excesses: list[float]
     """What a group costs beyond its bytes' price."""
     least_excess: float
@@ -33,9 +35,14 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What combinations have in common: a setting, a ring and what decode does with it."""
+    """What combinations have in common: settings, a ring and what decode does with it."""
 
-    setting: int
+    options: tuple[Option, ...]
+    """What rules can take."""
+    settings: tuple[int, ...]
+    """One, or several: what is a bound for all of them."""
+    lacking_bytes: int
+    """Of layers' weights that must leave the GPU, the ring's bytes to come on top."""
     num_slots: int
     turn: Turn
     frames: tuple[Frame, Frame]
@@ -43,15 +50,22 @@ class Context:
     weighings: tuple[Weighing, ...]
     start_ps: int
     """Of a copy, beside its bytes."""
+    copy_rate: float
+    """Bytes of it a second."""
+    _columns: dict[tuple[object, ...], Column]
+    """Of all contexts: settings may share them."""
+    _relaxed: dict[tuple[tuple[int, ...], tuple[Backends, ...]], list[tuple[Filled, Weighing]]] = (
+        field(default_factory=dict)
+    )
     _parts: dict[tuple[int, Backends, Turns], list[Part]] = field(default_factory=dict)
-    _columns: dict[tuple[object, ...], Column] = field(default_factory=dict)
 
-    def parts(self, number: int, option: Option, backends: Backends, turns: Turns) -> list[Part]:
+    def parts(self, number: int, backends: Backends, turns: Turns) -> list[Part]:
         """What a rule may take by the byte, each at least at its rate, for each weighing."""
         key = (number, backends, turns)
         found = self._parts.get(key)
         if found is None:
-            rates = option.rates(backends, self.setting, self.start_ps, turns)
+            option = self.options[number]
+            rates = option.rates(backends, self.settings, self.start_ps, turns)
             low, high = 0 if streams(backends) else option.sizes[0], option.sizes[-1]
             if backends[1] is Backend.PREFETCH and self.turn is Turn.OWNS:
                 high = min(high, self.num_slots * option.layer_bytes)
@@ -60,6 +74,57 @@ class Context:
             ]
         return found
 
+    def relax(
+        self, options: tuple[int, ...], backends: tuple[Backends, ...], cuts: Sequence[Cut]
+    ) -> list[tuple[Filled, Weighing]] | None:
+        """Bounds of a combination by the byte; None where no plan is wanted."""
+        found = self._relaxed.get((options, backends))
+        if found is not None:
+            if any(each.least >= cuts[weighing.cut].most_ps for each, weighing in found):
+                return None
+            return found
+        parts = [
+            self.parts(*each)
+            for each in zip(options, backends, in_turns(backends, self), strict=True)
+        ]
+        needed, spared_ps = self.needed(options, backends)
+        found = []
+        for weighing, *taken in zip(self.weighings, *parts, strict=True):
+            filled = fill(taken, needed)
+            least = filled.least + weighing.fixed_ps - weighing.rates.prompt_copy * spared_ps
+            if least >= cuts[weighing.cut].most_ps:
+                return None
+            found.append((Filled(least, filled.rate), weighing))
+        self._relaxed[options, backends] = found
+        return found
+
+    def needed(self, options: Sequence[int], backends: Sequence[Backends]) -> tuple[int, float]:
+        """Bytes that must leave the GPU, the ring's on top; what it then spares of the prompt."""
+        lacking, num_slots = self.lacking_bytes, self.num_slots
+        if self.turn is Turn.KEEPS:
+            return lacking, 0.0
+        chosen = [self.options[number] for number in options]
+        if self.turn is Turn.TURNS:
+            # Of n layers over K slots 2 K - n have one of their own: resident in all but name, they
+            # count for nothing. For the least n that is still a bound where there are more: what
+            # the rest costs at least is convex in the slots that count, all of them make a bound,
+            # and so do none, as what fills the ring takes no less than that spares.
+            held, layer_bytes = lacking, 0
+            for option, (_, step) in zip(chosen, backends, strict=True):
+                if step is Backend.PREFETCH:
+                    layer_bytes += option.layer_bytes
+                else:
+                    held -= option.sizes[-1]
+            num_users = max(num_slots + 1, -(-held // layer_bytes))
+            num_slots -= max(0, 2 * num_slots - num_users)
+        slot_bytes = max(
+            option.slot_bytes
+            for option, each in zip(chosen, backends, strict=True)
+            if streams(each)
+        )
+        ring_bytes = num_slots * slot_bytes
+        return lacking + ring_bytes, ring_bytes * 1e12 / self.copy_rate
+
     def rooms(self, cuts: Sequence[Cut]) -> list[Time]:
         """For each weighing, what rules may cost less than."""
         return [cuts[each.cut].most_ps - each.fixed_ps for each in self.weighings]
@@ -67,16 +132,18 @@ class Context:
     def column(
         self,
         number: int,
-        option: Option,
         backends: Backends,
         turns: Turns,
         weighing: Weighing,
         price: float,
     ) -> Column:
         """Weigh an option's groups, a byte of memory at this price."""
-        key = (number, backends, turns, weighing.cut, weighing.rates, price)
+        settings = self.settings if backends[0] is Backend.UVA or turns[0] else ()
+        ring = self.num_slots, self.turn, settings
+        key = (number, backends, turns, ring, weighing.cut, weighing.rates, price)
         found = self._columns.get(key)
         if found is None:
+            option = self.options[number]
             found = self._columns[key] = self._weigh(option, backends, turns, weighing, price)
         return found
 
@@ -90,7 +157,7 @@ class Context:
             for kind, each in zip(option.present, spared, strict=True)
         ]
         most, most_beyond = Rates(*map(max, zip(*spared, strict=True))), max(0.0, *beyond)
-        prices = option.prices(backends, self.setting, self.start_ps, turns)
+        prices = option.prices(backends, self.settings, self.start_ps, turns)
         kept = [min(self.num_slots, totals.num_layers) for totals, _ in option.groups]
         costs, excesses = [], []
         for (totals, _), rates, slots in zip(option.groups, prices, kept, strict=True):
@@ -109,6 +176,7 @@ class Context:
             _suffix_least(costs),
             list(zip(*columns, strict=True)),
             list(zip(*map(_suffix_least, columns), strict=True)),
+            [slots * int(most.step_read) for slots in kept],
             excesses,
             min(excesses),
         )

@@ -9,11 +9,11 @@ from offplan.costs.predict import predict
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Basis, Budget, MachineRef, ModelRef, Plan, Prediction, Workload
-from offplan.planner.families import Shortfall
+from offplan.planner.classes import price_classes
 from offplan.planner.floor import Floor, find_floor
 from offplan.planner.problem import Problem, Restriction, pose
 from offplan.planner.search import Search, find_best
-from offplan.planner.space import list_families
+from offplan.planner.space import list_singles
 from offplan.planner.targets import NO_TARGETS, Fastest, Nearest, Targets
 from offplan.units import format_bytes, format_seconds
 
@@ -71,11 +71,10 @@ def make_plan(
 
 def find_plan(problem: Problem, targets: Targets) -> PlanResult | None:
     """Do what ``make_plan`` does; None where plans fit, but none keeps the targets."""
-    families, shortfall = list_families(problem)
-    found = find_best(problem, families, Fastest(problem.weights, targets.limits_ps))
+    found = find_best(problem, Fastest(problem.weights, targets.limits_ps))
     if found is None:
         if not can_plan(problem):
-            raise _infeasible(problem, shortfall)
+            raise _infeasible(problem)
         return None
     plan, floor = _write_plan(problem, found), find_floor(problem)
     reasons = _explain(plan, floor, found)
@@ -97,7 +96,7 @@ def find_plan(problem: Problem, targets: Targets) -> PlanResult | None:
 def can_plan(problem: Problem, targets: Targets = NO_TARGETS) -> bool:
     """Whether any plan keeps budget and targets."""
     any_plan = Fastest((0, 0), targets.limits_ps)
-    return find_best(problem, list_families(problem)[0], any_plan) is not None
+    return find_best(problem, any_plan) is not None
 
 
 def _write_plan(problem: Problem, found: Search) -> Plan:
@@ -129,7 +128,7 @@ def _unreachable(problem: Problem, targets: Targets) -> InfeasibleError:
     """Say how near the targets plans come, and how much GPU memory would do."""
     budget = problem.budget
     memory = format_bytes(budget.gpu_memory)
-    found = find_best(problem, list_families(problem)[0], Nearest(targets.limits_ps))
+    found = find_best(problem, Nearest(targets.limits_ps))
     assert found is not None, "a plan without targets fits"
 
     def reaches(gpu_memory: int) -> bool:
@@ -163,9 +162,10 @@ def _least(reaches: Callable[[int], bool], low: int, most: int) -> int | None:
     return high
 
 
-def _infeasible(problem: Problem, shortfall: Shortfall) -> InfeasibleError:
+def _infeasible(problem: Problem) -> InfeasibleError:
     """Say what is missing and what would help."""
     budget = problem.budget
+    shortfall = list_singles(problem, price_classes(problem)).shortfall
     if problem.restriction is not None and not (shortfall.gpu_bytes or shortfall.host_bytes):
         return InfeasibleError(
             f"no plan that {problem.restriction.engine} can run fits "

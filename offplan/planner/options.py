@@ -1,15 +1,16 @@
 """What rules of a segment class can take: the sets of layers that differ in what they cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from offplan.placement import Unit
 from offplan.plan import Backend
-from offplan.planner.patterns import Pattern, group_patterns
-from offplan.planner.problem import KindCosts, Problem, kind_costs
-from offplan.planner.segments import SegmentClass, segment_classes
-from offplan.planner.space import Totals, by_signature, sum_up
+from offplan.planner.classes import PricedClass, Totals
+from offplan.planner.patterns import Pattern
+from offplan.planner.problem import KindCosts
+from offplan.planner.segments import SegmentClass
 
 Backends = tuple[Backend, Backend]
 
@@ -37,21 +38,27 @@ class Option:
     """
 
     segment_class: SegmentClass
-    units: frozenset[tuple[int, int]]
-    """What the class takes: kind of layer, number of the unit in it."""
+    units: frozenset[tuple[int, Unit]]
+    """What the class takes, with the kind of layer."""
     costs: tuple[KindCosts, ...]
     """Of each kind of layer; zeros where it takes nothing."""
     groups: tuple[tuple[Totals, Pattern], ...]
     """By the bytes they take off the GPU, the least first."""
-    _rates: dict[tuple[Backends, int, Turns], "Rates"] = field(default_factory=dict)
-    _prices: dict[tuple[Backends, int, Turns], list["Rates"]] = field(default_factory=dict)
-
+    _rates: dict[tuple[Backends, Sequence[int], Turns], "Rates"] = field(default_factory=dict)
+    _prices: dict[tuple[Backends, Sequence[int], Turns], list["Rates"]] = field(
+        default_factory=dict
+    )
     _taken: dict[Backends, list[Taken]] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> list[int]:
         """Bytes that each group takes off the GPU."""
         return [totals.unit_bytes for totals, _ in self.groups]
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The layers of each group, as bits."""
+        return [pattern.layers for _, pattern in self.groups]
 
     @property
     def slot_bytes(self) -> int:
@@ -68,13 +75,15 @@ class Option:
         """Of the kinds that groups may have."""
         return [kind for kind in self.costs if 0 < kind.slab_bytes <= self.slot_bytes]
 
-    def rates(self, backends: Backends, setting: int, start_ps: int, turns: Turns) -> "Rates":
+    def rates(
+        self, backends: Backends, settings: Sequence[int], start_ps: int, turns: Turns
+    ) -> "Rates":
         """What a byte costs at least; a copy takes ``start_ps`` beside its bytes."""
-        key = (backends, setting, turns)
+        key = (backends, settings, turns)
         found = self._rates.get(key)
         if found is None:
             each = [
-                (_price(kind, 1, backends, setting, start_ps, turns), kind.unit_bytes)
+                (_price(kind, 1, backends, settings, start_ps, turns), kind.unit_bytes)
                 for kind in self.present
             ]
             found = self._rates[key] = Rates(
@@ -83,14 +92,14 @@ class Option:
         return found
 
     def prices(
-        self, backends: Backends, setting: int, start_ps: int, turns: Turns
+        self, backends: Backends, settings: Sequence[int], start_ps: int, turns: Turns
     ) -> list["Rates"]:
         """What each group costs, the starts of its copies left out: rules may share them."""
-        key = (backends, setting, turns)
+        key = (backends, settings, turns)
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = [
-                _price(totals, totals.num_layers, backends, setting, start_ps, turns)
+                _price(totals, totals.num_layers, backends, settings, start_ps, turns)
                 for totals, _ in self.groups
             ]
         return found
@@ -118,39 +127,34 @@ def _price(
     costs: KindCosts | Totals,
     num_layers: int,
     backends: Backends,
-    setting: int,
+    settings: Sequence[int],
     start_ps: int,
     turns: Turns,
 ) -> Rates:
+    def least(of_settings: Sequence[int]) -> int:
+        return min(of_settings[setting] for setting in settings)
+
     copied = costs.copy_ps - num_layers * start_ps
     prompt, step = (backend is Backend.PREFETCH for backend in backends)
     return Rates(
-        (copied + turns[0] * costs.prefill_compute_ps[setting]) if prompt else 0,
-        0 if prompt else costs.prefill_uva_ps[setting],
-        (copied + turns[1] * costs.decode_compute_ps) if step else 0,
+        (copied + (least(costs.prefill_compute_ps) if turns[0] else 0)) if prompt else 0,
+        0 if prompt else least(costs.prefill_uva_ps),
+        (copied + (costs.decode_compute_ps if turns[1] else 0)) if step else 0,
         0 if step else costs.decode_uva_ps,
     )
 
 
-def list_options(problem: Problem) -> tuple[Option, ...]:
-    """List what rules of any class can take."""
-    patterns = group_patterns(len(problem.model.layers))
+def list_options(classes: Iterable[PricedClass]) -> tuple[Option, ...]:
+    """List what rules of these classes can take."""
     options = []
-    for segment_class in segment_classes(problem.model):
-        costs = kind_costs(problem, segment_class)
-        units = frozenset(
-            (kind, number)
-            for kind, units in enumerate(problem.units_of_kind)
-            for number, unit in enumerate(units)
-            if segment_class.takes(unit)
-        )
+    for priced in classes:
+        units = frozenset((kind, unit) for kind, units in enumerate(priced.units) for unit in units)
         by_slot: dict[int, list[tuple[Totals, Pattern]]] = {}
-        for signature, members in by_signature(problem, costs, patterns).items():
-            totals = sum_up(signature, costs)
-            by_slot.setdefault(totals.slot_bytes, []).append((totals, members[0]))
+        for totals, patterns in priced.groups:
+            by_slot.setdefault(totals.slot_bytes, []).append((totals, patterns[0]))
         for groups in by_slot.values():
             ordered = tuple(sorted(groups, key=lambda group: group[0].unit_bytes))
-            options.append(Option(segment_class, units, costs, ordered))
+            options.append(Option(priced.segment_class, units, priced.costs, ordered))
     return tuple(options)
 
 

@@ -11,6 +11,7 @@ from offplan.costs.timeline import to_ps
 from offplan.plan import Backend
 from offplan.planner.options import Taken, users_of
 from offplan.planner.problem import Problem
+from offplan.planner.slots import kept_ps
 from offplan.planner.steady import LayerPass, prefill_ps
 from offplan.planner.targets import Goal, Time
 
@@ -83,7 +84,8 @@ class PassBounds:
         if self.problem.host_lack(host_bytes, chosen) > 0:
             return None
         if not step:
-            step_reads -= self._kept_ps(prompt, num_slots)
+            streamed = [(rule.pattern.layers, rule.costs) for rule in prompt]
+            step_reads -= kept_ps(streamed, self.problem.kind_of, num_slots)
         # compute takes longer to read in a step that copies, the link does not
         streamed_ps, turns = self._step_ps(step, num_slots)
         slow_ps = (self.slowdown - 1) * step_reads if turns else 0.0
@@ -94,17 +96,6 @@ class PassBounds:
             return None
         prefill_ps = fixed_ps + self._prompt_ps(prompt, step, num_slots, setting)
         return None if goal.value(prefill_ps, decode_ps) >= limit else (prefill_ps, decode_ps)
-
-    def _kept_ps(self, prompt: Sequence[Taken], num_slots: int) -> int:
-        """What decode need not read in place: the layers that prefill streams last."""
-        users, kept_ps, kind_of = users_of(prompt), 0, self.problem.kind_of
-        for _ in range(num_slots):
-            last = users.bit_length() - 1
-            users ^= 1 << last
-            for rule in prompt:
-                if rule.pattern.layers >> last & 1:
-                    kept_ps += rule.costs[kind_of[last]].decode_uva_ps
-        return kept_ps
 
     def alone_ps(self, rule: Taken, num_slots: int, setting: int) -> float:
         """Least time of a prompt of plans with this rule: what it takes without the others.

@@ -16,7 +16,6 @@ from offplan.costs.timeline import to_ps
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, align, group_units
 from offplan.plan import Budget, Offload, Workload
-from offplan.planner.segments import SegmentClass
 
 PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 """Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
@@ -201,7 +200,7 @@ def pose(
 
 @dataclass(frozen=True)
 class KindCosts:
-    """What offloading a segment class in one layer of one kind means; zeros if it takes nothing.
+    """What offloading some units in one layer of one kind means; zeros if there are none.
 
     Figures of the prompt are over all its chunks, one for each setting.
     """
@@ -220,11 +219,10 @@ class KindCosts:
     prefill_compute_ps: tuple[int, ...]
 
 
-def kind_costs(problem: Problem, segment_class: SegmentClass) -> tuple[KindCosts, ...]:
-    """Price a segment class in a layer of each kind."""
+def kind_costs(problem: Problem, taken: Sequence[Sequence[Unit]]) -> tuple[KindCosts, ...]:
+    """Price the units that are taken of a layer of each kind."""
     return tuple(
-        _price_kind(problem, [unit for unit in units if segment_class.takes(unit)], kind)
-        for kind, units in zip(problem.kinds, problem.units_of_kind, strict=True)
+        _price_kind(problem, units, kind) for kind, units in zip(problem.kinds, taken, strict=True)
     )
 
 

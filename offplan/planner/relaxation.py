@@ -74,6 +74,17 @@ class Frame(NamedTuple):
         return self.fixed_ps + (1 - mean) * self.resident_ps + mean * (self.link_ps or 0)
 
 
+def least_frame(frames: Sequence[Frame]) -> Frame:
+    """No phase takes less than in any of these; all copy, or none."""
+    links = [frame.link_ps for frame in frames if frame.link_ps is not None]
+    return Frame(
+        min(frame.fixed_ps for frame in frames),
+        min(frame.resident_ps for frame in frames),
+        min(frame.slowdown for frame in frames),
+        min(links, default=None),
+    )
+
+
 def weighings(cuts: Iterable[Cut], prompt: Frame, step: Frame) -> list[Weighing]:
     """Ways to weigh the phases, for each cut."""
     found = []
@@ -114,8 +125,9 @@ def fill(parts: Iterable[Part], needed: int) -> Filled:
     ordered = sorted(parts)
     left, least, last = needed, 0.0, 0.0
     for rate, low, _ in ordered:
-        left -= low
-        least += rate * low
+        if low:
+            left -= low
+            least += rate * low
     for rate, low, high in ordered:
         if left <= 0:
             break

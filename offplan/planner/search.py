@@ -9,10 +9,12 @@ from offplan.costs.predict import price_request
 from offplan.placement import place_units
 from offplan.plan import Offload
 from offplan.planner.candidates import list_candidates
-from offplan.planner.combinations import Candidate, Combination, Combinations, list_combinations
+from offplan.planner.combinations import Combination, Combinations, list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.families import Family
 from offplan.planner.problem import Problem
+from offplan.planner.singles import Singles
+from offplan.planner.space import list_singles
 from offplan.planner.targets import NEVER, Goal, Time
 
 MOST_RULES = 3
@@ -48,15 +50,16 @@ class Search:
         return 1.0 if self.single is None else float(self.single.value / self.chosen.value)
 
 
-def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | None:
+def find_best(problem: Problem, goal: Goal) -> Search | None:
     """Find the best plan; of those that are as good, one of the fewest rules.
 
     Exact: what is passed over has a bound no better than what was found. None where no plan
     reaches the goal at all.
     """
     searcher = _Searcher(problem, goal)
-    single = chosen = searcher.find_single(families)
     combinations, max_rules = list_combinations(problem), 1
+    singles = list_singles(problem, combinations.classes)
+    single = chosen = searcher.find_single(singles)
     while problem.restriction is None and max_rules < MOST_RULES:
         max_rules += 1
         limit = NEVER if chosen is None else chosen.value
@@ -65,7 +68,7 @@ def find_best(problem: Problem, families: list[Family], goal: Goal) -> Search | 
         return None
     return Search(
         chosen,
-        num_candidates=sum(family.num_members for family in families),
+        num_candidates=singles.num_members,
         num_priced=searcher.num_priced,
         single=single,
         max_rules=max_rules,
@@ -84,12 +87,12 @@ class _Searcher:
     def __post_init__(self) -> None:
         self.pricer = Pricer(self.problem)
 
-    def find_single(self, families: list[Family]) -> Found | None:
+    def find_single(self, singles: Singles) -> Found | None:
         """Find the best plan of at most one rule; of equally good ones the first by rank."""
         best: tuple[Time, tuple[object, ...]] = (NEVER, ())
         found: tuple[Family, int] | None = None
-        bounded = ((self.goal.value(*family[:2]), family.rank, family) for family in families)
-        for bound, rank, family in sorted(each for each in bounded if each[0] < NEVER):
+        for bound, family in singles.by_bound(self.goal):
+            rank = family.rank
             if (bound, rank) > best:
                 break
             for number, value in self._price_members(family):
@@ -142,7 +145,7 @@ class _Searcher:
                 if candidate.bound >= limit:
                     break
                 choices = combinations.choices(combined, candidate)
-                value = self._price(combined, candidate, choices, limit)
+                value = self._price(combined, choices, limit)
                 if value < found:
                     best, found, limit = (combined, choices), value, _ceil(value)
         if best is None:
@@ -160,7 +163,6 @@ class _Searcher:
     def _price(
         self,
         combined: Combination,
-        candidate: Candidate,
         choices: tuple[Choice, ...],
         limit: Time,
     ) -> Time:
@@ -173,14 +175,14 @@ class _Searcher:
         if problem.host_lack(weighed.host_bytes, setting) > 0:
             return NEVER
         self.num_priced += 1
-        prefill = self.pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
-        if self.goal.value(prefill, candidate.decode_ps) >= limit:
-            return NEVER
         key = (choices, weighed.num_slots, setting.row_ps[1])
         decode = self._steps.get(key)
         if decode is None:
             decode = self.pricer.decode_ps(contents, weighed.num_slots, combined.setting)
             self._steps[key] = decode
+        if self.goal.value(setting.prefill.resident_ps, decode) >= limit:
+            return NEVER
+        prefill = self.pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
         return self.goal.value(prefill, decode)
 
 

@@ -1,21 +1,16 @@
-"""The space that the search goes over, priced by arithmetic: memory, and a proven lower bound.
+"""The plans of at most one rule: those that fit, their memory by arithmetic."""
 
-No placement or schedule is built here. A set of layers is known by how many layers of each kind it
-has, its signature: that alone decides its memory and its bound.
-"""
-
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from offplan.placement import Unit
 from offplan.plan import Backend
+from offplan.planner.classes import PricedClass
 from offplan.planner.families import Family, Shortfall
-from offplan.planner.patterns import Pattern, distinct_patterns, group_patterns
-from offplan.planner.problem import KindCosts, Problem, kind_costs, slab_bytes
-from offplan.planner.segments import SegmentClass, segment_classes
+from offplan.planner.problem import Problem, slab_bytes
+from offplan.planner.singles import FamilyGroup, Singles
 
 PREFETCH_STEPS = (1, 2, 3, 4)
 """Ring sizes tried."""
@@ -40,50 +35,44 @@ def list_backends(problem: Problem) -> tuple[tuple[Backend, Backend], ...]:
     )
 
 
-Signature = tuple[int, ...]
-"""How many layers of each kind."""
-
-
-class Totals(NamedTuple):
-    """Sums of KindCosts over the layers of a signature."""
-
-    num_layers: int
-    unit_bytes: int
-    slab_bytes: int
-    slot_bytes: int
-    copy_ps: int
-    slowest_copy_ps: int
-    decode_uva_bytes: int
-    decode_uva_ps: int
-    most_uva_bytes: int
-    """Of one layer."""
-    slowest_uva_ps: int
-    decode_compute_ps: int
-    """Of the layers with something offloaded."""
-    prefill_uva_bytes: tuple[int, ...]
-    prefill_uva_ps: tuple[int, ...]
-    prefill_compute_ps: tuple[int, ...]
-
-
-def list_families(problem: Problem) -> tuple[list[Family], Shortfall]:
-    """List all families that fit, and what those that do not lack."""
+def list_singles(problem: Problem, classes: Sequence[PricedClass]) -> Singles:
+    """List the plans of at most one rule."""
     shortfall = Shortfall()
     families = list(_resident_families(problem, shortfall))
-    patterns = group_patterns(len(problem.model.layers))
-    for segment_class in segment_classes(problem.model):
-        costs = kind_costs(problem, segment_class)
-        families += _max_bytes_families(problem, segment_class, shortfall)
-        for signature, members in by_signature(problem, costs, patterns).items():
-            totals = sum_up(signature, costs)
-            for prefill, decode in list_backends(problem):
-                uses_ring = Backend.PREFETCH in (prefill, decode)
-                for step in PREFETCH_STEPS if uses_ring else (0,):
-                    if uses_ring and totals.num_layers <= step:
-                        continue  # every layer would own a slot: resident in all but name
-                    families += _pattern_families(
-                        problem, segment_class, totals, members, prefill, decode, step, shortfall
-                    )
-    return families, shortfall
+    groups: list[FamilyGroup] = []
+    for priced in classes:
+        families += _max_bytes_families(problem, priced, shortfall)
+        groups += _list_groups(problem, priced, shortfall)
+    return Singles(problem, families, groups, shortfall)
+
+
+def _list_groups(
+    problem: Problem, priced: PricedClass, shortfall: Shortfall
+) -> Iterator[FamilyGroup]:
+    """List the groups of a class, each with the settings that it fits."""
+    settings = sorted((each.lacking_bytes, i) for i, each in enumerate(problem.settings))
+    lacking, numbers = [size for size, _ in settings], [number for _, number in settings]
+    rings: dict[int, list[tuple[Backend, Backend]]] = {}
+    for backends in list_backends(problem):
+        for num_slots in PREFETCH_STEPS if Backend.PREFETCH in backends else (0,):
+            rings.setdefault(num_slots, []).append(backends)
+    for totals, patterns in priced.groups:
+        lacks = [problem.host_lack(totals.slab_bytes, problem.settings[i]) for i in numbers]
+        for num_slots, ring_backends in rings.items():
+            if num_slots and totals.num_layers <= num_slots:
+                continue  # every layer would own a slot: resident in all but name
+            saved_bytes = totals.unit_bytes - num_slots * totals.slot_bytes
+            num_settings = bisect_right(lacking, saved_bytes)
+            host_lack = min(lacks[:num_settings], default=0)
+            if not shortfall.note(lacking[0] - saved_bytes, host_lack):
+                continue
+            fitting = tuple(
+                i for i, lack in zip(numbers[:num_settings], lacks, strict=False) if lack <= 0
+            )
+            for backends in ring_backends:
+                yield FamilyGroup(
+                    priced.segment_class, totals, patterns, *backends, num_slots, fitting
+                )
 
 
 def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Family]:
@@ -106,138 +95,15 @@ def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Famil
         )
 
 
-def by_signature(
-    problem: Problem, costs: Sequence[KindCosts], patterns: tuple[Pattern, ...]
-) -> dict[Signature, tuple[Pattern, ...]]:
-    """Group the patterns that differ for this class by how many layers of each kind they take."""
-    having = [
-        layers if kind.unit_bytes else 0
-        for layers, kind in zip(problem.layers_of_kind, costs, strict=True)
-    ]
-    groups: dict[Signature, list[Pattern]] = {}
-    for pattern in distinct_patterns(patterns, sum(having)):
-        signature = tuple((pattern.layers & layers).bit_count() for layers in having)
-        groups.setdefault(signature, []).append(pattern)
-    return {signature: tuple(members) for signature, members in groups.items()}
-
-
-def sum_up(signature: Signature, costs: Sequence[KindCosts]) -> Totals:
-    """Add up what the layers of a signature cost."""
-    present = [(count, kind) for count, kind in zip(signature, costs, strict=True) if count]
-
-    def total(values: Iterable[int]) -> int:
-        return sum(n * value for (n, _), value in zip(present, values, strict=True))
-
-    def totals(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple(total(column) for column in zip(*rows, strict=True))
-
-    return Totals(
-        num_layers=sum(signature),
-        unit_bytes=total(k.unit_bytes for _, k in present),
-        slab_bytes=total(k.slab_bytes for _, k in present),
-        slot_bytes=max(k.slab_bytes for _, k in present),
-        copy_ps=total(k.copy_ps for _, k in present),
-        slowest_copy_ps=max(k.copy_ps for _, k in present),
-        decode_uva_bytes=total(k.decode_uva_bytes for _, k in present),
-        decode_uva_ps=total(k.decode_uva_ps for _, k in present),
-        most_uva_bytes=max(k.decode_uva_bytes for _, k in present),
-        slowest_uva_ps=max(k.decode_uva_ps for _, k in present),
-        decode_compute_ps=total(k.decode_compute_ps for _, k in present),
-        prefill_uva_bytes=totals(k.prefill_uva_bytes for _, k in present),
-        prefill_uva_ps=totals(k.prefill_uva_ps for _, k in present),
-        prefill_compute_ps=totals(k.prefill_compute_ps for _, k in present),
-    )
-
-
-def _pattern_families(
-    problem: Problem,
-    segment_class: SegmentClass,
-    totals: Totals,
-    members: tuple[Pattern, ...],
-    prefill: Backend,
-    decode: Backend,
-    num_slots: int,
-    shortfall: Shortfall,
-) -> Iterator[Family]:
-    """Price one signature with one ring and backend, for each setting."""
-    saved_bytes = totals.unit_bytes - num_slots * totals.slot_bytes
-    if decode is Backend.UVA:
-        # as many layers as there are slots find their slab where prefill left it
-        spared_ps = num_slots * totals.slowest_uva_ps
-        decode_ps = problem.decode.resident_ps + max(0, totals.decode_uva_ps - spared_ps)
-        decode_bytes = max(0, totals.decode_uva_bytes - num_slots * totals.most_uva_bytes)
-    else:
-        decode_ps, decode_bytes = _ring_bound(
-            totals, num_slots, 0, problem.decode.resident_ps, totals.decode_compute_ps
-        )
-    for number, setting in enumerate(problem.settings):
-        host_lack = problem.host_lack(totals.slab_bytes, setting)
-        if not shortfall.note(setting.lacking_bytes - saved_bytes, host_lack):
-            continue
-        if prefill is Backend.UVA:
-            prefill_ps = setting.prefill.resident_ps + totals.prefill_uva_ps[number]
-            prefill_bytes = totals.prefill_uva_bytes[number]
-        else:
-            prefill_ps, prefill_bytes = _ring_bound(
-                totals,
-                num_slots,
-                num_slots if decode is Backend.PREFETCH else 0,
-                setting.prefill.resident_ps,
-                totals.prefill_compute_ps[number],
-            )
-        yield Family(
-            prefill_ps=prefill_ps + setting.row_ps[0],
-            decode_ps=decode_ps + setting.row_ps[1],
-            link_bytes=problem.objective(
-                prefill_bytes + setting.row_bytes[0], decode_bytes + setting.row_bytes[1]
-            ),
-            prefetch_step=max(1, num_slots),
-            minus_chunk=-setting.prefill_chunk,
-            embeddings=setting.embeddings,
-            num_segments=len(segment_class.segments),
-            segments=segment_class.segments,
-            prefill=prefill,
-            decode=decode,
-            max_bytes=0,
-            patterns=members,
-        )
-
-
-def _ring_bound(
-    totals: Totals,
-    num_slots: int,
-    num_warm: int,
-    compute_ps: int,
-    streamed_compute_ps: int,
-) -> tuple[int, int]:
-    """Least time and bytes of a pass that streams through a ring.
-
-    Of n layers over K slots those whose slot nobody shares are not copied again: 2 K - n, where
-    that is positive. Of the slots ``num_warm`` are found full: decode refills them for the prompt
-    that follows, where it streams at all. With one slot, copies and the layers
-    that stream take turns: none overlaps another.
-    """
-    owners = max(0, 2 * num_slots - totals.num_layers)
-    skipped = max(owners, num_warm)
-    copied_ps = max(0, totals.copy_ps - skipped * totals.slowest_copy_ps)
-    copied_bytes = max(0, totals.slab_bytes - skipped * totals.slot_bytes)
-    if num_slots == 1:
-        copied_ps += streamed_compute_ps
-    return max(compute_ps, copied_ps), copied_bytes
-
-
 def _max_bytes_families(
-    problem: Problem, segment_class: SegmentClass, shortfall: Shortfall
+    problem: Problem, priced: PricedClass, shortfall: Shortfall
 ) -> Iterator[Family]:
     """Read the first parameters in place, as few as fit: for each setting one candidate.
 
     More of them would only move more bytes, so no other ``max_bytes`` can be better.
     """
     taken = [
-        (layer, unit)
-        for layer, units in enumerate(problem.units)
-        for unit in units
-        if segment_class.takes(unit)
+        (layer, unit) for layer, kind in enumerate(problem.kind_of) for unit in priced.units[kind]
     ]
     sums = list(accumulate(unit.nbytes for _, unit in taken))
     for setting in problem.settings:
@@ -272,8 +138,8 @@ def _max_bytes_families(
             prefetch_step=1,
             minus_chunk=-setting.prefill_chunk,
             embeddings=setting.embeddings,
-            num_segments=len(segment_class.segments),
-            segments=segment_class.segments,
+            num_segments=len(priced.segment_class.segments),
+            segments=priced.segment_class.segments,
             prefill=Backend.UVA,
             decode=Backend.UVA,
             max_bytes=max_bytes,

@@ -73,7 +73,8 @@ class Fastest:
     def cuts(self, limit: Time) -> tuple["Cut", ...]:
         """What every plan better than ``limit`` keeps."""
         first, second = self.limits_ps
-        return (Cut(*self.weights, limit), Cut(1, 0, first), Cut(0, 1, second))
+        kept = (Cut(1, 0, first), Cut(0, 1, second))
+        return (Cut(*self.weights, limit), *(cut for cut in kept if cut.most_ps < NEVER))
 
     def bound(self, least_ps: Sequence[float]) -> Time:
         """No plan is better whose times, weighed as each of the cuts does, are no less."""
