@@ -68,6 +68,13 @@ class Candidate(NamedTuple):
 TURNS = tuple(Turn)
 
 
+def least_value(problem: Problem, setting: int, goal: Goal) -> Time:
+    """What all resident would come to: no plan of a setting is better."""
+    chosen, step = problem.settings[setting], problem.decode
+    row_ps = chosen.row_ps
+    return goal.value(chosen.prefill.resident_ps + row_ps[0], step.resident_ps + row_ps[1])
+
+
 @dataclass(frozen=True)
 class Combinations:
     """All combinations of one problem."""
@@ -115,7 +122,8 @@ class Combinations:
             return
         settings = context.settings
         if len(settings) == 1:
-            yield settings[0], goal.bound(strongest(found, len(cuts)))
+            bound = goal.bound(strongest(found, len(cuts)))
+            yield settings[0], max(bound, least_value(self.problem, settings[0], goal))
             return
         middle = len(settings) // 4 * 2 or 1  # the places of the embedding stay together
         for half in (settings[:middle], settings[middle:]):
