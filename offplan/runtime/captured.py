@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,8 +18,7 @@ class Passes:
     """Runs passes: as they are at first, captured when they come again.
 
     Libraries allocate workspaces at their first call, which must not happen in a capture. What is
-    captured keeps the temporary memory that it takes: a step always, a prompt until another one
-    comes.
+    captured, of each phase the last, keeps its temporary memory until a prompt comes that is not.
     """
 
     def __init__(self, executor: Executor, give_back_temporaries: Callable[[], None]) -> None:
@@ -46,47 +46,59 @@ class Passes:
         is_same = captured is not None and captured.shape == tokens.shape
         if captured is not None and is_same and may_capture and captured.schedule == schedule:
             return captured.replay(tokens)
-        capture = may_capture and (is_same or self._seen.get(phase) == tokens.shape)
         is_stale = captured is not None and phase is Phase.PREFILL
         del captured  # it would keep what it takes
-        if capture or is_stale:
-            self._make_room(phase)
-        if capture:
-            self._captured[phase] = _CapturedForward(self._executor, schedule, forward, tokens)
-            return self._captured[phase].replay(tokens)
+        if may_capture and (is_same or self._seen.get(phase) == tokens.shape):
+            return self._capture(schedule, forward, tokens).replay(tokens)
+        if is_stale:
+            # both phases' graphs share their memory, of which this prompt is to take as much
+            self.forget()
+            self._give_back_temporaries()
         logits = self._executor.run(schedule, partial(forward, tokens))
         assert isinstance(logits, torch.Tensor)
         self._seen[phase] = tokens.shape
         return logits
 
-    def _make_room(self, phase: Phase) -> None:
-        """Give back what the last pass took: of a prompt, captured or not, the next takes as much.
-
-        A step's is little, and what it took uncaptured serves the prompt.
-        """
-        self._captured.pop(phase, None)
-        if phase is Phase.PREFILL:
-            self._give_back_temporaries()
-
     def forget(self) -> None:
         """Drop what is captured, and the memory that it keeps."""
         self._captured.clear()
+
+    def _capture(
+        self, schedule: Schedule, forward: Forward, tokens: torch.Tensor
+    ) -> "_CapturedForward":
+        phase = schedule.phase
+        self._captured.pop(phase, None)
+        if phase is Phase.PREFILL:
+            self._give_back_temporaries()  # of the prompt uncaptured: it takes as much again
+        beside = next(iter(self._captured.values()), None)
+        captured = _CapturedForward(self._executor, schedule, forward, tokens, beside)
+        self._captured[phase] = captured
+        return captured
 
 
 class _CapturedForward:
     """The pass of one schedule for tokens of one shape; later ones are copied into its input."""
 
     def __init__(
-        self, executor: Executor, schedule: Schedule, forward: Forward, tokens: torch.Tensor
+        self,
+        executor: Executor,
+        schedule: Schedule,
+        forward: Forward,
+        tokens: torch.Tensor,
+        beside: "_CapturedForward | None",
     ) -> None:
-        """Capture ``forward`` of ``tokens``."""
+        """Capture ``forward`` of ``tokens``.
+
+        ``beside`` is a pass that never runs at the same time: both use the same temporary memory.
+        """
         self.schedule = schedule
         self._tokens = tokens.clone()
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
 
         def run() -> None:
             self._logits = forward(self._tokens)
 
-        self._pass = executor.capture(schedule, run)
+        self._pass = executor.capture(schedule, run, self._pool)
 
     @property
     def shape(self) -> torch.Size:
@@ -96,7 +108,7 @@ class _CapturedForward:
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the pass; returns logits, [batch, vocabulary].
 
-        The next replay overwrites them.
+        The next replay overwrites them, of this pass or of one ``beside`` it.
         """
         self._tokens.copy_(tokens)
         self._pass.replay()

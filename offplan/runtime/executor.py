@@ -42,13 +42,14 @@ class Executor:
         finally:
             self._before, self._after = {}, {}
 
-    def capture(self, schedule: Schedule, forward: Callable[[], Any]) -> "CapturedPass":
+    def capture(self, schedule: Schedule, forward: Callable[[], Any], pool: Any) -> "CapturedPass":
         """Capture ``forward`` as CUDA graph segments, cut wherever the schedule acts.
 
+        Its temporary memory comes from ``pool``, a ``torch.cuda.graph_pool_handle``.
         Needs a warmed-up model, on a stream other than the default one. Nothing is executed: the
-        ring and the caches stay as they are. The pass keeps its temporary memory to itself.
+        ring and the caches stay as they are.
         """
-        captured = CapturedPass(self._link)
+        captured = CapturedPass(self._link, pool)
         self._apply = captured.cut
         try:
             with captured:
@@ -116,11 +117,15 @@ def carry_out(link: Link, operations: list[Operation]) -> None:
 class CapturedPass:
     """A pass as CUDA graphs with the schedule's operations between them."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, pool: Any) -> None:
         self._link = link
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        """Where all segments' temporary memory comes from."""
+        self._pool = pool
         self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
+        self._empty: list[torch.cuda.CUDAGraph] = []
+        """Kept, for torch captures nothing more in a pool whose last graph is gone.
+
+        Source: ``releasePool`` in c10/cuda/CUDACachingAllocator.cpp.
+        """
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __enter__(self) -> "CapturedPass":
@@ -157,5 +162,5 @@ class CapturedPass:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             graph.capture_end()
-        if not any("graph is empty" in str(w.message).lower() for w in caught):
-            self._parts.append(graph)
+        is_empty = any("graph is empty" in str(w.message).lower() for w in caught)
+        (self._empty if is_empty else self._parts).append(graph)

@@ -1,5 +1,8 @@
 """What is captured and when, with passes that run anew in place of graphs that replay."""
 
+import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,8 @@ import torch
 
 from offplan.placement import Phase
 from offplan.runtime import kernels
-from offplan.runtime.executor import Executor
+from offplan.runtime.executor import CapturedPass, Executor
+from offplan.runtime.link import CpuLink
 from offplan.runtime.session import Session
 from offplan.schedule import Schedule
 from tests.runtime.conftest import save_tiny
@@ -52,9 +56,9 @@ class Graphs:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     graphs = Graphs()
     monkeypatch.setattr(
-        Executor, "capture", lambda own, schedule, run: graphs.capture(own, schedule, run)
+        Executor, "capture", lambda own, schedule, run, _: graphs.capture(own, schedule, run)
     )
-    for name in ("synchronize", "empty_cache"):
+    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     return graphs
 
@@ -118,6 +122,49 @@ def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> N
         found = request(session, 2, CHUNK, 0)
         assert all(map(torch.equal, found, expected))
         assert graphs.captured.count(Phase.PREFILL) == 2
+
+
+def test_a_pool_is_not_given_up_between_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to capture in a pool whose last graph is gone, were it an empty one."""
+    users = Counter[str]()
+
+    class Graph:
+        def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+            assert pool not in users or users[pool] > 0, "use_count > 0 INTERNAL ASSERT FAILED"
+            self.pool, self.is_empty = pool, True
+            users[pool] += 1
+            graphs.append(weakref.ref(self))
+
+        def capture_end(self) -> None:
+            if self.is_empty:
+                warnings.warn("The CUDA Graph is empty.", stacklevel=1)
+
+        def replay(self) -> None:
+            replayed.append(self)
+
+        def __del__(self) -> None:
+            users[self.pool] -= 1
+
+    def work() -> None:
+        graph = graphs[-1]()
+        assert graph is not None
+        graph.is_empty = False
+
+    graphs: list[weakref.ref[Graph]] = []
+    replayed: list[Graph] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    with CapturedPass(CpuLink([], {}), "pool") as captured:
+        captured.cut([])  # copies come before any work
+        work()
+        captured.cut([])
+        captured.cut([])
+        work()
+    captured.replay()
+    assert len(replayed) == 2
+    replayed.clear()
+    del captured
+    assert users["pool"] == 0
 
 
 @pytest.mark.parametrize(
