@@ -39,9 +39,9 @@ def measure_layer_times(
     The shortest run of layers that has every kind is loaded with random weights, all resident.
     Prefill is timed for prompts in chunks of each size in ``chunks`` (tokens, none more than the
     prompt, the largest first), as the session runs them, captured or not: small chunks that are not
-    take as long as their launches. A chunk's time is the mean of those of a prompt. Decode is timed
-    for a captured layer with the whole prompt and half of the output in the cache: what a step of
-    the request meets on average.
+    take as long as their launches. A chunk's time is the mean of those of a prompt; what lies
+    outside the layers is all of it. Decode is timed for a captured layer with the whole prompt and
+    half of the output in the cache: what a step of the request meets on average.
     """
     kinds = [layer.key for layer in model.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
@@ -49,7 +49,7 @@ def measure_layer_times(
     names = [*kinds[:num_layers], model.outside_key]
     # room for the decode steps that are timed behind the prompt
     num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES
-    context = max(workload.context, max(chunks) + num_steps + 1)
+    context = max(workload.context, workload.prompt_tokens + num_steps + 1)
     times: dict[tuple[str, str, int], LayerTime] = {}
 
     def note(
@@ -75,7 +75,8 @@ def measure_layer_times(
             # too many to be captured, where the prompt's are
             num_chunks = min(workload.prompt_tokens // chunk, MAX_CAPTURED_CHUNKS + 1)
             prompt = torch.randint(0, vocabulary, (workload.batch, num_chunks * chunk))
-            seconds = _time_prefill(session, prompt, num_chunks)
+            captured = session.captures_prompt(workload.batch, workload.prompt_tokens)
+            seconds = _time_prefill(session, prompt, num_chunks, captured=captured)
             reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens
             note("prefill", chunk, reach, seconds, is_part=is_part)
             if chunk == chunks[0]:
@@ -152,19 +153,21 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _time_prefill(session: Session, prompt: torch.Tensor, num_chunks: int) -> list[float]:
+def _time_prefill(
+    session: Session, prompt: torch.Tensor, num_chunks: int, *, captured: bool
+) -> list[float]:
     """Seconds that a chunk of a prompt takes in each layer, on average, and all outside of them.
 
-    A prompt that is captured has its layers captured too. Another's chunks may take as long as the
-    host needs to launch them: they are taken through a layer as a request's are.
+    Of a prompt that is to be ``captured`` layers are captured too. Another's chunks may take as
+    long as the host needs to launch them: they are taken through a layer as a request's are.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
-    captured = session.captures_prompt(*prompt.shape)
     with session.stream(), torch.inference_mode():
-        chunks = prompt.to(session.device).chunk(num_chunks, dim=1)
-        run_layer = session.in_chunks(chunks).run_layer
-        time = partial(_time_captured, session) if captured else partial(_time_launched, session)
-        each = [time(partial(run_layer, index)) for index in range(len(session.layers))]
+        ready = session.in_chunks(prompt.to(session.device).chunk(num_chunks, dim=1))
+        time = _time_captured if captured else _time_launched
+        each = [
+            time(session, partial(ready.try_layer, index)) for index in range(len(session.layers))
+        ]
     return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
 
 

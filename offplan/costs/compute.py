@@ -137,7 +137,7 @@ def _measured_or(
         return ComputeTime(estimate(shape), measured=False)
     nearest = min(others, key=lambda time: (_distance(time, shape), time.tokens, time.context))
     known = PassShape(shape.phase, nearest.batch, nearest.tokens, nearest.context)
-    if shape.is_part:  # what its launches take does not grow with it
+    if shape.is_part:  # what launches and joining take does not grow with it
         seconds = nearest.seconds + estimate(shape) - estimate(known)
         return ComputeTime(max(0.0, seconds), measured=False)
     return ComputeTime(estimate(shape) * nearest.seconds / estimate(known), measured=False)

@@ -118,8 +118,8 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
 
     Of a chunk: hidden states + the hungriest block + logits; of a layer only one block, attention
     or MLP, is alive at a time. A chunk that is not as long as the plan's runs uncompiled. A decode
-    step's temporaries count once more: its captured graphs keep memory that nothing else is given.
-    Source: ``runtime.session.Session``, ``runtime.executor.CapturedPass``.
+    step's temporaries count once more: its captured graphs keep theirs beside an uncaptured prompt.
+    Source: ``runtime.session.Session``, ``runtime.captured.Passes``.
     """
     layers = _distinct_layers(model)
     # of chunks with as many tokens, the last one reaches furthest and takes most
@@ -143,12 +143,17 @@ def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
     """What a prompt keeps while ``chunk`` is in a layer.
 
     WAITING_COPIES of a hidden state of every other token, since all chunks pass a layer before the
-    next one runs, and the rotary table of the whole prompt: a cosine and a sine for each element of
-    a query head.
+    next one runs; the rotary table of the whole prompt, a cosine and a sine for each element of a
+    query head; and the keys and values that chunks of latent attention expand, of all heads.
     """
+    dims = attention_dims(model.config, chunk.phase)
     others = workload.batch * (workload.prompt_tokens - chunk.tokens)
-    table = 2 * workload.prompt_tokens * attention_dims(model.config, chunk.phase).query_dim
-    return (WAITING_COPIES * others * _hidden_size(model) + table) * element_bytes(model)
+    kept = WAITING_COPIES * others * _hidden_size(model)
+    kept += 2 * workload.prompt_tokens * dims.query_dim
+    if chunk.is_part and _has_latents(model):
+        width = dims.num_heads * (dims.query_dim + dims.value_dim)
+        kept += workload.batch * workload.prompt_tokens * width
+    return kept * element_bytes(model)
 
 
 def hidden_bytes(model: Model, shape: PassShape) -> int:
@@ -178,7 +183,7 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     elif shape.phase is Phase.PREFILL and shape.tokens < shape.context:
         made = shape.num_tokens * dims.num_heads * dims.value_dim
         total += JOINED_PARTS * made * element_bytes(model)
-    if read_count(text_config(model.config), "kv_lora_rank"):
+    if _has_latents(model):
         total += latent_bytes(model, layer, shape)
     return total
 
@@ -186,21 +191,26 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
 def latent_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """What latent attention takes besides.
 
-    In prefill the keys and values of every head, expanded over the whole context (twice: the
-    product, and keys with their rotary part joined). In decode what each split of the cache mixes,
-    in float32, with one softmax sum; without the kernel SCORE_BYTES for every head and cached
-    token.
+    In prefill the keys and values of every head for the new tokens (twice: the product, and keys
+    with their rotary part joined). In decode what each split of the cache mixes, in float32, with
+    one softmax sum; without the kernel SCORE_BYTES for every head and cached token.
+    Source: ``runtime.latent``.
     """
     dims = attention_dims(model.config, shape.phase)
     if shape.phase is Phase.PREFILL:
         width = 2 * dims.num_heads * (dims.query_dim + dims.value_dim)
-        return shape.batch * shape.context * width * element_bytes(model)
+        return shape.num_tokens * width * element_bytes(model)
     rank, rope = dims.value_dim, dims.query_dim - dims.value_dim
     in_kernel = model.dtype in KERNEL_TYPES and layer.kv_cache.window is None
     if not in_kernel or not (_is_power(rank) and _is_power(rope)):
         return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
     blocks = shape.batch * -(-dims.num_heads // KERNEL_HEADS)
     return 4 * (rank + 1) * KERNEL_HEADS * max(SPLITS, blocks)
+
+
+def _has_latents(model: Model) -> bool:
+    """Whether attention keeps latents of keys and values, and expands them."""
+    return bool(read_count(text_config(model.config), "kv_lora_rank"))
 
 
 def _is_power(dim: int) -> bool:

@@ -9,12 +9,6 @@ from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
 from offplan.placement import Phase
 from offplan.plan import Workload
 
-_CONTEXT_PART = "kv_b_proj"
-"""In prefill latent attention multiplies this by every cached token, not only by the new ones.
-
-Source: transformers' DeepSeek attention caches the latent and expands all of it in each pass.
-"""
-
 
 @dataclass(frozen=True)
 class PassShape:
@@ -99,8 +93,6 @@ class LayerWork:
     """Routed experts' weights, of which a pass reads those that its tokens are sent to."""
     token_elements: float
     """Weights that each new token is multiplied by; of routed experts, only its own."""
-    context_elements: int
-    """Weights that a prefill multiplies each token of the context by; decode only new ones."""
     kv_cache: KVCache
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
@@ -118,9 +110,7 @@ class LayerWork:
 
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""
-        is_prefill = shape.phase is Phase.PREFILL
-        expanded = shape.batch * shape.context if is_prefill else shape.num_tokens
-        products = self.token_elements * shape.num_tokens + self.context_elements * expanded
+        products = self.token_elements * shape.num_tokens
         dims = self.attention[shape.phase]
         pairs = shape.batch * attended_pairs(shape, self.kv_cache.window)
         if not self.kv_cache.bytes_per_token:  # linear attention: no pairs
@@ -144,18 +134,15 @@ def attended_pairs(shape: PassShape, window: int | None) -> int:
 def layer_work(model: Model, layer: Layer) -> LayerWork:
     """Sum up a layer."""
     dense = [p for p in layer.parameters if not p.is_expert]
-    context = [p for p in dense if _CONTEXT_PART in p.name.split(".")]
     expert_elements = sum(_matrix_elements(p) for p in layer.parameters if p.is_expert)
     dense_elements = sum(map(_matrix_elements, dense))
-    context_elements = sum(map(_matrix_elements, context))
     experts = model.experts
     share = experts.num_experts_per_token / experts.num_experts if experts else 1.0
     return LayerWork(
         key=layer.key,
         dense_bytes=layer.nbytes - layer.expert_bytes,
         expert_bytes=layer.expert_bytes,
-        token_elements=dense_elements - context_elements + share * expert_elements,
-        context_elements=context_elements,
+        token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
         attention={phase: attention_dims(model.config, phase) for phase in Phase},
         experts=experts,

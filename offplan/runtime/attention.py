@@ -75,12 +75,13 @@ def _attend_chunk(
     window: int | None,
 ) -> torch.Tensor:
     """Attend from a chunk of a prompt to all tokens up to its own, the last of which it is."""
-    start, num_new = int(before), query.shape[2]
+    start, num_tokens = before.flatten().tolist()
+    num_new = query.shape[2]
     # what no window reaches would only make the mask, and the work, grow with the context
     first = max(0, start - window + 1) if window is not None else 0
     key, value = (part[:, :, first : start + num_new] for part in (key, value))
     if keeps_latents(module):
-        key, value = module.expand_latents(key, value)
+        key, value = module.expansion.extend(key, value, start, num_tokens)
     num_kept = key.shape[2]
     mask = None
     if window is not None and num_kept > window:
@@ -155,9 +156,9 @@ def _window_mask(num_new: int, num_kept: int, window: int, device: torch.device)
     return (other <= position) & (other > position - window)
 
 
-def filled_before(start: int) -> torch.Tensor:
-    """Of a chunk whose first token is the ``start``-th: a number on the host, [1, 1, 1, 1]."""
-    return torch.full((1, 1, 1, 1), start, dtype=torch.int32)
+def filled_before(start: int, num_tokens: int) -> torch.Tensor:
+    """Of a chunk: its first position and the prompt's length, on the host, [1, 1, 1, 2]."""
+    return torch.tensor([[[[start, num_tokens]]]], dtype=torch.int32)
 
 
 def filled_up_to(position: torch.Tensor, context: int) -> torch.Tensor:

@@ -21,17 +21,15 @@ class Passes:
     captured, of each phase the last, keeps its temporary memory until a prompt comes that is not.
     """
 
-    def __init__(self, executor: Executor, give_back_temporaries: Callable[[], None]) -> None:
+    def __init__(
+        self, executor: Executor, give_back: Callable[[Callable[[], object]], None]
+    ) -> None:
+        """Run by ``executor``; ``give_back`` frees what the call that it is given lets go of."""
         self._executor = executor
-        self._give_back_temporaries = give_back_temporaries
+        self._give_back = give_back
         self._captured: dict[Phase, _CapturedForward] = {}
         self._seen: dict[Phase, torch.Size] = {}
         """Shape of the last tokens that ran uncaptured."""
-
-    @property
-    def captured(self) -> set[Phase]:
-        """Phases of which a pass is captured."""
-        return set(self._captured)
 
     def run(
         self, schedule: Schedule, forward: Forward, tokens: torch.Tensor, *, may_capture: bool
@@ -46,30 +44,32 @@ class Passes:
         is_same = captured is not None and captured.shape == tokens.shape
         if captured is not None and is_same and may_capture and captured.schedule == schedule:
             return captured.replay(tokens)
-        is_stale = captured is not None and phase is Phase.PREFILL
+        in_the_way = captured is not None and phase is Phase.PREFILL
         del captured  # it would keep what it takes
         if may_capture and (is_same or self._seen.get(phase) == tokens.shape):
             return self._capture(schedule, forward, tokens).replay(tokens)
-        if is_stale:
+        if in_the_way:
             # both phases' graphs share their memory, of which this prompt is to take as much
-            self.forget()
-            self._give_back_temporaries()
+            self._give_back(self._captured.clear)
         logits = self._executor.run(schedule, partial(forward, tokens))
         assert isinstance(logits, torch.Tensor)
         self._seen[phase] = tokens.shape
         return logits
 
     def forget(self) -> None:
-        """Drop what is captured, and the memory that it keeps."""
+        """Drop what is captured; whatever comes next runs uncaptured once."""
         self._captured.clear()
+        self._seen.clear()
 
     def _capture(
         self, schedule: Schedule, forward: Forward, tokens: torch.Tensor
     ) -> "_CapturedForward":
         phase = schedule.phase
-        self._captured.pop(phase, None)
+        drop = partial(self._captured.pop, phase, None)
         if phase is Phase.PREFILL:
-            self._give_back_temporaries()  # of the prompt uncaptured: it takes as much again
+            self._give_back(drop)  # and what the prompt took uncaptured: it takes as much again
+        else:
+            drop()
         beside = next(iter(self._captured.values()), None)
         captured = _CapturedForward(self._executor, schedule, forward, tokens, beside)
         self._captured[phase] = captured

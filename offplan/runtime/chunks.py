@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,37 +17,48 @@ class ChunkedPrompt:
     def __init__(
         self,
         chunks: Sequence[torch.Tensor],
-        forward_chunk: Callable[[torch.Tensor, int], Any],
+        forward_chunk: Callable[[torch.Tensor, int, int], Any],
         layers: DecoderLayers,
         position: Position,
     ) -> None:
         """Note with what ``forward_chunk`` calls each layer for chunks, each [batch, tokens].
 
-        It takes a chunk and its first position, sets ``position.rows`` and runs the model. What the
-        model does ahead of its layers is done, nothing else.
+        It takes a chunk, its first position and the prompt's length, sets ``position.rows`` and
+        runs the model. What the model does ahead of its layers is done, nothing else.
         """
         self._layers, self._position = layers, position
+        self._planned = chunks[0].shape[1]
+        starts = [0, *accumulate(chunk.shape[1] for chunk in chunks)]
+        forwards = [
+            partial(forward_chunk, chunk, start, starts[-1])
+            for chunk, start in zip(chunks, starts, strict=False)
+        ]
+        self._forward_last = forwards[-1]
         self._hidden: list[torch.Tensor] = []
         self._arguments: list[list[dict[str, Any]]] = []
         self._rows: list[torch.Tensor] = []
-        start = 0
-        for chunk in chunks:
-            self._forward_last = partial(forward_chunk, chunk, start)
-            calls = layers.note_calls(self._forward_last)
+        for forward in forwards:
+            calls = layers.note_calls(forward)
             self._hidden.append(calls[0].hidden)
             # not the calls: they would keep what the layers are to free
             self._arguments.append([call.arguments for call in calls])
             self._rows.append(position.rows)
-            start += chunk.shape[1]
-        self._planned = chunks[0].shape[1]
 
     def run_layer(self, index: int) -> None:
         """Take every chunk through one layer."""
-        for number, hidden in enumerate(self._hidden):
-            self._position.rows = self._rows[number]
-            call = Call(hidden, self._arguments[number][index])
-            with as_compiled_for(hidden.shape[1], self._planned):
-                self._hidden[number] = self._layers.step(index, call)
+        for number in range(len(self._hidden)):
+            self._hidden[number] = self._step(index, number)
+
+    def try_layer(self, index: int) -> None:
+        """Do the same work, and leave the chunks as they are."""
+        for number in range(len(self._hidden)):
+            self._step(index, number)
+
+    def _step(self, index: int, number: int) -> torch.Tensor:
+        hidden = self._hidden[number]
+        self._position.rows = self._rows[number]
+        with as_compiled_for(hidden.shape[1], self._planned):
+            return self._layers.step(index, Call(hidden, self._arguments[number][index]))
 
     def finish(self) -> Any:
         """Return what ``forward_chunk`` makes of the last chunk's hidden states.

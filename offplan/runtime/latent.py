@@ -1,10 +1,12 @@
-"""Multi-head latent attention in decode: attend to the cached latents, never expand them.
+"""Multi-head latent attention: cached latents are expanded once a prompt, and never in decode.
 
-transformers multiplies every cached latent by ``kv_b_proj`` at each step, so a step's work and
-memory grow with batch x context. Here that matrix is absorbed into the one query instead.
+transformers multiplies every cached latent by ``kv_b_proj`` in each pass, so a pass's work and
+memory grow with batch x context. Here a prompt's chunks expand their own tokens alone, and in
+decode that matrix is absorbed into the one query.
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +17,62 @@ def keep_latents(model: nn.Module) -> None:
     """Have every latent attention of ``model`` pass its cached latents on as they are.
 
     transformers' latent attentions call ``expand_kv(latent, rotary)`` between cache and
-    attention. It is left to ours, which expands where that pays (``expand_latents``).
+    attention. It is left to ours, which expands where that pays (``expansion``).
     """
     for module in model.modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             attention: Any = module
-            attention.expand_latents = attention.expand_kv
+            attention.expansion = Expansion(attention.expand_kv)
             attention.expand_kv = _pass_on
 
 
 def keeps_latents(module: nn.Module) -> bool:
     """Whether ``keep_latents`` has prepared this attention."""
-    return hasattr(module, "expand_latents")
+    return hasattr(module, "expansion")
+
+
+Expanded = tuple[torch.Tensor, torch.Tensor]
+"""Keys, [batch, heads, tokens, nope + rope], and values, [batch, heads, tokens, value_dim]."""
+
+
+class Expansion:
+    """One layer's latents as keys and values, which grow while the chunks of a prompt pass it."""
+
+    def __init__(self, expand: Callable[[torch.Tensor, torch.Tensor], Expanded]) -> None:
+        """Expand by ``expand``, which takes latents and their rotary parts."""
+        self._expand = expand
+        self._kept: Expanded | None = None
+        """Room for the whole prompt: of one size, where the memory of each chunk's own would not
+        serve the next one."""
+
+    def extend(
+        self, latents: torch.Tensor, rotaries: torch.Tensor, start: int, num_tokens: int
+    ) -> Expanded:
+        """Expand the tokens from ``start`` on; return all of the prompt's until there.
+
+        ``latents`` is [batch, 1, kept, rank] and ``rotaries`` [batch, 1, kept, rope], both from the
+        prompt's first token on, ``num_tokens`` its length. Chunks come in order.
+        """
+        stop = latents.shape[2]
+        if not start:
+            self._kept = None  # of a prompt that did not end
+        new = self._expand(latents[:, :, start:], rotaries[:, :, start:])
+        if not start and stop == num_tokens:
+            return new
+        if not start:
+            keys, values = (part.new_empty(_with_tokens(part, num_tokens)) for part in new)
+            self._kept = keys, values
+        assert self._kept is not None
+        for kept, part in zip(self._kept, new, strict=True):
+            kept[:, :, start:stop] = part
+        keys, values = (kept[:, :, :stop] for kept in self._kept)
+        if stop == num_tokens:
+            self._kept = None
+        return keys, values
+
+
+def _with_tokens(part: torch.Tensor, num_tokens: int) -> tuple[int, ...]:
+    return (*part.shape[:2], num_tokens, part.shape[3])
 
 
 def _pass_on(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

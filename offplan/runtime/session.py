@@ -115,7 +115,7 @@ class Session:
         self._experts: ExpertKernels | None = None
         if self.loaded.model.experts is not None:
             self._experts = ExpertKernels(self.loaded, with_own=self._capture)
-        self._passes = Passes(self._executor, self._give_back_temporaries)
+        self._passes = Passes(self._executor, self._give_back)
         self._ring: Ring = empty_ring(self.loaded.placement)
         self._phase: Phase | None = None
         self._batch = 0
@@ -142,8 +142,7 @@ class Session:
         """
         let_go(self.device)
         self._executor.close()
-        self.layers.cache = None
-        self._forget_captured()
+        self._forget_cache()
         self._length = 0
         self._closed = True
         with on_device(self.device):
@@ -180,8 +179,8 @@ class Session:
     def warm_up(self, batch: int, prompt_tokens: int) -> None:
         """Compile, capture and let libraries allocate, so that the first request need not.
 
-        Leaves no sequence begun. A prompt of another length than the plan's still compiles
-        nothing: it runs eagerly.
+        Leaves no sequence begun. A prompt shorter than the plan's chunk compiles nothing: it runs
+        eagerly.
         """
         tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64)
         for _ in range(2 if self.captures_prompt(batch, prompt_tokens) else 1):
@@ -203,8 +202,8 @@ class Session:
 
         Returns the logits that follow it, [batch, vocabulary], on the device and ordered on the
         session's stream, overwritten by the next call: read them inside ``stream()``. Waits for the
-        prompt's own transfer, and for the device when the batch is another than before or the
-        prompt is captured, which ``warm_up`` does beforehand.
+        prompt's own transfer, and for the device when the batch is another than before, when the
+        prompt is captured, which ``warm_up`` does beforehand, or takes a captured one's memory.
         """
         self._check_open()
         batch, num_tokens = prompt.shape
@@ -243,7 +242,7 @@ class Session:
         chunks = tokens.split(self._chunk, dim=1)
         if len(chunks) == 1:
             with as_compiled_for(tokens.shape[1], self._chunk):
-                return self.forward_chunk(tokens, 0)
+                return self.forward_chunk(tokens, 0, tokens.shape[1])
         with self._executor.paused():
             prompt = self.in_chunks(chunks)
         for index in range(len(self.layers)):
@@ -258,13 +257,22 @@ class Session:
         """Return a prompt's chunks, on the device, ready to be taken through the layers."""
         return ChunkedPrompt(chunks, self.forward_chunk, self.layers, self.position)
 
+    def _forget_cache(self) -> None:
+        self._forget_captured()  # graphs write to it
+        self.layers.cache = None
+
     def _forget_captured(self) -> None:
         self._passes.forget()
         self.position.rows = self.position.tensor  # a captured prompt's lie in its memory
 
-    def _give_back_temporaries(self) -> None:
+    def _give_back(self, drop: Callable[[], object]) -> None:
+        """Give the device what ``drop`` lets go of, once it is done with it, and what is cached."""
+        if self._stream is None:
+            drop()
+            return
         self._peak_in_use = self.peak_in_use  # of all that came before
         torch.cuda.synchronize(self.device)
+        drop()
         torch.cuda.empty_cache()
 
     @memory_limits("making a token")
@@ -303,11 +311,12 @@ class Session:
         filled = self._filled(position, self.context)
         return self._call(tokens, position.expand(tokens.shape[0], 1), filled)
 
-    def forward_chunk(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
-        """Run one prefill pass; ``tokens`` is [batch, new], ``start`` their first position."""
+    def forward_chunk(self, tokens: torch.Tensor, start: int, num_tokens: int) -> torch.Tensor:
+        """Run one chunk, [batch, new], of a prompt of ``num_tokens`` from position ``start`` on."""
         rows = torch.arange(start, start + tokens.shape[1], device=self.device)
         self.position.rows = rows
-        return self._call(tokens, rows.expand(tokens.shape[0], -1), filled_before(start))
+        filled = filled_before(start, num_tokens)
+        return self._call(tokens, rows.expand(tokens.shape[0], -1), filled)
 
     def _call(
         self, tokens: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor | BlockMask
@@ -343,20 +352,18 @@ class Session:
             raise ValueError("the session is closed and its weights are gone: open another one")
 
     def _begin_sequences(self, batch: int) -> None:
-        if self.layers.cache is not None and batch == self._batch:
+        if batch == self._batch:
             return
-        self._forget_captured()  # its graphs write to the old cache
-        if self.layers.cache is not None and self._stream is not None:
+        self._batch = 0  # until all of the cache is there
+        if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
-            self.layers.cache = None
-            self._give_back_temporaries()
-        num_layers = len(self.loaded.model.layers)
-        self.layers.cache = KVCache(num_layers, self.context, self.position)
-        self._batch = batch
+            self._give_back(self._forget_cache)
+        self.layers.cache = KVCache(len(self.layers), self.context, self.position)
         with self.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.
-            self.forward_chunk(torch.zeros(batch, 1, dtype=torch.int64, device=self.device), 0)
+            self.forward_chunk(torch.zeros(batch, 1, dtype=torch.int64, device=self.device), 0, 1)
+        self._batch = batch
 
     def _next_pass(self, phase: Phase, upcoming: Phase) -> Schedule:
         num_layers = len(self.loaded.model.layers)

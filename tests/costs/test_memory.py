@@ -30,7 +30,7 @@ from offplan.costs.memory import (
     predict_gpu_memory,
     waiting_bytes,
 )
-from offplan.costs.work import PassShape
+from offplan.costs.work import PassShape, prefill_shapes
 from offplan.placement import Phase
 from offplan.plan import Budget, Workload
 from tests.costs.builders import (
@@ -71,15 +71,21 @@ def test_each_expert_of_a_token_has_its_temporaries() -> None:
     assert mlp_bytes(model, model.layers[1], SHAPE) == TOKENS * (shared + routed) * 2
 
 
-def test_latent_attention_holds_keys_and_values_of_the_context() -> None:
+def test_latent_attention_holds_keys_and_values_of_the_prompt() -> None:
     config = {
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8,
         "v_head_dim": 12,
     }
-    model = make_model([DENSE], **config)
-    assert latent_bytes(model, model.layers[0], SHAPE) == 2 * 30 * 2 * 4 * (24 + 12) * 2
+    model, plain = make_model([DENSE], **config), make_model([DENSE], head_dim=24)
+    of_token = 4 * (24 + 12) * 2
+    assert latent_bytes(model, model.layers[0], SHAPE) == 2 * TOKENS * of_token
+    workload = Workload(batch=2, prompt_tokens=30)
+    whole, part = (prefill_shapes(workload, chunk)[0] for chunk in (30, 10))
+    for chunk, kept in ((whole, 0), (part, 2 * 30 * of_token)):
+        more = waiting_bytes(model, workload, chunk) - waiting_bytes(plain, workload, chunk)
+        assert more == kept
 
 
 @pytest.mark.parametrize(

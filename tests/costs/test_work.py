@@ -99,10 +99,11 @@ def test_routed_experts_are_read_as_tokens_touch_them() -> None:
     assert two == 2 * one
 
 
-def test_latent_attention_expands_the_context_in_prefill_alone() -> None:
+def test_latent_attention_expands_each_token_once() -> None:
     latent = {**DENSE, "self_attn.kv_b_proj.weight": (96, 32)}
     model = make_model([latent], num_attention_heads=0)
     work = layer_work(model, model.layers[0])
-    near, far = work.flops(prefill(1, 1)), work.flops(prefill(1, 101))
-    assert far - near == 2 * 100 * 96 * 32
-    assert work.flops(PassShape(Phase.DECODE, 1, 1, 101)) == near
+    assert work.flops(prefill(1, 1)) == work.flops(prefill(1, 101))
+    plain = make_model([DENSE], num_attention_heads=0)
+    more = work.flops(prefill(7, 7)) - layer_work(plain, plain.layers[0]).flops(prefill(7, 7))
+    assert more == 7 * 2 * 96 * 32

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from offplan.errors import MemoryLimitError
 from offplan.placement import Phase
 from offplan.runtime import kernels
 from offplan.runtime.executor import CapturedPass, Executor
@@ -58,8 +59,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(
         Executor, "capture", lambda own, schedule, run, _: graphs.capture(own, schedule, run)
     )
-    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return graphs
 
 
@@ -108,7 +108,7 @@ def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path
         both, step = {Phase.PREFILL, Phase.DECODE}, {Phase.DECODE}
         for num_tokens, captured in [(9, step), (9, both), (9, both), (7, step), (9, step)]:
             request(session, 2, num_tokens, 0)
-            assert session._passes.captured == captured
+            assert set(session._passes._captured) == captured
 
 
 def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> None:
@@ -119,9 +119,35 @@ def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> N
         graphs.fails = True
         with pytest.raises(RuntimeError, match="capturing"):
             request(session, 2, CHUNK, 0)
-        found = request(session, 2, CHUNK, 0)
-        assert all(map(torch.equal, found, expected))
-        assert graphs.captured.count(Phase.PREFILL) == 2
+        for num_captures in (
+            1,
+            2,
+        ):  # first uncaptured, where there may be room when a capture fails
+            found = request(session, 2, CHUNK, 0)
+            assert all(map(torch.equal, found, expected))
+            assert graphs.captured.count(Phase.PREFILL) == num_captures
+
+
+def test_a_cache_that_was_not_allocated_is_begun_afresh(
+    graphs: Graphs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny("qwen3", tmp_path / "checkpoint")
+    with open_session(folder, DECISION) as plain, open_capturing(folder) as session:
+        expected = request(plain, 2, CHUNK, 0)
+        request(session, 2, CHUNK, 0)
+        own = Session.forward_chunk
+        for batch in (1, 2):
+
+            def fail(*_: object) -> torch.Tensor:
+                raise MemoryError
+
+            monkeypatch.setattr(Session, "forward_chunk", fail)
+            with pytest.raises(MemoryLimitError):
+                session.prefill(torch.zeros(batch, CHUNK, dtype=torch.int64))
+        monkeypatch.setattr(Session, "forward_chunk", own)
+        graphs.captured.clear()
+        assert all(map(torch.equal, request(session, 2, CHUNK, 0), expected))
+        assert Phase.PREFILL not in graphs.captured
 
 
 def test_a_pool_is_not_given_up_between_segments(monkeypatch: pytest.MonkeyPatch) -> None:

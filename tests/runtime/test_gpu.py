@@ -44,7 +44,7 @@ def run(folder: Path, decision: Offload, capture: bool) -> tuple[list[torch.Tens
         for prompt in (PROMPT, BATCH):
             session.warm_up(*prompt.shape)
             assert session.captures_prompt(*prompt.shape) == (
-                Phase.PREFILL in session._passes.captured
+                Phase.PREFILL in session._passes._captured
             )
             logits.append(session.prefill(prompt).clone())
             moved -= session.link.bytes_moved

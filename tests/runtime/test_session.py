@@ -153,7 +153,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
         session.prefill(PROMPT)
         expected = session.decode(PROMPT[:, :1]).clone()
         session.prefill(PROMPT)
-        session.layers.note_calls(lambda: session.forward_chunk(PROMPT, 0))
+        session.layers.note_calls(lambda: session.forward_chunk(PROMPT, 0, PROMPT.shape[1]))
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 
