@@ -264,13 +264,27 @@ class Plan(Record):
     prediction: Prediction
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key given twice, of which YAML's loader takes the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+            seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
 def load_plan(path: Path) -> Plan:
     """Read and check a plan file.
 
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

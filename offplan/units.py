@@ -75,6 +75,12 @@ def format_bytes(num_bytes: float) -> str:
     return _format(num_bytes, [("B", 1.0), *((unit, float(f)) for unit, f in _BINARY[::-1])])
 
 
+def format_bytes_enough(num_bytes: int) -> str:
+    """Print what is needed of a size, rounded up: what is printed is enough."""
+    text = format_bytes(num_bytes)
+    return text if parse_bytes(text) >= num_bytes else format_bytes(num_bytes * 1.001)
+
+
 def format_bytes_alike(sizes: Sequence[int]) -> tuple[str, list[str]]:
     """Print a column of sizes in one unit, the largest one's, so that they compare at a glance.
 

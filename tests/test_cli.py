@@ -208,6 +208,7 @@ def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
         (("plan", "plans/tiny-moe", "--host-memory", "-1GiB"), "is not a size"),
         (("plan", "plans/tiny-moe", "--prompt-tokens", 5000), "raise --context"),
         (("plan", "plans/tiny-moe", "--revision", "main"), "leave the revision out"),
+        (("plan", "plans/tiny-moe", "--frontier", "--objective", "throughput"), "--objective"),
         (("plan", "plans/tiny-moe", "-o", "plans"), "is a folder"),
         (("plan", "plans/tiny-moe", "-o", "no/such/plan.yaml"), "does not exist"),
         (("analyze", "plans/tiny-moe", "-o", "LICENSE"), "LICENSE exists; --force overwrites it"),
@@ -255,6 +256,11 @@ def test_analyze_reports_before_it_fails_to_write(cli: CLI, tmp_path: Path) -> N
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert "Segments" in out
     assert "was not written" in err
+    tight = ("--machine", "cpu", "--gpu-memory", "1KiB", "-o", tmp_path / "plan.yaml")
+    code, out, err = cli("analyze", "plans/tiny-moe", *tight)
+    assert (code, list(tmp_path.iterdir())) == (3, [])
+    assert "more are needed" in out
+    assert "was not written" in err
 
 
 def test_nothing_is_overwritten_without_force(cli: CLI, plan_file: Path) -> None:
@@ -285,7 +291,7 @@ def test_export(cli: CLI, plan_file: Path) -> None:
 def test_export_refuses(cli: CLI, plan_file: Path) -> None:
     code, out, err = cli("export", plan_file, "--engine", "llama.cpp")
     assert (code, out) == (2, "")
-    assert "vllm and sglang" in err
+    assert "'vllm', 'sglang'" in err
 
 
 def test_another_model_is_drift(cli: CLI, plan_file: Path) -> None:

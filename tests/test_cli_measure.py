@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 
+import offplan.cli.planning
 import offplan.machine.measure
 import offplan.profiling
 import offplan.runtime.gpu_memory
@@ -54,6 +55,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(offplan.profiling, "measure_layer_times", machine.time_layers)
     monkeypatch.setattr(offplan.profiling, "measure_in_place_reads", machine.time_reads)
     monkeypatch.setattr(offplan.runtime.gpu_memory, "bytes_in_use", lambda device: 2**30)
+    monkeypatch.setattr(offplan.cli.planning, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: machine.gpu)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
@@ -129,4 +131,5 @@ def test_measure_prints_a_profile_or_json(cli: CLI, machine: Machine) -> None:
 def test_measure_without_a_gpu_says_so(cli: CLI) -> None:
     code, out, err = cli("measure")
     assert (code, out) == (1, "")
-    assert "no CUDA device to measure: name a machine with --machine" in err
+    assert "no CUDA device to measure here" in err
+    assert cli("measure", "plans/tiny-moe").code == 1

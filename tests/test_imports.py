@@ -89,10 +89,11 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded & heavy
 
 
-def test_planning_from_a_folder_needs_no_torch() -> None:
+@pytest.mark.parametrize("what", [("plan",), ("analyze",), ("plan", "--frontier")])
+def test_planning_from_a_folder_needs_no_torch(what: tuple[str, ...]) -> None:
     command = [
         "offplan",
-        "plan",
+        *what,
         str(PACKAGE.parent / "plans" / "tiny-moe"),
         "--machine",
         "h200-pcie5",

@@ -150,6 +150,13 @@ def test_made_plan_reads_back_from_its_file(tmp_path: Path) -> None:
     assert again.offload == example_plan.offload
 
 
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_plan(example()).replace("workload: {", "workload: {batch: 7, "))
+    with pytest.raises(PlanError, match="the key 'batch' is given twice"):
+        load_plan(path)
+
+
 def test_json_has_the_keys_that_scripts_rely_on() -> None:
     data = plan_json(example_plan)
     assert set(data["prediction"]["decode"]) == {

@@ -140,6 +140,15 @@ def test_frontier_goes_from_the_least_to_all() -> None:
     assert sum("█" in line for line in lines) == len(points)
 
 
+def test_a_frontier_may_be_one_point() -> None:
+    """As where a small model takes hardly anything beside the overhead."""
+    machine = make_machine(gpu_memory=2**41)
+    overhead = machine.gpu_overhead.model_copy(update={"value": 2**40})
+    machine = machine.model_copy(update={"gpu_overhead": overhead})
+    points = find_frontier(MODEL, machine, WORKLOAD, Budget(gpu_memory=2**41))
+    assert [point.saved_per_gib_s for point in points] == [None]
+
+
 def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cli = CLI(monkeypatch, capsys)
     small = ("--machine", "cpu", "--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)

@@ -86,3 +86,9 @@ def test_format(show: Callable[[float], str], value: float, text: str) -> None:
 @given(st.integers(0, 2**53))
 def test_exact_bytes_read_back(num_bytes: int) -> None:
     assert units.parse_bytes(units.format_bytes_exact(num_bytes)) == num_bytes
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_needed_is_never_rounded_down(num_bytes: int) -> None:
+    enough = units.parse_bytes(units.format_bytes_enough(num_bytes))
+    assert num_bytes <= enough <= num_bytes * 1.002 + 1

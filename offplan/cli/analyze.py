@@ -80,7 +80,8 @@ def analyze(
     if output is None:
         return
     if analysis.result is None:
-        raise InputError(f"{output} was not written: there is no plan")
+        kind = InfeasibleError if analysis.infeasible else InputError
+        raise kind(f"{output} was not written: there is no plan")
     write_file(output, dump_plan(analysis.result.plan), force=force)
     print_note(f"wrote {output}")
 

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from offplan.cli.options import JsonOption, LocalModelOption, PlanArgument
+from offplan.cli.options import Engine, JsonOption, LocalModelOption, PlanArgument
 from offplan.cli.output import print_json, print_note
 
 
 def export(
     plan: PlanArgument,
-    engine: Annotated[str, typer.Option(help="vllm or sglang.")],
+    engine: Annotated[Engine, typer.Option(help="Whose flags.")],
     model: LocalModelOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -23,10 +23,12 @@ def export(
 
     loaded = load_plan(plan)
     found = open_planned_model(loaded, model)
-    flags = export_plan(loaded, found, engine)
-    notes = export_notes(loaded, found, engine)
+    flags = export_plan(loaded, found, engine.value)
+    notes = export_notes(loaded, found, engine.value)
     if json:
-        print_json({"offplan": JSON_VERSION, "engine": engine, "flags": flags, "notes": notes})
+        print_json(
+            {"offplan": JSON_VERSION, "engine": engine.value, "flags": flags, "notes": notes}
+        )
         return
     for note in notes:
         print_note(note)

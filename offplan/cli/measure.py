@@ -23,6 +23,7 @@ from offplan.cli.output import (
     print_report,
     write_file,
 )
+from offplan.errors import OffplanError
 
 
 def measure(
@@ -44,13 +45,18 @@ def measure(
     Everything is measured afresh, on the current GPU and, for what they share, the host's others.
     """
     from offplan.cli.models import open_named_model
-    from offplan.cli.planning import measure_here, read_workload
+    from offplan.cli.planning import has_gpu, measure_here, read_workload
     from offplan.machine.measure import measure_machine
     from offplan.machine.profile import dump_profile
     from offplan.report.machine import render_machine
     from offplan.report.payload import JSON_VERSION, machine_payload
 
     check_writable(output, force=force)
+    if not has_gpu():
+        raise OffplanError(
+            "no CUDA device to measure here: measure where there is one, and give what -o writes "
+            "to --machine here"
+        )
     if model is None:
         profile = measure_machine(Progress("measuring the machine"), with_others=True)
     else:

@@ -78,6 +78,8 @@ def plan(
         raise InputError(
             "--frontier shows plans whatever their times: leave --max-ttft and --max-tpot out"
         )
+    if frontier and objective is not Objective.LATENCY:
+        raise InputError("--frontier shows the plans of one batch: leave --objective out")
     check_writable(output, force=force)
     targets = Targets(*(None if t is None else parse_seconds(t) for t in (max_ttft, max_tpot)))
     workload = read_workload(batch or 1, prompt_tokens, output_tokens, context)

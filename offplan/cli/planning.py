@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offplan.cli.options import Store
-from offplan.cli.output import Progress
+from offplan.cli.output import Progress, print_note
 from offplan.errors import InputError
-from offplan.units import parse_bytes
+from offplan.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
@@ -37,8 +37,14 @@ class Wishes:
         from offplan.plan import Budget
 
         gpu, host = self.gpu_memory_bytes, self.host_memory_bytes
+        most = machine.profile.gpu_memory.value
         if gpu is None:
             gpu = machine.gpu_memory_bytes
+        elif gpu > most:
+            print_note(
+                f"{machine.profile.name} has {format_bytes(most)}: planning for that instead of "
+                f"{format_bytes(gpu)}"
+            )
         if host is None and machine.profile.host_memory is not None:
             host = machine.profile.host_memory.value
         return Budget(gpu_memory=gpu, host_memory=host)

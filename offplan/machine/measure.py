@@ -42,9 +42,7 @@ def measure_machine(
     has no room.
     """
     if not torch.cuda.is_available():
-        raise OffplanError(
-            "no CUDA device to measure: name a machine with --machine, or measure where it is"
-        )
+        raise OffplanError("no CUDA device to measure: measure where there is one")
     steps: list[Callable[[], dict[str, object]]] = [
         measure_place,
         measure_pinned,

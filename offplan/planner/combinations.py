@@ -97,7 +97,10 @@ class Combinations:
 
     def bounds(self, num_rules: int, goal: Goal, limit: Time) -> Iterator[Combination]:
         """List the combinations that may hold a plan better than ``limit``."""
-        cuts, everywhere = goal.cuts(limit), tuple(range(len(self.problem.settings)))
+        cuts, settings = goal.cuts(limit), self.problem.settings
+        everywhere = tuple(i for i, setting in enumerate(settings) if self.problem.may_fit(setting))
+        if not everywhere:
+            return
         for number, turn in enumerate(TURNS):
             for num_slots in (0, 1) if turn is Turn.KEEPS else PREFETCH_STEPS:
                 context = self.context(everywhere, num_slots, turn, goal)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
@@ -56,7 +57,7 @@ def find_frontier(
     sizes = [low + (most - low) * i // (NUM_POINTS - 1) for i in range(NUM_POINTS - 1)]
     plans = [plan_for(size) for size in sorted(set(sizes) - {most})]
     points = []
-    for plan, following in zip(plans, [*plans[1:], last], strict=True):
+    for plan, following in pairwise([*plans, last]):
         saved = plan.prediction.objective_s - following.prediction.objective_s
         more = (following.budget.gpu_memory - plan.budget.gpu_memory) / GIB
         points.append(Point(plan, saved / more))

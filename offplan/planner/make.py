@@ -15,7 +15,7 @@ from offplan.planner.problem import Problem, Restriction, pose
 from offplan.planner.search import Search, find_best
 from offplan.planner.space import list_singles
 from offplan.planner.targets import NO_TARGETS, Fastest, Nearest, Targets
-from offplan.units import format_bytes, format_seconds
+from offplan.units import format_bytes, format_bytes_enough, format_seconds
 
 RESOLUTION = 100
 """The memory that would reach a target is found to this part of what the machine has."""
@@ -73,7 +73,7 @@ def find_plan(problem: Problem, targets: Targets) -> PlanResult | None:
     """Do what ``make_plan`` does; None where plans fit, but none keeps the targets."""
     found = find_best(problem, Fastest(problem.weights, targets.limits_ps))
     if found is None:
-        if not can_plan(problem):
+        if not targets or not can_plan(problem):
             raise _infeasible(problem)
         return None
     plan, floor = _write_plan(problem, found), find_floor(problem)
@@ -179,17 +179,17 @@ def _infeasible(problem: Problem) -> InfeasibleError:
         taken = smallest.lacking_bytes + budget.gpu_memory - weights
         return InfeasibleError(
             f"no plan fits {format_bytes(budget.gpu_memory)} of GPU memory: "
-            f"{format_bytes(lack)} more are needed. Of what lies outside the layers "
+            f"{format_bytes_enough(lack)} more are needed. Of what lies outside the layers "
             f"{format_bytes(fixed)} are always on the GPU; KV cache, "
             f"activations and overhead take {format_bytes(taken)}. Give more GPU memory, or "
             f"shorten the context ({problem.workload.context} tokens) or the batch "
             f"({problem.workload.batch})",
             lack,
         )
-    lack = shortfall.host_bytes or 0
+    lack = shortfall.host_bytes or 0  # of plans of one rule: others may lack less
     return InfeasibleError(
         f"no plan fits {format_bytes(budget.host_memory or 0)} of {problem.machine.store} memory: "
-        f"{format_bytes(lack)} more are needed to hold what the GPU "
+        f"up to {format_bytes_enough(lack)} more are needed to hold what the GPU "
         f"({format_bytes(budget.gpu_memory)}) cannot. Give more of either",
         lack,
     )

@@ -163,6 +163,10 @@ class Problem:
         beside = setting.host_bytes if self.machine.store == "host" else 0
         return 0 if limit is None else slab_bytes + beside - limit
 
+    def may_fit(self, setting: Setting) -> bool:
+        """Whether the store has room for the least that leaves the GPU."""
+        return self.host_lack(max(0, setting.lacking_bytes), setting) <= 0
+
     def read_in_place(
         self, units: Sequence[Unit], chunk_tokens: Iterable[tuple[int, int]]
     ) -> tuple[int, int]:

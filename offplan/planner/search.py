@@ -45,7 +45,7 @@ class Search:
     num_priced: int
     """Plans whose timeline was run."""
     max_rules: int
-    """The most rules of plans that were searched."""
+    """No plan of up to so many rules is better."""
     single: Found | None
     """The best plan of at most one rule; None where none reaches the goal."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,9 +11,11 @@ from rich.text import Text
 from offplan.plan import Backend, PhasePrediction, Plan
 from offplan.report.run import describe_basis, format_ratio
 from offplan.report.table import make_table
-from offplan.runtime.bench import BenchCost, PhaseCost, Spread
-from offplan.runtime.versus import Measurement
 from offplan.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:  # they import torch
+    from offplan.runtime.bench import BenchCost, PhaseCost, Spread
+    from offplan.runtime.versus import Measurement
 
 PHASES = {"decode": "Decode, a step", "prefill": "Prefill, the prompt"}
 """The phases as keys and as people read them."""
@@ -32,7 +35,7 @@ class BenchResult:
     """Decode steps that were timed in each request."""
     num_repeats: int
     """Requests that were timed."""
-    plan: Measurement
+    plan: "Measurement"
     host_bytes: int
     """Host memory of the process at its peak, libraries included, with the plan loaded."""
     others: Mapping[str, "Measurement | str"]
@@ -43,7 +46,7 @@ class BenchResult:
 class MeasuredPhase:
     """One phase of the plan as it was measured (decode: one step; prefill: the whole prompt)."""
 
-    step: Spread
+    step: "Spread"
     link_bytes: int | None
     """``Session.link_bytes``; None if kernels read weights in place, which nobody counts."""
     stall_s: float
@@ -60,7 +63,7 @@ def measured_phase(plan: Plan, result: BenchResult, phase: str) -> MeasuredPhase
     resident = result.others.get("resident")
     predicted: PhasePrediction = getattr(plan.prediction, phase)
     compute_s = predicted.compute_s
-    if isinstance(resident, Measurement):
+    if resident is not None and not isinstance(resident, str):
         compute_s = getattr(resident.cost, phase).step.median_s
     in_place = any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules)
     link_bytes = None if in_place else cost.link_bytes
@@ -117,7 +120,7 @@ def _render_machine(plan: Plan, result: BenchResult) -> Table:
     return table
 
 
-def _render_stalls(cost: BenchCost) -> Table | None:
+def _render_stalls(cost: "BenchCost") -> Table | None:
     """The layers that compute waited for the longest; None where it never did."""
     decode, prefill = cost.decode.stalls_s or {}, cost.prefill.stalls_s or {}
     layers = sorted(
@@ -168,7 +171,7 @@ def _notes(plan: Plan, result: BenchResult) -> list[str]:
         f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "
         "warm-up excluded."
     ]
-    measured = isinstance(result.others.get("resident"), Measurement)
+    measured = not isinstance(result.others.get("resident", ""), str)
     compute = "measured with everything resident" if measured else "as predicted"
     lines.append(f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.")
     lines += describe_basis(plan)

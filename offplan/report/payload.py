@@ -1,7 +1,7 @@
 """The JSON that scripts read: versioned, plain numbers, the same keys every time."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError
@@ -13,8 +13,10 @@ from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, BenchResult, measured_phase
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
-from offplan.runtime.bench import PhaseCost
-from offplan.runtime.versus import Measurement
+
+if TYPE_CHECKING:  # they import torch
+    from offplan.runtime.bench import PhaseCost
+    from offplan.runtime.versus import Measurement
 
 JSON_VERSION = 1
 
@@ -164,12 +166,12 @@ def _measured_payload(plan: Plan, result: BenchResult, phase: str) -> dict[str, 
     }
 
 
-def _step_payload(cost: PhaseCost) -> dict[str, float]:
+def _step_payload(cost: "PhaseCost") -> dict[str, float]:
     step = cost.step
     return {"step_s": step.median_s, "step_min_s": step.min_s, "step_max_s": step.max_s}
 
 
-def _way_payload(way: Measurement | str) -> dict[str, Any]:
+def _way_payload(way: "Measurement | str") -> dict[str, Any]:
     """One way to run the workload; the same keys whether it could be measured or not."""
     if isinstance(way, str):
         return {"decode": None, "prefill": None, "gpu_memory": None, "why_not": way}
