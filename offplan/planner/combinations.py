@@ -68,13 +68,6 @@ class Candidate(NamedTuple):
 TURNS = tuple(Turn)
 
 
-def least_value(problem: Problem, setting: int, goal: Goal) -> Time:
-    """What all resident would come to: no plan of a setting is better."""
-    chosen, step = problem.settings[setting], problem.decode
-    row_ps = chosen.row_ps
-    return goal.value(chosen.prefill.resident_ps + row_ps[0], step.resident_ps + row_ps[1])
-
-
 @dataclass(frozen=True)
 class Combinations:
     """All combinations of one problem."""
@@ -126,7 +119,8 @@ class Combinations:
         settings = context.settings
         if len(settings) == 1:
             bound = goal.bound(strongest(found, len(cuts)))
-            yield settings[0], max(bound, least_value(self.problem, settings[0], goal))
+            resident_ps = self.problem.resident_ps(self.problem.settings[settings[0]])
+            yield settings[0], max(bound, goal.value(*resident_ps))
             return
         middle = len(settings) // 4 * 2 or 1  # the places of the embedding stay together
         for half in (settings[:middle], settings[middle:]):

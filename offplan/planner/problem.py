@@ -163,6 +163,11 @@ class Problem:
         beside = setting.host_bytes if self.machine.store == "host" else 0
         return 0 if limit is None else slab_bytes + beside - limit
 
+    def resident_ps(self, setting: Setting) -> tuple[int, int]:
+        """A prompt and a step with all layers resident: no plan of a setting takes less."""
+        prompt_ps, step_ps = setting.prefill.resident_ps, self.decode.resident_ps
+        return prompt_ps + setting.row_ps[0], step_ps + setting.row_ps[1]
+
     def may_fit(self, setting: Setting) -> bool:
         """Whether the store has room for the least that leaves the GPU."""
         return self.host_lack(max(0, setting.lacking_bytes), setting) <= 0

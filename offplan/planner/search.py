@@ -9,12 +9,7 @@ from offplan.costs.predict import price_request
 from offplan.placement import place_units
 from offplan.plan import Offload
 from offplan.planner.candidates import list_candidates
-from offplan.planner.combinations import (
-    Combination,
-    Combinations,
-    least_value,
-    list_combinations,
-)
+from offplan.planner.combinations import Combination, Combinations, list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.families import Family
 from offplan.planner.problem import Problem
@@ -65,7 +60,7 @@ def find_best(problem: Problem, goal: Goal) -> Search | None:
     combinations, max_rules = list_combinations(problem), 1
     singles = list_singles(problem, combinations.classes)
     single = chosen = searcher.find_single(singles)
-    least = min(least_value(problem, each, goal) for each in range(len(problem.settings)))
+    least = min(goal.value(*problem.resident_ps(setting)) for setting in problem.settings)
     while problem.restriction is None and max_rules < MOST_RULES:
         max_rules += 1
         limit = NEVER if chosen is None else chosen.value

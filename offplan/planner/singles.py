@@ -76,7 +76,7 @@ class Singles:
     @cached_property
     def _resident_ps(self) -> list[int]:
         """The prompt's compute, and the rows that it reads, for each setting."""
-        return [each.prefill.resident_ps + each.row_ps[0] for each in self.problem.settings]
+        return [self.problem.resident_ps(each)[0] for each in self.problem.settings]
 
     @cached_property
     def _step_ps(self) -> int:

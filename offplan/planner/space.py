@@ -80,9 +80,10 @@ def _resident_families(problem: Problem, shortfall: Shortfall) -> Iterator[Famil
     for setting in problem.settings:
         if not shortfall.note(setting.lacking_bytes, problem.host_lack(0, setting)):
             continue
+        prefill_ps, decode_ps = problem.resident_ps(setting)
         yield Family(
-            prefill_ps=setting.prefill.resident_ps + setting.row_ps[0],
-            decode_ps=problem.decode.resident_ps + setting.row_ps[1],
+            prefill_ps=prefill_ps,
+            decode_ps=decode_ps,
             link_bytes=problem.objective(*setting.row_bytes),
             prefetch_step=1,
             minus_chunk=-setting.prefill_chunk,
