@@ -8,7 +8,7 @@ from offplan.checkpoint.folder import read_folder
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.stored import CONFIG_NAME, Stored
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, HubError
 from offplan.progress import Progress
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -59,7 +59,10 @@ def _read(source: str, revision: str | None, on_progress: Progress | None) -> St
     if not exists and _HUB_ID.fullmatch(source) and not _FILE.fullmatch(source):
         from offplan.checkpoint.hub import read_hub
 
-        return read_hub(source, revision, on_progress)
+        try:
+            return read_hub(source, revision, on_progress)
+        except HubError as error:
+            raise HubError(f"{error} (nothing on disk has this name)") from None
     found = "a file" if exists else "nothing on disk and no Hub id"
     raise CheckpointError(
         f"{quote(source)}: found {found}, expected a folder with {CONFIG_NAME} and safetensors, a "
