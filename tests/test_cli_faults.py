@@ -92,7 +92,12 @@ def test_an_interrupt(cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str) -
 
 def test_ctrl_c_while_generating() -> None:
     """A real signal to a real process, while it prints what it generates."""
-    command = "from offplan.cli.main import main; main()"
+    # so slowly that the signal finds it at work, however late this process is
+    command = (
+        "import time; from offplan.cli.main import main; "
+        "from offplan.runtime.session import Session; decode = Session.decode; "
+        "Session.decode = lambda *tokens: time.sleep(0.2) or decode(*tokens); main()"
+    )
     arguments = [
         "run",
         str(PLAN),
