@@ -268,14 +268,14 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key given twice, of which YAML's loader takes the last without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if any(key.value == other.value for other in keys[:number]):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is given twice", key.start_mark
                 )
-            seen.add(key.value)
-        return dict(super().construct_mapping(node, deep))
+        return mapping
 
 
 def load_plan(path: Path) -> Plan:

@@ -157,6 +157,14 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         load_plan(path)
 
 
+@pytest.mark.parametrize("text", ["? [a]\n: b\n", "!!map foo", "{a: b, a: c}", "[{a: b, a: c}]"])
+def test_odd_mappings_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match="is not YAML"):
+        load_plan(path)
+
+
 def test_json_has_the_keys_that_scripts_rely_on() -> None:
     data = plan_json(example_plan)
     assert set(data["prediction"]["decode"]) == {
