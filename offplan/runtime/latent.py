@@ -13,17 +13,20 @@ import torch
 from torch import nn
 
 
-def keep_latents(model: nn.Module) -> None:
+def keep_latents(model: nn.Module) -> "list[Expansion]":
     """Have every latent attention of ``model`` pass its cached latents on as they are.
 
     transformers' latent attentions call ``expand_kv(latent, rotary)`` between cache and
-    attention. It is left to ours, which expands where that pays (``expansion``).
+    attention. It is left to ours, which expands where that pays: by what is returned.
     """
+    expansions = []
     for module in model.modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             attention: Any = module
             attention.expansion = Expansion(attention.expand_kv)
             attention.expand_kv = _pass_on
+            expansions.append(attention.expansion)
+    return expansions
 
 
 def keeps_latents(module: nn.Module) -> bool:
@@ -54,8 +57,6 @@ class Expansion:
         prompt's first token on, ``num_tokens`` its length. Chunks come in order.
         """
         stop = latents.shape[2]
-        if not start:
-            self._kept = None  # of a prompt that did not end
         new = self._expand(latents[:, :, start:], rotaries[:, :, start:])
         if not start and stop == num_tokens:
             return new
@@ -69,6 +70,10 @@ class Expansion:
         if stop == num_tokens:
             self._kept = None
         return keys, values
+
+    def forget(self) -> None:
+        """Give up a prompt that did not end."""
+        self._kept = None
 
 
 def _with_tokens(part: torch.Tensor, num_tokens: int) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class Session:
         layers = decoder_layers(self.loaded.module)
         self._capture = capture and self._stream is not None
         self.position = Position(self.device)
-        keep_latents(self.loaded.module)
+        self._expansions = keep_latents(self.loaded.module)
         self.layers = DecoderLayers(layers, compiled=self._capture)
         self._executor = Executor(layers, self.link)
         self._filled = find_filled(self.loaded, self.context) if self._capture else filled_mask
@@ -207,9 +207,10 @@ class Session:
         """
         self._check_open()
         batch, num_tokens = prompt.shape
-        if not 0 < num_tokens <= self.context:
+        if not batch or not 0 < num_tokens <= self.context:
             raise InputError(
-                f"the prompt has {num_tokens} tokens; the plan's context is {self.context}"
+                f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
+                f"context is {self.context}"
             )
         with self._whole_or_afresh(), self.stream(), torch.inference_mode():
             self._begin_sequences(batch)
@@ -258,11 +259,17 @@ class Session:
         return ChunkedPrompt(chunks, self.forward_chunk, self.layers, self.position)
 
     def _forget_cache(self) -> None:
-        self._forget_captured()  # graphs write to it
+        self._forget_passes()  # graphs write to it
         self.layers.cache = None
 
-    def _forget_captured(self) -> None:
+    def _forget_passes(self) -> None:
+        """Forget what is captured, and what a pass that did not end has left behind."""
         self._passes.forget()
+        self._forget_rows()
+        for expansion in self._expansions:
+            expansion.forget()
+
+    def _forget_rows(self) -> None:
         self.position.rows = self.position.tensor  # a captured prompt's lie in its memory
 
     def _give_back(self, drop: Callable[[], object]) -> None:
@@ -273,6 +280,7 @@ class Session:
         self._peak_in_use = self.peak_in_use  # of all that came before
         torch.cuda.synchronize(self.device)
         drop()
+        self._forget_rows()
         torch.cuda.empty_cache()
 
     @memory_limits("making a token")
@@ -343,7 +351,7 @@ class Session:
             yield
         except BaseException:
             self._ring = empty_ring(self.loaded.placement)
-            self._forget_captured()
+            self._forget_passes()
             self._phase, self._length = None, 0
             raise
 

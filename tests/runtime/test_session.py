@@ -1,10 +1,12 @@
 """What a session believes about itself, whatever happens to it."""
 
+import gc
 import mmap
 import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError, InputError, OffplanError
+from offplan.errors import CheckpointError, InputError, MemoryLimitError, OffplanError
 from offplan.runtime import store
 from offplan.runtime.attention import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.kernels import find_filled, find_own_experts
+from offplan.runtime.latent import Expansion
 from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
@@ -52,6 +55,32 @@ def test_a_request_after_an_interrupted_one(
         monkeypatch.undo()
         with pytest.raises(ValueError, match="before prefill"):
             session.decode(PROMPT[:, :1])
+        assert tokens_of(session) == expected
+
+
+def test_what_chunks_expand_goes_with_a_prompt_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[weakref.ref[torch.Tensor]] = []
+    extend = Expansion.extend
+
+    def note(expansion: Expansion, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = extend(expansion, *arguments)
+        rooms.extend(weakref.ref(part) for part in expansion._kept or ())
+        if len(rooms) > 5:
+            raise MemoryError
+        return keys, values
+
+    folder = save_tiny("deepseek_v2", tmp_path / "checkpoint")
+    with open_session(folder, offload(prefill_chunk=4)) as session:
+        expected = tokens_of(session)
+        monkeypatch.setattr(Expansion, "extend", note)
+        with pytest.raises(MemoryLimitError):
+            tokens_of(session)
+        gc.collect()
+        assert rooms
+        assert not any(room() is not None for room in rooms)
+        monkeypatch.undo()
         assert tokens_of(session) == expected
 
 
