@@ -90,17 +90,23 @@ class Combinations:
 
     def bounds(self, num_rules: int, goal: Goal, limit: Time) -> Iterator[Combination]:
         """List the combinations that may hold a plan better than ``limit``."""
-        cuts, settings = goal.cuts(limit), self.problem.settings
-        everywhere = tuple(i for i, setting in enumerate(settings) if self.problem.may_fit(setting))
-        if not everywhere:
+        cuts, problem = goal.cuts(limit), self.problem
+        least = [goal.value(*problem.resident_ps(setting)) for setting in problem.settings]
+        open_settings = tuple(
+            number
+            for number, setting in enumerate(problem.settings)
+            if least[number] < limit and problem.may_fit(setting)
+        )
+        if not open_settings:
             return
         for number, turn in enumerate(TURNS):
             for num_slots in (0, 1) if turn is Turn.KEEPS else PREFETCH_STEPS:
-                context = self.context(everywhere, num_slots, turn, goal)
+                context = self.context(open_settings, num_slots, turn, goal)
                 # by the byte, one ring is as good as another where decode keeps what it finds
                 alike = PREFETCH_STEPS if turn is Turn.KEEPS and num_slots else (num_slots,)
                 for options, backends in self._choose(context, num_rules, cuts):
                     for setting, bound in self._split(options, backends, context, goal, cuts):
+                        bound = max(bound, least[setting])
                         for slots in alike:
                             yield Combination(bound, options, backends, slots, setting, number)
 
@@ -118,9 +124,7 @@ class Combinations:
             return
         settings = context.settings
         if len(settings) == 1:
-            bound = goal.bound(strongest(found, len(cuts)))
-            resident_ps = self.problem.resident_ps(self.problem.settings[settings[0]])
-            yield settings[0], max(bound, goal.value(*resident_ps))
+            yield settings[0], goal.bound(strongest(found, len(cuts)))
             return
         middle = len(settings) // 4 * 2 or 1  # the places of the embedding stay together
         for half in (settings[:middle], settings[middle:]):

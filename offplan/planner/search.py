@@ -60,12 +60,10 @@ def find_best(problem: Problem, goal: Goal) -> Search | None:
     combinations, max_rules = list_combinations(problem), 1
     singles = list_singles(problem, combinations.classes)
     single = chosen = searcher.find_single(singles)
-    least = min(goal.value(*problem.resident_ps(setting)) for setting in problem.settings)
     while problem.restriction is None and max_rules < MOST_RULES:
         max_rules += 1
         limit = NEVER if chosen is None else chosen.value
-        if limit > least:
-            chosen = searcher.find_combination(combinations, max_rules, limit) or chosen
+        chosen = searcher.find_combination(combinations, max_rules, limit) or chosen
     if chosen is None:
         return None
     return Search(
