@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Backend
 from offplan.planner.options import Backends, Option, Rates, Turns
 from offplan.planner.relaxation import Filled, Frame, Part, Turn, Weighing, fill
@@ -123,7 +124,7 @@ class Context:
             if streams(each)
         )
         ring_bytes = num_slots * slot_bytes
-        return lacking + ring_bytes, ring_bytes * 1e12 / self.copy_rate
+        return lacking + ring_bytes, ring_bytes * PS_PER_S / self.copy_rate
 
     def rooms(self, cuts: Sequence[Cut]) -> list[Time]:
         """For each weighing, what rules may cost less than."""

@@ -25,7 +25,6 @@ class Family(NamedTuple):
     minus_chunk: int
     """The prefill chunk, negated: of equally fast plans the one of fewer passes comes first."""
     embeddings: Literal["device", "host"]
-    num_segments: int
     segments: tuple[str, ...]
     prefill: Backend
     decode: Backend
@@ -36,8 +35,9 @@ class Family(NamedTuple):
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """All but the bounds."""
-        return self[2:]
+        """All but the bounds; of segments, fewer come first."""
+        before = self._fields.index("segments")
+        return (*self[2:before], len(self.segments), *self[before:])
 
     @property
     def prefill_chunk(self) -> int:

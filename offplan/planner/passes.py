@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from offplan.costs.link import uva_slowdown
 from offplan.costs.predict import PricedPass
-from offplan.costs.timeline import to_ps
+from offplan.costs.timeline import PS_PER_S, to_ps
 from offplan.plan import Backend
 from offplan.planner.options import Taken, users_of
 from offplan.planner.problem import Problem
@@ -29,7 +29,7 @@ class PassBounds:
     @cached_property
     def slack_ps(self) -> tuple[tuple[float, float], ...]:
         """What rounding may take off where rules read one layer: two bytes a rule and chunk."""
-        byte_ps = self.slowdown * 1e12 / self.problem.machine.uva.value
+        byte_ps = self.slowdown * PS_PER_S / self.problem.machine.uva.value
         layers = len(self.problem.model.layers)
         return tuple(
             (

@@ -115,7 +115,6 @@ class Singles:
                 prefetch_step=max(1, group.num_slots),
                 minus_chunk=-setting.prefill_chunk,
                 embeddings=setting.embeddings,
-                num_segments=len(group.segment_class.segments),
                 segments=group.segment_class.segments,
                 prefill=group.prefill,
                 decode=group.decode,
