@@ -1,7 +1,7 @@
 """The plan file: what people review, commit and run.
 
 A plan is a small YAML file with a stable order and nothing volatile in it. It is read with
-``yaml.safe_load``; an unknown key is an error.
+YAML's safe loader; an unknown key, or one given twice, is an error.
 """
 
 from enum import Enum
@@ -22,6 +22,7 @@ from pydantic import (
 
 from offplan import units
 from offplan.errors import InputError, PlanError
+from offplan.yamltext import load_yaml
 
 PLAN_VERSION: Literal[1] = 1
 YAML_CONTEXT = {"human": True}
@@ -264,27 +265,13 @@ class Plan(Record):
     prediction: Prediction
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key given twice, of which YAML's loader takes the last without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for number, key in enumerate(keys):
-            if any(key.value == other.value for other in keys[:number]):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
-                )
-        return mapping
-
-
 def load_plan(path: Path) -> Plan:
     """Read and check a plan file.
 
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        data = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

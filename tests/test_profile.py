@@ -67,6 +67,7 @@ def test_layer_time_is_found_by_its_shape() -> None:
         (("basis: measured", "basis: guessed"), "basis"),
         (("profile: 1", "profile: 2"), "profile"),
         (("link: PCIe 5 x16", "link: [PCIe"), "not YAML"),
+        (("link: PCIe 5 x16", "link: PCIe 5 x16\nlink: PCIe 4 x16"), "'link' is given twice"),
     ],
 )
 def test_wrong_profiles_are_refused(change: tuple[str, str], message: str) -> None:

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from offplan.errors import ProfileError
 from offplan.machine.curve import Curve, Rereads
 from offplan.machine.record import Bytes, Figure, Flops, Rate, Record, Seconds
+from offplan.yamltext import load_yaml
 
 PROFILE_VERSION = 1
 
@@ -215,7 +216,7 @@ def load_profile(name: str) -> MachineProfile:
 def parse_profile(text: str, name: str) -> MachineProfile:
     """Check a profile's YAML; ``name`` is used in errors."""
     try:
-        return MachineProfile.model_validate(yaml.safe_load(text))
+        return MachineProfile.model_validate(load_yaml(text))
     except yaml.YAMLError as error:
         raise ProfileError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
