@@ -47,9 +47,10 @@ def measure_layer_times(
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
     short = replace(model, layers=model.layers[:num_layers])
     names = [*kinds[:num_layers], model.outside_key]
-    # room for the decode steps that are timed behind the prompt
+    # room for the decode steps that are timed behind the prompt, and for its last chunk to be whole
     num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES
-    context = max(workload.context, workload.prompt_tokens + num_steps + 1)
+    longest = max(-(-workload.prompt_tokens // chunk) * chunk for chunk in chunks)
+    context = max(workload.context, longest, workload.prompt_tokens + num_steps + 1)
     times: dict[tuple[str, str, int], LayerTime] = {}
 
     def note(
@@ -73,7 +74,7 @@ def measure_layer_times(
         with Session(short, offload, context=context, device="cuda") as session:
             vocabulary = session.loaded.module.config.get_text_config().vocab_size
             # too many to be captured, where the prompt's are
-            num_chunks = min(workload.prompt_tokens // chunk, MAX_CAPTURED_CHUNKS + 1)
+            num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
             prompt = torch.randint(0, vocabulary, (workload.batch, num_chunks * chunk))
             captured = session.captures_prompt(workload.batch, workload.prompt_tokens)
             seconds = _time_prefill(session, prompt, num_chunks, captured=captured)
