@@ -62,15 +62,19 @@ class Case:
 
 
 LONG = {"prompt_tokens": 8192, "output_tokens": 64, "context": 8448}
+ODD = {"prompt_tokens": 3000, "output_tokens": 64, "context": 4096}
+"""Of whole chunks and a rest."""
 SHORT = {"prompt_tokens": 256, "output_tokens": 64, "context": 1024}
 CASES = [
     *(Case(QWEN, share) for share in (0.25, 0.5, 0.8, 0.95)),
     Case(QWEN, 0.5, **LONG),
     Case(QWEN, 0.9, **LONG),
+    Case(QWEN, 0.5, **ODD),
     Case(QWEN, 0.5, 16, **SHORT),
     Case(QWEN, 0.8, 64, **SHORT),
     *(Case(LITE, share) for share in (0.25, 0.5, 0.9)),
     Case(LITE, 0.5, **LONG),
+    Case(LITE, 0.5, **ODD),
     Case(LITE, 0.5, 8, **SHORT),
     Case(LITE, 0.8, 16, **SHORT),
     Case(LITE, 0.5, 64, **SHORT),
