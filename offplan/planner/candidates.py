@@ -1,6 +1,6 @@
 """The plans of one combination: group by group, those that may be better than a given value."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,9 +36,10 @@ def list_candidates(
     # by the weighing whose bound is nearest to what is wanted
     filled, weighing = max(relaxed, key=nearness)
     levels = list_levels(found, combined, context, weighing, filled.rate)
-    scan = _Scan(found, combined, context, goal, limit, weighing.rates, levels)
-    room = float(cuts[weighing.cut].most_ps - weighing.fixed_ps)
-    scan.extend(scan.start(room, filled.rate))
+    room = found.problem.host_room(found.problem.settings[combined.setting])
+    scan = _Scan(found, combined, context, goal, limit, weighing.rates, levels, room)
+    most_ps = float(cuts[weighing.cut].most_ps - weighing.fixed_ps)
+    scan.extend(scan.start(most_ps, filled.rate))
     return scan.listed
 
 
@@ -74,6 +75,8 @@ class _Scan:
     """Weights of each kind of time in what groups cost."""
     levels: Sequence[Level]
     """Of each rule."""
+    host_room: int | None
+    """Bytes that the store has room for."""
     listed: list[Candidate] = field(default_factory=list)
 
     def start(self, room: float, price: float) -> _Prefix:
@@ -105,8 +108,12 @@ class _Scan:
         lacking = prefix.lacking - level.most_after
         room, beyond = prefix.room - level.cost_after, prefix.room_beyond - level.excess_after
         start = bisect_left(column.sizes, lacking + num_slots * prefix.slot_bytes)
+        stop = len(column.sizes)
+        if self.host_room is not None:
+            taken = self.context.lacking_bytes - prefix.lacking
+            stop = bisect_right(column.sizes, self.host_room - taken - level.least_after)
         larger = None
-        for number in range(start, len(column.sizes)):
+        for number in range(start, stop):
             if least_costs[number] >= room:
                 break
             if costs[number] >= room or excesses[number] >= beyond:

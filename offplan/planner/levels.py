@@ -36,6 +36,8 @@ class Level(NamedTuple):
     """What each group's sums leave out of a decode step's reading; empty if nothing is kept."""
     most_after: int
     """Bytes that the rules after it can take."""
+    least_after: int
+    """And must take, as each takes something."""
     cost_after: float
     """What they cost at least, and so on."""
     excess_after: float
@@ -67,7 +69,7 @@ def list_levels(
         for number, each in zip(combined.options, combined.backends, strict=True)
     )
     turns, levels = in_turns(combined.backends, context), []
-    most, cost, excess = 0, 0.0, 0.0
+    most, least, cost, excess = 0, 0, 0.0, 0.0
     times: Times = (0, 0, 0, 0)
     for rule in reversed(range(len(streamed))):
         number, backends = combined.options[rule], combined.backends[rule]
@@ -83,12 +85,14 @@ def list_levels(
                 beside=_beside(found, combined, context, rule, turns[rule]),
                 spared_ps=column.spared_ps if context.turn is Turn.KEEPS and is_streamed else (),
                 most_after=most,
+                least_after=least,
                 cost_after=cost,
                 excess_after=excess,
                 times_after=times,
             )
         )
         most += column.sizes[-1]
+        least += column.sizes[0]
         cost += column.least_costs[0]
         excess += column.least_excess
         times = add(times, column.least_times[0])

@@ -154,14 +154,16 @@ class Problem:
         """Weigh the two phases: the prompt, and a step for each output token."""
         return self.weights[0] * prefill + self.weights[1] * decode
 
-    def host_lack(self, slab_bytes: int, setting: Setting) -> int:
-        """Bytes by which what it holds exceeds the store's memory; at most 0 where it fits.
-
-        The slabs, and an embedding on the host where that is the store.
-        """
+    def host_room(self, setting: Setting) -> int | None:
+        """Bytes of slabs that the store has room for, beside an embedding that it holds."""
         limit = self.budget.host_memory
         beside = setting.host_bytes if self.machine.store == "host" else 0
-        return 0 if limit is None else slab_bytes + beside - limit
+        return None if limit is None else limit - beside
+
+    def host_lack(self, slab_bytes: int, setting: Setting) -> int:
+        """Bytes by which slabs exceed the store's room; at most 0 where they fit."""
+        room = self.host_room(setting)
+        return 0 if room is None else slab_bytes - room
 
     def resident_ps(self, setting: Setting) -> tuple[int, int]:
         """A prompt and a step with all layers resident: no plan of a setting takes less."""
