@@ -42,8 +42,11 @@ def attend(
     None. Runs on the current stream, synchronises nothing.
     """
     unknown = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if sliding_window is not None and sliding_window < key.shape[2] and keeps_latents(module):
-        unknown.append("latents and a sliding window")
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        if keeps_latents(module):
+            unknown.append("latents and a sliding window")
+        elif isinstance(attention_mask, BlockMask):
+            unknown.append("a sliding window that its config does not name")
     if unknown:
         raise CheckpointError(
             f"{type(module).__name__} needs attention with {unknown[0]}, which `run` does not "

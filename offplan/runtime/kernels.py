@@ -81,10 +81,12 @@ def find_filled(
     kernel for latents their ranks likewise, and KERNEL_TYPES.
     """
     config = loaded.module.config.get_text_config()
-    # a config that does not say which layers have its window leaves that to their code
+    # transformers fills in what config.json leaves out; where its config does not say either which
+    # layers have the window, their code does
     kinds, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
-    unknown = kinds is None and window is not None and window < context
-    if unknown or any(layer.kv_cache.window is not None for layer in loaded.model.layers):
+    may_slide = kinds is None or "sliding_attention" in kinds
+    slides = may_slide and window is not None and window < context
+    if slides or any(layer.kv_cache.window is not None for layer in loaded.model.layers):
         return filled_mask
     if rank := getattr(config, "kv_lora_rank", None):
         powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)

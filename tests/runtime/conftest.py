@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     GPTNeoXConfig,
     MistralConfig,
+    Olmo3Config,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -73,6 +74,7 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**SIZES, **HEADS),
     "qwen3_wide": Qwen3Config(**SIZES, **{**HEADS, "head_dim": 16}),
     "mistral_windowed": MistralConfig(**SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8),
+    "olmo3_windowed": Olmo3Config(**SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8),
     "latents_wide": DeepseekV2Config(
         **SIZES, **{**LATENTS, "qk_rope_head_dim": 16}, q_lora_rank=None, head_dim=16
     ),

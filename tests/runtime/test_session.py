@@ -1,6 +1,7 @@
 """What a session believes about itself, whatever happens to it."""
 
 import gc
+import json
 import mmap
 import sys
 import weakref
@@ -200,6 +201,21 @@ def test_kernels_of_a_captured_step(tmp_path: Path, name: str, dtype: str, fille
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
         assert find_filled(session.loaded, session.context) is filled
+
+
+def test_a_window_that_only_transformers_knows_of(tmp_path: Path) -> None:
+    folder = save_tiny("olmo3_windowed", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_session(folder, offload()) as session:
+        assert all(layer.kv_cache.window is None for layer in session.loaded.model.layers)
+        assert find_filled(session.loaded, session.context) is filled_mask
+        assert find_filled(session.loaded, 8) is filled_blocks  # no shorter than the context
+        session._filled = filled_blocks
+        session.prefill(PROMPT)
+        with pytest.raises(CheckpointError, match="a sliding window that its config"):
+            session.decode(PROMPT[:, :1])
 
 
 @pytest.mark.parametrize(
