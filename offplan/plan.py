@@ -6,58 +6,28 @@ YAML's safe loader; an unknown key, or one given twice, is an error.
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
-    SerializationInfo,
     ValidationError,
     model_validator,
 )
 
-from offplan import units
-from offplan.errors import InputError, PlanError
-from offplan.yamltext import load_yaml
+from offplan.errors import PlanError
+from offplan.records import (
+    YAML_CONTEXT,
+    Bytes,
+    ExactBytes,
+    Rate,
+    Record,
+    Seconds,
+    explain,
+    load_yaml,
+)
 
 PLAN_VERSION: Literal[1] = 1
-YAML_CONTEXT = {"human": True}
-"""Passed to ``model_dump`` to print quantities with units instead of plain numbers."""
-
-
-def _quantity(parse: Any, show: Any) -> tuple[BeforeValidator, PlainSerializer]:
-    def read(value: Any) -> Any:
-        try:
-            return parse(value)
-        except InputError as error:  # pydantic reports the field's path with it
-            raise ValueError(str(error)) from None
-
-    def write(value: float, info: SerializationInfo) -> Any:
-        return show(value) if info.context == YAML_CONTEXT else value
-
-    return BeforeValidator(read), PlainSerializer(write)
-
-
-_read_bytes, _show_bytes = _quantity(units.parse_bytes, units.format_bytes)
-_, _show_bytes_exact = _quantity(units.parse_bytes, units.format_bytes_exact)
-Bytes = Annotated[int, _read_bytes, _show_bytes, Field(ge=0)]
-"""A predicted size: four significant digits in YAML."""
-ExactBytes = Annotated[int, _read_bytes, _show_bytes_exact, Field(ge=0)]
-"""A size that must read back as it was written."""
-_read_rate, _show_rate = _quantity(units.parse_rate, units.format_rate)
-Rate = Annotated[float, _read_rate, _show_rate, Field(gt=0)]
-_read_seconds, _show_seconds = _quantity(units.parse_seconds, units.format_seconds)
-Seconds = Annotated[float, _read_seconds, _show_seconds, Field(ge=0)]
-
-
-class Record(BaseModel):
-    """Base of the plan's records: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
 class Backend(str, Enum):
@@ -274,8 +244,8 @@ def load_plan(path: Path) -> Plan:
         data = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise PlanError(f"{path} is not YAML: {error}") from None
     return parse_plan(data, str(path))
 
 
@@ -290,9 +260,8 @@ def parse_plan(data: Any, name: str) -> Plan:
     try:
         return Plan.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "plan"
-        raise PlanError(f"{name}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+        where, why = explain(error)
+        raise PlanError(f"{name}: {where or 'plan'}: {why}") from None
 
 
 def dump_plan(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 Capacity is printed in GiB (binary), links in GB/s (decimal), as vendors and drivers do.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -41,7 +42,10 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s
 def _parse(text: str | int | float, units: dict[str, int] | dict[str, float], what: str) -> Decimal:
     match = _QUANTITY.fullmatch(str(text))
     factor = units.get(match[2].lower()) if match else None
-    value = Decimal(match[1]) * Decimal(str(factor)) if match and factor is not None else None
+    value = None
+    if match and factor is not None:
+        with contextlib.suppress(ArithmeticError):  # beyond what Decimal can hold
+            value = Decimal(match[1]) * Decimal(str(factor))
     if value is None or value >= _LIMIT:
         raise InputError(f"{text!r} is not a {what}: write it as {_EXAMPLES[what]}")
     return value

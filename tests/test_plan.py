@@ -157,8 +157,19 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         load_plan(path)
 
 
-@pytest.mark.parametrize("text", ["? [a]\n: b\n", "!!map foo", "{a: b, a: c}", "[{a: b, a: c}]"])
-def test_odd_mappings_are_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "? [a]\n: b\n",
+        "!!map foo",
+        "{a: b, a: c}",
+        "[{a: b, a: c}]",
+        "a: 2001-99-99",
+        "a: 0b_",
+        "[" * 3000,
+    ],
+)
+def test_odd_documents_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(PlanError, match="is not YAML"):

@@ -27,7 +27,19 @@ def test_parse_bytes(text: str | int, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "16 Gi B", "sixteen", "16GiB/s", "1e400", "nan"]
+    "text",
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "16 Gi B",
+        "sixteen",
+        "16GiB/s",
+        "1e400",
+        "nan",
+        "1e999999GiB",
+        f"1e{9**30}B",
+    ],
 )
 def test_parse_bytes_refuses(text: str) -> None:
     with pytest.raises(InputError):

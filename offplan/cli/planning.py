@@ -66,13 +66,14 @@ def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: i
     from pydantic import ValidationError
 
     from offplan.plan import Workload
+    from offplan.records import explain
 
     try:
         return Workload(
             batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, context=context
         )
     except ValidationError as error:
-        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        raise InputError(explain(error)[1]) from None
 
 
 def restrict_to(engine: "Engine | None", store: Store, model: "Model") -> "Restriction | None":

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from offplan.machine.record import Bytes, Rate, Record
+from offplan.records import Bytes, Rate, Record
 
 FIT_FROM_BYTES = 2**20
 """Copies that the line is fitted to. What plans stream is larger: one projection of a small model

@@ -1,33 +1,10 @@
-"""What the records of a machine profile are made of: the base, and numbers with their units."""
+"""A number of a machine profile, and where it comes from."""
 
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-from offplan import units
-from offplan.errors import InputError
-
-
-class Record(BaseModel):
-    """Base of the profile's records: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _reader(parse: Any) -> BeforeValidator:
-    def read(value: Any) -> Any:
-        try:
-            return parse(value)
-        except InputError as error:  # pydantic reports the field's path with it
-            raise ValueError(str(error)) from None
-
-    return BeforeValidator(read)
-
-
-Bytes = Annotated[int, _reader(units.parse_bytes), Field(ge=0)]
-Rate = Annotated[float, _reader(units.parse_rate), Field(gt=0)]
-Flops = Annotated[float, _reader(units.parse_flops), Field(gt=0)]
-Seconds = Annotated[float, _reader(units.parse_seconds), Field(ge=0)]
+from offplan.records import Record
 
 Value = TypeVar("Value")
 

@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError
 
 from offplan.errors import ProfileError
 from offplan.machine.curve import Curve, Rereads
-from offplan.machine.record import Bytes, Figure, Flops, Rate, Record, Seconds
-from offplan.yamltext import load_yaml
+from offplan.machine.figure import Figure
+from offplan.records import Bytes, Flops, Rate, Record, Seconds, explain, load_yaml
 
 PROFILE_VERSION = 1
 
@@ -217,13 +217,11 @@ def parse_profile(text: str, name: str) -> MachineProfile:
     """Check a profile's YAML; ``name`` is used in errors."""
     try:
         return MachineProfile.model_validate(load_yaml(text))
-    except yaml.YAMLError as error:
-        raise ProfileError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "profile"
-        message = first["msg"].removeprefix("Value error, ")
-        raise ProfileError(f"machine profile {name}: {where}: {message}") from None
+        where, why = explain(error)
+        raise ProfileError(f"machine profile {name}: {where or 'profile'}: {why}") from None
+    except ValueError as error:
+        raise ProfileError(f"{name} is not YAML: {error}") from None
 
 
 def dump_profile(profile: MachineProfile) -> str:
