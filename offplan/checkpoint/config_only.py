@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.assemble import TORCH_NAMES
-from offplan.checkpoint.config import read_count, read_dtype, read_model_type, text_config
+from offplan.checkpoint.config import read_count, read_dtype, text_config
 from offplan.checkpoint.experts import count_experts, split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
-from offplan.checkpoint.jsontext import quote, shorten
+from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.layers import MAX_LAYERS
 from offplan.checkpoint.stored import INDEX_NAME, Stored
 from offplan.checkpoint.tensors import TensorInfo
@@ -34,10 +34,8 @@ def read_config_only(path: Path) -> Stored:
     Raises CheckpointError when transformers does not know or cannot build the architecture.
     """
     config = read_config(path)
-    model_type = read_model_type(config)
     _check_buildable(config)
-    where = str(path)
-    tensors = _build_tensors(config, model_type, where)
+    tensors = _build_tensors(config, str(path))
     notes = ["sizes come from the config alone: no weights were seen"]
     if read_dtype(config) is None:
         notes.append("the config names no dtype: took float32, as transformers does")
@@ -59,38 +57,24 @@ def _check_buildable(config: Mapping[str, Any]) -> None:
         )
 
 
-def _build_tensors(
-    config: Mapping[str, Any], model_type: str, where: str
-) -> tuple[TensorInfo, ...]:
+def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, ...]:
     """Return the tensors that ``save_pretrained`` would write, by the checkpoint's names."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if model_type not in CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{where}: found model_type {quote(model_type)}, which transformers "
-            f"{transformers.__version__} does not have (code from a checkpoint is never run); "
-            "name the folder or the Hub id of the checkpoint instead, or update transformers"
-        )
-    # Whatever transformers raises here is about a value in the config, and it has many kinds.
-    try:
-        with _quietly(transformers), torch.device("meta"):
-            # What from_json_file does before it calls from_dict: infinity is no JSON number.
-            decoded = transformers.PreTrainedConfig._decode_special_floats(_without_code(config))
-            built = CONFIG_MAPPING[model_type].from_dict(decoded)
+    from offplan.checkpoint.transformers_config import build_config, cannot_build
+
+    with _quietly(transformers), torch.device("meta"):
+        built = build_config(config, where)
+        try:
             # The implementations are named, or a config's own could ask for kernels off the Hub.
             model = _model_class(built)._from_config(
                 built, attn_implementation="eager", experts_implementation="eager"
             )
             saved = revert_weight_conversion(model, _saved_state(model))
-    except Exception as error:
-        reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)
-        raise CheckpointError(
-            f"{where}: transformers {transformers.__version__} cannot build this model ({reason}); "
-            "correct the config, or name the folder or the Hub id of the checkpoint instead"
-        ) from error
+        except Exception as error:
+            raise cannot_build(where, error) from error
     return _without_zero_experts(config, _describe(saved))
 
 
@@ -107,15 +91,6 @@ def _without_zero_experts(
         return tensors
     indices = ((tensor, split_expert(tensor.name)) for tensor in tensors)
     return tuple(tensor for tensor, at in indices if at is None or at[0] < num_experts)
-
-
-def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop, at every depth, what could make transformers fetch code or change the stored types."""
-    return {
-        key: _without_code(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key not in ("auto_map", "quantization_config") and "_implementation" not in key
-    }
 
 
 def _model_class(built: Any) -> Any:

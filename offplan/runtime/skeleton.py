@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.errors import CheckpointError
 from offplan.runtime.attention import ATTENTION_NAME
 
@@ -16,21 +17,22 @@ def build_skeleton(model: Model) -> PreTrainedModel:
 
     Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
     """
-    config_values = dict(model.config)
-    if "quantization_config" in config_values:
+    if "quantization_config" in model.config:
         raise CheckpointError(
             f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints. "
             "Its plan can still be made and exported"
         )
+    config = build_config(model.config, model.source)
     try:
-        config = AutoConfig.for_model(config_values.pop("model_type"), **config_values)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
             )
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"transformers cannot build {model.source}: {error}") from None
+    except Exception as error:
+        raise cannot_build(model.source, error) from error
     _check_attention(skeleton, model.source)
+    if model.experts is not None:
+        _check_experts(skeleton, model.source)
     # a model cut short (to time its layers) has fewer layers than its config says
     del decoder_layers(skeleton)[len(model.layers) :]
     return skeleton.eval().requires_grad_(False)
@@ -61,6 +63,17 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
             f"{source} has rotary embeddings of the type {changing.pop()}, which change with the "
             "text's length; `run` knows fixed ones. Its plan can still be made and exported"
         )
+
+
+def _check_experts(skeleton: PreTrainedModel, source: str) -> None:
+    """Raise CheckpointError for routed experts whose products transformers lets nobody choose."""
+    try:
+        skeleton.set_experts_implementation("grouped_mm")
+    except ValueError:
+        raise CheckpointError(
+            f"{source} has experts that transformers multiplies in a way of their own; `run` needs "
+            "those that it lets be chosen. Its plan can still be made and exported"
+        ) from None
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:

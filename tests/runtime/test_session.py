@@ -23,6 +23,7 @@ from offplan.runtime.kernels import find_filled, find_own_experts
 from offplan.runtime.latent import Expansion
 from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
+from offplan.runtime.skeleton import build_skeleton
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
@@ -260,6 +261,29 @@ def test_what_would_come_out_wrong_is_refused(tmp_path: Path) -> None:
 def test_attention_with_an_indexer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"sparse attention \(model\.layers\.0\.\S+indexer\)"):
         open_session(save_tiny("deepseek_v32", tmp_path), offload())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rms_norm_eps": "1e-6"}, "StrictDataclassFieldValidationError"),
+        ({"model_type": "qwen9"}, "found model_type 'qwen9'"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ],
+)
+def test_a_config_that_transformers_refuses(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    model = open_model(str(save_tiny("qwen3", tmp_path)))
+    with pytest.raises(CheckpointError, match=message):
+        build_skeleton(replace(model, config={**model.config, **change}))
+
+
+def test_experts_with_products_of_their_own_are_refused(tmp_path: Path) -> None:
+    model = open_model(str(save_tiny("jetmoe", tmp_path)))
+    assert model.experts is not None
+    with pytest.raises(CheckpointError, match="experts that transformers multiplies in a way"):
+        build_skeleton(model)
 
 
 def test_a_layer_that_returns_more_than_hidden_states_is_refused(
