@@ -180,9 +180,19 @@ class Model:
 
         Only a few rows of it are read in a pass, so it may as well lie on the host.
         """
-        named = [t for t in self.loaded_outside if _owner(t.name) in INPUT_EMBEDDINGS]
-        heads = [t for t in self.loaded_outside if _owner(t.name) in OUTPUT_HEADS]
-        return named[0] if len(named) == 1 and heads else None
+        named = self._outside_named(INPUT_EMBEDDINGS)
+        return named[0] if len(named) == 1 and self._outside_named(OUTPUT_HEADS) else None
+
+    @cached_property
+    def head(self) -> TensorInfo | None:
+        """The matrix that turns hidden states into logits: the head, or what it is tied to."""
+        named = self._outside_named(OUTPUT_HEADS) or self._outside_named(INPUT_EMBEDDINGS)
+        return named[0] if named else None
+
+    def _outside_named(self, owners: frozenset[str]) -> list[TensorInfo]:
+        """Matrices outside the layers that belong to modules of these names."""
+        named = (t for t in self.loaded_outside if _owner(t.name) in owners)
+        return [tensor for tensor in named if len(tensor.shape) == 2]
 
     @cached_property
     def loaded_bytes(self) -> int:
@@ -194,10 +204,6 @@ class Model:
         """Elements of all stored tensors, ties counted once."""
         in_layers = sum(p.num_elements for layer in self.layers for p in layer.parameters)
         return in_layers + sum(t.num_elements for t in self.outside if t.name not in self.tied)
-
-    def kv_cache_bytes(self, batch: int, context: int) -> int:
-        """KV cache of ``batch`` sequences of ``context`` tokens, over all layers."""
-        return sum(layer.kv_cache.nbytes(batch, context) for layer in self.layers)
 
 
 INPUT_EMBEDDINGS = frozenset(

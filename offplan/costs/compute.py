@@ -6,7 +6,6 @@ from functools import cached_property
 from math import log
 
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.work import LayerWork, PassShape, layer_work
 from offplan.machine.profile import LayerTime, MachineProfile
 
@@ -17,9 +16,6 @@ Source: estimated. Of the 680 TFLOP/s that an H200 reaches on large products alo
 prompt of 8,192 tokens reached 0.68 with DeepSeek-V2-Lite (46.0 TFLOP, attention included, in
 0.0992 s) and 0.91 with Qwen3-8B (133.6 in 0.2151 s): ``benchmarks/results/h200.json``.
 """
-
-_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "tok_embeddings.weight", "embed_in.weight")
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
 
 def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> ComputeTime:
     """Price embedding rows, final norm and the head on the last token of each sequence."""
-    head = find_head(model)
+    head = model.head
 
     def estimate(at: PassShape) -> float:
         if head is None:
@@ -109,16 +105,6 @@ def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> Com
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 
     return _measured_or(machine, model.outside_key, shape, estimate)
-
-
-def find_head(model: Model) -> TensorInfo | None:
-    """The matrix that turns hidden states into logits: the head, or the embedding it is tied to."""
-    tensors = [tensor for tensor in model.loaded_outside if len(tensor.shape) == 2]
-    for names in (_HEADS, _EMBEDDINGS):
-        for tensor in tensors:
-            if tensor.name.endswith(names):
-                return tensor
-    return None
 
 
 def _measured_or(
@@ -140,7 +126,9 @@ def _measured_or(
     if shape.is_part:  # what launches and joining take does not grow with it
         seconds = nearest.seconds + estimate(shape) - estimate(known)
         return ComputeTime(max(0.0, seconds), measured=False)
-    return ComputeTime(estimate(shape) * nearest.seconds / estimate(known), measured=False)
+    known_s = estimate(known)
+    scale = estimate(shape) / known_s if known_s else 1.0
+    return ComputeTime(scale * nearest.seconds, measured=False)
 
 
 def _distance(time: LayerTime, shape: PassShape) -> float:

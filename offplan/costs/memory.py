@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from offplan.checkpoint.config import read_count, text_config
 from offplan.checkpoint.model import Layer, Model, Parameter
-from offplan.costs.compute import find_head
 from offplan.costs.roles import Role, role_of
 from offplan.costs.work import PassShape, attention_dims, prefill_shapes
 from offplan.machine.profile import MachineProfile
@@ -163,7 +162,7 @@ def hidden_bytes(model: Model, shape: PassShape) -> int:
 
 def logits_bytes(model: Model, shape: PassShape) -> int:
     """Logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary x element size."""
-    head = find_head(model)
+    head = model.head
     num_logits = shape.batch * head.shape[0] if head is not None else 0
     return LOGIT_COPIES * num_logits * element_bytes(model)
 

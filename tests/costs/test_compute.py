@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.compute import (
     MATMUL_EFFICIENCY,
     ModelCompute,
-    find_head,
     layer_time,
     outside_time,
 )
@@ -86,13 +86,29 @@ def test_head_is_read_once_for_the_last_tokens() -> None:
     assert outside_time(known, MODEL, DECODE).seconds == 0.25
 
 
-def test_a_tied_head_is_the_embedding() -> None:
-    head = find_head(MODEL)
-    assert head is not None
-    assert head.name == "lm_head.weight"
-    head = find_head(replace(MODEL, tied=frozenset({"lm_head.weight"})))
-    assert head is not None
-    assert head.name == "model.embed_tokens.weight"
+@pytest.mark.parametrize(
+    ("head", "embedding"),
+    [
+        ("lm_head.weight", "model.embed_tokens.weight"),
+        ("transformer.output_layer.weight", "transformer.word_embeddings.weight"),
+    ],
+)
+def test_a_tied_head_is_the_embedding(head: str, embedding: str) -> None:
+    tensors = (
+        TensorInfo(head, "BF16", (VOCABULARY, HIDDEN)),
+        TensorInfo(embedding, "BF16", (VOCABULARY, HIDDEN)),
+    )
+    model = replace(MODEL, outside=tensors)
+    assert model.head == tensors[0]
+    assert replace(model, tied=frozenset({head})).head == tensors[1]
+
+
+def test_outside_the_layers_of_a_model_whose_head_is_unknown() -> None:
+    model = replace(MODEL, outside=())
+    known = make_machine(layer_times=[measured(DECODE, 0.25, model.outside_key)])
+    other = PassShape(Phase.DECODE, 7, 1, DECODE.context)
+    assert outside_time(known, model, other).seconds == 0.25
+    assert outside_time(make_machine(), model, other).seconds == 0
 
 
 def test_equal_layers_are_priced_alike() -> None:
