@@ -9,16 +9,16 @@ from rich.text import Text
 
 from offplan.planner.frontier import Point
 from offplan.planner.throughput import tokens_per_s
+from offplan.report.bar import ShareBar
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
-PLOT_COLUMNS = 60
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
+PLOT_COLUMNS = 56
 
 
 def render_frontier(points: Sequence[Point]) -> RenderableType:
     """Show what each budget gives, and what one more GiB of it would."""
-    return Group(_render_table(points), Text(), *_render_plot(points))
+    return Group(_render_table(points), Text(), _render_plot(points))
 
 
 def _render_table(points: Sequence[Point]) -> Table:
@@ -43,16 +43,18 @@ def _render_table(points: Sequence[Point]) -> Table:
     return table
 
 
-def _render_plot(points: Sequence[Point]) -> list[Text]:
-    """A bar of tokens/s for each budget, in eighths of a column."""
+def _render_plot(points: Sequence[Point]) -> Table:
+    """A bar of tokens/s for each budget."""
     most = max(tokens_per_s(point.plan) for point in points)
-    lines = [Text(f"tokens/s by GPU memory, prompt included ({_basis(points)})")]
+    plot = Table.grid("", "", "", padding=(0, 1))
+    plot.columns[0].justify = plot.columns[2].justify = "right"
+    plot.title = Text(f"tokens/s by GPU memory, prompt included ({_basis(points)})")
+    plot.title_style, plot.title_justify = "", "left"
     for point in points:
-        eighths = round(8 * PLOT_COLUMNS * tokens_per_s(point.plan) / most)
-        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+        rate = tokens_per_s(point.plan)
         budget = format_bytes(point.plan.budget.gpu_memory)
-        lines.append(Text(f"{budget:>10} {bar} {tokens_per_s(point.plan):,.1f}"))
-    return lines
+        plot.add_row(budget, ShareBar(rate / most, PLOT_COLUMNS), f"{rate:,.1f}")
+    return plot
 
 
 def _basis(points: Sequence[Point]) -> str:
