@@ -39,7 +39,8 @@ class HostBlock:
                 f"the host has no room for {format_bytes(num_bytes)} more ({error}); {remedy}"
             ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel built without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
         """The block as bytes on the CPU, shape [nbytes]."""
         self._unregister: Any = None

@@ -136,10 +136,10 @@ class WeightStore:
             work = thread.submit(self._page_lock, stop)
             try:
                 yield lambda: work.result() if work.done() else None
+                work.result()
             except BaseException:
                 stop.set()
                 raise
-            work.result()
         for phase in Phase:
             self.by_phase[phase] = self._views(phase)
 
