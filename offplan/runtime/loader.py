@@ -109,15 +109,11 @@ class _Readers:
     def read(self, parts: Iterable[Part]) -> Iterator[Part]:
         """Read all parts, begun in their order; yield each once it is read.
 
-        The first error is raised, after which no further part is begun.
+        The first error is raised; leaving the context then begins no further part.
         """
         futures = [self._threads.submit(self._read, part) for part in parts]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+        for future in as_completed(futures):
+            yield future.result()
 
     def _read(self, part: Part) -> Part:
         reader = self._idle.get()
@@ -133,8 +129,8 @@ def fill_random(destinations: Mapping[str, torch.Tensor], on_progress: Progress 
     """Fill every destination with random weights: ones for norms, N(0, 0.02) elsewhere.
 
     The same block of random numbers is tiled from a different start for each tensor, since drawing
-    tens of gigabytes would take minutes; routers and experts still differ from one another. A
-    parameter's numbers depend on its name alone, not on where a plan puts it.
+    tens of gigabytes would take minutes; routers and experts still differ from one another. Where
+    a plan puts a parameter changes none of its numbers.
     """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2**22, generator=generator) * 0.02
@@ -142,13 +138,13 @@ def fill_random(destinations: Mapping[str, torch.Tensor], on_progress: Progress 
     total = sum(destination.nbytes for destination in destinations.values())
     done = 0
     for number, (name, destination) in enumerate(sorted(destinations.items())):
-        flat = destination.reshape(-1) if destination.is_contiguous() else destination
         if destination.ndim == 1 and "norm" in name:
             destination.fill_(1.0)
         else:
             key = (destination.device, destination.dtype)
-            block = blocks.setdefault(key, noise.to(*key))
-            _tile(flat, block, start=number * 1_000_003 % block.numel())
+            if key not in blocks:
+                blocks[key] = noise.to(*key)
+            _tile(destination.view(-1), blocks[key], start=number * 1_000_003 % noise.numel())
         done += destination.nbytes
         if on_progress is not None:
             on_progress(done, total)
