@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from math import exp, log
 
 from offplan.checkpoint.model import Experts
-from offplan.costs.work import PassShape
+from offplan.costs.work import PassShape, embedding_rows
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, Unit
@@ -95,11 +95,11 @@ def uva_bytes(
 
 
 def embedding_bytes(placement: Placement, shapes: Sequence[PassShape]) -> int:
-    """Bytes that a pass of these chunks reads of an input embedding on the host: a row a token."""
+    """Bytes that a pass of these chunks reads of an input embedding on the host."""
     table = placement.host_embedding
     if table is None:
         return 0
-    return sum(shape.num_tokens for shape in shapes) * (table.nbytes // table.shape[0])
+    return embedding_rows(shapes) * (table.nbytes // table.shape[0])
 
 
 def uva_bytes_by_layer(

@@ -13,6 +13,7 @@ from offplan.costs.link import uva_bytes
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
 from offplan.costs.predict import PricedPass, price_prompt, price_step
 from offplan.costs.timeline import to_ps
+from offplan.costs.work import embedding_rows
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, align, group_units
 from offplan.plan import Budget, Offload, Workload
@@ -127,10 +128,7 @@ class Problem:
         if host_embedding is not None:
             host_bytes = host_embedding.nbytes
             row_bytes = host_bytes // host_embedding.shape[0]
-        read = tuple(
-            row_bytes * sum(shape.num_tokens for shape in priced.shapes)
-            for priced in (prompt, self.decode)
-        )
+        read = tuple(row_bytes * embedding_rows(priced.shapes) for priced in (prompt, self.decode))
         return Setting(
             prefill_chunk=prefill_chunk,
             embeddings="device" if host_embedding is None else "host",

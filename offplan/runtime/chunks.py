@@ -33,7 +33,9 @@ class ChunkedPrompt:
             partial(forward_chunk, chunk, start, starts[-1])
             for chunk, start in zip(chunks, starts, strict=False)
         ]
-        self._forward_last = forwards[-1]
+        # the head is for the prompt's last token
+        last, length = chunks[-1][:, -1:], starts[-1]
+        self._forward_last = partial(forward_chunk, last, length - 1, length)
         self._hidden: list[torch.Tensor] = []
         self._arguments: list[list[dict[str, Any]]] = []
         self._rows: list[torch.Tensor] = []
@@ -61,12 +63,12 @@ class ChunkedPrompt:
             return self._layers.step(index, Call(hidden, self._arguments[number][index]))
 
     def finish(self) -> Any:
-        """Return what ``forward_chunk`` makes of the last chunk's hidden states.
+        """Return what ``forward_chunk`` makes of the last token's hidden state.
 
-        They pass the norm and the head as if the chunk's layers had run; its tokens are embedded
-        once more on the way.
+        It passes the norm and the head as if the layers had run; the token is embedded once more on
+        the way.
         """
-        return self._layers.finish(self._hidden[-1], self._forward_last)
+        return self._layers.finish(self._hidden[-1][:, -1:], self._forward_last)
 
 
 def as_compiled_for(num_tokens: int, planned: int) -> Any:

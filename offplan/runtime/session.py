@@ -216,8 +216,8 @@ class Session:
             self._begin_sequences(batch)
             self.layers.forget_from(num_tokens)
             self._rows_read += prompt.numel()
-            if num_tokens > self._chunk:  # the last chunk's are read twice
-                self._rows_read += batch * (1 + (num_tokens - 1) % self._chunk)
+            if num_tokens > self._chunk:  # each sequence's last one is read again, for the head
+                self._rows_read += batch
             self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk))
             schedule = self._next_pass(Phase.PREFILL, Phase.DECODE)
             logits = self._passes.run(
