@@ -22,6 +22,7 @@ def sglang_flags(rule: Rule, placement: Placement, model: Model) -> list[str]:
     Raises ExportError for what the flags cannot say.
     """
     if rule.decode is Backend.UVA:
+        _require_no_experts(placement)
         return ["--cpu-offload-gb", str(_whole_gib(rule))]
     _require_prefetching(model)
     _require_experts(rule, model)
@@ -44,6 +45,17 @@ def sglang_notes(rule: Rule, placement: Placement) -> list[str]:
     return [
         f"SGLang holds one layer more than the plan's ring at its peak: {extra} more GPU memory"
     ]
+
+
+def _require_no_experts(placement: Placement) -> None:
+    """Refuse experts in a rule that reads in place: SGLang copies what such a rule takes."""
+    for slab in placement.slabs:
+        if any(entry.unit.is_expert for entry in slab.entries):
+            raise ExportError(
+                f"SGLang copies all routed experts of layer {slab.layer} before each use; the plan "
+                "reads in place, and only the experts that tokens are sent to: it would be many "
+                "times slower"
+            )
 
 
 def _whole_gib(rule: Rule) -> int:

@@ -17,6 +17,7 @@ def vllm_flags(rule: Rule, placement: Placement, model: Model) -> list[str]:
     """
     segments = vllm_segments(rule, model)
     if rule.decode is Backend.PREFETCH:
+        _require_whole_turns(placement)
         flags = ["--offload-group-size", str(rule.group_size)]
         flags += ["--offload-num-in-group", str(rule.num_in_group)]
         # vLLM allocates as many slots as it is told, offplan no more than there are layers
@@ -28,17 +29,21 @@ def vllm_flags(rule: Rule, placement: Placement, model: Model) -> list[str]:
 
 def vllm_notes(rule: Rule, placement: Placement) -> list[str]:
     """What the flags do not promise."""
-    num_layers = len(placement.slabs)
-    if rule.decode is Backend.PREFETCH and num_layers % placement.num_slots:
-        return [
-            f"{num_layers} offloaded layers do not divide into {placement.num_slots} slots: "
-            "vLLM then looks less far ahead at the end of a step, and wrong output has been "
-            "reported (vLLM pull request 54975)"
-        ]
     if rule.max_bytes is not None:
         last = placement.slabs[-1].layer
         return [f"within layer {last}, where the limit falls, vLLM has its own parameter order"]
     return []
+
+
+def _require_whole_turns(placement: Placement) -> None:
+    """Refuse what makes vLLM generate wrong text. Source: vLLM pull request 54975."""
+    num_layers, num_slots = len(placement.slabs), placement.num_slots
+    if num_layers % num_slots:
+        raise ExportError(
+            f"vLLM may read a slot too early where the offloaded layers do not divide into its "
+            f"slots: the plan has {num_layers} and {num_slots}; choose a prefetch_step that "
+            f"divides {num_layers}, or plan with --for vllm"
+        )
 
 
 def _uva_bytes(rule: Rule, placement: Placement, model: Model) -> int:

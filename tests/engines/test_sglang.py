@@ -39,6 +39,7 @@ def test_nothing_offloaded() -> None:
         (make_plan(prefetch("experts"), prefetch_step=3), deepseek(), "below its 3"),
         (make_plan(uva()), qwen3(), "reads no group"),
         (make_plan(up_to("7GiB", "mlp")), qwen3(), "segments"),
+        (make_plan(up_to("7GiB")), deepseek(), "copies all routed experts of layer 1"),
         (make_plan(up_to("7GB")), qwen3(), "whole number of GiB"),
     ],
 )

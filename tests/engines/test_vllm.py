@@ -127,9 +127,13 @@ def test_unknown_engine() -> None:
         export_plan(make_plan(), qwen3(), "tgi")
 
 
-def test_notes() -> None:
+def test_layers_that_do_not_divide_into_the_slots() -> None:
     uneven = make_plan(prefetch(group_size=1), prefetch_step=4)
-    assert "54975" in export_notes(uneven, qwen3(), "vllm")[0]
+    with pytest.raises(ExportError, match="a prefetch_step that divides"):
+        export_plan(uneven, qwen3(), "vllm")
+
+
+def test_notes() -> None:
     even = make_plan(prefetch(group_size=1), prefetch_step=3)
     assert export_notes(even, qwen3(), "vllm") == []
     assert "within layer 1" in export_notes(make_plan(up_to("30KiB")), qwen3(), "vllm")[0]
