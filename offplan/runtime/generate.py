@@ -58,8 +58,7 @@ def generate(
                 tokens = session.decode(tokens).argmax(-1, keepdim=True)
                 arrival = _Arrival(tokens, host[step + 1])
             measured.decode_link_bytes += session.link_bytes - moved
-        token = arrived.wait()
-        now = time.perf_counter()
+        token, now = arrived.wait()
         if step == 0:
             measured.first_token_s = now - began
         else:
@@ -77,12 +76,14 @@ class _Arrival:
         self._host = host
         self._event = None
         host.copy_(tokens[:, 0], non_blocking=True)
+        self._moment = time.perf_counter()
         if tokens.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> torch.Tensor:
-        """The tokens, int64 of shape [batch]."""
-        if self._event is not None:
+    def wait(self) -> tuple[torch.Tensor, float]:
+        """The tokens, int64 of shape [batch], and when they arrived."""
+        if self._event is not None:  # else they were there at once, before the next step was made
             self._event.synchronize()
-        return self._host.clone()
+            self._moment = time.perf_counter()
+        return self._host.clone(), self._moment
