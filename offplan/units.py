@@ -126,6 +126,6 @@ def _format(value: float, units: list[tuple[str, float]]) -> str:
     """
     for (unit, factor), (_, following) in itertools.pairwise([*units, ("", math.inf)]):
         rounded = float(f"{value / factor:.4g}")
-        if rounded < following / factor:
+        if rounded < round(following / factor, 3):  # 1e-3 / 1e-6 is a little more than 1000
             return f"{rounded:.4f}".rstrip("0").rstrip(".") + f" {unit}"
     raise AssertionError("the last unit takes everything")

@@ -61,6 +61,13 @@ def test_sizes_of_a_column_share_a_unit(sizes: list[int], unit: str, figures: li
 
 
 @pytest.mark.parametrize(
+    ("seconds", "text"), [(1e-3, "1 ms"), (1.0, "1 s"), (9.999e-4, "999.9 us")]
+)
+def test_a_whole_unit_is_one_of_it(seconds: float, text: str) -> None:
+    assert units.format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
     ("parse", "text", "value"),
     [
         (units.parse_rate, "55.4 GB/s", 55.4e9),
