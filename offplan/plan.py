@@ -139,6 +139,11 @@ class Rule(Record):
             )
         return self
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it reaches the GPU in one way for a prompt and in another for a decode step."""
+        return self.prefill is not self.decode
+
     def selects_layer(self, index: int) -> bool:
         """Whether the group pattern takes this layer (always true for ``max_bytes``)."""
         if self.group_size is None or self.num_in_group is None:

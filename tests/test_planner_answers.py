@@ -61,7 +61,11 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
             plans.append(make_plan(MODEL, MACHINE, sized, budget).plan)
         except InfeasibleError:
             break
-    assert best.plan == max(plans, key=tokens_per_s)
+    of_powers = max(plans, key=tokens_per_s)
+    assert tokens_per_s(best.plan) >= tokens_per_s(of_powers)
+    assert best.plan.workload.batch in range(
+        of_powers.workload.batch // 8, 2 * of_powers.workload.batch
+    )
     assert "tokens/s" in best.reasons[-1]
 
 
@@ -79,7 +83,12 @@ def test_a_plan_for_an_engine_can_be_exported(
     budget = budget_for(model, machine, share)
     restriction = restrict_to(engine, Store.HOST, model)
     free = make_plan(model, machine, WORKLOAD, budget).plan.prediction.objective_s
-    result = make_plan(model, machine, WORKLOAD, budget, restriction=restriction)
+    try:
+        result = make_plan(model, machine, WORKLOAD, budget, restriction=restriction)
+    except InfeasibleError:
+        assert engine is Engine.SGLANG
+        assert model.experts is not None, "of such models it moves nothing else"
+        return
     export_plan(result.plan, model, engine.value)
     assert result.plan.prediction.objective_s >= free
     assert f"only plans that {engine.value} can run were searched" in result.reasons

@@ -17,8 +17,8 @@ from offplan.cli.schema import schema
 from offplan.errors import OffplanError
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model or the "
-    "machine is not the plan's."
+    "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model is "
+    "not the plan's."
 )
 
 INTERRUPTED = 130

@@ -37,7 +37,7 @@ def export_plan(plan: Plan, model: Model, engine: str) -> list[str]:
     rule = _only_rule(plan, engine)
     if rule is None:
         return []
-    return chosen.flags(rule, _place(plan, model), model)
+    return chosen.flags(rule, place(model, plan.offload), model)
 
 
 def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
@@ -46,11 +46,7 @@ def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
     rule = _only_rule(plan, engine)
     if rule is None:
         return ["the plan offloads nothing: no flag is needed"]
-    return chosen.notes(rule, _place(plan, model))
-
-
-def _place(plan: Plan, model: Model) -> Placement:
-    return place(model, plan.offload)
+    return chosen.notes(rule, place(model, plan.offload))
 
 
 def _find_engine(name: str) -> Engine:
@@ -72,7 +68,7 @@ def _only_rule(plan: Plan, engine: str) -> Rule | None:
         )
     if len(rules) > 1:
         raise ExportError(f"{engine}'s flags say one rule; the plan has {len(rules)}")
-    if rules and rules[0].prefill is not rules[0].decode:
+    if rules and rules[0].is_mixed:
         raise ExportError(
             f"{engine} has one backend for both phases; the plan has {rules[0].prefill.value} in "
             f"prefill and {rules[0].decode.value} in decode"

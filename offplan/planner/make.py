@@ -8,7 +8,17 @@ from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Basis, Budget, MachineRef, ModelRef, Plan, Prediction, Workload
+from offplan.plan import (
+    Backend,
+    Basis,
+    Budget,
+    MachineRef,
+    ModelRef,
+    Plan,
+    Prediction,
+    Rule,
+    Workload,
+)
 from offplan.planner.classes import price_classes
 from offplan.planner.floor import Floor, find_floor
 from offplan.planner.problem import Problem, Restriction, pose
@@ -18,7 +28,7 @@ from offplan.planner.targets import NO_TARGETS, Fastest, Nearest, Targets
 from offplan.units import format_bytes, format_bytes_enough, format_seconds
 
 RESOLUTION = 100
-"""The memory that would reach a target is found to this part of what the machine has."""
+"""The memory that would reach a target is found to this part of itself."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +161,12 @@ def _unreachable(problem: Problem, targets: Targets) -> InfeasibleError:
 def _least(reaches: Callable[[int], bool], low: int, most: int) -> int | None:
     """The least memory above ``low`` that reaches the targets; None if ``most`` does not.
 
-    More memory never makes a plan worse, so halving finds it, to RESOLUTION of the machine's.
+    More memory never makes a plan worse, so halving finds it, to one part in RESOLUTION.
     """
     if most <= low or not reaches(most):
         return None
     high = most
-    while high - low > most // RESOLUTION:
+    while high - low > high // RESOLUTION:
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
     return high
@@ -233,14 +243,20 @@ def _explain(plan: Plan, floor: Floor, found: Search) -> tuple[str, ...]:
             "its place to layers; no engine's flag says that"
         )
     for name, phase in (("prefill", prediction.prefill), ("decode", prediction.decode)):
-        hidden = "compute" if phase.compute_s >= phase.link_s else "the link"
+        holds = "compute" if phase.compute_s >= phase.link_s else "the link"
+        # only what nobody in the pass waits for can be under way after its end
+        ahead = " (the next step's copies included)" if phase.link_s > phase.step_s else ""
         reasons.append(
-            f"{name} is held by {hidden}: {format_seconds(phase.compute_s)} of compute, "
-            f"{format_seconds(phase.link_s)} of link, {format_seconds(phase.step_s)} in all"
+            f"{name} is held by {holds}: {format_seconds(phase.compute_s)} of compute, "
+            f"{format_seconds(phase.link_s)} of link{ahead}, {format_seconds(phase.step_s)} in all"
         )
-    if any(rule.prefill is not rule.decode for rule in plan.offload.rules):
-        reasons.append(
-            f"a prompt copies {format_bytes(prediction.prefill.link_bytes)} by DMA; a decode step "
-            f"reads only {format_bytes(prediction.decode.link_bytes)} of it, in place"
-        )
+    reasons += [_explain_backends(rule) for rule in plan.offload.rules if rule.is_mixed]
     return tuple(reasons)
+
+
+def _explain_backends(rule: Rule) -> str:
+    """Say why a rule has one backend for a prompt and another for a decode step."""
+    what = " and ".join(rule.cpu_offload_params) or "all parameters of its layers"
+    if rule.decode is Backend.UVA:
+        return f"a prompt needs all of {what} and copies it; a decode step reads its part in place"
+    return f"a decode step copies {what} ahead of its layers; a prompt reads it in place"
