@@ -8,7 +8,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from offplan.files import write_whole
+from offplan.files import keep
 
 
 class CachedHeader(NamedTuple):
@@ -39,7 +39,7 @@ class HeaderCache:
     def store(self, shard: str, header: CachedHeader) -> bool:
         """Keep a header; it appears whole or not at all. False where the disk does not take it."""
         content = (header.file_bytes or 0).to_bytes(8, "little") + header.data
-        return write_whole(self._path(shard), content)
+        return keep(self._path(shard), content)
 
     def drop(self, shard: str) -> None:
         """Forget a header that turned out not to be valid."""

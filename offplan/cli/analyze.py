@@ -63,8 +63,7 @@ def analyze(
     from offplan.report.analysis import render_analysis
     from offplan.report.payload import analyze_payload
 
-    check_writable(output, force=force)
-    check_writable(svg, force=force)
+    check_writable(output, svg, force=force)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
     named = open_named_model(model, revision, source)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from offplan.errors import InputError
+from offplan.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -77,31 +78,31 @@ class Progress:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-def check_writable(path: Path | None, *, force: bool) -> None:
-    """Refuse an output that ``write_file`` would refuse, before the work is done.
+def check_writable(*paths: Path | None, force: bool) -> None:
+    """Refuse outputs that ``write_file`` would refuse, before the work is done.
 
     Raises InputError.
     """
-    if path is None:
-        return
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; name a file")
-    if path.exists() and not force:
-        raise InputError(f"{path} exists; --force overwrites it")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"the folder of {path} does not exist; create it first")
+    named = [path.resolve() for path in paths if path is not None]
+    for path in named:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; name a file")
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is a device or a pipe; name a file")
+        if path.exists() and not force:
+            raise InputError(f"{path} exists; --force overwrites it")
+        if not path.parent.is_dir():
+            raise InputError(f"the folder of {path} does not exist; create it first")
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(f"the folder of {path} cannot be written to; name another one")
+    if len(set(named)) < len(named):
+        raise InputError(f"{named[0]} is named for two outputs; name two files")
 
 
 def write_file(path: Path, text: str, *, force: bool) -> None:
-    """Write a file so that it appears whole or not at all.
+    """Write a file so that it appears whole or not at all, where a link leads if it is one.
 
-    Raises InputError if it exists and ``force`` is not given.
+    Raises InputError if it exists and ``force`` is not given, and OSError.
     """
     check_writable(path, force=force)
-    # in the same folder: a rename is atomic only within one file system
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path.resolve(), text.encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from offplan.files import write_whole
+from offplan.files import keep
 from offplan.machine.profile import LayerTime
 
 _LAYER_TIMES = TypeAdapter(tuple[LayerTime, ...])
@@ -40,4 +40,4 @@ class LayerTimeCache:
     def store(self, times: Sequence[LayerTime]) -> bool:
         """Keep the times; they appear whole or not at all. False where the disk refuses them."""
         content = {"key": self._key, "layer_times": [time.model_dump() for time in times]}
-        return write_whole(self._path, json.dumps(content, indent=1).encode())
+        return keep(self._path, json.dumps(content, indent=1).encode())
