@@ -26,8 +26,11 @@ from offplan.records import (
     explain,
     load_yaml,
 )
+from offplan.units import format_bytes
 
 PLAN_VERSION: Literal[1] = 1
+PRINTED_TO = 1e-3
+"""A size of four significant digits is right to less than this part of it."""
 
 
 class Backend(str, Enum):
@@ -238,6 +241,16 @@ class Plan(Record):
     machine: MachineRef
     offload: Offload
     prediction: Prediction
+
+    @model_validator(mode="after")
+    def _keeps_its_budget(self) -> "Plan":
+        total, budget = self.prediction.gpu_memory.total_bytes, self.budget.gpu_memory
+        if total > budget * (1 + PRINTED_TO):
+            raise ValueError(
+                f"it takes {format_bytes(total)} of GPU memory by its prediction, more than its "
+                f"budget of {format_bytes(budget)}: plan it again for that budget"
+            )
+        return self
 
 
 def load_plan(path: Path) -> Plan:

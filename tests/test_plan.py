@@ -107,22 +107,26 @@ budgets = st.builds(
 )
 
 
-@given(predictions, offloads, budgets)
-def test_yaml_round_trip(prediction: Prediction, offload: Offload, budget: Budget) -> None:
-    plan = example_plan.model_copy(
-        update={"prediction": prediction, "offload": offload, "budget": budget}
-    )
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    prediction, budget = draw(predictions), draw(budgets)
+    least = prediction.gpu_memory.total_bytes  # a plan keeps its budget
+    roomy = budget.model_copy(update={"gpu_memory": budget.gpu_memory + least})
+    decided = {"prediction": prediction, "offload": draw(offloads), "budget": roomy}
+    return example_plan.model_copy(update=decided)
+
+
+@given(plans())
+def test_yaml_round_trip(plan: Plan) -> None:
     text = dump_plan(plan)
     again = parse_plan(yaml.safe_load(text), "again")
     assert dump_plan(again) == text
-    assert (again.offload, again.budget) == (offload, budget)  # decisions read back exactly
+    # decisions read back exactly
+    assert (again.offload, again.budget) == (plan.offload, plan.budget)
 
 
-@given(predictions, offloads, budgets)
-def test_json_is_exact(prediction: Prediction, offload: Offload, budget: Budget) -> None:
-    plan = example_plan.model_copy(
-        update={"prediction": prediction, "offload": offload, "budget": budget}
-    )
+@given(plans())
+def test_json_is_exact(plan: Plan) -> None:
     assert parse_plan(plan_json(plan), "json") == plan
 
 
@@ -200,6 +204,7 @@ def test_json_has_the_keys_that_scripts_rely_on() -> None:
         (("offload", "rules", 0, "segments"), [], "segments"),
         (("offload", "store"), "disk", "'host' or 'peer'"),
         (("budget", "gpu_memory"), "much", "write it as 16GiB"),
+        (("budget", "gpu_memory"), "1 MiB", "more than its budget of 1 MiB: plan it again"),
         (("workload", "context"), 10, "raise --context"),
         (("prediction", "decode", "step"), "soon", "write it as 31 ms"),
     ],
