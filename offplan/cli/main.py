@@ -4,9 +4,12 @@ Nothing heavy is imported here or at the top of a command's file: ``offplan --he
 """
 
 import sys
+from io import TextIOWrapper
+from typing import Annotated
 
 import typer
 
+import offplan
 from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
 from offplan.cli.export import export
@@ -33,12 +36,35 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: it starts faster and reads the same in the docs
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"offplan {offplan.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Take options that belong to no command."""
+
+
 for command in (analyze, plan, run, bench, export, measure, schema):
     app.command()(command)
 
 
 def main() -> None:
     """Run the command line; always ends in ``SystemExit``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # better a ? than no report
     try:
         app(prog_name="offplan")
     except OffplanError as error:

@@ -17,7 +17,6 @@ from offplan.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from offplan.checkpoint.model import Model
     from offplan.cli.text import Text
     from offplan.plan import Plan
     from offplan.report.run import RunResult
@@ -44,10 +43,12 @@ def run(
     loaded = load_plan(plan)
     found = open_planned_model(loaded, model)
 
+    from offplan.cli.text import Text
     from offplan.cli.workload import device_name, find_device, random_prompt
 
     num_tokens = max_new_tokens or loaded.workload.output_tokens
-    text = None if prompt is None else _read_prompt(found, prompt, stream=not json)
+    chosen = find_device(device)
+    text = None if prompt is None else Text(found, prompt, stream=not json)
     tokens = random_prompt(loaded, found) if text is None else text.tokens
     _check_context(loaded, tokens.shape[1], num_tokens)
     folder = None if dummy_weights else find_weights(found)
@@ -58,7 +59,7 @@ def run(
         found,
         loaded.offload,
         context=loaded.workload.context,
-        device=find_device(device),
+        device=chosen,
         folder=folder,
         on_progress=Progress("loading"),
     ) as session:
@@ -111,12 +112,6 @@ def _report(plan: "Plan", result: "RunResult", text: "Text | None", *, json: boo
     if text is not None:
         print()
     print_report(render_run(plan, result))
-
-
-def _read_prompt(model: "Model", prompt: str, *, stream: bool) -> "Text":
-    from offplan.cli.text import Text
-
-    return Text(model, prompt, stream=stream)
 
 
 def _check_context(plan: "Plan", prompt_tokens: int, num_tokens: int) -> None:
