@@ -9,7 +9,6 @@ refilled as soon as its layer has run, for whoever uses it next, in this pass or
 A layer that has a slot of its own is never copied again.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offplan.placement import Phase, Placement, Span
@@ -140,34 +139,3 @@ def build_request(placement: Placement, num_layers: int, ring: Ring) -> RequestS
     first = build_pass(placement, num_layers, Phase.DECODE, prefill.after, Phase.DECODE)
     steady = build_pass(placement, num_layers, Phase.DECODE, first.after, Phase.DECODE)
     return RequestSchedule(prefill, first, steady)
-
-
-def check_passes(passes: Sequence[Schedule]) -> None:
-    """Prove that consecutive passes are safe, by executing them on names alone.
-
-    Raises ValueError when a layer would run without its bytes, when a copy would overwrite what
-    was waited for before its layer has run, or move what the slot already holds. Whatever else is
-    overwritten too early is missed by the next wait for it.
-    """
-    if not passes:
-        return
-    ring: list[Span | None] = list(passes[0].before)
-    awaited: dict[int, Span] = {}
-    for number, schedule in enumerate(passes):
-        if tuple(ring) != schedule.before:
-            raise ValueError(f"pass {number} expects another ring than the one it finds")
-        for op in schedule.operations:
-            if isinstance(op, Copy):
-                if ring[op.slot] == op.span:
-                    raise ValueError(f"pass {number} copies what slot {op.slot} already holds")
-                if op.slot in awaited:
-                    raise ValueError(f"pass {number} overwrites slot {op.slot} before its use")
-                ring[op.slot] = op.span
-            elif isinstance(op, Wait):
-                if ring[op.slot] != op.span:
-                    raise ValueError(f"pass {number} waits for bytes that nobody copies")
-                awaited[op.slot] = op.span
-            else:
-                if any(span.layer != op.layer for span in awaited.values()):
-                    raise ValueError(f"pass {number} runs layer {op.layer} with another's bytes")
-                awaited.clear()

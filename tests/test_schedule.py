@@ -1,5 +1,6 @@
 """Schedules: no slot is overwritten before its use, and every wait has its copy."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,43 @@ from offplan.schedule import (
     Wait,
     build_pass,
     build_request,
-    check_passes,
     empty_ring,
     kept_after_prefill,
     slots_of,
 )
 from tests.costs.builders import dense_model, place_rules, rule
 from tests.test_placement import odd_models, place_or_skip, rule_lists
+
+
+def check_passes(passes: Sequence[Schedule]) -> None:
+    """Prove that consecutive passes are safe, by executing them on names alone.
+
+    Raises ValueError when a layer would run without its bytes, when a copy would overwrite what
+    was waited for before its layer has run, or move what the slot already holds. Whatever else is
+    overwritten too early is missed by the next wait for it.
+    """
+    if not passes:
+        return
+    ring: list[Span | None] = list(passes[0].before)
+    awaited: dict[int, Span] = {}
+    for number, schedule in enumerate(passes):
+        if tuple(ring) != schedule.before:
+            raise ValueError(f"pass {number} expects another ring than the one it finds")
+        for op in schedule.operations:
+            if isinstance(op, Copy):
+                if ring[op.slot] == op.span:
+                    raise ValueError(f"pass {number} copies what slot {op.slot} already holds")
+                if op.slot in awaited:
+                    raise ValueError(f"pass {number} overwrites slot {op.slot} before its use")
+                ring[op.slot] = op.span
+            elif isinstance(op, Wait):
+                if ring[op.slot] != op.span:
+                    raise ValueError(f"pass {number} waits for bytes that nobody copies")
+                awaited[op.slot] = op.span
+            else:
+                if any(span.layer != op.layer for span in awaited.values()):
+                    raise ValueError(f"pass {number} runs layer {op.layer} with another's bytes")
+                awaited.clear()
 
 
 def run_by_hand(placement: Placement, passes: list[Schedule], *, late: bool) -> None:
