@@ -1,6 +1,7 @@
 """``offplan run`` on the tiny checkpoint: the text it knows by heart, from every kind of plan."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ def test_the_shipped_plan_in_json(cli: CLI) -> None:
     assert data["measured"]["decode"]["step_s"] > 0
     assert data["predicted"]["decode"]["step_s"] > 0
     assert data["measured"]["gpu_memory"]["total_bytes"] is None
+
+
+def test_a_text_ends_where_the_generation_config_says(cli: CLI, tmp_path: Path) -> None:
+    model = shutil.copytree(TINY_MOE, tmp_path / "model")
+    d = ord("d") - ord("!")  # tokens of this model are printable characters
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, d]}))
+    arguments = ("--model", model, "--prompt", "Weights", "--device", "cpu", "--json")
+    code, out, _ = cli("run", "plans/tiny-moe.yaml", *arguments)
+    assert (code, json.loads(out)["text"]) == (0, " that d")
+    (model / "generation_config.json").unlink()
+    assert (
+        f"Weights{json.loads(cli('run', 'plans/tiny-moe.yaml', *arguments).out)['text']}" == WEIGHTS
+    )
 
 
 def test_bytes_moved_are_those_of_the_schedule(cli: CLI, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """A prompt as tokens, and tokens as text that appears while it is generated."""
 
+import contextlib
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 
+from offplan.checkpoint.config import text_config
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 
@@ -30,7 +32,7 @@ class Text:
         """int64, [1, tokens]."""
         if not self.tokens.numel():
             raise InputError("the prompt is empty: type some text, or leave --prompt out")
-        self.stop_tokens = _stop_tokens(model.config.get("eos_token_id"), self._tokenizer)
+        self.stop_tokens = _stop_tokens(model, self._tokenizer)
         self._generated: list[int] = []
         self._streamer: Any = None
         if stream:
@@ -55,7 +57,14 @@ class Text:
         return str(self._tokenizer.decode(self._generated, skip_special_tokens=True))
 
 
-def _stop_tokens(configured: int | list[int] | None, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text, by the model's config and by its tokenizer."""
-    tokens = configured if isinstance(configured, list) else [configured]
-    return frozenset(t for t in [*tokens, tokenizer.eos_token_id] if t is not None)
+def _stop_tokens(model: Model, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text, by the model's generation config, its config and its tokenizer."""
+    named = [text_config(model.config).get("eos_token_id"), tokenizer.eos_token_id]
+    # chat models may name what ends a turn only there; not every model has one
+    with contextlib.suppress(OSError, ValueError):
+        generation = GenerationConfig.from_pretrained(
+            model.source, revision=model.revision or "main"
+        )
+        named.append(generation.eos_token_id)
+    tokens = [token for each in named for token in (each if isinstance(each, list) else [each])]
+    return frozenset(token for token in tokens if token is not None)
