@@ -1,7 +1,6 @@
 """What the card says is in use, the CUDA context included."""
 
 import gc
-import os
 import subprocess
 
 import torch
@@ -14,12 +13,11 @@ def bytes_in_use(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    index = device.index or 0
-    name = visible.split(",")[index] if visible else str(index)
+    # by its name: CUDA and nvidia-smi may count the host's GPUs in another order
+    index = torch.cuda.current_device() if device.index is None else device.index
     query = [
         "nvidia-smi",
-        f"--id={name}",
+        f"--id=GPU-{torch.cuda.get_device_properties(index).uuid}",
         "--query-gpu=memory.used",
         "--format=csv,noheader,nounits",
     ]
