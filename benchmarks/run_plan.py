@@ -1,6 +1,6 @@
 """Run a plan's workload on random weights and print what it took, as JSON.
 
-    python benchmarks/run_plan.py CONFIG_JSON [--group-size 2 --num-in-group 1 ...]
+    python benchmarks/run_plan.py CONFIG_JSON [--rules JSON --batch 1 16 64 ...]
 
 Needs a CUDA device, and a second one for ``--store peer``. Nothing is planned here: the rules come
 from the command line, so that one thing can be varied at a time.
@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def time_decode(session: Session, prompt: torch.Tensor, num_steps: int) -> dict[str, float]:
-    """Time decode steps by CUDA events, one after another, after three that warm up."""
+    """Time decode steps by CUDA events, one after another, after four that warm up."""
     with session.stream():
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         for _ in range(4):

@@ -167,11 +167,13 @@ def test_no_better_plan_is_passed_over(
         choices = found.choices(combined, Candidate(0, 0, groups))
         contents = pricer.contents(choices)
         weighed = pricer.weigh(contents, combined.num_slots)
+        prompt_users = sum(content.prompt_bytes > 0 for content in contents)
         step_users = sum(content.step_bytes > 0 for content in contents)
         setting = problem.settings[combined.setting]
         if (
             weighed.saved_bytes < setting.lacking_bytes
-            or 0 < weighed.num_streamed <= combined.num_slots  # resident in all but name
+            # resident in all but name
+            or 0 < max(prompt_users, step_users) <= combined.num_slots
             or (step_users > combined.num_slots) is not (TURNS[combined.turn] is Turn.TURNS)
         ):
             continue

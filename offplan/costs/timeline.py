@@ -130,7 +130,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
         schedule,
         times,
         state,
-        lambda reading, pending: min(slow_down(reading, times.uva_slowdown), reading + pending),
+        lambda reading, left: min(slow_down(reading, times.uva_slowdown), reading + left),
     )
     return PhaseTimes(
         step_ps=Fraction(int(state[0])),

@@ -65,8 +65,7 @@ class Weighed(NamedTuple):
     """Off the GPU, the ring's slots deducted."""
     host_bytes: int
     num_slots: int
-    num_streamed: int
-    """Layers that stream in the phase that streams most."""
+    """No more than there are layers that stream, in the phase where most do."""
 
 
 @dataclass
@@ -88,10 +87,9 @@ class Pricer:
     def weigh(self, contents: Sequence[Content], prefetch_step: int) -> Weighed:
         """Add up memory."""
         units, slabs, *spans = zip(*(content[:4] for content in contents), strict=True)
-        streamed = max(len(contents) - each.count(0) for each in spans)
-        slots = min(prefetch_step, streamed)
+        slots = min(prefetch_step, max(len(contents) - each.count(0) for each in spans))
         ring = slots * max(map(max, spans))
-        return Weighed(sum(units) - ring, sum(slabs), slots, streamed)
+        return Weighed(sum(units) - ring, sum(slabs), slots)
 
     def prefill_ps(self, contents: Sequence[Content], num_slots: int, setting: int) -> int:
         """Time of the prompt, exactly as its schedule would be priced."""
