@@ -17,13 +17,17 @@ class Engine:
 
     flags: Callable[[Rule, Placement, Model], list[str]]
     notes: Callable[[Rule, Placement], list[str]]
+    limits: str
+    """Flags that hold it to a batch and a context."""
     max_bytes_unit: int = 1
     """A rule's ``max_bytes`` is a whole number of these."""
 
 
 ENGINES = {
-    "vllm": Engine(vllm_flags, vllm_notes),
-    "sglang": Engine(sglang_flags, sglang_notes, MAX_BYTES_UNIT),
+    "vllm": Engine(vllm_flags, vllm_notes, "--max-num-seqs {} --max-model-len {}"),
+    "sglang": Engine(
+        sglang_flags, sglang_notes, "--max-running-requests {} --context-length {}", MAX_BYTES_UNIT
+    ),
 }
 
 
@@ -46,7 +50,11 @@ def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
     rule = _only_rule(plan, engine)
     if rule is None:
         return ["the plan offloads nothing: no flag is needed"]
-    return chosen.notes(rule, place(model, plan.offload))
+    limits = chosen.limits.format(plan.workload.batch, plan.workload.context)
+    return [
+        *chosen.notes(rule, place(model, plan.offload)),
+        f"{engine} sizes its KV cache by flags of its own: the plan's workload is {limits}",
+    ]
 
 
 def _find_engine(name: str) -> Engine:

@@ -135,7 +135,10 @@ def test_layers_that_do_not_divide_into_the_slots() -> None:
 
 def test_notes() -> None:
     even = make_plan(prefetch(group_size=1), prefetch_step=3)
-    assert export_notes(even, qwen3(), "vllm") == []
+    assert export_notes(even, qwen3(), "vllm") == [
+        "vllm sizes its KV cache by flags of its own: the plan's workload is --max-num-seqs 1 "
+        "--max-model-len 4096"
+    ]
     assert "within layer 1" in export_notes(make_plan(up_to("30KiB")), qwen3(), "vllm")[0]
 
 
