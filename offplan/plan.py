@@ -29,6 +29,8 @@ from offplan.records import (
 from offplan.units import format_bytes
 
 PLAN_VERSION: Literal[1] = 1
+MOST = 2**31
+"""Beyond any workload: sequences, or tokens of one."""
 PRINTED_TO = 1e-3
 """A size of four significant digits is right to less than this part of it."""
 
@@ -66,10 +68,10 @@ class ModelRef(Record):
 class Workload(Record):
     """What the plan is optimised for."""
 
-    batch: int = Field(default=1, ge=1)
-    prompt_tokens: int = Field(default=512, ge=1)
-    output_tokens: int = Field(default=128, ge=1)
-    context: int = Field(default=4096, ge=1)
+    batch: int = Field(default=1, ge=1, le=MOST)
+    prompt_tokens: int = Field(default=512, ge=1, le=MOST)
+    output_tokens: int = Field(default=128, ge=1, le=MOST)
+    context: int = Field(default=4096, ge=1, le=MOST)
     """Tokens a sequence may reach; the KV cache is sized by it."""
 
     @property

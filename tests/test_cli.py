@@ -207,6 +207,7 @@ def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
         (("plan", "plans/tiny-moe", "--gpu-memory", "much"), "'much' is not a size"),
         (("plan", "plans/tiny-moe", "--host-memory", "-1GiB"), "is not a size"),
         (("plan", "plans/tiny-moe", "--prompt-tokens", 5000), "raise --context"),
+        (("plan", "plans/tiny-moe", "--prompt-tokens", 10**20), "--prompt-tokens: Input should be"),
         (("plan", "plans/tiny-moe", "--revision", "main"), "leave the revision out"),
         (("plan", "plans/tiny-moe", "--frontier", "--objective", "throughput"), "--objective"),
         (("plan", "plans/tiny-moe", "-o", "plans"), "is a folder"),

@@ -73,7 +73,8 @@ def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: i
             batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, context=context
         )
     except ValidationError as error:
-        raise InputError(explain(error)[1]) from None
+        where, why = explain(error)
+        raise InputError(f"--{where.replace('_', '-')}: {why}" if where else why) from None
 
 
 def restrict_to(engine: "Engine | None", store: Store, model: "Model") -> "Restriction | None":
