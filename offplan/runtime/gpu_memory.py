@@ -9,10 +9,12 @@ import torch
 def bytes_in_use(device: torch.device) -> int:
     """Memory in use on the card by all processes; 0 on the CPU.
 
-    Asks the driver from outside the process, so that it can be called before the context exists.
+    Makes no context: before there is one, nvidia-smi is asked, which counts alike.
     """
     if device.type != "cuda":
         return 0
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved(device):
+        return _used_by_context(device)
     # by its name: CUDA and nvidia-smi may count the host's GPUs in another order
     index = torch.cuda.current_device() if device.index is None else device.index
     query = [
@@ -26,8 +28,13 @@ def bytes_in_use(device: torch.device) -> int:
         return int(answer.stdout.strip()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         # not there, not answering, or `[N/A]`, as where the GPU shares the host's memory
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
+        return _used_by_context(device)
+
+
+def _used_by_context(device: torch.device) -> int:
+    """The same, from inside the process, in microseconds instead of 30 ms."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def return_memory(device: torch.device) -> None:
