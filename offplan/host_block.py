@@ -102,7 +102,7 @@ def _clear_error() -> None:
 
 def _lock_limit() -> str:
     """How much memory the process may lock, as ``ulimit -l`` would say it."""
-    import resource  # not on Windows, where sessions on the CPU run all the same
+    import resource  # not on Windows, where plans are made all the same
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)

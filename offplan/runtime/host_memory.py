@@ -14,7 +14,7 @@ def peak_host_bytes() -> int:
 
     Source: getrusage(2): ``ru_maxrss`` is in KiB on Linux and in bytes on macOS.
     """
-    import resource  # not on Windows, where sessions on the CPU run all the same
+    import resource  # not on Windows, where plans are made all the same
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 2**10
