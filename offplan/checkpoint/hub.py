@@ -35,8 +35,6 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
     """
-    if on_progress is not None:
-        on_progress(0, 1)  # a Hub that does not answer is asked for half a minute
     config_path = _download(repo, CONFIG_NAME, revision)
     # huggingface_hub files a download under the commit that the revision stands for.
     commit = config_path.parent.name
