@@ -29,7 +29,7 @@ from offplan.records import (
 from offplan.units import format_bytes
 
 PLAN_VERSION: Literal[1] = 1
-MOST = 2**31
+MOST = 2**24
 """Beyond any workload: sequences, or tokens of one."""
 PRINTED_TO = 1e-3
 """A size of four significant digits is right to less than this part of it."""

@@ -74,7 +74,8 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # the latter from a date, or a number
+    # besides its own, what a value raises that is not of the type that it says
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 

@@ -124,8 +124,10 @@ def _format(value: float, units: list[tuple[str, float]]) -> str:
 
     The rounded number decides, so that what is printed reads back to what prints the same.
     """
+    least = 0.0
     for (unit, factor), (_, following) in itertools.pairwise([*units, ("", math.inf)]):
-        rounded = float(f"{value / factor:.4g}")
+        rounded = max(least, float(f"{value / factor:.4g}"))
         if rounded < round(following / factor, 3):  # 1e-3 / 1e-6 is a little more than 1000
             return f"{rounded:.4f}".rstrip("0").rstrip(".") + f" {unit}"
+        least = 1.0
     raise AssertionError("the last unit takes everything")

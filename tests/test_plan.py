@@ -170,6 +170,9 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         "[{a: b, a: c}]",
         "a: 2001-99-99",
         "a: 0b_",
+        "a: !!int ''",
+        "a: !!bool maybe",
+        "a: !!timestamp x",
         "[" * 3000,
     ],
 )

@@ -61,11 +61,7 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
             plans.append(make_plan(MODEL, MACHINE, sized, budget).plan)
         except InfeasibleError:
             break
-    of_powers = max(plans, key=tokens_per_s)
-    assert tokens_per_s(best.plan) >= tokens_per_s(of_powers)
-    assert best.plan.workload.batch in range(
-        of_powers.workload.batch // 8, 2 * of_powers.workload.batch
-    )
+    assert tokens_per_s(best.plan) > max(map(tokens_per_s, plans)), "one between powers is better"
     assert "tokens/s" in best.reasons[-1]
 
 

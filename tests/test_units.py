@@ -107,6 +107,12 @@ def test_exact_bytes_read_back(num_bytes: int) -> None:
     assert units.parse_bytes(units.format_bytes_exact(num_bytes)) == num_bytes
 
 
+@given(st.integers(0, 2**60) | st.integers(1023 * 2**20, 1025 * 2**20))
+def test_what_is_printed_reads_back_to_what_prints_the_same(num_bytes: int) -> None:
+    text = units.format_bytes(num_bytes)
+    assert units.format_bytes(units.parse_bytes(text)) == text
+
+
 @given(st.integers(0, 2**50))
 def test_what_is_needed_is_never_rounded_down(num_bytes: int) -> None:
     enough = units.parse_bytes(units.format_bytes_enough(num_bytes))

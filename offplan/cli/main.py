@@ -62,9 +62,8 @@ for command in (analyze, plan, run, bench, export, measure, schema):
 
 def main() -> None:
     """Run the command line; always ends in ``SystemExit``."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # better a ? than no report
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: better than no report
     try:
         app(prog_name="offplan")
     except OffplanError as error:

@@ -83,19 +83,20 @@ def check_writable(*paths: Path | None, force: bool) -> None:
 
     Raises InputError.
     """
-    named = [path.resolve() for path in paths if path is not None]
+    named = [path for path in paths if path is not None]
     for path in named:
-        if path.is_dir():
+        target = _follow(path)
+        if target.is_dir():
             raise InputError(f"{path} is a folder; name a file")
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path} is a device or a pipe; name a file")
-        if path.exists() and not force:
+        if target.is_symlink() or (target.exists() and not target.is_file()):
+            raise InputError(f"{path} is a device, a pipe or a link to itself; name a file")
+        if target.exists() and not force:
             raise InputError(f"{path} exists; --force overwrites it")
-        if not path.parent.is_dir():
+        if not target.parent.is_dir():
             raise InputError(f"the folder of {path} does not exist; create it first")
-        if not os.access(path.parent, os.W_OK):
+        if not os.access(target.parent, os.W_OK):
             raise InputError(f"the folder of {path} cannot be written to; name another one")
-    if len(set(named)) < len(named):
+    if len(set(map(_follow, named))) < len(named):
         raise InputError(f"{named[0]} is named for two outputs; name two files")
 
 
@@ -105,4 +106,9 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
     Raises InputError if it exists and ``force`` is not given, and OSError.
     """
     check_writable(path, force=force)
-    write_whole(path.resolve(), text.encode())
+    write_whole(_follow(path), text.encode())
+
+
+def _follow(path: Path) -> Path:
+    """Where a link leads, as far as it does: a file is replaced there, and the link stays."""
+    return Path(os.path.realpath(path))

@@ -59,7 +59,8 @@ class Text:
 
 def _stop_tokens(model: Model, tokenizer: Any) -> frozenset[int]:
     """Tokens that end a text, by the model's generation config, its config and its tokenizer."""
-    named = [text_config(model.config).get("eos_token_id"), tokenizer.eos_token_id]
+    configs = model.config, text_config(model.config)
+    named = [*(config.get("eos_token_id") for config in configs), tokenizer.eos_token_id]
     # chat models may name what ends a turn only there; not every model has one
     with contextlib.suppress(OSError, ValueError):
         generation = GenerationConfig.from_pretrained(

@@ -48,13 +48,11 @@ def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
     """What the flags of ``export_plan`` do not promise, a sentence each."""
     chosen = _find_engine(engine)
     rule = _only_rule(plan, engine)
-    if rule is None:
-        return ["the plan offloads nothing: no flag is needed"]
     limits = chosen.limits.format(plan.workload.batch, plan.workload.context)
-    return [
-        *chosen.notes(rule, place(model, plan.offload)),
-        f"{engine} sizes its KV cache by flags of its own: the plan's workload is {limits}",
-    ]
+    sizes = f"{engine} sizes its KV cache by flags of its own: the plan's workload is {limits}"
+    if rule is None:
+        return ["the plan offloads nothing: no flag for that is needed", sizes]
+    return [*chosen.notes(rule, place(model, plan.offload)), sizes]
 
 
 def _find_engine(name: str) -> Engine:

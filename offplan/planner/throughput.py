@@ -26,15 +26,17 @@ def plan_throughput(
 
     Every power of two that fits is tried: memory spent on KV cache instead of weights may pay again
     after it did not, and where layer times were measured a larger batch may be the one that keeps a
-    target. Only memory ends it, of which a larger batch always takes more. Around the best of them
-    ever smaller steps are, down to an eighth of it. Raises InfeasibleError as ``make_plan`` does
-    for a single sequence, when no batch has a plan.
+    target. Only memory ends it, of which a larger batch always takes more. Then steps of a half of
+    the best power, of a quarter and so on down to one are tried from the best so far, up and down.
+    Raises InfeasibleError as ``make_plan`` does for a single sequence, when no batch has a plan.
     """
     best: PlanResult | None = None
+    tried: set[int] = set()
 
     def attempt(batch: int) -> bool:
         """Keep the plan of a batch if it is the best; returns whether the batch fits."""
         nonlocal best
+        tried.add(batch)
         sized = workload.model_copy(update={"batch": batch})
         try:
             result = find_plan(pose(model, machine, sized, budget, restriction), targets)
@@ -50,13 +52,12 @@ def plan_throughput(
     if best is None:
         single = workload.model_copy(update={"batch": 1})
         return make_plan(model, machine, single, budget, targets, restriction)
-    power = best.plan.workload.batch
-    for part in (2, 4, 8):
-        if step := power // part:
-            batch = best.plan.workload.batch
-            attempt(batch - step)
-            if batch + step <= MOST_BATCH:
-                attempt(batch + step)
+    step = best.plan.workload.batch
+    while step := step // 2:
+        batch = best.plan.workload.batch
+        for other in (batch - step, batch + step):
+            if other not in tried and other <= MOST_BATCH:
+                attempt(other)
     chosen = (
         f"batch {best.plan.workload.batch} gives most of those tried: {_speed(best):,.1f} tokens/s"
     )
