@@ -1,5 +1,6 @@
 """What plans and machine profiles are made of: YAML, checked records, quantities with units."""
 
+import re
 from typing import Annotated, Any
 
 import yaml
@@ -83,4 +84,7 @@ def explain(error: ValidationError) -> tuple[str, str]:
     """Return the path of the first key that is wrong, empty for the whole record, and why."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return where, first["msg"].removeprefix("Value error, ")
+    why = first["msg"].removeprefix("Value error, ")
+    # in the words of who writes the file: YAML has lists and mappings
+    why = re.sub(r"dictionary or instance of \w+", "mapping", why)
+    return where, why.replace("a valid tuple", "a list")

@@ -122,6 +122,14 @@ def test_another_model_is_drift(cli: CLI) -> None:
     assert "plan it again" in err
 
 
+def test_another_type_is_drift(cli: CLI, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    text = Path("plans/tiny-moe.yaml").read_text()
+    path.write_text(text.replace("dtype: bfloat16", "dtype: float16"))
+    code, _, err = cli("run", path)
+    assert (code, "made for float16; plans/tiny-moe computes in bfloat16" in err) == (4, True)
+
+
 def test_a_second_gpu_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     workload = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
     budget = ("--gpu-memory", "1MiB", "--store", "peer", *workload)

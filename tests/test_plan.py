@@ -206,6 +206,8 @@ def test_json_has_the_keys_that_scripts_rely_on() -> None:
         (("offload", "prefetch_step"), 0, "prefetch_step"),
         (("offload", "rules", 0, "segments"), [], "segments"),
         (("offload", "store"), "disk", "'host' or 'peer'"),
+        (("offload", "rules", 0, "cpu_offload_params"), "mlp", "should be a list"),
+        (("offload",), 3, "should be a valid mapping"),
         (("budget", "gpu_memory"), "much", "write it as 16GiB"),
         (("budget", "gpu_memory"), "1 MiB", "more than its budget of 1 MiB: plan it again"),
         (("workload", "context"), 10, "raise --context"),

@@ -26,7 +26,8 @@ def open_named_model(source: str, revision: str | None, name: str | None) -> "Mo
 def open_planned_model(plan: "Plan", local: str | None) -> "Model":
     """Read the headers of the plan's model, from ``local`` if given.
 
-    Raises CheckpointError, HubError, and DriftError if the headers are not those of the plan.
+    Raises CheckpointError, HubError, and DriftError if the headers, or the type that the model
+    computes in, are not those of the plan.
     """
     source, revision = (local, None) if local else (plan.model.source, plan.model.revision)
     model = open_named_model(source, revision, None)
@@ -35,6 +36,11 @@ def open_planned_model(plan: "Plan", local: str | None) -> "Model":
             f"the plan was made for headers {plan.model.headers_sha256[:12]} of "
             f"{plan.model.source}; {source} has {model.headers_sha256[:12]}: plan it again, or "
             "name another copy with --model"
+        )
+    if model.dtype != plan.model.dtype:
+        raise DriftError(
+            f"the plan was made for {plan.model.dtype}; {source} computes in {model.dtype}: plan "
+            "it again"
         )
     return model
 
