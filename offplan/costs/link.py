@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from math import exp, log
 
 from offplan.checkpoint.model import Experts
-from offplan.costs.work import PassShape, embedding_rows
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.costs.work import PassShape
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, Unit
@@ -94,12 +95,16 @@ def uva_bytes(
     return round(crossing)
 
 
-def embedding_bytes(placement: Placement, shapes: Sequence[PassShape]) -> int:
-    """Bytes that a pass of these chunks reads of an input embedding on the host."""
-    table = placement.host_embedding
+def embedding_bytes(table: TensorInfo | None, shapes: Sequence[PassShape]) -> int:
+    """Bytes that a pass of these chunks reads of an input embedding on the host, if it is there.
+
+    A row a token, and that of each sequence's last one again, for the head of a prompt in chunks.
+    """
     if table is None:
         return 0
-    return embedding_rows(shapes) * (table.nbytes // table.shape[0])
+    again = shapes[0].batch if shapes[0].is_part else 0
+    num_rows = sum(shape.num_tokens for shape in shapes) + again
+    return num_rows * (table.nbytes // table.shape[0])
 
 
 def uva_bytes_by_layer(

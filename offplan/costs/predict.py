@@ -96,7 +96,7 @@ def price_request(
     def times(priced: PricedPass) -> PassTimes:
         num_layers = len(model.layers)
         read = uva_bytes_by_layer(placement, machine, model.experts, num_layers, priced.shapes)
-        rows = embedding_bytes(placement, priced.shapes)
+        rows = embedding_bytes(placement.host_embedding, priced.shapes)
         first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
         return PassTimes(
             compute_ps=priced.layer_ps,

@@ -1,6 +1,6 @@
 """What one decoder layer has to read and to multiply, whatever the machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +48,6 @@ def prefill_shapes(workload: Workload, prefill_chunk: int) -> tuple[PassShape, .
         )
         for start in range(0, prompt, prefill_chunk)
     )
-
-
-def embedding_rows(shapes: Sequence[PassShape]) -> int:
-    """Rows of the input embedding that a pass of these chunks reads.
-
-    One a token, and that of each sequence's last one again, for the head of a prompt in chunks.
-    """
-    again = shapes[0].batch if shapes[0].is_part else 0
-    return sum(shape.num_tokens for shape in shapes) + again
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from typing import Literal
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.compute import ModelCompute
-from offplan.costs.link import uva_bytes
+from offplan.costs.link import embedding_bytes, uva_bytes
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
 from offplan.costs.predict import PricedPass, price_prompt, price_step
 from offplan.costs.timeline import to_ps
-from offplan.costs.work import embedding_rows
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, align, group_units
 from offplan.plan import Budget, Offload, Workload
@@ -124,21 +123,20 @@ class Problem:
             + activation_bytes(self.model, self.workload, prefill_chunk)
             + overhead_bytes(self.machine, self.budget)
         )
-        host_bytes = row_bytes = 0
-        if host_embedding is not None:
-            host_bytes = host_embedding.nbytes
-            row_bytes = host_bytes // host_embedding.shape[0]
-        read = tuple(row_bytes * embedding_rows(priced.shapes) for priced in (prompt, self.decode))
+        host_bytes = 0 if host_embedding is None else host_embedding.nbytes
+        prompt_read, step_read = (
+            embedding_bytes(host_embedding, priced.shapes) for priced in (prompt, self.decode)
+        )
         return Setting(
             prefill_chunk=prefill_chunk,
             embeddings="device" if host_embedding is None else "host",
             lacking_bytes=self.model.loaded_bytes - host_bytes + taken - self.budget.gpu_memory,
             host_bytes=host_bytes,
             row_ps=(
-                to_ps(read[0] / self.machine.uva.value),
-                to_ps(read[1] / self.machine.uva.value),
+                to_ps(prompt_read / self.machine.uva.value),
+                to_ps(step_read / self.machine.uva.value),
             ),
-            row_bytes=(read[0], read[1]),
+            row_bytes=(prompt_read, step_read),
             prefill=prompt,
             chunk_tokens=tuple(Counter(shape.num_tokens for shape in prompt.shapes).items()),
         )
