@@ -36,10 +36,10 @@ def list_candidates(
     # by the weighing whose bound is nearest to what is wanted
     filled, weighing = max(relaxed, key=nearness)
     levels = list_levels(found, combined, context, weighing, filled.rate)
-    room = found.problem.host_room(found.problem.settings[combined.setting])
-    scan = _Scan(found, combined, context, goal, limit, weighing.rates, levels, room)
-    most_ps = float(cuts[weighing.cut].most_ps - weighing.fixed_ps)
-    scan.extend(scan.start(most_ps, filled.rate))
+    host_room = found.problem.host_room(found.problem.settings[combined.setting])
+    scan = _Scan(found, combined, context, goal, limit, weighing.rates, levels, host_room)
+    room = float(cuts[weighing.cut].most_ps - weighing.fixed_ps)
+    scan.extend(scan.start(room, filled.rate))
     return scan.listed
 
 

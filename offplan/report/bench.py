@@ -60,10 +60,10 @@ class MeasuredPhase:
 def measured_phase(plan: Plan, result: BenchResult, phase: str) -> MeasuredPhase:
     """Bring the measurements of a phase (``decode`` or ``prefill``) together."""
     cost: PhaseCost = getattr(result.plan.cost, phase)
-    resident = result.others.get("resident")
+    resident = result.others.get("resident", "")
     predicted: PhasePrediction = getattr(plan.prediction, phase)
     compute_s = predicted.compute_s
-    if resident is not None and not isinstance(resident, str):
+    if not isinstance(resident, str):
         compute_s = getattr(resident.cost, phase).step.median_s
     in_place = any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules)
     link_bytes = None if in_place else cost.link_bytes

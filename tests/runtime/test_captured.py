@@ -119,10 +119,8 @@ def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> N
         graphs.fails = True
         with pytest.raises(RuntimeError, match="capturing"):
             request(session, 2, CHUNK, 0)
-        for num_captures in (
-            1,
-            2,
-        ):  # first uncaptured, where there may be room when a capture fails
+        # first uncaptured, for which there may be room where a capture fails
+        for num_captures in (1, 2):
             found = request(session, 2, CHUNK, 0)
             assert all(map(torch.equal, found, expected))
             assert graphs.captured.count(Phase.PREFILL) == num_captures
