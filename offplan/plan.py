@@ -16,13 +16,14 @@ from offplan.records import (
     YAML_CONTEXT,
     Bytes,
     ExactBytes,
+    ExactSeconds,
     Rate,
     Record,
     Seconds,
     explain,
     load_yaml,
 )
-from offplan.units import format_bytes
+from offplan.units import format_bytes, format_seconds
 
 PLAN_VERSION: Literal[1] = 1
 MOST = 2**24
@@ -95,10 +96,39 @@ class Budget(Record):
     host takes none of it; null is unlimited."""
 
 
+class Objective(str, Enum):
+    """What a plan is to be best at."""
+
+    LATENCY = "latency"
+    """The time of one request at the workload's batch."""
+    THROUGHPUT = "throughput"
+    """Tokens a second; the plan's batch was chosen for it."""
+
+
+class Goal(Record):
+    """What a plan is asked to be best at, and what it must keep beside the budget."""
+
+    objective: Objective = Objective.LATENCY
+    max_ttft_s: ExactSeconds | None = Field(default=None, alias="max_ttft")
+    """Seconds to the first token, at most; null where any time will do."""
+    max_tpot_s: ExactSeconds | None = Field(default=None, alias="max_tpot")
+    """Seconds of a decode step, at most; null where any time will do."""
+    engine: str | None = None
+    """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
+
+    @property
+    def targets(self) -> str:
+        """The targets as the command line says them; empty where there are none."""
+        named = (("--max-ttft", self.max_ttft_s), ("--max-tpot", self.max_tpot_s))
+        return " and ".join(f"{name} {format_seconds(s)}" for name, s in named if s is not None)
+
+
 class MachineRef(Record):
     """The machine whose figures the plan was made from."""
 
     name: str
+    profile: str | None = None
+    """The profile's name or file, as ``--machine`` takes it; null where it was measured."""
     link: str
     h2d: Rate
     """From the store to the device, DMA of a large block."""
@@ -236,6 +266,7 @@ class Plan(Record):
     model: ModelRef
     workload: Workload
     budget: Budget
+    goal: Goal = Goal()
     machine: MachineRef
     offload: Offload
     prediction: Prediction
@@ -288,6 +319,7 @@ def dump_plan(plan: Plan) -> str:
     data = plan.model_dump(mode="json", by_alias=True, exclude_none=False, context=YAML_CONTEXT)
     rules = [{k: v for k, v in rule.items() if v is not None} for rule in data["offload"]["rules"]]
     data["offload"]["rules"] = rules
+    data["goal"] = {key: value for key, value in data["goal"].items() if value is not None}
     for key, default in (("embeddings", "device"), ("store", "host")):
         if data["offload"][key] == default:
             del data["offload"][key]

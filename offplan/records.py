@@ -45,6 +45,7 @@ _, _show_bytes_exact = _quantity(units.parse_bytes, units.format_bytes_exact)
 _read_rate, _show_rate = _quantity(units.parse_rate, units.format_rate)
 _read_flops, _show_flops = _quantity(units.parse_flops, units.format_flops)
 _read_seconds, _show_seconds = _quantity(units.parse_seconds, units.format_seconds)
+_, _show_seconds_exact = _quantity(units.parse_seconds, units.format_seconds_exact)
 
 Bytes = Annotated[int, _read_bytes, _show_bytes, Field(ge=0)]
 """A size: four significant digits in a plan."""
@@ -53,6 +54,8 @@ ExactBytes = Annotated[int, _read_bytes, _show_bytes_exact, Field(ge=0)]
 Rate = Annotated[float, _read_rate, _show_rate, Field(gt=0)]
 Flops = Annotated[float, _read_flops, _show_flops, Field(gt=0)]
 Seconds = Annotated[float, _read_seconds, _show_seconds, Field(ge=0)]
+ExactSeconds = Annotated[float, _read_seconds, _show_seconds_exact, Field(ge=0)]
+"""A duration that must read back as it was written."""
 
 
 class _Loader(yaml.SafeLoader):

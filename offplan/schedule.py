@@ -4,14 +4,22 @@ Operations of the compute stream are in program order. A ``Copy`` stands where i
 free: it may start once everything before it in the compute stream is done, and copies run one
 after another on their own stream. ``Wait`` makes the compute stream wait for a copy.
 
-The ring turns like this: in a phase the j-th layer that streams uses slot j mod K, and a slot is
-refilled as soon as its layer has run, for whoever uses it next, in this pass or in the next one.
-A layer that has a slot of its own is never copied again.
+The ring: the layers that stream in a pass take turns. Turn t uses slot t mod K, where K is the
+number of slots, or of turns where there are fewer. As soon as its layer has run, the slot is
+refilled for whoever uses it next: turn t + K of the same pass or, after the slot's last turn of the
+pass, turn t mod K of the next one. What the slot already holds is not copied again, so a layer that
+has a slot of its own is never copied twice. Where decode streams nothing, it finds in the ring what
+the last turns of prefill left there.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from offplan.placement import Phase, Placement, Span
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,9 @@ Operation = Copy | Wait | Compute
 Ring = tuple[Span | None, ...]
 """What each slot holds, or is being filled with; None for a slot never used."""
 
+Number = TypeVar("Number", int, "NDArray[np.int64]")
+"""An int, or an array of ints: the ring's arithmetic is the same for one plan and for many."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -58,25 +69,32 @@ class Schedule:
         return sum(op.span.nbytes for op in self.operations if isinstance(op, Copy))
 
 
+def slot_of(turn: Number, num_slots: Number) -> Number:
+    """Return the slot that a turn uses; ``num_slots`` are no more than there are turns."""
+    return turn % num_slots
+
+
+def successor(turn: Number, num_slots: Number) -> Number:
+    """Return the next turn that uses the same slot, if the pass has as many."""
+    return turn + num_slots
+
+
 def empty_ring(placement: Placement) -> Ring:
-    """The ring before anything was copied."""
+    """Return the ring before anything was copied."""
     return (None,) * placement.num_slots
 
 
 def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
-    """Slot and span of every layer that streams in this phase, by layer index.
-
-    The j-th such layer uses slot j mod min(number of slots, number of such layers).
-    """
+    """Return slot and span of every layer that streams in this phase, by layer index."""
     spans = placement.spans(phase)
     num_slots = min(placement.num_slots, len(spans))
-    return {span.layer: (j % num_slots, span) for j, span in enumerate(spans)}
+    return {span.layer: (slot_of(turn, num_slots), span) for turn, span in enumerate(spans)}
 
 
 def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
-    """Slot and span of the layers whose slab prefill leaves in the ring, by layer index.
+    """Return slot and span of the layers whose slab prefill leaves in the ring, by layer index.
 
-    Where decode copies nothing, no slot is refilled after its last use in prefill: decode reads
+    Where decode copies nothing, no slot is refilled after its last turn in prefill: decode reads
     what these spans hold from their slots, and only what lies outside them over the link. Empty
     where decode streams anything, since it needs the slots.
     """
@@ -87,7 +105,7 @@ def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
 
 
 def slots_read(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
-    """Slot and span of every layer of which this phase reads a part in the ring, by layer index."""
+    """Return slot and span of every layer of which this phase reads a part in the ring."""
     slots = slots_of(placement, phase)
     return slots | kept_after_prefill(placement) if phase is Phase.DECODE else slots
 
@@ -96,29 +114,30 @@ def build_pass(
     placement: Placement, num_layers: int, phase: Phase, ring: Ring, next_phase: Phase
 ) -> Schedule:
     """Order the operations of one pass that is followed by a pass of ``next_phase``."""
-    this = slots_of(placement, phase)
-    users: dict[int, list[Span]] = {}
-    for slot, span in this.values():
-        users.setdefault(slot, []).append(span)
-    following = dict(reversed(list(slots_of(placement, next_phase).values())))
-
+    spans, following = placement.spans(phase), placement.spans(next_phase)[: placement.num_slots]
+    num_slots = min(placement.num_slots, len(spans))
+    turn_of = {span.layer: turn for turn, span in enumerate(spans)}
     contents = list(ring)
     operations: list[Operation] = []
-    for slot, spans in users.items():  # what the previous pass did not leave ready
-        if contents[slot] != spans[0]:
-            operations.append(Copy(slot, spans[0]))
-            contents[slot] = spans[0]
+
+    def fill(slot: int, span: Span) -> None:
+        if contents[slot] != span:
+            operations.append(Copy(slot, span))
+            contents[slot] = span
+
+    for turn in range(num_slots):  # what the previous pass did not leave ready
+        fill(turn, spans[turn])
     for layer in range(num_layers):
-        if layer not in this:
+        if layer not in turn_of:
             operations.append(Compute(layer))
             continue
-        slot, span = this[layer]
-        operations += [Wait(slot, span), Compute(layer)]
-        rest = users[slot][users[slot].index(span) + 1 :]
-        successor = rest[0] if rest else following.get(slot)
-        if successor is not None and successor != contents[slot]:
-            operations.append(Copy(slot, successor))
-            contents[slot] = successor
+        turn = turn_of[layer]
+        slot, later = slot_of(turn, num_slots), successor(turn, num_slots)
+        operations += [Wait(slot, spans[turn]), Compute(layer)]
+        if later < len(spans):
+            fill(slot, spans[later])
+        elif slot < len(following):
+            fill(slot, following[slot])
     return Schedule(phase, tuple(operations), ring, tuple(contents))
 
 
@@ -130,7 +149,7 @@ class RequestSchedule:
     """The whole prompt: every chunk goes through a layer before the next layer's slab is needed."""
     first_decode: Schedule
     decode: Schedule
-    """Leaves the ring as it finds it."""
+    """A step that leaves the ring as it finds it."""
 
 
 def build_request(placement: Placement, num_layers: int, ring: Ring) -> RequestSchedule:
@@ -139,3 +158,9 @@ def build_request(placement: Placement, num_layers: int, ring: Ring) -> RequestS
     first = build_pass(placement, num_layers, Phase.DECODE, prefill.after, Phase.DECODE)
     steady = build_pass(placement, num_layers, Phase.DECODE, first.after, Phase.DECODE)
     return RequestSchedule(prefill, first, steady)
+
+
+def build_steady_request(placement: Placement, num_layers: int) -> RequestSchedule:
+    """Order a request that finds the ring as an earlier, equal request left it."""
+    first = build_request(placement, num_layers, empty_ring(placement))
+    return build_request(placement, num_layers, first.decode.after)

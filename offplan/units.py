@@ -119,6 +119,12 @@ def format_seconds(seconds: float) -> str:
     return _format(seconds, [("us", 1e-6), ("ms", 1e-3), ("s", 1.0)])
 
 
+def format_seconds_exact(seconds: float) -> str:
+    """Print a duration so that it reads back to the same number: ``50 ms``, ``0.0123456 s``."""
+    text = format_seconds(seconds)
+    return text if parse_seconds(text) == seconds else f"{seconds!r} s"
+
+
 def _format(value: float, units: list[tuple[str, float]]) -> str:
     """Print four significant digits in the largest unit of which there is at least one.
 

@@ -23,11 +23,12 @@ ARROWS = {
     "placement": ["checkpoint", "plan"],
     "schedule": ["placement"],
     "costs": ["checkpoint", "machine", "schedule"],
-    "planner": ["costs", "plan"],
+    "engines": ["plan", "placement"],
+    "question": ["checkpoint", "machine", "plan", "engines"],
+    "planner": ["costs", "question"],
     "runtime": ["schedule", "plan", "checkpoint", "cgroups", "host_block"],
     "profiling": ["runtime", "machine", "checkpoint"],
-    "engines": ["plan", "placement"],
-    "report": ["planner", "runtime", "profiling", "engines"],
+    "report": ["planner", "runtime", "profiling"],
     "cli": ["report"],
 }
 """Room by room, what it may import; what that room may import in turn is allowed too."""

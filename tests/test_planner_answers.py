@@ -15,7 +15,7 @@ from offplan.engines.export import export_plan
 from offplan.errors import InfeasibleError
 from offplan.plan import Budget, Plan, Workload
 from offplan.planner import make_plan
-from offplan.planner.crossovers import find_crossovers
+from offplan.costs.crossovers import find_crossovers
 from offplan.planner.frontier import find_frontier
 from offplan.planner.targets import Targets
 from offplan.planner.throughput import plan_throughput, tokens_per_s

@@ -89,9 +89,11 @@ def _analyze(
     model: "Model", machine: str | None, wishes: "Wishes", store: Store, engine: Engine | None
 ) -> "Analysis":
     """Plan if there is a machine to plan for; a plan that does not exist is a finding too."""
-    from offplan.cli.planning import find_machine, restrict_to, unmeasured
-    from offplan.planner import make_plan
-    from offplan.planner.crossovers import find_crossovers
+    from offplan.cli.planning import find_machine, unmeasured
+    from offplan.costs.crossovers import find_crossovers
+    from offplan.plan import Goal
+    from offplan.planner.make import make_plan
+    from offplan.question import Question
     from offplan.report.analysis import Analysis
 
     found = find_machine(machine, model, wishes.workload, store)
@@ -99,13 +101,16 @@ def _analyze(
         return Analysis(model, None, unmeasured=unmeasured())
     planned = found.with_store(store)
     try:
-        result = make_plan(
+        question = Question(
             model,
-            planned.profile,
+            found.profile,
             wishes.workload,
             wishes.budget(planned),
-            restriction=restrict_to(engine, store, model),
+            Goal(engine=None if engine is None else engine.value),
+            store.value,
+            machine,
         )
+        result = make_plan(question)
     except InfeasibleError as error:
         return Analysis(model, found.profile, infeasible=error)
     crossovers = find_crossovers(model, planned.profile, result.plan)

@@ -26,7 +26,7 @@ from offplan.cli.options import (
     Store,
     StoreOption,
 )
-from offplan.cli.output import check_writable, print_json, print_report, write_file
+from offplan.cli.output import Progress, check_writable, print_json, print_report, write_file
 from offplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,19 +57,18 @@ def plan(
     engine: EngineOption = None,
 ) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
+    from offplan import plan as plans
     from offplan.cli.models import open_named_model
     from offplan.cli.planning import (
         find_machine,
         read_wishes,
         read_workload,
-        restrict_to,
         unmeasured,
     )
-    from offplan.plan import dump_plan, plan_json
-    from offplan.planner import make_plan
+    from offplan.plan import Goal, dump_plan, plan_json
     from offplan.planner.frontier import find_frontier
-    from offplan.planner.targets import Targets
-    from offplan.planner.throughput import plan_throughput
+    from offplan.planner.make import make_plan
+    from offplan.question import Question
     from offplan.units import parse_seconds
 
     if frontier and output is not None:
@@ -81,23 +80,33 @@ def plan(
     if frontier and objective is not Objective.LATENCY:
         raise InputError("--frontier shows the plans of one batch: leave --objective out")
     check_writable(output, force=force)
-    targets = Targets(*(None if t is None else parse_seconds(t) for t in (max_ttft, max_tpot)))
+    ttft_s, tpot_s = (None if t is None else parse_seconds(t) for t in (max_ttft, max_tpot))
     workload = read_workload(batch or 1, prompt_tokens, output_tokens, context)
     wishes = read_wishes(workload, gpu_memory, host_memory)
     found = open_named_model(model, revision, source)
     chosen = find_machine(machine, found, workload, store)
     if chosen is None:
         raise InputError(unmeasured())
-    chosen = chosen.with_store(store)
-    budget = wishes.budget(chosen)
-    restriction = restrict_to(engine, store, found)
+    chooses_batch = objective is Objective.THROUGHPUT and batch is None
+    question = Question(
+        found,
+        chosen.profile,
+        workload,
+        wishes.budget(chosen.with_store(store)),
+        Goal(
+            objective=plans.Objective.THROUGHPUT if chooses_batch else plans.Objective.LATENCY,
+            max_ttft=ttft_s,
+            max_tpot=tpot_s,
+            engine=None if engine is None else engine.value,
+        ),
+        store.value,
+        machine,
+    )
     if frontier:
-        points = find_frontier(found, chosen.profile, workload, budget, restriction)
+        points = find_frontier(question, Progress("planning"))
         _show_frontier(points, json=json)
         return
-    chooses_batch = objective is Objective.THROUGHPUT and batch is None
-    search = plan_throughput if chooses_batch else make_plan
-    made = search(found, chosen.profile, workload, budget, targets, restriction).plan
+    made = make_plan(question).plan
     if output is not None:
         write_file(output, dump_plan(made), force=force)
     if json:

@@ -3,7 +3,6 @@
 import ctypes
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,8 @@ from offplan.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
-    from offplan.cli.options import Engine
     from offplan.machine.profile import MachineProfile
-    from offplan.plan import Budget, Rule, Workload
-    from offplan.planner.problem import Restriction
+    from offplan.plan import Budget, Workload
 
 
 MOST_TIMED = 8192
@@ -75,43 +72,6 @@ def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: i
     except ValidationError as error:
         where, why = explain(error)
         raise InputError(f"--{where.replace('_', '-')}: {why}" if where else why) from None
-
-
-def restrict_to(engine: "Engine | None", store: Store, model: "Model") -> "Restriction | None":
-    """Plans that ``export`` does not refuse for this engine; raises InputError if it has none."""
-    if engine is None:
-        return None
-    if store is not Store.HOST:
-        raise InputError(
-            f"--for {engine.value} and --store {store.value}: no engine's flags reach a second "
-            "GPU's memory; leave one of them out"
-        )
-    from offplan.engines.export import ENGINES, export_plan
-    from offplan.errors import ExportError
-    from offplan.plan import Offload, Plan
-    from offplan.planner.problem import Restriction
-
-    @cache
-    def can_say(rules: "tuple[Rule, ...]", prefetch_step: int) -> bool:
-        # of a plan only its decision is exported, and of that no engine's flag says the chunk
-        offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
-        try:
-            export_plan(Plan.model_construct(offload=offload), model, engine.value)
-        except ExportError:
-            return False
-        return True
-
-    def allows(offload: Offload) -> bool:
-        # what an engine cannot move in every layer it cannot move in some: asked once, not for
-        # every pattern
-        everywhere = {"group_size": 1, "num_in_group": 1}
-        of_all = tuple(
-            rule.model_copy(update=everywhere) if rule.max_bytes is None else rule
-            for rule in offload.rules
-        )
-        return can_say(of_all, 1) and can_say(offload.rules, offload.prefetch_step)
-
-    return Restriction(engine.value, allows, ENGINES[engine.value].max_bytes_unit)
 
 
 def has_gpu() -> bool:
@@ -180,7 +140,7 @@ def measure_here(
 
     from offplan.machine.layer_cache import LayerTimeCache
     from offplan.machine.measure import measure_machine
-    from offplan.planner.problem import prefill_chunks
+    from offplan.planner.space import prefill_chunks
     from offplan.profiling import layer_times_key, measure_layer_times, measure_model_reads
     from offplan.runtime.gpu_memory import bytes_in_use
 

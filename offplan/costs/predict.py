@@ -20,7 +20,7 @@ from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement, Span, place
 from offplan.plan import Basis, Budget, Offload, Prediction, Workload
-from offplan.schedule import RequestSchedule, build_request, empty_ring
+from offplan.schedule import build_steady_request
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,6 @@ def _price_pass(compute: ModelCompute, shapes: tuple[PassShape, ...]) -> PricedP
         outside_ps=to_ps(chunks[-1].outside.seconds),
         measured=all(chunk.measured for chunk in chunks),
     )
-
-
-def build_steady_request(placement: Placement, num_layers: int) -> RequestSchedule:
-    """Order a request that finds the ring as an earlier, equal request left it."""
-    first = build_request(placement, num_layers, empty_ring(placement))
-    return build_request(placement, num_layers, first.decode.after)
 
 
 def price_request(

@@ -8,7 +8,7 @@ from offplan.engines.sglang import MAX_BYTES_UNIT, sglang_flags, sglang_notes
 from offplan.engines.vllm import vllm_flags, vllm_notes
 from offplan.errors import ExportError
 from offplan.placement import Placement, place
-from offplan.plan import Plan, Rule
+from offplan.plan import Offload, Plan, Rule
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,29 @@ def export_plan(plan: Plan, model: Model, engine: str) -> list[str]:
     Raises ExportError, naming what would be lost, and PlanError for a plan that is not this
     model's.
     """
-    chosen = _find_engine(engine)
-    rule = _only_rule(plan, engine)
-    if rule is None:
-        return []
-    return chosen.flags(rule, place(model, plan.offload), model)
+    return export_offload(plan.offload, model, engine)
+
+
+def export_offload(offload: Offload, model: Model, engine: str) -> list[str]:
+    """Say a plan's decision in the engine's flags, as ``export_plan`` does."""
+    chosen = find_engine(engine)
+    rule = _only_rule(offload, engine)
+    return [] if rule is None else chosen.flags(rule, place(model, offload), model)
+
+
+def can_export(offload: Offload, model: Model, engine: str) -> bool:
+    """Whether the engine's flags can say a plan's decision."""
+    try:
+        export_offload(offload, model, engine)
+    except ExportError:
+        return False
+    return True
 
 
 def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
-    """What the flags of ``export_plan`` do not promise, a sentence each."""
-    chosen = _find_engine(engine)
-    rule = _only_rule(plan, engine)
+    """Say what the flags of ``export_plan`` do not promise, a sentence each."""
+    chosen = find_engine(engine)
+    rule = _only_rule(plan.offload, engine)
     limits = chosen.limits.format(plan.workload.batch, plan.workload.context)
     sizes = f"{engine} sizes its KV cache by flags of its own: the plan's workload is {limits}"
     if rule is None:
@@ -55,19 +67,20 @@ def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
     return [*chosen.notes(rule, place(model, plan.offload)), sizes]
 
 
-def _find_engine(name: str) -> Engine:
+def find_engine(name: str) -> Engine:
+    """Find an engine by its name; raises ExportError for one that offplan does not export to."""
     if name not in ENGINES:
         raise ExportError(f"no engine {name!r}: offplan exports to {' and '.join(ENGINES)}")
     return ENGINES[name]
 
 
-def _only_rule(plan: Plan, engine: str) -> Rule | None:
-    rules = plan.offload.rules
-    if plan.offload.embeddings == "host":
+def _only_rule(offload: Offload, engine: str) -> Rule | None:
+    rules = offload.rules
+    if offload.embeddings == "host":
         raise ExportError(
             f"{engine} keeps the input embedding on the GPU; the plan has it on the host"
         )
-    if plan.offload.store == "peer" and rules:
+    if offload.store == "peer" and rules:
         raise ExportError(
             f"{engine} offloads to host memory; the plan has a second GPU's memory as its store, "
             "whose faster link would be lost: plan again with `store: host`"

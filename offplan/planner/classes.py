@@ -1,119 +1,125 @@
-"""Segment classes, priced once for a problem: the sets of layers that differ in what they cost.
+"""Segment classes: the groups of parameters that one rule may name."""
 
-A set of layers is known by how many layers of each kind it has, its signature: that alone decides
-its memory and its bound.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from operator import mul
-from typing import NamedTuple
+from itertools import combinations
 
+from offplan.checkpoint.model import Model
+from offplan.costs.roles import Role, role_of
 from offplan.placement import Unit
-from offplan.planner.patterns import Pattern, distinct_patterns, group_patterns
-from offplan.planner.problem import KindCosts, Problem, kind_costs
-from offplan.planner.segments import SegmentClass, segment_classes
+from offplan.plan import Backend, Rule
 
-Signature = tuple[int, ...]
-"""How many layers of each kind."""
+_DENSE_ATOMS = (
+    frozenset({Role.QKV}),
+    frozenset({Role.ATTENTION_OUTPUT}),
+    frozenset({Role.GATE_UP}),
+    frozenset({Role.DOWN}),
+)
+_MOE_ATOMS = (
+    frozenset({Role.QKV, Role.ATTENTION_OUTPUT}),
+    frozenset({Role.SHARED_EXPERTS, Role.GATE_UP, Role.DOWN}),
+    frozenset({Role.EXPERTS_GATE_UP}),
+    frozenset({Role.EXPERTS_DOWN}),
+)
+"""With routed experts the rest is small: attention and the dense MLP are taken whole in unions."""
 
-
-class Totals(NamedTuple):
-    """Sums of KindCosts over the layers of a signature."""
-
-    num_layers: int
-    unit_bytes: int
-    slab_bytes: int
-    slot_bytes: int
-    copy_ps: int
-    slowest_copy_ps: int
-    decode_uva_bytes: int
-    decode_uva_ps: int
-    most_uva_bytes: int
-    """Of one layer."""
-    slowest_uva_ps: int
-    decode_compute_ps: int
-    """Of the layers with something offloaded."""
-    prefill_uva_bytes: tuple[int, ...]
-    prefill_uva_ps: tuple[int, ...]
-    prefill_compute_ps: tuple[int, ...]
+_LEAF_PARTS = frozenset(
+    (
+        *("weight", "bias", "weight_scale", "weight_scale_inv", "input_scale"),
+        *("qweight", "qzeros", "scales", "g_idx"),
+    )
+)
+"""Last parts of names that say which tensor of a module it is: rules name the module."""
 
 
 @dataclass(frozen=True)
-class PricedClass:
-    """What rules of one segment class can take, and what it costs."""
+class SegmentClass:
+    """What one rule's ``cpu_offload_params`` take."""
 
-    segment_class: SegmentClass
-    units: tuple[tuple[Unit, ...], ...]
-    """Of a layer of each kind, those that it takes."""
-    costs: tuple[KindCosts, ...]
-    """Of each kind of layer; zeros where it takes nothing."""
-    groups: tuple[tuple[Totals, tuple[Pattern, ...]], ...]
-    """Of each signature, with the patterns that have it."""
+    segments: tuple[str, ...]
+    """Empty takes everything."""
 
-
-def price_classes(problem: Problem) -> tuple[PricedClass, ...]:
-    """Price all classes of a problem's model."""
-    return tuple(_price(problem, each) for each in segment_classes(problem.model))
+    def takes(self, unit: Unit) -> bool:
+        """Whether a rule of this class takes the unit, where its pattern selects the layer."""
+        return all(_matches_any(self.segments, parameter.name) for parameter in unit.parameters)
 
 
-def _price(problem: Problem, segment_class: SegmentClass) -> PricedClass:
-    units = tuple(
-        tuple(unit for unit in of_kind if segment_class.takes(unit))
-        for of_kind in problem.units_of_kind
-    )
-    costs = kind_costs(problem, units)
-    having = tuple(
-        layers if kind.unit_bytes else 0
-        for layers, kind in zip(problem.layers_of_kind, costs, strict=True)
-    )
-    groups = tuple(
-        (_sum_up(signature, costs), members)
-        for signature, members in _by_signature(len(problem.model.layers), having)
-    )
-    return PricedClass(segment_class, units, costs, groups)
+def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
+    """List the classes that the search goes over, each with the shortest names that mean it.
+
+    Everything; each role that engines fuse; and all unions of attention inputs, attention output,
+    MLP inputs and MLP output (with routed experts: of attention, the MLPs that are not routed, and
+    the experts' inputs and outputs). A class may take norms and routers along where that makes its
+    names shorter; classes that would take the same are listed once.
+    """
+    roles = {p.name: role_of(p) for layer in model.layers for p in layer.parameters}
+    optional = {name for name, role in roles.items() if role is Role.OTHER}
+    classes: dict[frozenset[str], SegmentClass] = {frozenset(roles): SegmentClass(())}
+    for union in _role_unions(has_experts=model.experts is not None):
+        wanted = {name for name, role in roles.items() if role in union}
+        segments = _shortest_segments(wanted, optional, set(roles))
+        if segments:
+            taken = frozenset(name for name in roles if _matches_any(segments, name))
+            classes.setdefault(taken, SegmentClass(segments))
+    return tuple(classes.values())
+
+
+def _role_unions(has_experts: bool) -> list[frozenset[Role]]:
+    atoms = _MOE_ATOMS if has_experts else _DENSE_ATOMS
+    unions = [
+        frozenset().union(*chosen)
+        for size in range(1, len(atoms) + 1)
+        for chosen in combinations(atoms, size)
+    ]
+    return unions + [frozenset({role}) for role in Role if role is not Role.OTHER]
+
+
+def _shortest_segments(
+    wanted: set[str], optional: set[str], names: set[str]
+) -> tuple[str, ...] | None:
+    """Choose few and short segments that match all wanted names, and beside them optional ones.
+
+    Greedy: the segment that covers most, of the fewest parts. None when nothing is wanted, or the
+    names cannot be told apart.
+    """
+    allowed = wanted | optional
+    covers = {
+        segment: covered
+        for segment in sorted({run for name in wanted for run in _runs(name)})
+        if (matched := {name for name in names if _matches_any((segment,), name)}) <= allowed
+        and (covered := matched & wanted)
+    }
+    chosen: list[str] = []
+    missing = set(wanted)
+    while missing:
+        best = min(
+            covers,
+            key=lambda s: (-len(covers[s] & missing), s.count("."), len(s), s),
+            default=None,
+        )
+        if best is None or not covers[best] & missing:
+            return None
+        chosen.append(best)
+        missing -= covers[best]
+    return tuple(sorted(chosen)) or None
+
+
+def _runs(name: str) -> Iterable[str]:
+    """Dotted runs of a name's parts, the tensor's own last part left out."""
+    parts = name.split(".")
+    if parts[-1] in _LEAF_PARTS and len(parts) > 1:
+        parts.pop()
+    for start in range(len(parts)):
+        for stop in range(start + 1, len(parts) + 1):
+            yield ".".join(parts[start:stop])
+
+
+def _matches_any(segments: tuple[str, ...], name: str) -> bool:
+    """Whether a rule with these segments matches the name."""
+    return _rule(segments).matches(name)
 
 
 @cache
-def _by_signature(
-    num_layers: int, having: tuple[int, ...]
-) -> tuple[tuple[Signature, tuple[Pattern, ...]], ...]:
-    """Group the patterns that differ by how many layers of each kind they take.
-
-    ``having`` are the layers of each kind, as bits; none of a kind that has nothing to take.
-    """
-    groups: dict[Signature, list[Pattern]] = {}
-    for pattern in distinct_patterns(group_patterns(num_layers), sum(having)):
-        signature = tuple((pattern.layers & layers).bit_count() for layers in having)
-        groups.setdefault(signature, []).append(pattern)
-    return tuple((signature, tuple(members)) for signature, members in groups.items())
-
-
-def _sum_up(signature: Signature, costs: Sequence[KindCosts]) -> Totals:
-    """Add up what the layers of a signature cost."""
-    counts = [count for count in signature if count]
-    present = [kind for count, kind in zip(signature, costs, strict=True) if count]
-
-    def total(values: Iterable[int]) -> int:
-        return sum(map(mul, counts, values))
-
-    def totals(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple(total(column) for column in zip(*rows, strict=True))
-
-    return Totals(
-        num_layers=sum(signature),
-        unit_bytes=total(k.unit_bytes for k in present),
-        slab_bytes=total(k.slab_bytes for k in present),
-        slot_bytes=max(k.slab_bytes for k in present),
-        copy_ps=total(k.copy_ps for k in present),
-        slowest_copy_ps=max(k.copy_ps for k in present),
-        decode_uva_bytes=total(k.decode_uva_bytes for k in present),
-        decode_uva_ps=total(k.decode_uva_ps for k in present),
-        most_uva_bytes=max(k.decode_uva_bytes for k in present),
-        slowest_uva_ps=max(k.decode_uva_ps for k in present),
-        decode_compute_ps=total(k.decode_compute_ps for k in present),
-        prefill_uva_bytes=totals(k.prefill_uva_bytes for k in present),
-        prefill_uva_ps=totals(k.prefill_uva_ps for k in present),
-        prefill_compute_ps=totals(k.prefill_compute_ps for k in present),
-    )
+def _rule(segments: tuple[str, ...]) -> Rule:
+    return Rule(cpu_offload_params=segments, max_bytes=1, prefill=Backend.UVA, decode=Backend.UVA)

@@ -1,15 +1,17 @@
 """GPU memory against speed: the best plan of each budget, from the least that fits to all."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
-from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Plan, Workload
-from offplan.planner.make import can_plan, make_plan
-from offplan.planner.problem import Problem, Restriction, pose
+from offplan.costs.threshold import least_that
+from offplan.plan import Plan
+from offplan.planner.aims import Fastest
+from offplan.planner.make import find_plan
+from offplan.planner.search import Searcher
+from offplan.planner.space import Space, find_room
+from offplan.progress import Progress
+from offplan.question import Question
 
 NUM_POINTS = 12
 """Budgets tried, evenly spaced."""
@@ -24,38 +26,37 @@ class Point:
 
     plan: Plan
     saved_per_gib_s: float | None
-    """What one more GiB takes off a request, on the way to the next point; None at the last."""
+    """Seconds that one more GiB takes off a request, on the way to the next point; None at the
+    last."""
 
 
-def find_frontier(
-    model: Model,
-    machine: MachineProfile,
-    workload: Workload,
-    budget: Budget,
-    restriction: Restriction | None = None,
-) -> tuple[Point, ...]:
+def find_frontier(question: Question, on_progress: Progress | None = None) -> tuple[Point, ...]:
     """Plan for budgets from the least that fits up to where everything does.
 
-    No budget exceeds ``budget``, whose host memory holds for all. Raises InfeasibleError when not
-    even ``budget`` fits.
+    No budget exceeds the question's, whose host memory holds for all. ``on_progress`` hears (points
+    found, points in all). Raises InfeasibleError when not even the question's budget fits.
     """
-    enough = _enough_for_all(model, machine, workload)
-    most = min(budget.gpu_memory, enough, machine.gpu_memory.value)
-
-    def budget_of(gpu_memory: int) -> Budget:
-        return Budget(gpu_memory=gpu_memory, host_memory=budget.host_memory)
+    searcher = Searcher(Space(question))
+    space = searcher.space
 
     def plan_for(gpu_memory: int) -> Plan:
-        within = budget_of(gpu_memory)
-        return make_plan(model, machine, workload, within, restriction=restriction).plan
+        found = find_plan(searcher, question.with_gpu_memory(gpu_memory))
+        assert found is not None, "a plan without targets is wanted"
+        return found.plan
 
     def fits(gpu_memory: int) -> bool:
-        return can_plan(pose(model, machine, workload, budget_of(gpu_memory), restriction))
+        room = find_room(space, question.with_gpu_memory(gpu_memory).budget)
+        return searcher.find(room, Fastest((0, 0)), max_rules=1).best is not None
 
+    most = min(question.budget.gpu_memory, _enough_for_all(space))
     last = plan_for(most)
-    low = _least_that_fits(fits, most)
-    sizes = [low + (most - low) * i // (NUM_POINTS - 1) for i in range(NUM_POINTS - 1)]
-    plans = [plan_for(size) for size in sorted(set(sizes) - {most})]
+    low = least_that(fits, 0, most, most // RESOLUTION)
+    sizes = {low + (most - low) * i // (NUM_POINTS - 1) for i in range(NUM_POINTS - 1)} - {most}
+    plans = []
+    for number, size in enumerate(sorted(sizes), 1):
+        plans.append(plan_for(size))
+        if on_progress is not None:
+            on_progress(number, len(sizes))
     points = []
     for plan, following in pairwise([*plans, last]):
         saved = plan.prediction.objective_s - following.prediction.objective_s
@@ -64,18 +65,9 @@ def find_frontier(
     return (*points, Point(last, None))
 
 
-def _enough_for_all(model: Model, machine: MachineProfile, workload: Workload) -> int:
-    """The least GPU memory with which nothing is offloaded."""
-    nothing = Budget(gpu_memory=0)
-    settings = Problem(model, machine, workload, nothing).settings
-    lacking = min(setting.lacking_bytes for setting in settings if setting.embeddings == "device")
+def _enough_for_all(space: Space) -> int:
+    """Return the least GPU memory with which nothing is offloaded."""
+    nothing = space.question.with_gpu_memory(0).budget
+    pairs = zip(space.settings, find_room(space, nothing).lacking_bytes.tolist(), strict=True)
+    lacking: int = min(lack for setting, lack in pairs if setting.embeddings == "device")
     return round(lacking / (1 - MARGIN)) + 2  # two bytes for what is rounded
-
-
-def _least_that_fits(fits: Callable[[int], bool], most: int) -> int:
-    """A budget that fits, within RESOLUTION of ``most`` above one that does not."""
-    low, high = 0, most
-    while high - low > most // RESOLUTION:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

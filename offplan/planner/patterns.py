@@ -1,37 +1,56 @@
 """Group patterns: the layer sets that ``group_size`` and ``num_in_group`` can say."""
 
+from functools import cache
 from typing import NamedTuple
 
-
-class Pattern(NamedTuple):
-    """Of every ``group_size`` layers the last ``num_in_group``."""
-
-    group_size: int
-    num_in_group: int
-    layers: int
-    """The layers it selects, as bits."""
+import numpy as np
+from numpy.typing import NDArray
 
 
-def group_patterns(num_layers: int) -> tuple[Pattern, ...]:
-    """List the patterns over ``num_layers`` layers.
+class Patterns(NamedTuple):
+    """Patterns over the layers of a model; a row each, the smallest groups first."""
+
+    group_size: NDArray[np.int64]
+    num_in_group: NDArray[np.int64]
+    layers: NDArray[np.bool_]
+    """Whether the pattern selects a layer, [patterns, layers]."""
+
+
+class PatternGroup(NamedTuple):
+    """Patterns that take as many layers of each kind: they cost the same memory."""
+
+    counts: tuple[int, ...]
+    """Layers of each kind."""
+    patterns: tuple[int, ...]
+    """The patterns by number; the first has the smallest groups, so it spreads most evenly."""
+
+
+@cache
+def list_patterns(num_layers: int) -> Patterns:
+    """List the patterns: of every ``group_size`` layers the last ``num_in_group``.
 
     A group larger than the model selects a tail that a group of the model's size selects as well.
     """
-    everything = (1 << num_layers) - 1
-    patterns = []
-    for size in range(1, num_layers + 1):
-        repeat = sum(1 << start for start in range(0, num_layers, size))
-        for number in range(1, size + 1):
-            group = ((1 << number) - 1) << (size - number)
-            patterns.append(Pattern(size, number, repeat * group & everything))
-    return tuple(patterns)
+    pairs = [(size, n) for size in range(1, num_layers + 1) for n in range(1, size + 1)]
+    sizes, numbers = np.array(pairs, dtype=np.int64).T
+    remainders = np.arange(num_layers) % sizes[:, None]
+    return Patterns(sizes, numbers, remainders >= (sizes - numbers)[:, None])
 
 
-def distinct_patterns(patterns: tuple[Pattern, ...], among: int) -> tuple[Pattern, ...]:
-    """Keep the first pattern of each set of layers that differ ``among`` these layers (as bits)."""
-    distinct: dict[int, Pattern] = {}
-    for pattern in patterns:
-        selected = pattern.layers & among
-        if selected and selected not in distinct:
-            distinct[selected] = Pattern(pattern.group_size, pattern.num_in_group, selected)
-    return tuple(distinct.values())
+@cache
+def group_patterns(kind_of: tuple[int, ...], kinds: frozenset[int]) -> tuple[PatternGroup, ...]:
+    """Group the patterns that differ in the layers they select among those of some ``kinds``.
+
+    ``kind_of`` is the kind of each layer, by number. Of patterns that select the same such layers
+    only the first counts; those that select none are left out.
+    """
+    of_kind = np.array(kind_of)[:, None] == np.arange(max(kind_of) + 1)
+    of_kind[:, [kind for kind in range(of_kind.shape[1]) if kind not in kinds]] = False
+    selected = list_patterns(len(kind_of)).layers & of_kind.any(axis=1)
+    counts = (selected.astype(np.int64) @ of_kind).tolist()
+    firsts = np.unique(np.packbits(selected, axis=1), axis=0, return_index=True)[1]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number in sorted(firsts.tolist()):
+        if any(counts[number]):
+            groups.setdefault(tuple(counts[number]), []).append(number)
+    return tuple(PatternGroup(counts, tuple(numbers)) for counts, numbers in groups.items())

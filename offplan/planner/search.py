@@ -1,192 +1,447 @@
-"""Best-first search: candidates in the order of their bounds, until no bound is better."""
+"""Best-first search: candidates in the order of their bounds, until no bound is better.
 
-from collections.abc import Iterator
+For each first rule, the smallest completions by a second one: of the rules of another option, those
+that take what the first one leaves, by a bound that adds up. What remains is priced exactly, many
+candidates at once. Exact: what is passed over has a bound no better than what was found.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import nextafter
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from offplan.costs.predict import price_request
-from offplan.placement import place_units
-from offplan.plan import Offload
-from offplan.planner.candidates import list_candidates
-from offplan.planner.combinations import Combination, Combinations, list_combinations
-from offplan.planner.contents import Choice, Pricer
-from offplan.planner.families import Family
-from offplan.planner.problem import Problem
-from offplan.planner.singles import Singles
-from offplan.planner.space import list_singles
-from offplan.planner.targets import NEVER, Goal, Time
+import numpy as np
+from numpy.typing import NDArray
 
-MOST_RULES = 3
-"""Of plans that are searched."""
+from offplan.engines.export import can_export
+from offplan.plan import Offload, Rule
+from offplan.planner.aims import NEVER, Aim, Floats
+from offplan.planner.bounds import Rules, bound_times, cross, list_rules
+from offplan.planner.in_place import InPlaceRules
+from offplan.planner.patterns import list_patterns
+from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
+from offplan.planner.space import PREFETCH_STEPS, Room, Space
+
+MAX_RULES = 2
+"""Rules of a plan, at most."""
+ROUNDING = 1e-12
+"""Values that differ by less of themselves are compared exactly."""
+BLOCK = 1024
+"""Candidates priced together: enough to make an array's own cost a small share."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """The best candidate of a space, and what it took to find it."""
+class Found(NamedTuple):
+    """A plan and how good it is; of equally good ones that of the least rank is chosen."""
 
+    value: Fraction
+    rank: tuple[object, ...]
+    """Rules, bytes that cross at least, slots, setting and what the rules take; less is first."""
     offload: Offload
-    value: Time
-    """By the goal: of a request, in picoseconds."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """What was chosen, and among how many."""
-
-    chosen: Found
-    num_candidates: int
-    """Plans of at most one rule that fit the budget."""
-    num_priced: int
-    """Plans whose timeline was run."""
-    max_rules: int
-    """No plan of up to so many rules is better."""
-    single: Found | None
-    """The best plan of at most one rule; None where none reaches the goal."""
-
-    @property
-    def second_rule_gain(self) -> float:
-        """The value of the best plan of at most one rule over that of the chosen one."""
-        return 1.0 if self.single is None else float(self.single.value / self.chosen.value)
-
-
-def find_best(problem: Problem, goal: Goal) -> Search | None:
-    """Find the best plan; of those that are as good, one of the fewest rules.
-
-    Exact: what is passed over has a bound no better than what was found. None where no plan
-    reaches the goal at all.
-    """
-    searcher = _Searcher(problem, goal)
-    combinations, max_rules = list_combinations(problem), 1
-    singles = list_singles(problem, combinations.classes)
-    single = chosen = searcher.find_single(singles)
-    while problem.restriction is None and max_rules < MOST_RULES:
-        max_rules += 1
-        limit = NEVER if chosen is None else chosen.value
-        chosen = searcher.find_combination(combinations, max_rules, limit) or chosen
-    if chosen is None:
-        return None
-    return Search(
-        chosen,
-        num_candidates=singles.num_members,
-        num_priced=searcher.num_priced,
-        single=single,
-        max_rules=max_rules,
-    )
 
 
 @dataclass
-class _Searcher:
-    problem: Problem
-    goal: Goal
+class Search:
+    """What was found, and among how many."""
+
+    best: Found | None = None
+    single: Found | None = None
+    """The best plan of at most one rule; None where none is wanted."""
+    num_candidates: int = 0
+    """Plans of at most one rule that fit the budget."""
     num_priced: int = 0
-    pricer: Pricer = field(init=False)
-    _steps: dict[tuple[object, ...], Fraction] = field(default_factory=dict)
-    """Times of decode steps, which settings share."""
+    """Plans whose timeline was run."""
+    gpu_lack: float = NEVER
+    """Bytes of GPU memory that the plan of at most one rule lacks that is nearest to fitting."""
+    host_lack: float = NEVER
+    """Bytes of the store that those lack that fit the GPU; 0 once one fits."""
 
-    def __post_init__(self) -> None:
-        self.pricer = Pricer(self.problem)
+    @property
+    def second_rule_gain(self) -> float:
+        """The value of the best plan of at most one rule over that of the best plan."""
+        if self.best is None or self.single is None or not self.best.value:
+            return 1.0
+        return float(self.single.value / self.best.value)
 
-    def find_single(self, singles: Singles) -> Found | None:
-        """Find the best plan of at most one rule; of equally good ones the first by rank."""
-        best: tuple[Time, tuple[object, ...]] = (NEVER, ())
-        found: tuple[Family, int] | None = None
-        for bound, family in singles.by_bound(self.goal):
-            rank = family.rank
-            if (bound, rank) > best:
-                break
-            for number, value in self._price_members(family):
-                if (value, rank) < best:
-                    best, found = (value, rank), (family, number)
-                if value <= bound:
-                    break  # later members can only be as good
-        if found is None:
-            return None
-        family, number = found
-        return Found(family.offload(family.rules(number)), best[0])
 
-    def _price_members(self, family: Family) -> Iterator[tuple[int, Time]]:
-        """Price a family's members, in their order; those that are not allowed are left out."""
-        problem = self.problem
-        setting = next(
-            number
-            for number, setting in enumerate(problem.settings)
-            if (setting.prefill_chunk, setting.embeddings)
-            == (family.prefill_chunk, family.embeddings)
+@dataclass
+class Searcher:
+    """Searches one space, for any budget and aim."""
+
+    space: Space
+    _exportable: dict[tuple[tuple[Rule, ...], int], bool] = field(default_factory=dict)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Exact memory and times."""
+        return Prices(self.space)
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The rules that plans may have."""
+        return list_rules(self.space, self.prices)
+
+    @cached_property
+    def in_place(self) -> InPlaceRules:
+        """Plans that copy nothing."""
+        return InPlaceRules(self.space)
+
+    @cached_property
+    def disjoint(self) -> NDArray[np.bool_]:
+        """Whether two options have no parameter in common, [options, options]."""
+        space = self.space
+        takes = np.array(
+            [
+                [
+                    unit in taken
+                    for units, taken in zip(space.units, space.taken[c], strict=True)
+                    for unit in units
+                ]
+                for c in space.classes
+            ],
+            dtype=np.int64,
         )
-        for number in range(family.num_members):
-            offload = family.offload(family.rules(number))
-            if problem.restriction is not None and not problem.restriction.allows(offload):
-                continue
-            self.num_priced += 1
-            if family.max_bytes:  # takes layers in part, which a choice cannot say
-                placement = place_units(problem.units, problem.model, offload)
-                prompt, step = problem.settings[setting].prefill, problem.decode
-                times = price_request(placement, problem.model, problem.machine, prompt, step)
-                yield number, self.goal.value(times.prefill.step_ps, times.decode.step_ps)
-                continue
-            contents = self.pricer.contents(family.choices(number))
-            num_slots = self.pricer.weigh(contents, family.prefetch_step).num_slots
-            prefill = self.pricer.prefill_ps(contents, num_slots, setting)
-            decode = self.pricer.decode_ps(contents, num_slots, setting)
-            yield number, self.goal.value(prefill, decode)
+        number = [space.classes.index(option.segment_class) for option in space.options]
+        takes = takes[number]
+        return np.asarray(takes @ takes.T == 0)
 
-    def find_combination(
-        self, combinations: Combinations, num_rules: int, limit: Time
-    ) -> Found | None:
-        """Find the best plan of so many rules that is better than ``limit``, if there is one."""
-        best: tuple[Combination, tuple[Choice, ...]] | None = None
-        found, limit = limit, _ceil(limit)
-        for combined in sorted(combinations.bounds(num_rules, self.goal, limit)):
-            if combined.bound >= limit:
-                break
-            listed = list_candidates(combinations, combined, self.goal, limit)
-            for candidate in sorted(listed):
-                if candidate.bound >= limit:
-                    break
-                choices = combinations.choices(combined, candidate)
-                value = self._price(combined, choices, limit)
-                if value < found:
-                    best, found, limit = (combined, choices), value, _ceil(value)
-        if best is None:
-            return None
-        combined, choices = best
-        setting = self.problem.settings[combined.setting]
-        offload = Offload(
-            prefetch_step=max(1, combined.num_slots),
-            prefill_chunk=setting.prefill_chunk,
-            embeddings=setting.embeddings,
-            rules=tuple(choice.rule() for choice in choices),
+    def find(
+        self, room: Room, aim: Aim, limit: float = NEVER, max_rules: int = MAX_RULES
+    ) -> Search:
+        """Find the best plan of a value below ``limit``; of equally good ones one of fewest rules.
+
+        None is found where no plan of up to ``max_rules`` fits, or is wanted.
+        """
+        run = _Run(self, room, aim, limit)
+        run.try_in_place()
+        run.try_singles()
+        run.search.single = run.search.best
+        if self.space.engine is None and max_rules > 1:
+            run.try_pairs()
+        return run.search
+
+    def allows(self, offload: Offload) -> bool:
+        """Whether the engine's flags can say a plan; without an engine all plans will do."""
+        if self.space.engine is None:
+            return True
+        # what an engine cannot move in every layer it cannot move in some: asked once for all
+        everywhere = tuple(
+            rule.model_copy(update={"group_size": 1, "num_in_group": 1})
+            if rule.max_bytes is None
+            else rule
+            for rule in offload.rules
         )
-        return Found(offload, found)
+        return self._can_export(everywhere, 1) and self._can_export(
+            offload.rules, offload.prefetch_step
+        )
 
-    def _price(
+    def _can_export(self, rules: tuple[Rule, ...], prefetch_step: int) -> bool:
+        question, key = self.space.question, (rules, prefetch_step)
+        if key not in self._exportable:
+            offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
+            self._exportable[key] = can_export(offload, question.model, question.goal.engine or "")
+        return self._exportable[key]
+
+
+class _Rows(NamedTuple):
+    """Rules that may be a plan alone or with a second one: arrays of an entry for each."""
+
+    bound: Floats
+    link_bytes: Floats
+    setting: Ints
+    num_slots: Ints
+    first: Ints
+    """The rule, by number."""
+    second: Ints
+    """The smallest second rule of its option that completes it; NO_RULE alone."""
+
+    def choose(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> "_Rows":
+        """Keep some of the rows."""
+        columns: Any = (column[rows] for column in self)
+        return _Rows(*columns)
+
+
+def _join(rows: Sequence[_Rows]) -> _Rows:
+    columns: Any = map(np.concatenate, zip(*rows, strict=True))
+    return _Rows(*columns)
+
+
+class _Run:
+    """One search: a room, an aim, and the best so far."""
+
+    def __init__(self, searcher: Searcher, room: Room, aim: Aim, limit: float) -> None:
+        self.searcher, self.room, self.aim, self.limit = searcher, room, aim, limit
+        self.space, self.prices, self.rules = searcher.space, searcher.prices, searcher.rules
+        self.search = Search()
+
+    def try_in_place(self) -> None:
+        """Try the plans that copy nothing."""
+        for each in self.searcher.in_place.plans(self.room):
+            if not self._note(np.array([each.gpu_lack]), np.array([each.host_lack]))[0]:
+                continue
+            self.search.num_candidates += 1
+            times = np.array([each.prompt_ps], float), np.array([each.step_ps], float)
+            value = self.aim.values(*times)[0]
+            if value > self._wanted or value == NEVER:
+                continue
+            rules = () if each.rule is None else (each.rule,)
+            what: tuple[object, ...] = ()
+            if each.option is not None:
+                what = (*each.option.rank, *(rule.max_bytes for rule in rules))
+            rank = (len(rules), each.link_bytes, 1, each.setting, *what)
+            exact = self.aim.exact(each.prompt_ps, Fraction(each.step_ps))
+            if self._is_better(exact, rank):
+                self._keep(exact, rank, self._offload(each.setting, 1, rules))
+
+    def try_singles(self) -> None:
+        """Try the plans of one rule."""
+        rules, rows = self.rules, self._single_rows()
+        order = np.lexsort(
+            (
+                [rules.patterns[rule][0] for rule in rows.first],
+                rules.option[rows.first],
+                rows.setting,
+                np.maximum(rows.num_slots, 1),
+                rows.link_bytes,
+                rows.bound,
+            )
+        )
+        rows, start, size = rows.choose(order), 0, 16
+        while start < len(order) and rows.bound[start] <= self._wanted:
+            best = self.search.best
+            as_good = best is not None and rows.bound[start] >= float(best.value)
+            if best is not None and as_good and self._rank(rows, start) > best.rank:
+                return
+            block = rows.choose(np.arange(start, min(start + size, len(order))))
+            self._try_patterns(block)
+            start, size = start + size, min(2 * size, BLOCK)
+
+    def _single_rows(self) -> _Rows:
+        """List the rules that fit alone, in each setting and with each ring."""
+        rules, space = self.rules, self.space
+        turns = rules.times.prompt_turns
+        found = []
+        for num_slots in (0, *PREFETCH_STEPS):
+            # with as many slots as layers every layer would own one: resident in all but name
+            chosen = np.flatnonzero((turns > num_slots) if num_slots else (turns == 0))
+            first, setting = (
+                each.ravel() for each in np.meshgrid(chosen, np.arange(len(space.settings)))
+            )
+            slots = np.full(len(first), num_slots)
+            loads = rules.times.at(first, setting)
+            off_gpu = loads.unit_bytes - num_slots * loads.slot_bytes
+            fits = self._note(
+                self.room.lacking_bytes[setting] - off_gpu,
+                loads.slab_bytes - self.room.host_bytes[setting],
+            )
+            self.search.num_candidates += sum(len(rules.patterns[rule]) for rule in first[fits])
+            first, setting, slots = first[fits], setting[fits], slots[fits]
+            times = bound_times(space, [rules.times.at(first, setting)], setting, slots)
+            traffic = cross([rules.traffic.at(first, setting)], slots, 0)
+            rows = np.array([each.row_bytes for each in space.settings])[setting]
+            link_bytes = [
+                traffic.prompt_copied + traffic.prompt_read + rows[:, 0],
+                traffic.step_copied + traffic.step_read + rows[:, 1],
+            ]
+            weighed = sum(w * each for w, each in zip(space.weights, link_bytes, strict=True))
+            alone = np.full(len(first), NO_RULE)
+            found.append(_Rows(self.aim.values(*times), weighed, setting, slots, first, alone))
+        joined = _join(found)
+        return joined.choose(joined.bound < NEVER)
+
+    def _rank(self, rows: _Rows, row: int) -> tuple[object, ...]:
+        """Return the rank of a row's first pattern."""
+        option = self.space.options[self.rules.option[rows.first[row]]]
+        slots = max(1, int(rows.num_slots[row]))
+        where = 1, int(rows.link_bytes[row]), slots, int(rows.setting[row])
+        return (*where, *option.rank, 0, self.rules.patterns[rows.first[row]][0])
+
+    def _try_patterns(self, rows: _Rows) -> None:
+        """Try each row's rule with every pattern that costs the same memory."""
+        patterns = [self.rules.patterns[rule] for rule in rows.first]
+        row = np.repeat(np.arange(len(patterns)), [len(each) for each in patterns])
+        numbers = np.concatenate([np.array(each) for each in patterns])
+        candidates = Candidates(
+            rows.setting[row],
+            rows.num_slots[row],
+            self.rules.option[rows.first[row]],
+            numbers,
+            rows.second[row],
+            rows.second[row],
+        )
+
+        def rank(number: int) -> tuple[object, ...]:
+            return (*self._rank(rows, row[number])[:-1], int(numbers[number]))
+
+        self._try(candidates, np.zeros(len(row)), rank)
+
+    def try_pairs(self) -> None:
+        """Try the plans of two rules, if they may be better than the best so far."""
+        rows = self._pair_rows()
+        rows, start, size = rows.choose(np.argsort(rows.bound, kind="stable")), 0, 4
+        while start < len(rows.bound) and rows.bound[start] < self._beaten:
+            block = rows.choose(np.arange(start, min(start + size, len(rows.bound))))
+            self._try_completions(block)
+            start, size = start + size, min(2 * size, BLOCK)
+
+    def _pair_rows(self) -> _Rows:
+        """List the rules that a second one may complete, once for each option that does."""
+        rules, space, room = self.rules, self.space, self.room
+        resident = [
+            np.array([each.resident_ps for each in space.settings], float),
+            np.array([space.decode.resident_ps + each.row_ps[1] for each in space.settings], float),
+        ]
+        settings = np.flatnonzero(
+            (self.aim.values(*resident) < self._beaten)
+            & (np.maximum(0, room.lacking_bytes) <= room.host_bytes)
+        )
+        streams = rules.times.prompt_turns > 0
+        found = [_Rows(*(np.zeros(0, dtype) for dtype in (float, float, int, int, int, int)))]
+        for option, (begin, end) in enumerate(zip(rules.starts, rules.ends, strict=True)):
+            partners = self.searcher.disjoint[option, rules.option] & (rules.option < option)
+            sizes = rules.times.unit_bytes[begin:end]
+            for num_slots in (0, *PREFETCH_STEPS):
+                if streams[begin] and not num_slots:
+                    continue
+                wanted = partners & ((streams | streams[begin]) if num_slots else ~streams)
+                first, setting = (
+                    each.ravel() for each in np.meshgrid(np.flatnonzero(wanted), settings)
+                )
+                loads = rules.times.at(first, setting)
+                slot = np.maximum(loads.slot_bytes, rules.times.slot_bytes[begin:end].min())
+                needed = room.lacking_bytes[setting] + num_slots * slot - loads.unit_bytes
+                second = begin + np.searchsorted(sizes, needed)
+                enough = second < end
+                first, setting, second = first[enough], setting[enough], second[enough]
+                slots = np.full(len(first), num_slots)
+                least = rules.least_times.at(second, setting)
+                both = [rules.times.at(first, setting), least]
+                bound = self.aim.values(*bound_times(space, both, setting, slots))
+                on_host = both[0].slab_bytes + least.slab_bytes <= room.host_bytes[setting]
+                rows = _Rows(bound, bound, setting, slots, first, second)
+                found.append(rows.choose((bound < self._beaten) & on_host))
+        return _join(found)
+
+    def _try_completions(self, rows: _Rows) -> None:
+        """Try each row's rule with every second one of its option that may do."""
+        rules, room = self.rules, self.room
+        ends = rules.ends[rules.option[rows.second]]
+        counts = ends - rows.second
+        row = np.repeat(np.arange(len(counts)), counts)
+        second = (
+            rows.second[row] + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        )
+        setting, slots, first = rows.setting[row], rows.num_slots[row], rows.first[row]
+        both = [rules.times.at(each, setting) for each in (first, second)]
+        ring = slots * np.maximum(*(each.slot_bytes for each in both))
+        fits = sum(each.unit_bytes for each in both) - ring >= room.lacking_bytes[setting]
+        fits &= sum(each.slab_bytes for each in both) <= room.host_bytes[setting]
+        times = bound_times(self.space, both, setting, slots)
+        bound = self.aim.values(*times)
+        chosen = np.flatnonzero(fits & (bound < self._beaten))
+        chosen = chosen[np.argsort(bound[chosen], kind="stable")]
+        for start in range(0, len(chosen), BLOCK):
+            block = chosen[start : start + BLOCK]
+            block = block[bound[block] < self._beaten]
+            if not len(block):
+                return
+            candidates = Candidates(
+                setting[block],
+                slots[block],
+                rules.option[first[block]],
+                rules.first_pattern[first[block]],
+                rules.option[second[block]],
+                rules.first_pattern[second[block]],
+            )
+            off_gpu, on_host, num_turns = self.prices.weigh(candidates)
+            keeps = (off_gpu >= room.lacking_bytes[candidates.setting]) & (
+                on_host <= room.host_bytes[candidates.setting]
+            )
+            keeps &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
+            kept = candidates.choose(np.flatnonzero(keeps))
+
+            def rank(number: int, kept: Candidates = kept) -> tuple[object, ...]:
+                return (2, *(int(column[number]) for column in kept))
+
+            self._try(kept, times[1][block[keeps]], rank)
+
+    def _try(
         self,
-        combined: Combination,
-        choices: tuple[Choice, ...],
-        limit: Time,
-    ) -> Time:
-        """Price a plan of several rules; NEVER if it does not fit or cannot be below ``limit``."""
-        problem, setting = self.problem, self.problem.settings[combined.setting]
-        contents = self.pricer.contents(choices)
-        weighed = self.pricer.weigh(contents, combined.num_slots)
-        if weighed.saved_bytes < setting.lacking_bytes:
-            return NEVER
-        if problem.host_lack(weighed.host_bytes, setting) > 0:
-            return NEVER
-        self.num_priced += 1
-        key = (choices, weighed.num_slots, setting.row_ps[1])
-        decode = self._steps.get(key)
-        if decode is None:
-            decode = self.pricer.decode_ps(contents, weighed.num_slots, combined.setting)
-            self._steps[key] = decode
-        if self.goal.value(setting.prefill.resident_ps, decode) >= limit:
-            return NEVER
-        prefill = self.pricer.prefill_ps(contents, weighed.num_slots, combined.setting)
-        return self.goal.value(prefill, decode)
+        candidates: Candidates,
+        step_ps: Floats,
+        rank_of: Callable[[int], tuple[object, ...]],
+    ) -> None:
+        """Price candidates whose decode step takes at least ``step_ps``, and keep the best."""
+        if not len(step_ps):
+            return
+        self.search.num_priced += len(step_ps)
+        rows, prompt_ps, over, under = self.prices.price(
+            candidates, lambda prompt_ps: self.aim.values(prompt_ps, step_ps) <= self._wanted
+        )
+        values = self.aim.values(prompt_ps.astype(float), over / under)
+        for number in np.argsort(values, kind="stable"):
+            if values[number] > self._wanted or values[number] == NEVER:
+                return
+            step = Fraction(int(over[number]), int(under[number]))
+            value, rank = self.aim.exact(int(prompt_ps[number]), step), rank_of(rows[number])
+            if self._is_better(value, rank):
+                self._keep(value, rank, self._offload_of(candidates, rows[number]))
 
+    def _offload_of(self, candidates: Candidates, number: int) -> Offload:
+        setting, num_slots, *taken = (int(column[number]) for column in candidates)
+        patterns = list_patterns(len(self.space.kind_of))
+        rules = tuple(
+            self.space.options[option].rule(
+                int(patterns.group_size[pattern]), int(patterns.num_in_group[pattern])
+            )
+            for option, pattern in sorted((taken[:2], taken[2:]), key=self._weight)
+            if option != NO_RULE
+        )
+        return self._offload(setting, num_slots, rules)
 
-def _ceil(value: Time) -> float:
-    """The least float that is no less: they compare much faster than fractions."""
-    nearest = float(value)
-    return nearest if nearest >= value else nextafter(nearest, NEVER)
+    def _weight(self, taken: list[int]) -> tuple[float, int]:
+        """Sort rules by what their classes hold, the most first."""
+        option, _ = taken
+        most = (
+            0.0 if option == NO_RULE else self.rules.times.unit_bytes[self.rules.ends[option] - 1]
+        )
+        return -most, option
+
+    def _offload(self, setting: int, num_slots: int, rules: tuple[Rule, ...]) -> Offload:
+        chosen = self.space.settings[setting]
+        return Offload(
+            prefetch_step=max(1, num_slots),
+            prefill_chunk=chosen.prefill_chunk,
+            embeddings=chosen.embeddings,
+            store=self.space.machine.store,
+            rules=rules,
+        )
+
+    @property
+    def _wanted(self) -> float:
+        """No plan is wanted whose value is more."""
+        best = self.search.best
+        return self.limit if best is None else float(best.value) * (1 + ROUNDING)
+
+    @property
+    def _beaten(self) -> float:
+        """No plan of two rules is wanted whose value is as much."""
+        best = self.search.best
+        return self.limit if best is None else float(best.value)
+
+    def _is_better(self, value: Fraction, rank: tuple[object, ...]) -> bool:
+        """Whether a plan is better than the best so far."""
+        best = self.search.best
+        return value < self.limit and (best is None or (value, rank) < best[:2])
+
+    def _keep(self, value: Fraction, rank: tuple[object, ...], offload: Offload) -> None:
+        """Keep a better plan, if an engine can say it."""
+        if self.searcher.allows(offload):
+            self.search.best = Found(value, rank, offload)
+
+    def _note(self, gpu_lacks: Floats, host_lacks: Floats) -> NDArray[np.bool_]:
+        """Take note of what plans lack (negative: have to spare); returns which of them fit."""
+        search, fits = self.search, gpu_lacks <= 0
+        search.gpu_lack = min(search.gpu_lack, max(0.0, gpu_lacks.min(initial=NEVER)))
+        search.host_lack = min(search.host_lack, max(0.0, host_lacks[fits].min(initial=NEVER)))
+        return fits & (host_lacks <= 0)

@@ -2,26 +2,19 @@
 
 from dataclasses import replace
 
-from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError
-from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Plan, Workload
+from offplan.plan import Objective, Plan
+from offplan.planner.aims import NEVER
 from offplan.planner.make import PlanResult, find_plan, make_plan
-from offplan.planner.problem import Restriction, pose
-from offplan.planner.targets import NO_TARGETS, Targets
+from offplan.planner.search import Searcher
+from offplan.planner.space import Space
+from offplan.question import Question
 
 MOST_BATCH = 4096
 """Larger batches are not tried."""
 
 
-def plan_throughput(
-    model: Model,
-    machine: MachineProfile,
-    workload: Workload,
-    budget: Budget,
-    targets: Targets = NO_TARGETS,
-    restriction: Restriction | None = None,
-) -> PlanResult:
+def plan_throughput(question: Question) -> PlanResult:
     """Find a batch whose plan gives most tokens a second within the targets.
 
     Every power of two that fits is tried: memory spent on KV cache instead of weights may pay again
@@ -37,21 +30,23 @@ def plan_throughput(
         """Keep the plan of a batch if it is the best; returns whether the batch fits."""
         nonlocal best
         tried.add(batch)
-        sized = workload.model_copy(update={"batch": batch})
+        sized = question.with_batch(batch)
+        tokens = batch * question.workload.output_tokens
+        below_s = NEVER if best is None else tokens / tokens_per_s(best.plan)
         try:
-            result = find_plan(pose(model, machine, sized, budget, restriction), targets)
+            found = find_plan(Searcher(Space(sized)), sized, below_s)
         except InfeasibleError:
             return False
-        if result is not None and (best is None or _speed(result) > _speed(best)):
-            best = result
+        if found is not None and (best is None or _speed(found) > _speed(best)):
+            best = found
         return True
 
     batch = 1
     while batch <= MOST_BATCH and attempt(batch):
         batch *= 2
     if best is None:
-        single = workload.model_copy(update={"batch": 1})
-        return make_plan(model, machine, single, budget, targets, restriction)
+        goal = question.goal.model_copy(update={"objective": Objective.LATENCY})
+        return make_plan(replace(question.with_batch(1), goal=goal))
     step = best.plan.workload.batch
     while step := step // 2:
         batch = best.plan.workload.batch
@@ -65,7 +60,7 @@ def plan_throughput(
 
 
 def tokens_per_s(plan: Plan) -> float:
-    """Output tokens of all sequences over the whole request, prompt included."""
+    """Output tokens of all sequences a second over the whole request, prompt included."""
     workload = plan.workload
     return workload.batch * workload.output_tokens / plan.prediction.objective_s
 

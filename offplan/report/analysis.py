@@ -7,10 +7,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from offplan.checkpoint.model import Model
+from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.planner import PlanResult
-from offplan.planner.crossovers import Crossovers
+from offplan.planner.make import PlanResult
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan

@@ -4,11 +4,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.model import Model
+from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, plan_json
-from offplan.planner import PlanResult
-from offplan.planner.crossovers import Crossovers
+from offplan.planner.make import PlanResult
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, BenchResult, measured_phase
 from offplan.report.model import outside_segments

@@ -7,6 +7,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
 from offplan.costs.link import uva_bytes
 from offplan.costs.predict import predict
+from offplan.costs.threshold import least_from_powers
 from offplan.costs.work import decode_shape
 from offplan.machine.profile import MachineProfile
 from offplan.placement import group_units
@@ -27,19 +28,21 @@ class Crossovers:
     """
 
     compute_bound_batch: int | None
-    """From this batch on a decode step computes for at least as long as the link is busy."""
+    """The least batch whose decode step computes for at least as long as the link is busy."""
     streaming_batch: int | None
-    """From this batch on streaming all routed experts beats reading those in place that are hit."""
+    """The least batch at which streaming all routed experts beats reading in place those hit."""
     hiding_prompt: int | None
-    """From this many prompt tokens on compute hides the copies of prefill."""
+    """The least number of prompt tokens whose compute hides the copies of prefill."""
 
 
 def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crossovers:
-    """Find where the plan's bottleneck changes with the batch and the prompt."""
-    workload = plan.workload
+    """Find where a plan's bottleneck changes with the batch and the prompt.
+
+    ``machine`` has the link to the plan's store.
+    """
 
     def phases(**changes: int) -> tuple[PhasePrediction, PhasePrediction]:
-        changed = workload.model_copy(update=changes)
+        changed = plan.workload.model_copy(update=changes)
         prediction = predict(model, machine, changed, plan.budget, plan.offload)
         return prediction.prefill, prediction.decode
 
@@ -53,20 +56,19 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
         return prefill.compute_s >= prefill.link_s
 
     moves = plan.prediction.decode.link_bytes > 0
+    wins = _streaming_wins(model, machine, plan.workload)
     streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
     return Crossovers(
-        compute_bound_batch=_first(computes, MOST_BATCH) if moves else None,
-        streaming_batch=_first(_streaming_wins(model, machine, workload), MOST_BATCH)
-        if machine.store == "host"
-        else None,
-        hiding_prompt=_first(hides, MOST_PROMPT) if streams else None,
+        compute_bound_batch=least_from_powers(computes, MOST_BATCH) if moves else None,
+        streaming_batch=least_from_powers(wins, MOST_BATCH) if machine.store == "host" else None,
+        hiding_prompt=least_from_powers(hides, MOST_PROMPT) if streams else None,
     )
 
 
 def _streaming_wins(
     model: Model, machine: MachineProfile, workload: Workload
 ) -> Callable[[int], bool]:
-    """Whether max(compute, copies) < compute + reading, were all experts offloaded."""
+    """Tell whether max(compute, copies) < compute + reading, were all experts offloaded."""
     offloaded = [
         [unit for unit in group_units(layer) if unit.is_expert]
         for layer in model.layers
@@ -82,17 +84,3 @@ def _streaming_wins(
         return max(resident_s, copies_s) < resident_s + read / machine.uva.value
 
     return wins if offloaded else lambda batch: False
-
-
-def _first(holds: Callable[[int], bool], most: int) -> int | None:
-    """The least number that holds between the first power of two that does and the one before."""
-    high = 1
-    while not holds(high):
-        high *= 2
-        if high > most:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high

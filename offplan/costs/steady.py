@@ -1,0 +1,211 @@
+"""The timeline of many plans at once, in arrays: what the search prices its candidates with.
+
+It gives exactly what ``costs.timeline`` gives for the schedules of the same plans, without building
+placements or schedules; the plan that is chosen is priced by its schedule again. Every array has a
+row for each candidate; times are whole picoseconds, int64.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.costs.timeline import largest_cycle_mean
+from offplan.schedule import slot_of, successor
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NUM_STEPS = 12
+"""Steps run before the cycle mean is computed instead.
+
+Source: estimated; nearly all plans settle within four.
+"""
+_NEVER = -(2**60)
+"""A moment before all others; the times of passes added to it stay in int64."""
+
+
+@dataclass(frozen=True)
+class PassTable:
+    """What the layers of each candidate take in one phase: arrays of shape [candidates, layers]."""
+
+    compute_ps: Ints
+    """Compute with everything resident."""
+    read_ps: Ints
+    """Reading weights in place, before the layer computes."""
+    span_bytes: Ints
+    """Bytes that the layer streams through the ring; 0 where it has no slot."""
+    copy_ps: Ints
+    """One DMA of these bytes."""
+    outside_ps: Ints
+    """What follows the last layer, [candidates]."""
+    prefetch_step: Ints
+    """Slots that the plan asks for, [candidates]."""
+
+    def __getitem__(self, rows: Ints) -> "PassTable":
+        """Select candidates."""
+        return PassTable(
+            self.compute_ps[rows],
+            self.read_ps[rows],
+            self.span_bytes[rows],
+            self.copy_ps[rows],
+            self.outside_ps[rows],
+            self.prefetch_step[rows],
+        )
+
+    @cached_property
+    def streams(self) -> Bools:
+        """Whether the layer streams, [candidates, layers]."""
+        return self.span_bytes > 0
+
+    @cached_property
+    def num_turns(self) -> Ints:
+        """Layers that stream, [candidates, 1]."""
+        return np.asarray(self.streams.sum(axis=1, keepdims=True))
+
+    @cached_property
+    def num_slots(self) -> Ints:
+        """Slots that the phase uses, [candidates, 1]."""
+        return np.minimum(self.prefetch_step[:, None], self.num_turns)
+
+    @cached_property
+    def turn(self) -> Ints:
+        """The turn of each layer that streams, [candidates, layers]."""
+        return np.cumsum(self.streams, axis=1) - 1
+
+    @cached_property
+    def slot(self) -> Ints:
+        """The slot of each layer that streams, [candidates, layers]."""
+        return slot_of(self.turn, np.maximum(self.num_slots, 1))
+
+    @cached_property
+    def later(self) -> Ints:
+        """The turn after each layer's in the same slot, [candidates, layers]."""
+        return successor(self.turn, self.num_slots)
+
+    @cached_property
+    def is_last(self) -> Bools:
+        """Whether the layer is the last of the pass in its slot, [candidates, layers]."""
+        return self.streams & (self.later >= self.num_turns)
+
+    @cached_property
+    def layer_of(self) -> Ints:
+        """The layers in the order of their turns, then the others, [candidates, layers]."""
+        return np.argsort(~self.streams, axis=1, kind="stable")
+
+    def layer_at(self, turn: Ints) -> Ints:
+        """Return the layers that have these turns; any layer where there is no such turn."""
+        last = self.streams.shape[1] - 1
+        return np.take_along_axis(self.layer_of, np.clip(turn, 0, last), axis=1)
+
+
+def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
+    """Time of prompts that find the ring as decode left it after an earlier, equal request.
+
+    ``step`` are the same candidates in decode; ``slowdown`` is ``PassTimes.uva_slowdown``. Returns
+    picoseconds, [candidates].
+    """
+    held = step.layer_at(prompt.slot)  # what the next step wants in the layer's slot, if anything
+    wanted = prompt.slot < step.num_slots
+    spans = np.take_along_axis(step.span_bytes, held, axis=1)
+    is_held = (held == np.arange(held.shape[1])) & (spans == prompt.span_bytes)
+    within = np.take_along_axis(prompt.copy_ps, prompt.layer_at(prompt.later), axis=1)
+    behind = np.where(wanted & ~is_held, np.take_along_axis(step.copy_ps, held, axis=1), -1)
+    refills = np.where(prompt.is_last, behind, np.where(prompt.streams, within, -1))
+
+    # decode leaves what its next step begins with; elsewhere lies what prefill itself left
+    found = np.where(wanted, is_held, prompt.is_last)
+    is_first = prompt.streams & (prompt.turn < prompt.num_slots)
+    fills = np.where(is_first & ~found, prompt.copy_ps, 0)
+    filled = np.where(fills > 0, np.cumsum(fills, axis=1), 0)
+    most = max(1, int(prompt.num_slots.max(initial=0)))
+    moments = np.zeros((len(fills), 2 + most), dtype=np.int64)
+    moments[:, 1] = fills.sum(axis=1)
+    moments[:, 2:] = np.take_along_axis(filled, prompt.layer_of[:, :most], axis=1)
+    return _run_pass(prompt, refills, slowdown, moments, drains=True)[:, 0]
+
+
+def step_ps(step: PassTable, slowdown: float) -> tuple[Ints, Ints]:
+    """Time of decode steps in steady state: the largest cycle mean of each step's map.
+
+    Steps are run until a few in a row delay every moment by the same time, which then is that mean
+    of each of them; where that does not happen soon, Karp's formula gives it. Returns numerators
+    and denominators of picoseconds, [candidates] each.
+    """
+    total = step.compute_ps.sum(axis=1) + step.read_ps.sum(axis=1) + step.outside_ps
+    count = np.ones_like(total)
+    rows = np.flatnonzero(step.num_turns > step.num_slots)  # in the others nothing is copied
+    if not len(rows):
+        return total, count
+    step = step[rows]
+    # the slot's last turn refills it for its first one of the next step
+    following = np.where(step.is_last, step.slot, step.later)
+    copies = np.take_along_axis(step.copy_ps, step.layer_at(following), axis=1)
+    refills = np.where(step.streams & (following != step.turn), copies, -1)
+
+    most = int(step.num_slots.max())
+    history = [np.zeros((len(rows), 2 + most), dtype=np.int64)]
+    for _ in range(NUM_STEPS):
+        history.append(_run_pass(step, refills, slowdown, history[-1]))
+        for period in range(1, min(len(history), most + 2)):
+            delays = history[-1] - history[-1 - period]
+            settled = (delays == delays[:, :1]).all(axis=1)
+            if settled.any():
+                total[rows[settled]], count[rows[settled]] = delays[settled, 0], period
+                rest = np.flatnonzero(~settled)
+                rows, step, refills = rows[rest], step[rest], refills[rest]
+                history = [moments[rest] for moments in history]
+        if not len(rows):
+            return total, count
+    for number, row in enumerate(rows):
+        mean = _cycle_mean(step, refills, slowdown, number)
+        total[row], count[row] = mean.numerator, mean.denominator
+    return total, count
+
+
+def _cycle_mean(step: PassTable, refills: Ints, slowdown: float, number: int) -> Fraction:
+    """Compute one step's largest cycle mean; each moment that things depend on is a row."""
+    size = 2 + int(step.num_slots[number, 0])
+    rows = np.full(size, number)
+    origins = np.where(np.eye(size, dtype=bool), 0, _NEVER)
+    return largest_cycle_mean(_run_pass(step[rows], refills[rows], slowdown, origins).tolist())
+
+
+def _run_pass(
+    times: PassTable, refills: Ints, slowdown: float, moments: Ints, *, drains: bool = False
+) -> Ints:
+    """Advance ``moments``: when compute, the link and the fill of each slot are done.
+
+    ``moments`` is [candidates, 2 + slots]; slots that a candidate does not have go with compute.
+    ``refills`` are the copies that follow each layer into its slot, -1 for none. With ``drains``,
+    kernels that read are slower only until nothing is left to be copied.
+    """
+    every = np.arange(len(moments))
+    compute, link, done = moments[:, 0], moments[:, 1], moments[:, 2:].copy()
+    reads_any = np.asarray(times.read_ps.any(axis=0))
+    streams_any = np.asarray(times.streams.any(axis=0))
+    for layer in range(refills.shape[1]):
+        if streams_any[layer]:
+            slot = times.slot[:, layer] % done.shape[1]
+            filled = done[every, slot]
+            compute = np.where(times.streams[:, layer], np.maximum(compute, filled), compute)
+        if reads_any[layer]:
+            read = times.read_ps[:, layer]
+            slowly = compute + (read * slowdown).astype(np.int64)
+            # what is being copied meanwhile is late by as much as the kernels read
+            reading = read > 0
+            link = np.where(reading, np.maximum(link, compute) + read, link)
+            late = np.maximum(done, compute[:, None]) + read[:, None]
+            done = np.where(reading[:, None], late, done)
+            compute = np.where(reading & drains, np.minimum(link, slowly), slowly)
+        compute = compute + times.compute_ps[:, layer]
+        if streams_any[layer]:
+            refill = refills[:, layer]
+            copies = refill >= 0
+            link = np.where(copies, np.maximum(link, compute) + refill, link)
+            done[every, slot] = np.where(copies, link, done[every, slot])
+    compute = compute + times.outside_ps
+    has_slot = np.arange(done.shape[1]) < times.num_slots
+    return np.column_stack([compute, link, np.where(has_slot, done, compute[:, None])])

@@ -1,0 +1,210 @@
+"""Exact memory and times of candidates, many at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.costs.steady import PassTable, prompt_ps, step_ps
+from offplan.costs.timeline import to_ps
+from offplan.placement import Phase, build_slab
+from offplan.plan import Backend
+from offplan.planner.patterns import list_patterns
+from offplan.planner.space import Option, Space
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+NO_RULE = -1
+"""Stands for a rule that a candidate does not have, and for its pattern."""
+
+
+class Candidates(NamedTuple):
+    """Plans of up to two rules: arrays of one number for each candidate."""
+
+    setting: Ints
+    prefetch_step: Ints
+    first: Ints
+    """The option of the first rule, by number."""
+    first_pattern: Ints
+    second: Ints
+    second_pattern: Ints
+
+    def choose(self, rows: Ints) -> "Candidates":
+        """Keep some of the candidates."""
+        return Candidates(*(column[rows] for column in self))
+
+
+class Content(NamedTuple):
+    """What is offloaded of one layer, and what that costs; an array of each for many layers."""
+
+    unit_bytes: Any = 0
+    """Bytes off the GPU."""
+    slab_bytes: Any = 0
+    """Bytes on the host, padding included."""
+    prompt_bytes: Any = 0
+    """Bytes that stream through the ring in prefill."""
+    step_bytes: Any = 0
+    """Bytes that stream through the ring in decode."""
+    prompt_copy_ps: Any = 0
+    step_copy_ps: Any = 0
+    step_read_bytes: Any = 0
+    """Bytes that a decode step reads in place."""
+    step_read_ps: Any = 0
+    kept_read_ps: Any = 0
+    """What of that remains when the ring keeps what prefill streamed."""
+
+
+@dataclass
+class Prices:
+    """Weighs and prices candidates of one space; remembers what a layer's content costs."""
+
+    space: Space
+    _contents: list[Content] = field(default_factory=list)
+    _prompt_reads: list[list[list[int]]] = field(default_factory=list)
+    _numbers: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    _tables: dict[tuple[int, int], Ints] = field(default_factory=dict)
+    _arrays: tuple[Content, Ints] = (Content(), np.zeros(0, dtype=np.int64))
+
+    @property
+    def contents(self) -> tuple[Content, Ints]:
+        """All contents so far, a row each, and what prompts read of them in place.
+
+        The latter are picoseconds and bytes for each setting, [contents, 2, settings].
+        """
+        if len(self._arrays[1]) < len(self._contents):
+            columns = np.array(self._contents, dtype=np.int64).T
+            self._arrays = Content(*columns), np.array(self._prompt_reads, dtype=np.int64)
+        return self._arrays
+
+    def number(self, kind: int, options: tuple[int, ...]) -> int:
+        """Number the content of a layer of a kind, of which rules of these options take a part."""
+        number = self._numbers.get((kind, options))
+        if number is None:
+            number = self._numbers[kind, options] = len(self._contents)
+            content, reads = self._price(kind, [self.space.options[option] for option in options])
+            self._contents.append(content)
+            self._prompt_reads.append(reads)
+        return number
+
+    def _price(self, kind: int, options: list[Option]) -> tuple[Content, list[list[int]]]:
+        space = self.space
+        chosen = [
+            (unit, option.rule(1, 1))
+            for option in options
+            for unit in space.taken[option.segment_class][kind]
+        ]
+        if not chosen:
+            nothing = [0] * len(space.settings)
+            return Content(), [nothing, nothing]
+        chosen.sort(key=lambda pair: space.units[kind].index(pair[0]))
+        slab = build_slab(chosen)
+        spans = [slab.span(phase) for phase in Phase]
+        sizes = [0 if span is None else span.nbytes for span in spans]
+        copies = [to_ps(space.machine.copy_seconds(size)) if size else 0 for size in sizes]
+        in_prefill = [unit for unit, rule in chosen if rule.prefill is Backend.UVA]
+        in_decode = [unit for unit, rule in chosen if rule.decode is Backend.UVA]
+        never = [unit for unit, rule in chosen if rule.prefill is rule.decode is Backend.UVA]
+        prompt_reads, step_read = (
+            space.prompt_read_bytes(in_prefill),
+            space.step_read_bytes(in_decode),
+        )
+        content = Content(
+            unit_bytes=sum(unit.nbytes for unit, _ in chosen),
+            slab_bytes=slab.nbytes,
+            prompt_bytes=sizes[0],
+            step_bytes=sizes[1],
+            prompt_copy_ps=copies[0],
+            step_copy_ps=copies[1],
+            step_read_bytes=step_read,
+            step_read_ps=space.reading_ps(step_read),
+            kept_read_ps=space.reading_ps(space.step_read_bytes(never)),
+        )
+        return content, [[space.reading_ps(each) for each in prompt_reads], prompt_reads]
+
+    def _table(self, first: int, second: int) -> Ints:
+        """Numbers of contents, [kinds, 4]: by whether the first and the second rule take it."""
+        found = self._tables.get((first, second))
+        if found is None:
+            of_first, of_second = ((each,) if each != NO_RULE else () for each in (first, second))
+            ways = ((), of_first, of_second, (*of_first, *of_second))
+            kinds = range(len(self.space.units))
+            numbers = [[self.number(kind, way) for way in ways] for kind in kinds]
+            found = self._tables[first, second] = np.array(numbers)
+        return found
+
+    def _contents_of(self, candidates: Candidates) -> Ints:
+        """Numbers of the contents, [candidates, layers]."""
+        pairs = np.column_stack([candidates.first, candidates.second])
+        distinct, which = np.unique(pairs, axis=0, return_inverse=True)
+        tables = np.stack([self._table(int(first), int(second)) for first, second in distinct])
+        first, second = (
+            self._layers[candidates.first_pattern],
+            self._layers[candidates.second_pattern],
+        )
+        numbers: Ints = tables[which.reshape(-1, 1), self._kind_of, takes[0] + 2 * takes[1]]
+        return numbers
+
+    @cached_property
+    def _layers(self) -> Ints:
+        """Whether each pattern selects each layer; the last row, at NO_RULE, selects none."""
+        layers = list_patterns(len(self.space.kind_of)).layers.astype(np.int64)
+        return np.vstack([layers, np.zeros_like(layers[:1])])
+
+    @cached_property
+    def _kind_of(self) -> Ints:
+        return np.array(self.space.kind_of)
+
+    def weigh(self, candidates: Candidates) -> tuple[Ints, Ints, Ints]:
+        """Bytes off the GPU less the ring's, bytes of slabs, and layers that stream.
+
+        Each is an array of shape [candidates].
+        """
+        numbers = self._contents_of(candidates)
+        contents, _ = self.contents
+        spans = contents.prompt_bytes[numbers], contents.step_bytes[numbers]
+        num_turns = np.maximum(*((each > 0).sum(axis=1) for each in spans))
+        ring = np.minimum(candidates.prefetch_step, num_turns) * np.maximum(*spans).max(axis=1)
+        off_gpu = contents.unit_bytes[numbers].sum(axis=1) - ring
+        return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
+
+    def price(
+        self, candidates: Candidates, wanted: Callable[[Floats], NDArray[np.bool_]]
+    ) -> tuple[Ints, Ints, Ints, Ints]:
+        """Price both phases, exactly as the candidates' schedules would be.
+
+        Candidates whose prompt is not ``wanted``, which is told its picoseconds, are left out.
+        Returns the others by number, with the picoseconds of their prompts and, as numerator and
+        denominator, of their decode steps.
+        """
+        space, setting = self.space, candidates.setting
+        numbers = self._contents_of(candidates)
+        contents, prompt_reads = self.contents
+        row_ps = np.array([each.row_ps for each in space.settings])[setting]
+        prefills = [each.prefill for each in space.settings]
+        prompt = PassTable(
+            compute_ps=np.array([each.layer_ps for each in prefills])[setting],
+            read_ps=prompt_reads[numbers, 0, setting[:, None]],
+            span_bytes=contents.prompt_bytes[numbers],
+            copy_ps=contents.prompt_copy_ps[numbers],
+            outside_ps=np.array([each.outside_ps for each in prefills])[setting],
+            prefetch_step=candidates.prefetch_step,
+        )
+        prompt.read_ps[:, 0] += row_ps[:, 0]  # rows are read just before the first layer
+        streamed = contents.step_bytes[numbers]
+        keeps = prompt.is_last & ~streamed.any(axis=1, keepdims=True)
+        step = PassTable(
+            compute_ps=np.broadcast_to(np.array(space.decode.layer_ps), numbers.shape),
+            read_ps=np.where(keeps, contents.kept_read_ps[numbers], contents.step_read_ps[numbers]),
+            span_bytes=streamed,
+            copy_ps=contents.step_copy_ps[numbers],
+            outside_ps=np.full(len(numbers), space.decode.outside_ps),
+            prefetch_step=candidates.prefetch_step,
+        )
+        step.read_ps[:, 0] += row_ps[:, 1]
+        prompts_ps = prompt_ps(prompt, step, space.slowdown)
+        rows = np.flatnonzero(wanted(prompts_ps.astype(float)))
+        return rows, prompts_ps[rows], *step_ps(step[rows], space.slowdown)

@@ -1,0 +1,62 @@
+"""One question to the planner: everything that decides a plan."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from offplan.checkpoint.model import Model
+from offplan.engines.export import ENGINES
+from offplan.errors import InputError
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Budget, Goal, Workload
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which plan is the best one for a model, a machine, a workload, a budget and a goal?
+
+    The budget takes no more than the machine has. Raises InputError for a goal that names an engine
+    offplan does not export to, or one beside a second GPU's memory, and ProfileError where the link
+    to that memory is not known.
+    """
+
+    model: Model
+    machine: MachineProfile
+    workload: Workload
+    budget: Budget
+    goal: Goal = field(default_factory=Goal)
+    store: Literal["host", "peer"] = "host"
+    """Where what is offloaded lies: in host memory, or in that of a second GPU."""
+    profile: str | None = None
+    """The name by which the machine's profile is found again; None where it was measured."""
+
+    def __post_init__(self) -> None:
+        engine = self.goal.engine
+        if engine is not None and engine not in ENGINES:
+            raise InputError(f"no engine {engine!r}: offplan plans for {' and '.join(ENGINES)}")
+        if engine is not None and self.store != "host":
+            raise InputError(
+                f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
+                "memory; leave one of them out"
+            )
+        machine, host = self.planned_machine, self.budget.host_memory
+        if machine.host_memory is not None:
+            most = machine.host_memory.value
+            host = most if host is None else min(host, most)
+        gpu = min(self.budget.gpu_memory, machine.gpu_memory.value)
+        # frozen, but not yet seen by anybody
+        object.__setattr__(self, "budget", Budget(gpu_memory=gpu, host_memory=host))
+
+    @cached_property
+    def planned_machine(self) -> MachineProfile:
+        """The machine's profile with the link to the store as its link."""
+        return self.machine.with_peer_store() if self.store == "peer" else self.machine
+
+    def with_gpu_memory(self, num_bytes: int) -> "Question":
+        """Ask the same with another budget of GPU memory."""
+        budget = Budget(gpu_memory=num_bytes, host_memory=self.budget.host_memory)
+        return replace(self, budget=budget)
+
+    def with_batch(self, batch: int) -> "Question":
+        """Ask the same for another number of sequences."""
+        return replace(self, workload=self.workload.model_copy(update={"batch": batch}))
