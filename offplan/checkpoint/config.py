@@ -46,6 +46,15 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
     return None
 
 
+def read_number(config: Mapping[str, Any], *keys: str, default: float | None) -> float | None:
+    """Read the first of these keys that the config has; None where it holds no positive number."""
+    for key in keys:
+        if key in config:
+            value = config[key]
+            return float(value) if type(value) in (int, float) and 0 < value < _MAX_COUNT else None
+    return default
+
+
 def read_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the config names, such as ``bfloat16``, or None."""
     for part in (config, text_config(config)):

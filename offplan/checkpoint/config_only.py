@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offplan.checkpoint.architecture import MAX_LAYERS, read_architecture, read_num_experts
 from offplan.checkpoint.assemble import TORCH_NAMES
-from offplan.checkpoint.config import read_count, read_dtype, text_config
-from offplan.checkpoint.experts import count_experts, split_expert
+from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.layers import MAX_LAYERS
 from offplan.checkpoint.stored import INDEX_NAME, Stored
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
@@ -36,12 +36,13 @@ def read_config_only(path: Path) -> Stored:
     config = read_config(path)
     _check_buildable(config)
     tensors = _build_tensors(config, str(path))
+    architecture = read_architecture(config)
     notes = ["sizes come from the config alone: no weights were seen"]
-    if read_dtype(config) is None:
+    if architecture.dtype is None:
         notes.append("the config names no dtype: took float32, as transformers does")
-    if config.get("quantization_config"):
+    if architecture.is_quantised:
         notes.append("the config is of a quantised checkpoint: sizes are before quantisation")
-    if read_count(text_config(config), "num_nextn_predict_layers"):
+    if architecture.num_prediction_layers:
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
     return Stored(config, tensors, notes=tuple(notes))
@@ -49,7 +50,7 @@ def read_config_only(path: Path) -> Stored:
 
 def _check_buildable(config: Mapping[str, Any]) -> None:
     num_layers = read_count(text_config(config), "num_hidden_layers") or 0
-    num_experts = count_experts(config) or 0
+    num_experts = read_num_experts(config) or 0
     if num_layers > MAX_LAYERS or num_experts > _MAX_EXPERTS:
         raise CheckpointError(
             f"found {num_layers} layers and {num_experts} experts in the config, expected "
@@ -86,8 +87,9 @@ def _without_zero_experts(
     Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
     zero_expert_num`` experts, down for the former only; the published checkpoint has the former.
     """
-    num_experts = count_experts(config)
-    if num_experts is None or not read_count(text_config(config), "zero_expert_num"):
+    routing = read_architecture(config).routing
+    num_experts = routing.num_experts
+    if num_experts is None or not routing.has_idle:
         return tensors
     indices = ((tensor, split_expert(tensor.name)) for tensor in tensors)
     return tuple(tensor for tensor, at in indices if at is None or at[0] < num_experts)

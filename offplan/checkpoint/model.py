@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.tensors import TensorInfo
+
+FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element of each type that models compute in, as torch names them."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,22 @@ class Model:
     """What the reader should know: what was not understood, what a config cannot show."""
 
     @cached_property
+    def architecture(self) -> Architecture:
+        """The architecture that the config describes."""
+        last = max((layer.index for layer in self.layers), default=-1)
+        return read_architecture(self.config, last + 1)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of hidden states and of the KV cache, as torch names it."""
+        return compute_dtype(self.dtype, self.architecture.dtype)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of hidden states and of the KV cache."""
+        return FLOAT_BYTES[self.compute_dtype]
+
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
@@ -191,7 +211,7 @@ class Model:
 
     def _outside_named(self, owners: frozenset[str]) -> list[TensorInfo]:
         """Matrices outside the layers that belong to modules of these names."""
-        named = (t for t in self.loaded_outside if _owner(t.name) in owners)
+        named = (t for t in self.loaded_outside if owner(t.name) in owners)
         return [tensor for tensor in named if len(tensor.shape) == 2]
 
     @cached_property
@@ -214,8 +234,17 @@ OUTPUT_HEADS = frozenset(("lm_head", "embed_out", "output", "output_layer"))
 """Names that models give to the module that turns hidden states into logits."""
 
 
-def _owner(name: str) -> str:
-    """The module that a weight belongs to: ``embed_tokens`` of ``model.embed_tokens.weight``."""
+def compute_dtype(stored: str, stated: str | None) -> str:
+    """Return what a model is computed in: floats as they are stored, whatever the config states.
+
+    Quantised weights are computed with in the float type that the config states, else in bfloat16.
+    """
+    floats = (dtype for dtype in (stored, stated) if dtype in FLOAT_BYTES)
+    return next(floats, "bfloat16")
+
+
+def owner(name: str) -> str:
+    """Return the module of a weight: ``embed_tokens`` of ``model.embed_tokens.weight``."""
     module, _, last = name.rpartition(".")
     return module.rpartition(".")[2] if last == "weight" else ""
 

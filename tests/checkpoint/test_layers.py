@@ -6,7 +6,6 @@ from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.stored import Stored
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.checkpoint.tie_defaults import TIED_BY_DEFAULT, UNTIED_BY_DEFAULT
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
@@ -259,15 +258,6 @@ def test_a_tie_that_the_config_does_not_state_is_said(model_type, said):
     assert [note.rpartition(": ")[2] for note in notes] == said
     without_head = {n: s for n, s in dense_shapes().items() if n != "lm_head.weight"}
     assert model(without_head, config).notes == ()
-
-
-def test_defaults_of_ties_are_those_of_transformers():
-    pytest.importorskip("transformers")
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    for model_types, default in ((TIED_BY_DEFAULT, True), (UNTIED_BY_DEFAULT, False)):
-        known = [CONFIG_MAPPING[name] for name in model_types if name in CONFIG_MAPPING]
-        assert {config.tie_word_embeddings for config in known} == {default}
 
 
 def test_head_of_another_shape_is_not_tied():
