@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
 from offplan.placement import Phase
 from offplan.plan import Workload
@@ -16,9 +15,9 @@ class PassShape:
 
     phase: Phase
     batch: int
-    """Sequences."""
+    """Sequences in the pass."""
     tokens: int
-    """New tokens of each sequence."""
+    """New tokens in each sequence."""
     context: int
     """Tokens that each sequence's attention can reach, the new ones included."""
     is_part: bool = False
@@ -55,30 +54,26 @@ class AttentionDims:
     """Heads of one attention layer; zeros where the config does not say."""
 
     num_heads: int = 0
+    """Query heads."""
     query_dim: int = 0
-    """Of one query or key head."""
+    """Elements of a query or key head."""
     value_dim: int = 0
-    """Of one value head."""
+    """Elements of a value head."""
 
 
-def attention_dims(config: Mapping[str, Any], phase: Phase) -> AttentionDims:
-    """Read the attention's heads from ``config.json``.
+def attention_dims(architecture: Architecture, phase: Phase) -> AttentionDims:
+    """Return the heads that attention works on in a phase.
 
     Latent attention expands keys and values in prefill; in decode its heads look at the cached
     latents themselves. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
     """
-    text = text_config(config)
-    heads = read_count(text, "num_attention_heads", "n_head") or 0
-    rank = read_count(text, "kv_lora_rank")
-    if rank:
-        rope = read_count(text, "qk_rope_head_dim") or 0
-        if phase is Phase.DECODE:
-            return AttentionDims(heads, rank + rope, rank)
-        nope = read_count(text, "qk_nope_head_dim") or 0
-        return AttentionDims(heads, nope + rope, read_count(text, "v_head_dim") or 0)
-    hidden = read_count(text, "hidden_size", "n_embd") or 0
-    dim = read_count(text, "head_dim") or (hidden // heads if heads else 0)
-    return AttentionDims(heads, dim, dim)
+    heads, latents = architecture.attention, architecture.latents
+    if latents is None:
+        return AttentionDims(heads.num_heads, heads.head_dim, heads.head_dim)
+    if phase is Phase.DECODE:
+        return AttentionDims(heads.num_heads, latents.rank + latents.rope_dim, latents.rank)
+    query_dim = latents.nope_dim + latents.rope_dim
+    return AttentionDims(heads.num_heads, query_dim, latents.value_dim)
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         expert_bytes=layer.expert_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
-        attention={phase: attention_dims(model.config, phase) for phase in Phase},
+        attention={phase: attention_dims(model.architecture, phase) for phase in Phase},
         experts=experts,
     )
 

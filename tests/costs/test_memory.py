@@ -20,7 +20,6 @@ from offplan.costs.memory import (
     activation_bytes,
     attention_bytes,
     eager_expert_bytes,
-    element_bytes,
     hidden_bytes,
     kv_cache_bytes,
     latent_bytes,
@@ -144,7 +143,7 @@ def test_experts_gathered_for_each_token(
     model = replace(moe_model(2), dtype=dtype)
     layer, experts = model.layers[1], model.experts
     assert experts is not None
-    without = tokens * (3 * HIDDEN + 2 * (3 * HIDDEN + 2 * HIDDEN)) * element_bytes(model)
+    without = tokens * (3 * HIDDEN + 2 * (3 * HIDDEN + 2 * HIDDEN)) * model.element_bytes
     shape = PassShape(phase, tokens, 1, 9)
     assert mlp_bytes(model, layer, shape) - without == gathered * 2 * experts.bytes_per_expert
 
