@@ -155,28 +155,30 @@ class Pattern(NamedTuple):
     """Layers before it are full; ``max_window_layers`` in the config goes before it."""
     stop: int | None = None
     """Layers from it on are full; ``max_window_layers`` in the config goes before it."""
+    every: str = ""
+    """Key of the number of layers from one of the rarer kind to the next, if there is one."""
     by_rotary: bool = False
     """Whether ``no_rope_layers`` tells layers of the cycle's first kind (1) from its last (0)."""
 
 
 _SWITCHED = Pattern("s", 4096, switched=True)
 PATTERNS: dict[str, Pattern] = {
-    "afmoe": Pattern("sssf", 1024),
+    "afmoe": Pattern("sssf", 1024, every="global_attn_every_n_layers"),
     "beam": Pattern("sssssf", 512, last="f"),
     "blt": Pattern("s"),
-    "cohere2": Pattern("sssf", 4096),
-    "cohere2_moe": Pattern("sssf", 4096),
+    "cohere2": Pattern("sssf", 4096, every="sliding_window_pattern"),
+    "cohere2_moe": Pattern("sssf", 4096, every="sliding_window_pattern"),
     "cwm": Pattern("fsss", 8192),
     "doge": Pattern("s"),
     "dots1": Pattern("s", 4096, first=62),
     "dots3_note": Pattern("sssf", 512, head="ff"),
     "dots3_note_text": Pattern("sssf", 512, head="ff"),
-    "exaone4": Pattern("sssf", 4096),
-    "exaone_moe": Pattern("sssf", 4096),
+    "exaone4": Pattern("sssf", 4096, every="sliding_window_pattern"),
+    "exaone_moe": Pattern("sssf", 4096, every="sliding_window_pattern"),
     "flint": Pattern("sssf", 513, head="ff", last="f"),
     "gemma2": Pattern("sf", 4096),
-    "gemma3": Pattern("sssssf", 4096),
-    "gemma3_text": Pattern("sssssf", 4096),
+    "gemma3": Pattern("sssssf", 4096, every="sliding_window_pattern"),
+    "gemma3_text": Pattern("sssssf", 4096, every="sliding_window_pattern"),
     "gemma3n": Pattern("ssssf", 512),
     "gemma3n_text": Pattern("ssssf", 512),
     "gemma4": Pattern("sssssf", 512, last="f"),
@@ -191,17 +193,23 @@ PATTERNS: dict[str, Pattern] = {
     "inkling_text": Pattern("sssss?", 512, key="sliding_window_size"),
     "kolibri1": Pattern("ssssf", 513),
     "lfm3": Pattern("?f?s", 256, head="?"),
-    "llama4": Pattern("kkkf", 8192, key="attention_chunk_size", by_rotary=True),
-    "llama4_text": Pattern("kkkf", 8192, key="attention_chunk_size", by_rotary=True),
+    "llama4": Pattern(
+        "kkkf", 8192, key="attention_chunk_size", every="no_rope_layer_interval", by_rotary=True
+    ),
+    "llama4_text": Pattern(
+        "kkkf", 8192, key="attention_chunk_size", every="no_rope_layer_interval", by_rotary=True
+    ),
     "mimo_v2_flash": Pattern("sssssf", 129, head="fssssf"),
     "minimax": Pattern("sl"),
     "ministral": Pattern("s", 4096),
     "ministral3": Pattern("s"),
     "mistral": Pattern("s", 4096),
     "mixtral": Pattern("s"),
-    "modernbert-decoder": Pattern("fss", 64),
+    "modernbert-decoder": Pattern(
+        "fss", 128, key="local_attention", every="global_attn_every_n_layers"
+    ),
     "olmo3": Pattern("sssf", 4096),
-    "olmo_hybrid": Pattern("lllf"),
+    "olmo_hybrid": Pattern("lllf", every="full_attention_interval"),
     "olmoe": Pattern("s"),
     "phi3": Pattern("s"),
     "phi4_multimodal": Pattern("s"),
@@ -211,14 +219,14 @@ PATTERNS: dict[str, Pattern] = {
     "qwen2_moe": Pattern("sf", 4096, switched=True, stop=28),
     "qwen2_vl_text": _SWITCHED._replace(first=80),
     "qwen3": _SWITCHED._replace(first=28),
-    "qwen3_5": Pattern("lllf"),
-    "qwen3_5_moe": Pattern("lllf"),
-    "qwen3_5_moe_text": Pattern("lllf"),
-    "qwen3_5_text": Pattern("lllf"),
+    "qwen3_5": Pattern("lllf", every="full_attention_interval"),
+    "qwen3_5_moe": Pattern("lllf", every="full_attention_interval"),
+    "qwen3_5_moe_text": Pattern("lllf", every="full_attention_interval"),
+    "qwen3_5_text": Pattern("lllf", every="full_attention_interval"),
     "qwen3_moe": _SWITCHED,
-    "qwen3_next": Pattern("lllf"),
+    "qwen3_next": Pattern("lllf", every="full_attention_interval"),
     "recurrent_gemma": Pattern("lls", 2048, key="attention_window_size"),
-    "smollm3": Pattern("fffs", switched=True, by_rotary=True),
+    "smollm3": Pattern("fffs", switched=True, every="no_rope_layer_interval", by_rotary=True),
     "starcoder2": Pattern("s"),
     "vaultgemma": Pattern("sf", 4096),
 }

@@ -39,14 +39,6 @@ _NAMES = {
     "mlp": Mixer.NONE,
 }
 """What transformers calls them in ``layer_types``."""
-_EVERY_KEYS = (
-    "sliding_window_pattern",
-    "_sliding_window_pattern",
-    "global_attn_every_n_layers",
-    "full_attention_interval",
-    "no_rope_layer_interval",
-)
-"""Keys that say how many layers there are from one of the rarer kind to the next."""
 _WINDOW_KEY = "sliding_window"
 _CHUNK_KEY = "attention_chunk_size"
 _HALVED = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
@@ -75,8 +67,8 @@ def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> W
     notes: tuple[str, ...] = ()
     mixers = _stated(text, pattern, num_layers)
     if mixers is None:
-        guessed = pattern or _guess(text)
-        if guessed is None and model_type not in KNOWN_TYPES and read_count(text, _WINDOW_KEY):
+        guessed = pattern or _guess(text, model_type)
+        if guessed is None and read_count(text, _WINDOW_KEY):
             notes = (_NOTE,)
         mixers = _repeat(text, guessed or Pattern("f"), num_layers)
     tokens = {
@@ -94,8 +86,11 @@ def _stated(
     """Return what the config lists layer by layer, None where it lists nothing."""
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and len(kinds) >= num_layers:
+        names = _NAMES
+        if pattern and pattern.first is None and not set("fk") & set(pattern.cycle):
+            names = _NAMES | {"full_attention": Mixer.SLIDING}  # a window is every layer's
         return [
-            _NAMES.get(kind, Mixer.UNKNOWN) if isinstance(kind, str) else Mixer.UNKNOWN
+            names.get(kind, Mixer.UNKNOWN) if isinstance(kind, str) else Mixer.UNKNOWN
             for kind in kinds[:num_layers]
         ]
     rotary = text.get("no_rope_layers")  # despite its name, true where positions are rotary
@@ -104,28 +99,25 @@ def _stated(
     return None
 
 
-def _guess(text: Mapping[str, Any]) -> Pattern | None:
+def _guess(text: Mapping[str, Any], model_type: str) -> Pattern | None:
     """Make a pattern for a model type without one, None where the config says too little."""
     if read_count(text, "full_attention_interval"):
-        return Pattern("lf")
-    if text.get("use_sliding_window") is False:
+        return Pattern("lf", every="full_attention_interval")
+    if model_type in KNOWN_TYPES or text.get("use_sliding_window") is False:
         return Pattern("f")
-    if read_count(text, *_EVERY_KEYS):
-        return Pattern("sf")
+    if read_count(text, "sliding_window_pattern"):
+        return Pattern("sf", every="sliding_window_pattern")
     return Pattern("s", first=0) if text.get("use_sliding_window") is True else None
 
 
 def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[Mixer]:
     """Return the mixers of a pattern, with what the config says of it."""
-    cycle, every = pattern.cycle, read_count(text, *_EVERY_KEYS)
-    if every is not None and len(cycle) > 1:
+    cycle = pattern.cycle
+    if pattern.every and (every := read_count(text, pattern.every)):
+        between = min(every - 1, num_layers)
         # what stands alone keeps its end of the cycle
-        single_last = cycle.count(cycle[-1]) == 1
-        cycle = (
-            cycle[0] * (every - 1) + cycle[-1]
-            if single_last
-            else cycle[0] + cycle[-1] * (every - 1)
-        )
+        is_last = cycle.count(cycle[-1]) == 1
+        cycle = cycle[0] * (between if is_last else 1) + cycle[-1] * (1 if is_last else between)
     rest = max(0, num_layers - len(pattern.head))
     letters = (pattern.head + cycle * (rest // len(cycle) + 1))[:num_layers]
     if pattern.last:
@@ -147,13 +139,13 @@ def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern | No
     if pattern is not None and pattern.switched and text.get("use_sliding_window") is not True:
         return None
     key = pattern.key if pattern is not None else _WINDOW_KEY
-    tokens = read_count(text, key, _WINDOW_KEY)
+    tokens = read_count(text, _WINDOW_KEY if _WINDOW_KEY in text else key)
     if model_type == "mimo_v2_flash" and (before := read_count(text, "sliding_window_size")):
         return before + 1  # which leaves out the token itself
-    if model_type == "modernbert-decoder" and (both := read_count(text, "local_attention")):
-        return both // 2  # which counts tokens on either side
     if tokens is None and pattern is not None and not {key, _WINDOW_KEY} & text.keys():
         tokens = pattern.tokens
+    if tokens and key == "local_attention" and _WINDOW_KEY not in text:
+        return tokens // 2  # which counts tokens on either side
     if tokens and model_type in _HALVED and text.get("use_bidirectional_attention") in _BOTH_WAYS:
         return tokens // 2 + 1
     return tokens

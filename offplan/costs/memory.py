@@ -106,7 +106,7 @@ _EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
 
 
 def kv_cache_bytes(model: Model, workload: Workload) -> int:
-    """Bytes of the static cache: batch x context tokens of each layer's keys and values, or latents.
+    """Bytes of the static cache: batch x context tokens of each layer's keys and values or latents.
 
     Layers with a window keep the whole context as well: the runtime gives all layers one shape.
     """
