@@ -1,4 +1,4 @@
-"""What ``config.json`` says of a model's architecture, read once and asked by everybody.
+"""The architecture that a ``config.json`` describes, read here and asked by everybody.
 
 Source: the config classes and attention modules of transformers 5.23; what these know and the
 file need not say stands in ``model_types``.
@@ -54,7 +54,7 @@ class Attention:
     sinks: bool
     """Whether the softmax has a learned sink for each head."""
     soft_cap: float | None
-    """What scores are softly capped at; None where they are not."""
+    """Value that scores are softly capped at; None where they are not."""
     position_bias: bool
     """Whether a bias by distance (ALiBi, buckets) is added to the scores."""
     prefix: bool
@@ -157,9 +157,9 @@ class Architecture:
     states_tie: bool
     """Whether the config itself says so; else it is the model type's default."""
     final_soft_cap: float | None
-    """What logits are softly capped at; None where they are not."""
+    """Value that logits are softly capped at; None where they are not."""
     notes: tuple[str, ...]
-    """What the config leaves open."""
+    """Sentences on what the config leaves open."""
 
 
 def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Architecture:

@@ -1,4 +1,4 @@
-"""From what a source holds to the model that the rest of offplan sees."""
+"""The step from what a source holds to the model that the rest of offplan sees."""
 
 from collections.abc import Iterable
 

@@ -9,7 +9,7 @@ from offplan.errors import CheckpointError
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_COUNT = 2**40
-"""Beyond any model; keeps sizes computed from a hostile config printable."""
+"""Greatest number taken, past any model's, so that sizes of a hostile config stay printable."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

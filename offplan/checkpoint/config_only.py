@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_EXPERTS = 100_000
-"""Past any model: each expert is an object to build."""
+"""Most experts of a layer, past any model's: each is an object to build."""
 
 
 def read_config_only(path: Path) -> Stored:

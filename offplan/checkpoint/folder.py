@@ -13,7 +13,7 @@ from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
 _MAX_JSON_BYTES = 256 * 2**20
-"""Longest config or index that is read; DeepSeek-R1's index has 9 MB."""
+"""Bytes of the longest config or index that is read; DeepSeek-R1's index has 9 MB."""
 
 
 def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:

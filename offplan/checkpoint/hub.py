@@ -25,9 +25,9 @@ from offplan.progress import Progress
 
 _NUM_THREADS = 12
 _FIRST_READ_BYTES = 64 * 1024
-"""Asked for at first where no index tells how many tensors a shard has."""
+"""Bytes asked for at first where no index tells how many tensors a shard has."""
 _ENTRY_BYTES = 90
-"""What a header spends on a tensor besides its name, rarely more."""
+"""Bytes that a header spends on a tensor besides its name, rarely more."""
 
 
 def read_hub(repo: str, revision: str | None, on_progress: Progress | None = None) -> Stored:

@@ -12,7 +12,7 @@ from offplan.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Index:
-    """Which shard holds which tensor."""
+    """The index says which shard holds which tensor."""
 
     weight_map: Mapping[str, str]
     """Shard by tensor name; shards are paths relative to the index, checked to stay below it."""

@@ -1,4 +1,4 @@
-"""What each layer keeps of a sequence: keys and values, the MLA latent, or a recurrent state.
+"""The cache of each layer: keys and values, the MLA latent, or a recurrent state.
 
 Source: the cache classes and the attention modules of transformers 5.23 (``cache_utils``,
 ``models/{deepseek_v2,deepseek_v32,qwen3_next,longcat_flash}``).

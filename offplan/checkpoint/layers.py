@@ -29,7 +29,7 @@ class Split:
     """The tensors of a checkpoint, told apart."""
 
     prefix: str
-    """What the layers' names start with, before the index: ``model.layers``."""
+    """The start of the layers' names, before the index: ``model.layers``."""
     layers: tuple[tuple[TensorInfo, ...], ...]
     """The tensors of each decoder layer."""
     outside: tuple[TensorInfo, ...]

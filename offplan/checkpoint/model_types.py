@@ -1,4 +1,4 @@
-"""What transformers knows of each model type and ``config.json`` need not say.
+"""Facts of each model type that transformers knows and ``config.json`` need not say.
 
 Literal tables, so that planning imports no transformers; a test compares each with the installed
 one. Source: transformers 5.23, the class or file that each table names.
@@ -137,7 +137,7 @@ Source: transformers 5.23, ``_keep_in_fp32_modules`` of the causal models' class
 
 
 class Pattern(NamedTuple):
-    """Which layers of a model type see part of the context, where the config does not list them."""
+    """The layers of a model type that see part of the context, where its config lists none."""
 
     cycle: str
     """One letter a layer, repeated: f(ull), s(liding), k (chunked), l(inear), ? (anything else)."""

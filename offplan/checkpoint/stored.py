@@ -1,4 +1,4 @@
-"""What a source yields before it is understood: the config and the tensors' descriptions."""
+"""A checkpoint before it is understood: its config and the tensors' descriptions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,4 +22,4 @@ class Stored:
     revision: str | None = None
     """The Hub commit; None off the Hub."""
     notes: tuple[str, ...] = ()
-    """What the source could not tell."""
+    """Sentences on what the source could not tell."""

@@ -1,4 +1,4 @@
-"""What each layer mixes tokens by, and how many of them it sees."""
+"""The way each layer mixes tokens, and how many of them it sees."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -38,7 +38,7 @@ _NAMES = {
     "moe": Mixer.NONE,
     "mlp": Mixer.NONE,
 }
-"""What transformers calls them in ``layer_types``."""
+"""Transformers' names of them in ``layer_types``."""
 _WINDOW_KEY = "sliding_window"
 _CHUNK_KEY = "attention_chunk_size"
 _HALVED = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
@@ -58,7 +58,7 @@ class Windows(NamedTuple):
     tokens: tuple[int | None, ...]
     """Tokens that each layer's attention sees at most; None where nothing hides the context."""
     notes: tuple[str, ...] = ()
-    """What the config leaves open."""
+    """Sentences on what the config leaves open."""
 
 
 def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> Windows:

@@ -76,7 +76,7 @@ KERNEL_HEADS = 16
 """Heads in a block of the kernel for latents. Source: ``runtime.latent_kernel.BLOCK_HEADS``."""
 
 KERNEL_MULTIPLE = 16
-"""What the sizes that the runtime's kernels for experts know are a multiple of.
+"""Number that sizes are a multiple of where the runtime's kernels for experts know them.
 
 Source: ``runtime.experts.block_size``.
 """

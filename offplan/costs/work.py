@@ -1,4 +1,4 @@
-"""What one decoder layer has to read and to multiply, whatever the machine."""
+"""The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,11 +83,11 @@ class LayerWork:
     key: str
     """``Layer.key`` of the layer."""
     dense_bytes: int
-    """Weights that every pass reads whole."""
+    """Bytes of the weights that every pass reads whole."""
     expert_bytes: int
-    """Routed experts' weights, of which a pass reads those that its tokens are sent to."""
+    """Bytes of the routed experts, of which a pass reads those that its tokens are sent to."""
     token_elements: float
-    """Weights that each new token is multiplied by; of routed experts, only its own."""
+    """Elements that each new token is multiplied by; of routed experts, only its own."""
     kv_cache: KVCache
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
@@ -127,7 +127,7 @@ def attended_pairs(shape: PassShape, window: int | None) -> int:
 
 
 def layer_work(model: Model, layer: Layer) -> LayerWork:
-    """Sum up a layer."""
+    """Sum up what a layer reads and multiplies."""
     dense = [p for p in layer.parameters if not p.is_expert]
     expert_elements = sum(_matrix_elements(p) for p in layer.parameters if p.is_expert)
     dense_elements = sum(map(_matrix_elements, dense))
