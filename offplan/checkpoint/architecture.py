@@ -11,7 +11,7 @@ from typing import Any
 from offplan.checkpoint import model_types
 from offplan.checkpoint.config import read_count, read_dtype, read_number, text_config
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.stored import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
 from offplan.errors import CheckpointError
 

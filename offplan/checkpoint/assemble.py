@@ -17,8 +17,7 @@ from offplan.checkpoint.model import (
     compute_dtype,
     owner,
 )
-from offplan.checkpoint.stored import CONFIG_NAME, Stored
-from offplan.checkpoint.tensors import TensorInfo, headers_sha256
+from offplan.checkpoint.tensors import CONFIG_NAME, Stored, TensorInfo, headers_sha256
 from offplan.errors import CheckpointError
 
 TORCH_NAMES = {

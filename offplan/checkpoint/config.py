@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.stored import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")

@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offplan.checkpoint.architecture import MAX_LAYERS, read_architecture, read_num_experts
+from offplan.checkpoint.architecture import (
+    MAX_LAYERS,
+    Routing,
+    read_architecture,
+    read_num_experts,
+)
 from offplan.checkpoint.assemble import TORCH_NAMES
 from offplan.checkpoint.config import read_count, text_config
 from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.stored import INDEX_NAME, Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import INDEX_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ def read_config_only(path: Path) -> Stored:
     _check_buildable(config)
     tensors = _build_tensors(config, str(path))
     architecture = read_architecture(config)
+    tensors = _without_idle_experts(architecture.routing, tensors)
     notes = ["sizes come from the config alone: no weights were seen"]
     if architecture.dtype is None:
         notes.append("the config names no dtype: took float32, as transformers does")
@@ -76,18 +81,17 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
             saved = revert_weight_conversion(model, _saved_state(model))
         except Exception as error:
             raise cannot_build(where, error) from error
-    return _without_zero_experts(config, _describe(saved))
+    return _describe(saved)
 
 
-def _without_zero_experts(
-    config: Mapping[str, Any], tensors: tuple[TensorInfo, ...]
+def _without_idle_experts(
+    routing: Routing, tensors: tuple[TensorInfo, ...]
 ) -> tuple[TensorInfo, ...]:
     """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
 
     Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
     zero_expert_num`` experts, down for the former only; the published checkpoint has the former.
     """
-    routing = read_architecture(config).routing
     num_experts = routing.num_experts
     if num_experts is None or not routing.has_idle:
         return tensors

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from offplan.checkpoint.architecture import Routing
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Experts, Layer, Parameter
-from offplan.checkpoint.stored import CONFIG_NAME
-from offplan.checkpoint.tensors import TensorInfo, is_index
+from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
 from offplan.errors import CheckpointError
 
 _EXPERTS = "experts"

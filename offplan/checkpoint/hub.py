@@ -18,8 +18,7 @@ from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.hub_errors import HTTPError, explain
 from offplan.checkpoint.index import Index, check_against_index, check_unique
 from offplan.checkpoint.ranges import Cut, RangeReader
-from offplan.checkpoint.stored import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offplan.checkpoint.jsontext import is_text, load_object, quote
-from offplan.checkpoint.stored import INDEX_NAME
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import INDEX_NAME, TensorInfo
 from offplan.errors import CheckpointError
 
 

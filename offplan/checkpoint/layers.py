@@ -8,8 +8,7 @@ from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.experts import group_parameters
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Parameter
-from offplan.checkpoint.stored import CONFIG_NAME
-from offplan.checkpoint.tensors import TensorInfo, is_index
+from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
 from offplan.errors import CheckpointError
 
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")

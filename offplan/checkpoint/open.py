@@ -7,7 +7,7 @@ from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.folder import read_folder
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.stored import CONFIG_NAME, Stored
+from offplan.checkpoint.tensors import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError, HubError
 from offplan.progress import Progress
 

@@ -1,9 +1,14 @@
-"""The tensors of a checkpoint, as safetensors headers describe them."""
+"""A checkpoint before it is understood: its config, and its tensors as headers describe them."""
 
 import hashlib
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+CONFIG_NAME = "config.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -53,6 +58,20 @@ class TensorInfo(NamedTuple):
     def nbytes(self) -> int:
         """Bytes as stored."""
         return self.num_elements * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint as its source describes it."""
+
+    config: Mapping[str, Any]
+    """``config.json``, as read."""
+    tensors: tuple[TensorInfo, ...]
+    """All tensors, in no particular order."""
+    revision: str | None = None
+    """The Hub commit; None off the Hub."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the source could not tell."""
 
 
 def headers_sha256(tensors: Iterable[TensorInfo]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from offplan.checkpoint.config import read_count
 from offplan.checkpoint.model_types import KNOWN_TYPES, PATTERNS, Pattern
-from offplan.checkpoint.stored import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME
 
 
 class Mixer(str, Enum):

@@ -5,8 +5,7 @@ import pytest
 from offplan.checkpoint.architecture import Attention, Routing, read_architecture
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import compute_dtype
-from offplan.checkpoint.stored import Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.checkpoint.windows import Mixer
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes

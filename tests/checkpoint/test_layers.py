@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts
-from offplan.checkpoint.stored import Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
