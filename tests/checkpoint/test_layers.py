@@ -273,7 +273,14 @@ def test_fingerprint_leaves_out_order_and_place():
 
 
 FIGURES = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.integers()
-VALUES = FIGURES | st.text(max_size=3) | st.lists(FIGURES, max_size=3) | st.just({"n_experts": 4})
+TYPES = st.sampled_from(["llama4_text", "modernbert-decoder", "qwen2", "smollm3", "mimo_v2_flash"])
+VALUES = (
+    FIGURES
+    | TYPES
+    | st.text(max_size=3)
+    | st.lists(FIGURES, max_size=3)
+    | st.just({"n_experts": 4})
+)
 KEYS = [
     "num_hidden_layers",
     "n_layer",
@@ -291,6 +298,14 @@ KEYS = [
     "sliding_window",
     "layer_types",
     "sliding_window_pattern",
+    "use_sliding_window",
+    "max_window_layers",
+    "no_rope_layers",
+    "attention_chunk_size",
+    "local_attention",
+    "attn_logit_softcapping",
+    "eos_token_id",
+    "architectures",
     "num_kv_shared_layers",
     "tie_word_embeddings",
     "full_attention_interval",
