@@ -22,7 +22,7 @@ from offplan.schedule import (
     slots_of,
 )
 from tests.costs.builders import dense_model, place_rules, rule
-from tests.test_placement import odd_models, place_or_skip, rule_lists
+from tests.costs.strategies import odd_models, place_or_skip, rule_lists
 
 
 def check_passes(passes: Sequence[Schedule]) -> None:

@@ -1,1 +1,1 @@
-"""What the model is: tensors, layers, segments, experts and KV cache, from headers alone."""
+"""The model as headers alone tell it: tensors, layers, segments, experts and KV cache."""

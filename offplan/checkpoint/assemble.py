@@ -1,16 +1,23 @@
-"""From what a source holds to the model that the rest of offplan sees."""
+"""The step from what a source holds to the model that the rest of offplan sees."""
 
 from collections.abc import Iterable
 
+from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config import read_model_type
-from offplan.checkpoint.experts import count_experts, describe_experts
-from offplan.checkpoint.fingerprint import headers_sha256
+from offplan.checkpoint.experts import describe_experts
+from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.kv_cache import describe_kv_caches
 from offplan.checkpoint.layers import layer_parameters, split_layers
-from offplan.checkpoint.model import Layer, Model
-from offplan.checkpoint.stored import Stored
-from offplan.checkpoint.tensors import TensorInfo
-from offplan.checkpoint.tied import find_tied
+from offplan.checkpoint.model import (
+    FLOAT_BYTES,
+    INPUT_EMBEDDINGS,
+    OUTPUT_HEADS,
+    Layer,
+    Model,
+    compute_dtype,
+    owner,
+)
+from offplan.checkpoint.tensors import CONFIG_NAME, Stored, TensorInfo, headers_sha256
 from offplan.errors import CheckpointError
 
 TORCH_NAMES = {
@@ -45,9 +52,14 @@ def assemble(source: str, stored: Stored) -> Model:
         raise CheckpointError(
             f"{source}: found no tensors, expected a model's; fetch the checkpoint again"
         )
-    split = split_layers(stored.config, stored.tensors)
-    parameters = layer_parameters(split, count_experts(stored.config))
-    caches, cache_notes = describe_kv_caches(stored.config, parameters, stored.tensors)
+    architecture = read_architecture(stored.config)
+    split = split_layers(architecture, stored.tensors)
+    if architecture.num_layers is None:
+        architecture = read_architecture(stored.config, len(split.layers))
+    parameters = layer_parameters(split, architecture.routing.num_experts)
+    dtype = _main_dtype(stored.tensors)
+    element_bytes = FLOAT_BYTES[compute_dtype(dtype, architecture.dtype)]
+    caches, cache_notes = describe_kv_caches(architecture, parameters, element_bytes)
     layers = tuple(
         Layer(
             index=index,
@@ -58,14 +70,14 @@ def assemble(source: str, stored: Stored) -> Model:
         )
         for index, of_layer in enumerate(parameters)
     )
-    experts, expert_notes = describe_experts(stored.config, layers)
-    tied, tie_notes = find_tied(stored.config, split.outside)
+    experts, expert_notes = describe_experts(architecture.routing, layers)
+    tied, tie_notes = _find_tied(architecture, split.outside)
     return Model(
         source=source,
         revision=stored.revision,
         model_type=model_type,
         config=stored.config,
-        dtype=_main_dtype(stored.tensors),
+        dtype=dtype,
         layers=layers,
         outside=split.outside,
         tied=tied,
@@ -76,12 +88,41 @@ def assemble(source: str, stored: Stored) -> Model:
         notes=(
             *stored.notes,
             *split.notes,
+            *architecture.notes,
             *cache_notes,
             *expert_notes,
             *tie_notes,
             *_note_packing(stored.tensors),
         ),
     )
+
+
+def _find_tied(
+    architecture: Architecture, outside: Iterable[TensorInfo]
+) -> tuple[frozenset[str], list[str]]:
+    """Return the names of stored heads that share the input embedding's storage once loaded.
+
+    A head is tied when both have one shape and dtype and the architecture ties them. The notes say
+    when the answer was not the config's own.
+    """
+    alike = _heads_like_embeddings(outside)
+    is_tied = architecture.head_is_tied
+    taken = alike if is_tied else frozenset()
+    if not alike or architecture.states_tie or is_tied is False:
+        return taken, []
+    default = f"the default of {quote(architecture.model_type)}"
+    note = f"{CONFIG_NAME} does not say whether the stored head is the embedding: took it for " + (
+        f"tied ({default})" if is_tied else f"its own ({default} is not known)"
+    )
+    return taken, [note]
+
+
+def _heads_like_embeddings(outside: Iterable[TensorInfo]) -> frozenset[str]:
+    """Return the names of heads of the input embedding's shape and dtype."""
+    by_owner = [(owner(tensor.name), tensor) for tensor in outside]
+    embeddings = {(t.dtype, t.shape) for name, t in by_owner if name in INPUT_EMBEDDINGS}
+    heads = (tensor for name, tensor in by_owner if name in OUTPUT_HEADS)
+    return frozenset(head.name for head in heads if (head.dtype, head.shape) in embeddings)
 
 
 def _note_packing(tensors: Iterable[TensorInfo]) -> list[str]:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.stored import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_COUNT = 2**40
-"""Beyond any model; keeps sizes computed from a hostile config printable."""
+"""Greatest number taken, past any model's, so that sizes of a hostile config stay printable."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,6 +44,15 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
         if value > 0:
             return value
     return None
+
+
+def read_number(config: Mapping[str, Any], *keys: str, default: float | None) -> float | None:
+    """Read the first of these keys that the config has; None where it holds no positive number."""
+    for key in keys:
+        if key in config:
+            value = config[key]
+            return float(value) if type(value) in (int, float) and 0 < value < _MAX_COUNT else None
+    return default
 
 
 def read_dtype(config: Mapping[str, Any]) -> str | None:

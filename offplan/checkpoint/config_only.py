@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offplan.checkpoint.architecture import (
+    MAX_LAYERS,
+    Routing,
+    read_architecture,
+    read_num_experts,
+)
 from offplan.checkpoint.assemble import TORCH_NAMES
-from offplan.checkpoint.config import read_count, read_dtype, text_config
-from offplan.checkpoint.experts import count_experts, split_expert
+from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.layers import MAX_LAYERS
-from offplan.checkpoint.stored import INDEX_NAME, Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import INDEX_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_EXPERTS = 100_000
-"""Past any model: each expert is an object to build."""
+"""Most experts of a layer, past any model's: each is an object to build."""
 
 
 def read_config_only(path: Path) -> Stored:
@@ -36,12 +40,14 @@ def read_config_only(path: Path) -> Stored:
     config = read_config(path)
     _check_buildable(config)
     tensors = _build_tensors(config, str(path))
+    architecture = read_architecture(config)
+    tensors = _without_idle_experts(architecture.routing, tensors)
     notes = ["sizes come from the config alone: no weights were seen"]
-    if read_dtype(config) is None:
+    if architecture.dtype is None:
         notes.append("the config names no dtype: took float32, as transformers does")
-    if config.get("quantization_config"):
+    if architecture.is_quantised:
         notes.append("the config is of a quantised checkpoint: sizes are before quantisation")
-    if read_count(text_config(config), "num_nextn_predict_layers"):
+    if architecture.num_prediction_layers:
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
     return Stored(config, tensors, notes=tuple(notes))
@@ -49,7 +55,7 @@ def read_config_only(path: Path) -> Stored:
 
 def _check_buildable(config: Mapping[str, Any]) -> None:
     num_layers = read_count(text_config(config), "num_hidden_layers") or 0
-    num_experts = count_experts(config) or 0
+    num_experts = read_num_experts(config) or 0
     if num_layers > MAX_LAYERS or num_experts > _MAX_EXPERTS:
         raise CheckpointError(
             f"found {num_layers} layers and {num_experts} experts in the config, expected "
@@ -75,19 +81,19 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
             saved = revert_weight_conversion(model, _saved_state(model))
         except Exception as error:
             raise cannot_build(where, error) from error
-    return _without_zero_experts(config, _describe(saved))
+    return _describe(saved)
 
 
-def _without_zero_experts(
-    config: Mapping[str, Any], tensors: tuple[TensorInfo, ...]
+def _without_idle_experts(
+    routing: Routing, tensors: tuple[TensorInfo, ...]
 ) -> tuple[TensorInfo, ...]:
     """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
 
     Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
     zero_expert_num`` experts, down for the former only; the published checkpoint has the former.
     """
-    num_experts = count_experts(config)
-    if num_experts is None or not read_count(text_config(config), "zero_expert_num"):
+    num_experts = routing.num_experts
+    if num_experts is None or not routing.has_idle:
         return tensors
     indices = ((tensor, split_expert(tensor.name)) for tensor in tensors)
     return tuple(tensor for tensor, at in indices if at is None or at[0] < num_experts)

@@ -1,46 +1,14 @@
 """Routed experts: told from the rest of a layer, and counted."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.architecture import Routing
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Experts, Layer, Parameter
-from offplan.checkpoint.names import is_index
-from offplan.checkpoint.stored import CONFIG_NAME
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
 from offplan.errors import CheckpointError
 
-_COUNT_KEYS = (
-    "num_experts",
-    "n_routed_experts",
-    "num_local_experts",
-    "moe_num_experts",
-    "num_moe_experts",
-    "num_routed_experts",
-    "n_experts",
-)
-_PER_TOKEN_KEYS = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_top_k",
-    "moe_topk",
-    "moe_k",
-    "num_selected_experts",
-    "top_k_experts",
-    "top_k",
-)
 _EXPERTS = "experts"
-
-
-def count_experts(config: Mapping[str, Any]) -> int | None:
-    """Return how many routed experts a layer has by the config, None where it does not say."""
-    text = text_config(config)
-    nested = text.get("ffn_config")
-    return read_count(text, *_COUNT_KEYS) or (
-        read_count(nested, *_COUNT_KEYS) if isinstance(nested, Mapping) else None
-    )
 
 
 def group_parameters(
@@ -88,9 +56,7 @@ def group_parameters(
     return tuple(sorted(parameters, key=lambda parameter: parameter.name))
 
 
-def describe_experts(
-    config: Mapping[str, Any], layers: Sequence[Layer]
-) -> tuple[Experts | None, list[str]]:
+def describe_experts(routing: Routing, layers: Sequence[Layer]) -> tuple[Experts | None, list[str]]:
     """Count the routed experts, the ones a token uses and one's bytes; notes where sources differ.
 
     The tensors decide: None when no layer has routed experts, whatever the config says.
@@ -99,7 +65,7 @@ def describe_experts(
     if not moe:
         return None, []
     notes = []
-    stated = count_experts(config)
+    stated = routing.num_experts
     counts = {_count_stored(layer, stated) for layer in moe}
     num_experts = max(counts)
     if counts != {stated or num_experts}:
@@ -107,11 +73,7 @@ def describe_experts(
         notes.append(f"{CONFIG_NAME} says {stated} experts a layer, the tensors {found}")
     if len({layer.expert_bytes for layer in moe}) > 1:
         notes.append("experts differ in size between layers; bytes_per_expert is the largest")
-    text = text_config(config)
-    nested = text.get("ffn_config")
-    per_token = read_count(text, *_PER_TOKEN_KEYS) or (
-        read_count(nested, *_PER_TOKEN_KEYS) if isinstance(nested, Mapping) else None
-    )
+    per_token = routing.num_per_token
     if per_token is None or per_token > num_experts:
         notes.append(
             f"{CONFIG_NAME} does not say how many experts a token uses: took all {num_experts}"

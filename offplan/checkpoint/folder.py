@@ -7,13 +7,12 @@ from typing import Any
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.index import Index, check_against_index, check_unique, parse_index
 from offplan.checkpoint.jsontext import load_object, quote, shorten
-from offplan.checkpoint.stored import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
 _MAX_JSON_BYTES = 256 * 2**20
-"""Longest config or index that is read; DeepSeek-R1's index has 9 MB."""
+"""Bytes of the longest config or index that is read; DeepSeek-R1's index has 9 MB."""
 
 
 def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:

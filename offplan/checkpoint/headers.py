@@ -12,11 +12,11 @@ from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo
 from offplan.errors import CheckpointError
 
 LENGTH_BYTES = 8
-"""What stands before the JSON: its length."""
+"""Bytes of the number before the JSON, which is its length."""
 MAX_HEADER_BYTES = 100_000_000
-"""Longest JSON that safetensors accepts."""
+"""Bytes of the longest JSON that safetensors accepts."""
 _MAX_NAME_LENGTH = 1024
-"""Far past any model's; the format itself sets no limit."""
+"""Characters of the longest name, far past any model's; the format itself sets no limit."""
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _AGAIN = "the file is damaged or cut short: fetch it again"
 

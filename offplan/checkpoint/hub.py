@@ -18,16 +18,15 @@ from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.hub_errors import HTTPError, explain
 from offplan.checkpoint.index import Index, check_against_index, check_unique
 from offplan.checkpoint.ranges import Cut, RangeReader
-from offplan.checkpoint.stored import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
 _NUM_THREADS = 12
 _FIRST_READ_BYTES = 64 * 1024
-"""Asked for at first where no index tells how many tensors a shard has."""
+"""Bytes asked for at first where no index tells how many tensors a shard has."""
 _ENTRY_BYTES = 90
-"""What a header spends on a tensor besides its name, rarely more."""
+"""Bytes that a header spends on a tensor besides its name, rarely more."""
 
 
 def read_hub(repo: str, revision: str | None, on_progress: Progress | None = None) -> Stored:

@@ -1,4 +1,4 @@
-"""What went wrong on the Hub, in one line that says what to do."""
+"""Errors of the Hub, each in one line that says what to do."""
 
 from huggingface_hub import constants, errors
 

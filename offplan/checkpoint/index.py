@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from offplan.checkpoint.jsontext import is_text, load_object, quote
-from offplan.checkpoint.stored import INDEX_NAME
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import INDEX_NAME, TensorInfo
 from offplan.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Index:
-    """Which shard holds which tensor."""
+    """The index says which shard holds which tensor."""
 
     weight_map: Mapping[str, str]
     """Shard by tensor name; shards are paths relative to the index, checked to stay below it."""

@@ -1,20 +1,16 @@
 """The stack of decoder layers, found from the tensors' names and shapes."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.experts import group_parameters
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Parameter
-from offplan.checkpoint.names import is_index
-from offplan.checkpoint.stored import CONFIG_NAME
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
 from offplan.errors import CheckpointError
 
-_NUM_LAYERS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
 """Recomputed, never loaded, though old checkpoints store them (GPT-2, GPT-J, Pythia).
@@ -23,8 +19,6 @@ GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or bu
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
 
-MAX_LAYERS = 10_000
-"""Past any model; every layer costs time to understand and to plan."""
 _MAX_DEPTH = 3
 """Indices in a name that may count layers: a hostile name of thousands would cost their square."""
 
@@ -34,7 +28,7 @@ class Split:
     """The tensors of a checkpoint, told apart."""
 
     prefix: str
-    """What the layers' names start with, before the index: ``model.layers``."""
+    """The start of the layers' names, before the index: ``model.layers``."""
     layers: tuple[tuple[TensorInfo, ...], ...]
     """The tensors of each decoder layer."""
     outside: tuple[TensorInfo, ...]
@@ -44,22 +38,15 @@ class Split:
     notes: tuple[str, ...]
 
 
-def split_layers(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> Split:
+def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> Split:
     """Find the decoder layers: of the ``<prefix>.<N>.`` that have the config's count, the largest.
 
-    Layers past ``num_hidden_layers`` predict further tokens: they are outside and not loaded.
+    Layers past the config's count predict further tokens: they are outside and not loaded.
     Raises CheckpointError when no stack fits the config.
     """
     tensors = tuple(tensors)
-    text = text_config(config)
-    _refuse_encoder_decoder(config)
-    num_layers = _read_num_layers(text)
-    if num_layers is not None and num_layers > MAX_LAYERS:
-        raise CheckpointError(
-            f"{CONFIG_NAME}: found {num_layers} layers, expected {MAX_LAYERS} at most; correct the "
-            "file or fetch it again"
-        )
-    prefix, num_stacked = _choose_stack(tensors, num_layers, text)
+    num_layers = architecture.num_layers
+    prefix, num_stacked = _choose_stack(tensors, architecture)
     notes = []
     if num_layers is None:
         num_layers = min(num_stacked, MAX_LAYERS)
@@ -91,35 +78,15 @@ def layer_parameters(split: Split, num_experts: int | None) -> tuple[tuple[Param
     )
 
 
-def _read_num_layers(text: Mapping[str, Any]) -> int | None:
-    for key in _NUM_LAYERS_KEYS:
-        value = text.get(key)
-        if value is not None and read_count(text, key) is None:
-            raise CheckpointError(
-                f"{CONFIG_NAME}: found {quote(value)} as {key}, expected a positive whole number; "
-                "correct the file or fetch it again"
-            )
-    return read_count(text, *_NUM_LAYERS_KEYS)
-
-
-def _refuse_encoder_decoder(config: Mapping[str, Any]) -> None:
-    if config.get("is_encoder_decoder") is True:
-        raise CheckpointError(
-            f"{CONFIG_NAME}: found an encoder-decoder model ({quote(config.get('model_type'))}), "
-            "expected a decoder-only one; offplan plans causal language models"
-        )
-
-
-def _choose_stack(
-    tensors: tuple[TensorInfo, ...], num_layers: int | None, text: Mapping[str, Any]
-) -> tuple[str, int]:
+def _choose_stack(tensors: tuple[TensorInfo, ...], architecture: Architecture) -> tuple[str, int]:
     """Return the prefix of the decoder's stack and the number of layers stored under it."""
+    num_layers = architecture.num_layers
     stacks = {
         prefix: (len(found), num_bytes)
         for prefix, (found, num_bytes) in _find_stacks(tensors).items()
         if max(found) == len(found) - 1
     }
-    num_extra = read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0
+    num_extra = architecture.num_prediction_layers
     fitting = [
         # An exact count before one with layers to spare, then the most bytes.
         (count in (num_layers, (num_layers or 0) + num_extra), num_bytes, prefix, count)

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.tensors import TensorInfo
+
+FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element of each type that models compute in, as torch names them."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Parameter:
     """
 
     name: str
-    """Relative to the layer, without expert index: ``mlp.experts.down_proj.weight``."""
+    """Its name relative to the layer, without expert index: ``mlp.experts.down_proj.weight``."""
     tensors: tuple[TensorInfo, ...]
     """One tensor, or one for each routed expert in the order of their indices."""
     is_expert: bool = False
@@ -47,14 +51,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class KVCache:
-    """What one layer keeps for each sequence while it generates."""
+    """The memory that one layer keeps for each sequence while it generates."""
 
     bytes_per_token: int = 0
-    """Keys and values (or the MLA latent) of one token, in the model's dtype."""
+    """Bytes of one token's keys and values, or of its MLA latent, as the model computes them."""
     window: int | None = None
     """Tokens kept at most (sliding window); None keeps the whole context."""
     state_bytes: int = 0
-    """Fixed state a sequence (linear attention's recurrent and convolution state)."""
+    """Bytes of a sequence's fixed state (linear attention's recurrent and convolution state)."""
 
     def nbytes(self, batch: int, context: int) -> int:
         """Bytes for ``batch`` sequences of ``context`` tokens."""
@@ -70,7 +74,7 @@ class Layer:
     kind: str
     """``dense`` or ``moe``."""
     prefix: str
-    """Where its tensors stand in the checkpoint: ``model.layers.3``."""
+    """The start of its tensors' names in the checkpoint: ``model.layers.3``."""
     parameters: tuple[Parameter, ...]
     """Sorted by name."""
     kv_cache: KVCache = field(default_factory=KVCache)
@@ -110,10 +114,11 @@ class Experts:
     """The routed experts of a mixture-of-experts model."""
 
     num_experts: int
-    """In one layer."""
+    """Experts in one layer."""
     num_experts_per_token: int
+    """Experts of a layer that a token is sent to."""
     bytes_per_expert: int
-    """In one layer, as stored."""
+    """Bytes of one expert of one layer, as stored; the largest where layers differ."""
 
     def touched(self, num_tokens: int) -> float:
         """Expected number of distinct experts that ``num_tokens`` tokens use in one layer.
@@ -129,7 +134,7 @@ class Model:
     """A checkpoint understood: everything that planning needs, without a byte of weights."""
 
     source: str
-    """What the user named: a Hub id, a folder or a ``config.json``."""
+    """The name that the user gave: a Hub id, a folder or a ``config.json``."""
     revision: str | None
     """The Hub commit; None off the Hub."""
     model_type: str
@@ -138,7 +143,7 @@ class Model:
     dtype: str
     """The dtype most bytes are stored in, as torch names it: ``bfloat16``."""
     layers: tuple[Layer, ...]
-    """In the order of execution; multi-token-prediction layers are not among them."""
+    """The decoder layers in the order of execution, without multi-token-prediction layers."""
     outside: tuple[TensorInfo, ...]
     """Tensors outside the layers, as stored: embeddings, norm, head, vision tower, MTP layers."""
     tied: frozenset[str]
@@ -147,10 +152,26 @@ class Model:
     """Names in ``outside`` that a causal language model does not load (MTP layers)."""
     experts: Experts | None
     headers_sha256: str
-    """Over the sorted names, dtypes and shapes, so it is the same on the Hub and in a folder."""
+    """Fingerprint of the sorted names, dtypes and shapes, the same on the Hub and in a folder."""
     num_tensors: int
     notes: tuple[str, ...] = ()
-    """What the reader should know: what was not understood, what a config cannot show."""
+    """Sentences for the reader: what was not understood, what a config cannot show."""
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The architecture that the config describes."""
+        last = max((layer.index for layer in self.layers), default=-1)
+        return read_architecture(self.config, last + 1)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of hidden states and of the KV cache, as torch names it."""
+        return compute_dtype(self.dtype, self.architecture.dtype)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of hidden states and of the KV cache."""
+        return FLOAT_BYTES[self.compute_dtype]
 
     @cached_property
     def total_bytes(self) -> int:
@@ -191,7 +212,7 @@ class Model:
 
     def _outside_named(self, owners: frozenset[str]) -> list[TensorInfo]:
         """Matrices outside the layers that belong to modules of these names."""
-        named = (t for t in self.loaded_outside if _owner(t.name) in owners)
+        named = (t for t in self.loaded_outside if owner(t.name) in owners)
         return [tensor for tensor in named if len(tensor.shape) == 2]
 
     @cached_property
@@ -214,8 +235,17 @@ OUTPUT_HEADS = frozenset(("lm_head", "embed_out", "output", "output_layer"))
 """Names that models give to the module that turns hidden states into logits."""
 
 
-def _owner(name: str) -> str:
-    """The module that a weight belongs to: ``embed_tokens`` of ``model.embed_tokens.weight``."""
+def compute_dtype(stored: str, stated: str | None) -> str:
+    """Return what a model is computed in: floats as they are stored, whatever the config states.
+
+    Quantised weights are computed with in the float type that the config states, else in bfloat16.
+    """
+    floats = (dtype for dtype in (stored, stated) if dtype in FLOAT_BYTES)
+    return next(floats, "bfloat16")
+
+
+def owner(name: str) -> str:
+    """Return the module of a weight: ``embed_tokens`` of ``model.embed_tokens.weight``."""
     module, _, last = name.rpartition(".")
     return module.rpartition(".")[2] if last == "weight" else ""
 

@@ -7,12 +7,12 @@ from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.folder import read_folder
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.stored import CONFIG_NAME, Stored
+from offplan.checkpoint.tensors import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError, HubError
 from offplan.progress import Progress
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-"""With an organisation or, as the oldest models have it, without: ``gpt2``."""
+"""A Hub id has an organisation or, as the oldest models, none: ``gpt2``."""
 _FILE = re.compile(r".*\.(json|safetensors|bin|gguf|pth?|ya?ml)", re.IGNORECASE)
 """Names of files, which a bare word of this kind is far more likely to mean than a model."""
 

@@ -16,7 +16,7 @@ from offplan.checkpoint.headers import LENGTH_BYTES, header_length
 from offplan.checkpoint.hub_errors import HTTPError
 
 RETRY_WAITS_S = (0.5, 1.0, 2.0, 4.0)
-"""Waits between attempts; one attempt more than there are waits."""
+"""Seconds between attempts; one attempt more than there are waits."""
 _MAX_RETRY_AFTER_S = 30.0
 _RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
 _PATIENCE_S = 30.0

@@ -1,7 +1,14 @@
-"""One tensor of a checkpoint, as its safetensors header describes it."""
+"""A checkpoint before it is understood: its config, and its tensors as headers describe them."""
 
+import hashlib
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+CONFIG_NAME = "config.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -51,3 +58,37 @@ class TensorInfo(NamedTuple):
     def nbytes(self) -> int:
         """Bytes as stored."""
         return self.num_elements * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint as its source describes it."""
+
+    config: Mapping[str, Any]
+    """``config.json``, as read."""
+    tensors: tuple[TensorInfo, ...]
+    """All tensors, in no particular order."""
+    revision: str | None = None
+    """The Hub commit; None off the Hub."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the source could not tell."""
+
+
+def headers_sha256(tensors: Iterable[TensorInfo]) -> str:
+    """SHA-256, in hex, over one sorted line a tensor: name, dtype, ``d0,d1,...``, tabs between.
+
+    Shards, offsets and metadata are left out, so that the Hub, a folder sharded otherwise and a
+    config alone agree.
+    """
+    lines = sorted(
+        f"{tensor.name}\t{tensor.dtype}\t{','.join(map(str, tensor.shape))}\n" for tensor in tensors
+    )
+    return hashlib.sha256("".join(lines).encode("utf-8")).hexdigest()
+
+
+def is_index(part: str) -> bool:
+    """Whether a name part is an index as writers write it: ASCII digits, no leading zero, few.
+
+    Anything else is a word: ``03`` must not stand for the same layer or expert as ``3``.
+    """
+    return part.isascii() and part.isdecimal() and len(part) < 7 and (part[0] != "0" or part == "0")

@@ -1,4 +1,4 @@
-"""What transformers makes of a config's values. Imported where it is used: it is slow to import."""
+"""Transformers' own config of a model. It is slow to import, so it is imported where it is used."""
 
 from collections.abc import Mapping
 from typing import Any

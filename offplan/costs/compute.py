@@ -24,7 +24,7 @@ class ComputeTime:
 
     seconds: float
     measured: bool
-    """Measured at exactly this shape; otherwise estimated."""
+    """Whether it was measured at exactly this shape; otherwise it is estimated."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class PassCompute:
     """Compute of one forward pass with everything resident."""
 
     layers: tuple[ComputeTime, ...]
-    """By layer, in the order of execution."""
+    """One time a layer, in the order of execution."""
     outside: ComputeTime
     """Embedding, final norm and head."""
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole pass."""
+        """Seconds of the whole pass."""
         return sum(time.seconds for time in self.layers) + self.outside.seconds
 
     @cached_property
@@ -61,7 +61,7 @@ class ModelCompute:
 
     @cached_property
     def works(self) -> dict[str, LayerWork]:
-        """What each kind of layer has to do, by its key."""
+        """The work of each kind of layer, by its key."""
         works: dict[str, LayerWork] = {}
         for layer in self.model.layers:
             if layer.key not in works:

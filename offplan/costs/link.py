@@ -1,4 +1,4 @@
-"""What crosses the link when kernels read offloaded weights in place."""
+"""The bytes that cross the link when kernels read offloaded weights in place."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ REREADS = tuple(
     Reread(rows=rows, factor=factor)
     for rows, factor in ((128, 1.0), (256, 2.0), (512, 2.0), (1024, 5.0), (4096, 17.0))
 )
-"""What holds for a machine whose profile has no ``uva_rereads``: those of an H200.
+"""Re-reads taken for a machine whose profile has no ``uva_rereads``: those of an H200.
 
 Source: cuBLAS bf16 products on an H200 (51, 25.6, 25.6, 10.1 and 3.0 GB/s effective): tiles re-read
 the weight.
@@ -39,7 +39,7 @@ Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows a
 """
 
 UVA_SLOWDOWN = 1.16
-"""What holds for a machine whose profile has no ``uva_beside_copies``: that of an H200.
+"""Slowdown taken for a machine whose profile has no ``uva_beside_copies``: that of an H200.
 
 Source: matrix-vector products of 32 MiB each while copies are queued; other kernels that read in
 place were 1.09 to 1.21 times slower than alone.
@@ -47,7 +47,7 @@ place were 1.09 to 1.21 times slower than alone.
 
 
 def uva_slowdown(machine: MachineProfile) -> float:
-    """What reading in place takes in a pass that copies too, as a multiple."""
+    """Time of reading in place in a pass that copies too, as a multiple of that without copies."""
     beside = machine.uva_beside_copies
     return UVA_SLOWDOWN if beside is None else max(1.0, machine.uva.value / beside.value)
 

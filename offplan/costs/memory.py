@@ -1,9 +1,9 @@
 """GPU and host memory of a plan, term by term."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
-from offplan.checkpoint.config import read_count, text_config
-from offplan.checkpoint.model import Layer, Model, Parameter
+from offplan.checkpoint.matrices import output_width
+from offplan.checkpoint.model import Layer, Model
 from offplan.costs.roles import Role, role_of
 from offplan.costs.work import PassShape, attention_dims, prefill_shapes
 from offplan.machine.profile import MachineProfile
@@ -17,17 +17,18 @@ Source: estimated.
 """
 
 HIDDEN_COPIES = 6
-"""Hidden states alive at once: residual, normed, a block's output and their sum, and what the
-allocator keeps of the layer before.
+"""Hidden states alive at once: the residual, the normed one, a block's output and their sum, and
+what the allocator keeps of the layer before.
 
 Source: transformers' decoder layer, read, and what prompts of 4,096 to 16,384 tokens of Qwen3-8B
 took on an H200 beyond that.
 """
 
 WAITING_COPIES = 2
-"""Of a token in another chunk: its hidden state, and what the allocator keeps of the one before.
+"""Hidden states kept of each token in another chunk: its own, and what the allocator keeps of the
+one before.
 
-Source: as of HIDDEN_COPIES, a prompt of 8,192 tokens in chunks of 512 and of 4,096.
+Source: measured as HIDDEN_COPIES was, on a prompt of 8,192 tokens in chunks of 512 and of 4,096.
 """
 
 ATTENTION_COPIES = 2
@@ -37,26 +38,29 @@ Source: transformers' attention, read.
 """
 
 LOGIT_COPIES = 2
-"""Of one logit: as the head gives it, and as some models scale or cap it. The greatest is found
-without a copy.
+"""Times the logits live: as the head gives them, and as some models scale or cap them. The greatest
+is found without a copy.
 
 Source: transformers' heads and torch's argmax, read.
 """
 
 JOINED_PARTS = 2
-"""What a later chunk's tokens find in those before it, and in itself, beside the two joined.
+"""Outputs of attention alive beside the joined one in a later chunk: over the tokens before the
+chunk, and over its own.
 
 Source: ``runtime.attention._attend_in_two``.
 """
 
 MASK_BYTES = 5
-"""Of a new token and one that a window may show it: two comparisons, both of them, a bias of 2.
+"""Bytes for each pair of a new token and one that a window may show it: two comparisons, their
+conjunction, and a bias of two bytes.
 
 Source: ``runtime.attention._window_mask``; kernels want the mask in the type of the query.
 """
 
 SCORE_BYTES = 10
-"""Of one attention score over latents without the kernel: in float32, its softmax, and in bfloat16.
+"""Bytes of one attention score over latents without the kernel: in float32, as its softmax in
+float32, and in bfloat16.
 
 Source: ``runtime.latent._mix``.
 """
@@ -69,35 +73,40 @@ Source: ``runtime.latent_kernel.attend_filled``.
 """
 
 KERNEL_HEADS = 16
-"""Heads of such a block. Source: ``runtime.latent_kernel.BLOCK_HEADS``."""
+"""Heads in a block of the kernel for latents. Source: ``runtime.latent_kernel.BLOCK_HEADS``."""
 
 KERNEL_MULTIPLE = 16
-"""Of sizes that those kernels know. Source: ``runtime.experts.block_size``."""
+"""Number that sizes are a multiple of where the runtime's kernels for experts know them.
+
+Source: ``runtime.experts.block_size``.
+"""
 
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that the runtime's own kernels know. Source: ``runtime.kernels.KERNEL_TYPES``."""
 
 ROUTED_COPIES = 2
-"""Beside an expert's products, hidden states of a pair of a token and an expert.
+"""Hidden states that each pair of a token and an expert has beside the expert's products.
 
-For few tokens what an expert returns, weighted in float32; for many the hidden state gathered for
-the expert, and what returns put back in order. Source: ``runtime.experts.forward_experts``, and
-transformers' ``grouped_mm`` experts, compiled.
+They are, for few tokens, what an expert returns, weighted in float32; for many, the hidden state
+gathered for the expert, and what returns put back in order.
+
+Source: ``runtime.experts.forward_experts``, and transformers' ``grouped_mm`` experts, compiled.
 """
 
 EAGER_COPIES = 6
-"""Of a pair's hidden state while experts run uncompiled: gathered, returned, and then weighted and
-put back in order, both in float32 where routing weights are.
+"""Times a pair's hidden state lives while experts run uncompiled: gathered, returned, and then
+weighted and put back in order, both in float32 where routing weights are.
 
 Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
 """
 
 _ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})
 _MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
+_EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
 
 
 def kv_cache_bytes(model: Model, workload: Workload) -> int:
-    """Static cache: batch x context tokens of every layer's keys and values, or latents.
+    """Bytes of the static cache: batch x context tokens of each layer's keys and values or latents.
 
     Layers with a window keep the whole context as well: the runtime gives all layers one shape.
     """
@@ -108,14 +117,14 @@ def kv_cache_bytes(model: Model, workload: Workload) -> int:
 
 
 def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
-    """Context, libraries and graphs as the profile says, and MARGIN of the budget."""
+    """Bytes of context, libraries and graphs as the profile says, and MARGIN of the budget."""
     return machine.gpu_overhead.value + round(MARGIN * budget.gpu_memory)
 
 
 def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
-    """Temporaries of the larger phase: of its largest chunk, and what waits for the other chunks.
+    """Bytes of the larger phase's temporaries: its largest chunk's, and what waits meanwhile.
 
-    Of a chunk: hidden states + the hungriest block + logits; of a layer only one block, attention
+    A chunk has hidden states + the hungriest block + logits: of a layer only one block, attention
     or MLP, is alive at a time. A chunk that is not as long as the plan's runs uncompiled. A decode
     step's temporaries count once more: its captured graphs keep theirs beside an uncaptured prompt.
     Source: ``runtime.session.Session``, ``runtime.captured.Passes``.
@@ -139,77 +148,72 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
 
 
 def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
-    """What a prompt keeps while ``chunk`` is in a layer.
+    """Bytes that a prompt keeps while ``chunk`` is in a layer.
 
     WAITING_COPIES of a hidden state of every other token, since all chunks pass a layer before the
     next one runs; the rotary table of the whole prompt, a cosine and a sine for each element of a
     query head; and the keys and values that chunks of latent attention expand, of all heads.
     """
-    dims = attention_dims(model.config, chunk.phase)
+    dims = attention_dims(model.architecture, chunk.phase)
     others = workload.batch * (workload.prompt_tokens - chunk.tokens)
-    kept = WAITING_COPIES * others * _hidden_size(model)
+    kept = WAITING_COPIES * others * model.architecture.hidden_size
     kept += 2 * workload.prompt_tokens * dims.query_dim
-    if chunk.is_part and _has_latents(model):
+    if chunk.is_part and model.architecture.latents is not None:
         width = dims.num_heads * (dims.query_dim + dims.value_dim)
         kept += workload.batch * workload.prompt_tokens * width
-    return kept * element_bytes(model)
+    return kept * model.element_bytes
 
 
 def hidden_bytes(model: Model, shape: PassShape) -> int:
-    """Hidden states: HIDDEN_COPIES x new tokens x hidden size x element size."""
-    return HIDDEN_COPIES * shape.num_tokens * _hidden_size(model) * element_bytes(model)
+    """Bytes of hidden states: HIDDEN_COPIES x new tokens x hidden size x element size."""
+    return HIDDEN_COPIES * shape.num_tokens * model.architecture.hidden_size * model.element_bytes
 
 
 def logits_bytes(model: Model, shape: PassShape) -> int:
-    """Logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary x element size."""
+    """Bytes of the logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary."""
     head = model.head
     num_logits = shape.batch * head.shape[0] if head is not None else 0
-    return LOGIT_COPIES * num_logits * element_bytes(model)
+    return LOGIT_COPIES * num_logits * model.element_bytes
 
 
 def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
-    """Attention's temporaries.
+    """Bytes of attention's temporaries.
 
-    ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of what
-    attention returns for a chunk that is not the first, or a window's mask; and for latent
+    They are ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of
+    what attention returns for a chunk that is not the first, or a window's mask; and for latent
     attention ``latent_bytes``.
     """
-    width = _output_width(p for p in layer.parameters if role_of(p) in _ATTENTION_ROLES)
-    total = ATTENTION_COPIES * shape.num_tokens * width * element_bytes(model)
-    dims, window = attention_dims(model.config, shape.phase), layer.kv_cache.window
+    width = _output_width(model, layer, _ATTENTION_ROLES)
+    total = ATTENTION_COPIES * shape.num_tokens * width * model.element_bytes
+    dims, window = attention_dims(model.architecture, shape.phase), layer.kv_cache.window
     if shape.phase is Phase.PREFILL and window is not None and window < shape.context:
         total += MASK_BYTES * shape.tokens * min(shape.context, shape.tokens + window - 1)
     elif shape.phase is Phase.PREFILL and shape.tokens < shape.context:
         made = shape.num_tokens * dims.num_heads * dims.value_dim
-        total += JOINED_PARTS * made * element_bytes(model)
-    if _has_latents(model):
+        total += JOINED_PARTS * made * model.element_bytes
+    if model.architecture.latents is not None:
         total += latent_bytes(model, layer, shape)
     return total
 
 
 def latent_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
-    """What latent attention takes besides.
+    """Bytes that latent attention takes besides.
 
     In prefill the keys and values of every head for the new tokens (twice: the product, and keys
     with their rotary part joined). In decode what each split of the cache mixes, in float32, with
     one softmax sum; without the kernel SCORE_BYTES for every head and cached token.
     Source: ``runtime.latent``.
     """
-    dims = attention_dims(model.config, shape.phase)
+    dims = attention_dims(model.architecture, shape.phase)
     if shape.phase is Phase.PREFILL:
         width = 2 * dims.num_heads * (dims.query_dim + dims.value_dim)
-        return shape.num_tokens * width * element_bytes(model)
+        return shape.num_tokens * width * model.element_bytes
     rank, rope = dims.value_dim, dims.query_dim - dims.value_dim
-    in_kernel = model.dtype in KERNEL_TYPES and layer.kv_cache.window is None
+    in_kernel = model.compute_dtype in KERNEL_TYPES and layer.kv_cache.window is None
     if not in_kernel or not (_is_power(rank) and _is_power(rope)):
         return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
     blocks = shape.batch * -(-dims.num_heads // KERNEL_HEADS)
     return 4 * (rank + 1) * KERNEL_HEADS * max(SPLITS, blocks)
-
-
-def _has_latents(model: Model) -> bool:
-    """Whether attention keeps latents of keys and values, and expands them."""
-    return bool(read_count(text_config(model.config), "kv_lora_rank"))
 
 
 def _is_power(dim: int) -> bool:
@@ -218,37 +222,37 @@ def _is_power(dim: int) -> bool:
 
 
 def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
-    """Temporaries of the MLP, of shared and of routed experts.
+    """Bytes of the temporaries of the MLP, of shared and of routed experts.
 
-    New tokens x the width of the products (gate, up, down), and the same for each of a token's
-    experts with ROUTED_COPIES of its hidden state; where the runtime has their weights gathered,
-    those too.
+    They are new tokens x the width of the products (gate, up, down), and the same for each of a
+    token's experts with ROUTED_COPIES of its hidden state; where the runtime has their weights
+    gathered, those too.
     """
-    dense = _output_width(p for p in layer.parameters if role_of(p) in _MLP_ROLES)
+    dense = _output_width(model, layer, _MLP_ROLES)
     routed = gathered = 0
     if layer.expert_bytes and model.experts is not None:
-        hidden = _hidden_size(model)
-        width = _output_width(p for p in layer.parameters if p.is_expert)
+        hidden = model.architecture.hidden_size
+        width = _output_width(model, layer, _EXPERT_ROLES)
         routed = model.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
         if _gathers_experts(model, layer, shape):
             pairs = shape.num_tokens * model.experts.num_experts_per_token
             gathered = pairs * model.experts.bytes_per_expert
-    return shape.num_tokens * (dense + routed) * element_bytes(model) + gathered
+    return shape.num_tokens * (dense + routed) * model.element_bytes + gathered
 
 
 def eager_expert_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
-    """Temporaries of many tokens' routed experts, uncompiled.
+    """Bytes of the temporaries of many tokens' routed experts, uncompiled.
 
-    Of each of a token's experts the more of two: EAGER_COPIES of its hidden state; one of them,
+    Each of a token's experts takes the more of two: EAGER_COPIES of its hidden state; one of them,
     what gate and up give, and as much again for their product.
     """
     if not layer.expert_bytes or model.experts is None:
         return 0
-    hidden = _hidden_size(model)
-    inside = _output_width(p for p in layer.parameters if p.is_expert) - hidden
+    hidden = model.architecture.hidden_size
+    inside = _output_width(model, layer, _EXPERT_ROLES) - hidden
     of_pair = max(EAGER_COPIES * hidden, hidden + 2 * inside)
     pairs = shape.num_tokens * model.experts.num_experts_per_token
-    return pairs * of_pair * element_bytes(model)
+    return pairs * of_pair * model.element_bytes
 
 
 def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
@@ -285,19 +289,16 @@ def predict_gpu_memory(
     return GPUMemoryPrediction(**terms, total=sum(terms.values()))
 
 
-def element_bytes(model: Model) -> int:
-    """Bytes of one activation: quantised weights are computed with in bfloat16."""
-    return 4 if model.dtype in ("float32", "float64") else 2
+def _output_width(model: Model, layer: Layer, roles: Collection[Role]) -> int:
+    """Elements that a token's products with a layer's matrices of these roles have.
 
-
-def _hidden_size(model: Model) -> int:
-    return read_count(text_config(model.config), "hidden_size", "n_embd") or 0
-
-
-def _output_width(parameters: Iterable[Parameter]) -> int:
-    """Elements that each token's products with these matrices have, one expert's of routed ones."""
-    shapes = [parameter.tensors[0].shape for parameter in parameters]
-    return sum(shape[-2] for shape in shapes if len(shape) > 1)
+    They are one expert's where the roles are the routed experts'.
+    """
+    return sum(
+        output_width(parameter, model.architecture)
+        for parameter in layer.parameters
+        if role_of(parameter) in roles
+    )
 
 
 def _distinct_layers(model: Model) -> list[Layer]:

@@ -4,9 +4,11 @@ from enum import Enum
 
 from offplan.checkpoint.model import Parameter
 
-_ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "wo", "dense"})
-_MLP_OUTPUTS = frozenset({"down_proj", "w2", "fc2", "c_proj"})
-_MLP_INPUTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc"})
+_ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "wo", "dense", "c_proj"})
+_MLP_OUTPUTS = frozenset({"down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h"})
+_MLP_INPUTS = frozenset(
+    {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc", "dense_h_to_4h"}
+)
 
 
 class Role(str, Enum):
@@ -32,7 +34,8 @@ def role_of(parameter: Parameter) -> Role:
         # fused experts join what it is to the projection's name: down_proj_bias, w2_weight
         is_output = any(part.startswith(tuple(_MLP_OUTPUTS)) for part in parts)
         return Role.EXPERTS_DOWN if is_output else Role.EXPERTS_GATE_UP
-    if any("norm" in part for part in parts):
+    # not all parts: DBRX has its attention in ``norm_attn_norm``
+    if "norm" in parameter.segment.rpartition(".")[2]:
         return Role.OTHER
     if any(part.startswith("shared_expert") for part in parts):
         return Role.SHARED_EXPERTS

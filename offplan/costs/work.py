@@ -1,10 +1,9 @@
-"""What one decoder layer has to read and to multiply, whatever the machine."""
+"""The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
 from offplan.placement import Phase
 from offplan.plan import Workload
@@ -16,9 +15,9 @@ class PassShape:
 
     phase: Phase
     batch: int
-    """Sequences."""
+    """Sequences in the pass."""
     tokens: int
-    """New tokens of each sequence."""
+    """New tokens in each sequence."""
     context: int
     """Tokens that each sequence's attention can reach, the new ones included."""
     is_part: bool = False
@@ -55,30 +54,26 @@ class AttentionDims:
     """Heads of one attention layer; zeros where the config does not say."""
 
     num_heads: int = 0
+    """Query heads."""
     query_dim: int = 0
-    """Of one query or key head."""
+    """Elements of a query or key head."""
     value_dim: int = 0
-    """Of one value head."""
+    """Elements of a value head."""
 
 
-def attention_dims(config: Mapping[str, Any], phase: Phase) -> AttentionDims:
-    """Read the attention's heads from ``config.json``.
+def attention_dims(architecture: Architecture, phase: Phase) -> AttentionDims:
+    """Return the heads that attention works on in a phase.
 
     Latent attention expands keys and values in prefill; in decode its heads look at the cached
     latents themselves. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
     """
-    text = text_config(config)
-    heads = read_count(text, "num_attention_heads", "n_head") or 0
-    rank = read_count(text, "kv_lora_rank")
-    if rank:
-        rope = read_count(text, "qk_rope_head_dim") or 0
-        if phase is Phase.DECODE:
-            return AttentionDims(heads, rank + rope, rank)
-        nope = read_count(text, "qk_nope_head_dim") or 0
-        return AttentionDims(heads, nope + rope, read_count(text, "v_head_dim") or 0)
-    hidden = read_count(text, "hidden_size", "n_embd") or 0
-    dim = read_count(text, "head_dim") or (hidden // heads if heads else 0)
-    return AttentionDims(heads, dim, dim)
+    heads, latents = architecture.attention, architecture.latents
+    if latents is None:
+        return AttentionDims(heads.num_heads, heads.head_dim, heads.head_dim)
+    if phase is Phase.DECODE:
+        return AttentionDims(heads.num_heads, latents.rank + latents.rope_dim, latents.rank)
+    query_dim = latents.nope_dim + latents.rope_dim
+    return AttentionDims(heads.num_heads, query_dim, latents.value_dim)
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,11 @@ class LayerWork:
     key: str
     """``Layer.key`` of the layer."""
     dense_bytes: int
-    """Weights that every pass reads whole."""
+    """Bytes of the weights that every pass reads whole."""
     expert_bytes: int
-    """Routed experts' weights, of which a pass reads those that its tokens are sent to."""
+    """Bytes of the routed experts, of which a pass reads those that its tokens are sent to."""
     token_elements: float
-    """Weights that each new token is multiplied by; of routed experts, only its own."""
+    """Elements that each new token is multiplied by; of routed experts, only its own."""
     kv_cache: KVCache
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
@@ -132,7 +127,7 @@ def attended_pairs(shape: PassShape, window: int | None) -> int:
 
 
 def layer_work(model: Model, layer: Layer) -> LayerWork:
-    """Sum up a layer."""
+    """Sum up what a layer reads and multiplies."""
     dense = [p for p in layer.parameters if not p.is_expert]
     expert_elements = sum(_matrix_elements(p) for p in layer.parameters if p.is_expert)
     dense_elements = sum(map(_matrix_elements, dense))
@@ -144,7 +139,7 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         expert_bytes=layer.expert_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
-        attention={phase: attention_dims(model.config, phase) for phase in Phase},
+        attention={phase: attention_dims(model.architecture, phase) for phase in Phase},
         experts=experts,
     )
 

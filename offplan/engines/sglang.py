@@ -78,7 +78,7 @@ def _whole_gib(rule: Rule) -> int:
 
 
 def _require_prefetching(model: Model) -> None:
-    classes = model.config.get("architectures") or [f"model type {model.model_type}"]
+    classes = model.architecture.class_names or (f"model type {model.model_type}",)
     if not set(classes) & set(PREFETCHING_CLASSES):
         raise ExportError(
             f"SGLang prefetches layers of {' and '.join(PREFETCHING_CLASSES)} only; this model "

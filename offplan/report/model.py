@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.checkpoint.model import Layer, Model
-from offplan.checkpoint.names import is_index
+from offplan.checkpoint.tensors import is_index
 from offplan.report.bar import ShareBar
 from offplan.report.table import WIDTH, make_table
 from offplan.units import format_bytes, format_bytes_alike

@@ -80,14 +80,10 @@ def find_filled(
     Compiled block attention needs heads of a power of two from 16 on and no sliding window, the
     kernel for latents their ranks likewise, and KERNEL_TYPES.
     """
-    config = loaded.module.config.get_text_config()
-    # transformers fills in what config.json leaves out; where its config does not say either which
-    # layers have the window, their code does
-    kinds, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
-    may_slide = kinds is None or "sliding_attention" in kinds
-    slides = may_slide and window is not None and window < context
-    if slides or any(layer.kv_cache.window is not None for layer in loaded.model.layers):
+    windows = loaded.model.architecture.windows
+    if any(window is not None and window < context for window in windows):
         return filled_mask
+    config = loaded.module.config.get_text_config()
     if rank := getattr(config, "kv_lora_rank", None):
         powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
         return filled_up_to if powers and loaded.model.dtype in KERNEL_TYPES else filled_mask

@@ -17,7 +17,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
 
     Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
     """
-    if "quantization_config" in model.config:
+    if model.architecture.is_quantised:
         raise CheckpointError(
             f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints. "
             "Its plan can still be made and exported"

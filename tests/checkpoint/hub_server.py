@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = len(content) + hub.tails.get(name, 0)
         first, last, asked = 0, size - 1, self.headers.get("Range")
         ranged = bool(asked) and not hub.ignore_range
-        if ranged:
+        if asked and ranged:
             first, last = map(int, asked.removeprefix("bytes=").split("-"))
             if first >= size:
                 return self.fail(416, "")

@@ -9,8 +9,7 @@ from rich.console import Console
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
-from offplan.checkpoint.stored import Stored
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.report.model import render_model
 from offplan.report.table import WIDTH
 from tests.checkpoint.architectures import MODELS

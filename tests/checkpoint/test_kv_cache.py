@@ -1,5 +1,6 @@
 import pytest
 
+from offplan.checkpoint.architecture import read_architecture
 from offplan.checkpoint.kv_cache import describe_kv_caches
 from offplan.checkpoint.model import KVCache, Parameter
 from offplan.checkpoint.tensors import TensorInfo
@@ -13,11 +14,15 @@ def parameters(*names, dtype="BF16", **shapes):
     )
 
 
+def describe(config, layers, element_bytes=2):
+    return describe_kv_caches(read_architecture(config, len(layers)), layers, element_bytes)
+
+
 FUSED = parameters("self_attn.qkv_proj.weight")
 LATENT = parameters("self_attn.kv_a_proj_with_mqa.weight")
 LINEAR = parameters("linear_attn.in_proj.weight")
-GQA = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
-MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}
+GQA = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 LINEAR_KEYS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -32,13 +37,12 @@ STATE = KVCache(state_bytes=(2 * 2 * 8 + 4 * 16) * 4 * 2 + 4 * 8 * 16 * 4)
     ("config", "layer", "bytes_per_token"),
     [
         (GQA, FUSED, 2 * 2 * 16 * 2),
-        ({**GQA, "dtype": "float32"}, FUSED, 2 * 2 * 16 * 4),
-        ({"num_attention_heads": 8, "hidden_size": 64, "dtype": "float16"}, FUSED, 2 * 8 * 8 * 2),
-        ({"n_head": 4, "n_embd": 32, "multi_query": True, "dtype": "bfloat16"}, FUSED, 2 * 8 * 2),
+        ({"num_attention_heads": 8, "hidden_size": 64}, FUSED, 2 * 8 * 8 * 2),
+        ({"n_head": 4, "n_embd": 32, "multi_query": True}, FUSED, 2 * 8 * 2),
         (MLA, LATENT, (512 + 64) * 2),
         ({**GQA, **MLA}, LATENT, (512 + 64) * 2),
-        # Nested in a multimodal config; the tensors' own dtype where the config names none.
-        ({"text_config": {**GQA, "dtype": None}}, FUSED, 2 * 2 * 16 * 2),
+        # Nested in a multimodal config.
+        ({"text_config": GQA}, FUSED, 2 * 2 * 16 * 2),
         # The projections' rows outweigh the config.
         (
             GQA,
@@ -69,8 +73,12 @@ STATE = KVCache(state_bytes=(2 * 2 * 8 + 4 * 16) * 4 * 2 + 4 * 8 * 16 * 4)
     ],
 )
 def test_bytes_per_token(config, layer, bytes_per_token):
-    tensors = [tensor for parameter in layer for tensor in parameter.tensors]
-    assert describe_kv_caches(config, [layer], tensors) == ([KVCache(bytes_per_token)], [])
+    assert describe(config, [layer]) == ([KVCache(bytes_per_token)], [])
+
+
+def test_cached_numbers_have_the_size_of_what_the_model_computes_in():
+    (cache,), _ = describe(GQA, [FUSED], element_bytes=4)
+    assert cache == KVCache(2 * 2 * 16 * 4)
 
 
 FULL = KVCache(128)
@@ -93,13 +101,14 @@ WINDOW = {**GQA, "sliding_window": 32}
 )
 def test_windows(config, caches):
     expected = [SLIDING if kind == "s" else FULL for kind in caches]
-    assert describe_kv_caches(config, [FUSED] * 4, []) == (expected, [])
+    assert describe(config, [FUSED] * 4) == (expected, [])
 
 
 def test_window_of_unknown_layers_keeps_everything_and_says_so():
-    caches, notes = describe_kv_caches({**WINDOW, "model_type": "new"}, [FUSED] * 2, [])
-    assert caches == [FULL] * 2
-    assert "does not say for which layers" in notes[0]
+    config = {**WINDOW, "model_type": "new"}
+    assert describe(config, [FUSED] * 2) == ([FULL] * 2, [])
+    (note,) = read_architecture(config, 2).notes
+    assert "does not say for which layers" in note
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,7 @@ def test_window_of_unknown_layers_keeps_everything_and_says_so():
 )
 def test_linear_attention_keeps_a_state(types):
     config = {**GQA, **LINEAR_KEYS, **types}
-    caches, notes = describe_kv_caches(config, [LINEAR, LINEAR, FUSED], [])
+    caches, notes = describe(config, [LINEAR, LINEAR, FUSED])
     assert caches == [STATE, STATE, FULL]
     assert not notes
 
@@ -129,11 +138,11 @@ def test_linear_attention_keeps_a_state(types):
     ],
 )
 def test_what_is_not_understood_is_nothing_and_noted(config, layer):
-    caches, notes = describe_kv_caches(config, [layer], [])
+    caches, notes = describe(config, [layer])
     assert caches == [KVCache()]
     assert "1 layers (the first is 0) was not understood" in notes[0]
 
 
 def test_layers_that_read_anothers_cache_keep_none():
-    caches, _ = describe_kv_caches({**GQA, "num_kv_shared_layers": 2}, [FUSED] * 3, [])
+    caches, _ = describe({**GQA, "num_kv_shared_layers": 2}, [FUSED] * 3)
     assert caches == [FULL, KVCache(), KVCache()]

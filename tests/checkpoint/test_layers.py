@@ -4,9 +4,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts
-from offplan.checkpoint.stored import Stored
-from offplan.checkpoint.tensors import TensorInfo
-from offplan.checkpoint.tie_defaults import TIED_BY_DEFAULT, UNTIED_BY_DEFAULT
+from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
@@ -261,15 +259,6 @@ def test_a_tie_that_the_config_does_not_state_is_said(model_type, said):
     assert model(without_head, config).notes == ()
 
 
-def test_defaults_of_ties_are_those_of_transformers():
-    pytest.importorskip("transformers")
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    for model_types, default in ((TIED_BY_DEFAULT, True), (UNTIED_BY_DEFAULT, False)):
-        known = [CONFIG_MAPPING[name] for name in model_types if name in CONFIG_MAPPING]
-        assert {config.tie_word_embeddings for config in known} == {default}
-
-
 def test_head_of_another_shape_is_not_tied():
     shapes = {**dense_shapes(), "lm_head.weight": ("BF16", (17, 8))}
     assert not model(shapes, {**DENSE_CONFIG, "tie_word_embeddings": True}).tied
@@ -284,7 +273,14 @@ def test_fingerprint_leaves_out_order_and_place():
 
 
 FIGURES = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.integers()
-VALUES = FIGURES | st.text(max_size=3) | st.lists(FIGURES, max_size=3) | st.just({"n_experts": 4})
+TYPES = st.sampled_from(["llama4_text", "modernbert-decoder", "qwen2", "smollm3", "mimo_v2_flash"])
+VALUES = (
+    FIGURES
+    | TYPES
+    | st.text(max_size=3)
+    | st.lists(FIGURES, max_size=3)
+    | st.just({"n_experts": 4})
+)
 KEYS = [
     "num_hidden_layers",
     "n_layer",
@@ -302,6 +298,14 @@ KEYS = [
     "sliding_window",
     "layer_types",
     "sliding_window_pattern",
+    "use_sliding_window",
+    "max_window_layers",
+    "no_rope_layers",
+    "attention_chunk_size",
+    "local_attention",
+    "attn_logit_softcapping",
+    "eos_token_id",
+    "architectures",
     "num_kv_shared_layers",
     "tie_word_embeddings",
     "full_attention_interval",

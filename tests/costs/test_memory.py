@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.model import Experts, KVCache, Layer, Parameter
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.memory import (
     ATTENTION_COPIES,
     EAGER_COPIES,
@@ -20,7 +21,6 @@ from offplan.costs.memory import (
     activation_bytes,
     attention_bytes,
     eager_expert_bytes,
-    element_bytes,
     hidden_bytes,
     kv_cache_bytes,
     latent_bytes,
@@ -69,6 +69,51 @@ def test_each_expert_of_a_token_has_its_temporaries() -> None:
     shared = 3 * HIDDEN
     routed = 2 * (3 * HIDDEN + 2 * HIDDEN)
     assert mlp_bytes(model, model.layers[1], SHAPE) == TOKENS * (shared + routed) * 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "hidden", "inner", "num_experts", "chosen", "of_token"),
+    [
+        ("gpt_oss", 2880, 2880, 32, 4, 4 * (2 * 2880 + 2880 + 2 * 2880)),
+        ("llama4_text", 5120, 8192, 16, 1, 2 * 8192 + 5120 + 2 * 5120),
+    ],
+)
+def test_fused_experts_stored_with_their_inputs_first(
+    model_type: str, hidden: int, inner: int, num_experts: int, chosen: int, of_token: int
+) -> None:
+    """gpt-oss-20b and Llama-4-Scout: gate and up, down, ROUTED_COPIES of the hidden state."""
+    shapes: Shapes = {
+        "mlp.experts.gate_up_proj": (num_experts, hidden, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (num_experts, 2 * inner),
+        "mlp.experts.down_proj": (num_experts, inner, hidden),
+        "mlp.experts.down_proj_bias": (num_experts, hidden),
+    }
+    parameters = tuple(
+        Parameter(name, (TensorInfo(f"model.layers.0.{name}", "BF16", shape),), is_expert=True)
+        for name, shape in shapes.items()
+    )
+    layer = Layer(0, "moe", "model.layers.0", parameters)
+    model = replace(
+        make_model([], model_type=model_type, hidden_size=hidden),
+        experts=Experts(num_experts, chosen, layer.expert_bytes // num_experts),
+    )
+    assert {"gpt_oss": 57_600, "llama4_text": 31_744}[model_type] == of_token
+    assert mlp_bytes(model, layer, SHAPE) == TOKENS * of_token * 2
+
+
+def test_products_with_matrices_of_gpt2() -> None:
+    """Conv1D stores [in, out]; ``c_proj`` is attention's output, or the MLP's."""
+    shapes: Shapes = {
+        "attn.c_attn.weight": (HIDDEN, 3 * HIDDEN),
+        "attn.c_proj.weight": (HIDDEN, HIDDEN),
+        "mlp.c_fc.weight": (HIDDEN, 4 * HIDDEN),
+        "mlp.c_proj.weight": (4 * HIDDEN, HIDDEN),
+    }
+    model = make_model([shapes], model_type="gpt2")
+    first = PassShape(Phase.PREFILL, 2, 10, 10)
+    width = (3 + 1) * HIDDEN
+    assert attention_bytes(model, model.layers[0], first) == ATTENTION_COPIES * TOKENS * width * 2
+    assert mlp_bytes(model, model.layers[0], first) == TOKENS * (4 + 1) * HIDDEN * 2
 
 
 def test_latent_attention_holds_keys_and_values_of_the_prompt() -> None:
@@ -144,7 +189,7 @@ def test_experts_gathered_for_each_token(
     model = replace(moe_model(2), dtype=dtype)
     layer, experts = model.layers[1], model.experts
     assert experts is not None
-    without = tokens * (3 * HIDDEN + 2 * (3 * HIDDEN + 2 * HIDDEN)) * element_bytes(model)
+    without = tokens * (3 * HIDDEN + 2 * (3 * HIDDEN + 2 * HIDDEN)) * model.element_bytes
     shape = PassShape(phase, tokens, 1, 9)
     assert mlp_bytes(model, layer, shape) - without == gathered * 2 * experts.bytes_per_expert
 

@@ -20,7 +20,7 @@ from offplan.schedule import (
     empty_ring,
 )
 from tests.costs.builders import DENSE, dense_model, make_model, place_rules, rule
-from tests.test_placement import odd_models, place_or_skip, rule_lists
+from tests.costs.strategies import odd_models, place_or_skip, rule_lists
 
 
 def pass_times(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from offplan.checkpoint.architecture import read_architecture
 from offplan.costs.work import (
     AttentionDims,
     PassShape,
@@ -69,12 +70,12 @@ def test_pairs_are_counted(tokens: int, context: int, window: int | None) -> Non
     ],
 )
 def test_heads_are_read(config: dict[str, object], expected: tuple[int, int, int]) -> None:
-    assert attention_dims(config, Phase.PREFILL) == AttentionDims(*expected)
+    assert attention_dims(read_architecture(config), Phase.PREFILL) == AttentionDims(*expected)
 
 
 def test_latents_are_looked_at_as_they_are_in_decode() -> None:
     config = {"num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert attention_dims(config, Phase.DECODE) == AttentionDims(16, 576, 512)
+    assert attention_dims(read_architecture(config), Phase.DECODE) == AttentionDims(16, 576, 512)
 
 
 def test_dense_layer_reads_all_and_multiplies_matrices() -> None:

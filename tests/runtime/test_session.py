@@ -204,13 +204,13 @@ def test_kernels_of_a_captured_step(tmp_path: Path, name: str, dtype: str, fille
         assert find_filled(session.loaded, session.context) is filled
 
 
-def test_a_window_that_only_transformers_knows_of(tmp_path: Path) -> None:
+def test_a_window_that_the_config_leaves_to_its_model_type(tmp_path: Path) -> None:
     folder = save_tiny("olmo3_windowed", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     del config["layer_types"]
     (folder / "config.json").write_text(json.dumps(config))
     with open_session(folder, offload()) as session:
-        assert all(layer.kv_cache.window is None for layer in session.loaded.model.layers)
+        assert session.loaded.model.layers[0].kv_cache.window == 8
         assert find_filled(session.loaded, session.context) is filled_mask
         assert find_filled(session.loaded, 8) is filled_blocks  # no shorter than the context
         session._filled = filled_blocks

@@ -1,0 +1,322 @@
+"""The architecture that a ``config.json`` describes, read here and asked by everybody.
+
+Source: the config classes and attention modules of transformers 5.23; what these know and the
+file need not say stands in ``model_types``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offplan.checkpoint import model_types
+from offplan.checkpoint.config import read_count, read_dtype, read_number, text_config
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.tensors import CONFIG_NAME
+from offplan.checkpoint.windows import Mixer, read_windows
+from offplan.errors import CheckpointError
+
+MAX_LAYERS = 10_000
+"""Most layers of a model, past any there is; each costs time to understand and to plan."""
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_NUM_EXPERTS = (
+    "num_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "num_moe_experts",
+    "num_routed_experts",
+    "n_experts",
+)
+_NUM_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "num_selected_experts",
+    "top_k_experts",
+    "top_k",
+)
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The heads of a layer's attention, and what its scores need beyond a causal softmax."""
+
+    num_heads: int
+    """Query heads; 0 where the config does not say."""
+    num_kv_heads: int
+    """Heads of keys and values; 0 where the config does not say."""
+    head_dim: int
+    """Elements of a query, key or value head; 0 where the config does not say."""
+    sinks: bool
+    """Whether the softmax has a learned sink for each head."""
+    soft_cap: float | None
+    """Value that scores are softly capped at; None where they are not."""
+    position_bias: bool
+    """Whether a bias by distance (ALiBi, buckets) is added to the scores."""
+    prefix: bool
+    """Whether the tokens of a prefix see one another both ways."""
+    bidirectional: bool
+    """Whether tokens see later ones too."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention, which caches a latent in place of keys and values.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    """
+
+    rank: int
+    """Elements of the latent of a token."""
+    rope_dim: int
+    """Elements of the rotary part of a key, which all heads share."""
+    nope_dim: int
+    """Elements of the other part of a query or key head."""
+    value_dim: int
+    """Elements of a value head."""
+    index_dim: int
+    """Elements of the further key a token that a sparse attention's indexer keeps; 0 without."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The gated delta rule. Source: transformers 5.23, ``Qwen3NextGatedDeltaNet``."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    """Elements of a key head."""
+    value_dim: int
+    """Elements of a value head."""
+    kernel: int
+    """Tokens that its convolution looks at."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The routed experts, by the config; the tensors may know better (``model.Experts``)."""
+
+    num_experts: int | None
+    """Experts in a layer; None where the config does not say."""
+    num_per_token: int | None
+    """Experts that a token is sent to; None where the config does not say."""
+    has_idle: bool
+    """Whether there are experts beyond ``num_experts`` that compute nothing (LongCat)."""
+    in_out: bool
+    """Whether fused experts are stored as [experts, in, out], not [experts, out, in]."""
+    interleaved: bool
+    """Whether the columns of a fused gate and up projection alternate."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The architecture of the language model, without what its tensors tell better."""
+
+    model_type: str
+    """Transformers' name of the language model's part, such as ``gemma3_text``."""
+    class_names: tuple[str, ...]
+    """Transformers' classes that the config names, such as ``Qwen3ForCausalLM``."""
+    dtype: str | None
+    """The dtype that the config names, as torch does: ``bfloat16``."""
+    is_quantised: bool
+    """Whether the config is of a quantised checkpoint."""
+    hidden_size: int
+    """Elements of a token's hidden state; 0 where the config does not say."""
+    vocabulary_size: int | None
+    """Tokens that the model knows; None where the config does not say."""
+    end_tokens: tuple[int, ...]
+    """Tokens that end a text."""
+    num_layers: int | None
+    """Decoder layers; None where the config does not say."""
+    num_prediction_layers: int
+    """Layers after them that predict further tokens."""
+    num_sharing_layers: int
+    """Layers, the last ones, that read an earlier layer's keys and values."""
+    mixers: tuple[Mixer, ...]
+    """How each decoder layer mixes tokens."""
+    windows: tuple[int | None, ...]
+    """Tokens that each decoder layer's attention sees at most; None where it sees all."""
+    attention: Attention
+    latents: LatentAttention | None
+    """Latent attention, in the models that have it."""
+    linear: LinearAttention | None
+    """Linear attention, in the models that have it in some layers."""
+    routing: Routing
+    matrices_in_out: bool
+    """Whether the layers' matrices are stored as [in, out], not [out, in] (Conv1D)."""
+    float32_parts: tuple[str, ...]
+    """Parts of names whose parameters stay in float32 when bfloat16 or float16 is computed in."""
+    float32_parts_in_float16: tuple[str, ...]
+    """Parts of names whose parameters stay in float32 when float16 is computed in."""
+    head_is_tied: bool | None
+    """Whether the head is the input embedding; None where neither config nor model type says."""
+    states_tie: bool
+    """Whether the config itself says so; else it is the model type's default."""
+    final_soft_cap: float | None
+    """Value that logits are softly capped at; None where they are not."""
+    notes: tuple[str, ...]
+    """Sentences on what the config leaves open."""
+
+
+def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Architecture:
+    """Read a ``config.json``, of which ``num_layers`` is used where it does not count its layers.
+
+    Raises CheckpointError for values of another kind than their key's, for more layers than
+    MAX_LAYERS and for encoder-decoder models.
+    """
+    if config.get("is_encoder_decoder") is True:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: found an encoder-decoder model ({quote(config.get('model_type'))}), "
+            "expected a decoder-only one; offplan plans causal language models"
+        )
+    text = text_config(config)
+    model_type = str(text.get("model_type") or config.get("model_type"))
+    stated_layers = _read_num_layers(text)
+    windows = read_windows(text, model_type, stated_layers or num_layers)
+    tie = _read_tie(config, text)
+    attention_cap, final_cap = model_types.SOFT_CAPS.get(model_type, (None, None))
+    return Architecture(
+        model_type=model_type,
+        class_names=_read_names(config.get("architectures")),
+        dtype=read_dtype(config),
+        is_quantised=bool(config.get("quantization_config")),
+        hidden_size=_read_hidden_size(text),
+        vocabulary_size=read_count(text, "vocab_size"),
+        end_tokens=_read_end_tokens(config, text),
+        num_layers=stated_layers,
+        num_prediction_layers=read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0,
+        num_sharing_layers=read_count(text, "num_kv_shared_layers") or 0,
+        mixers=windows.mixers,
+        windows=windows.tokens,
+        attention=_read_attention(text, model_type, attention_cap),
+        latents=_read_latents(text),
+        linear=_read_linear(text),
+        routing=_read_routing(text, model_type),
+        matrices_in_out=model_type in model_types.CONV1D_TYPES,
+        float32_parts=model_types.FLOAT32_PARTS.get(model_type, ()),
+        float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
+        head_is_tied=_default_tie(model_type) if tie is None else tie,
+        states_tie=tie is not None,
+        final_soft_cap=read_number(
+            text, "final_logit_softcapping", "logits_soft_cap", default=final_cap
+        ),
+        notes=windows.notes,
+    )
+
+
+def read_num_experts(config: Mapping[str, Any]) -> int | None:
+    """Read how many routed experts a layer has, None where the config does not say."""
+    return _read_nested(text_config(config), "ffn_config", *_NUM_EXPERTS)
+
+
+def _read_num_layers(text: Mapping[str, Any]) -> int | None:
+    for key in _NUM_LAYERS:
+        value = text.get(key)
+        if value is not None and read_count(text, key) is None:
+            raise CheckpointError(
+                f"{CONFIG_NAME}: found {quote(value)} as {key}, expected a positive whole number; "
+                "correct the file or fetch it again"
+            )
+    num_layers = read_count(text, *_NUM_LAYERS)
+    if num_layers is not None and num_layers > MAX_LAYERS:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: found {num_layers} layers, expected {MAX_LAYERS} at most; correct the "
+            "file or fetch it again"
+        )
+    return num_layers
+
+
+def _read_hidden_size(text: Mapping[str, Any]) -> int:
+    return read_count(text, "hidden_size", "n_embd", "d_model") or 0
+
+
+def _read_attention(
+    text: Mapping[str, Any], model_type: str, default_cap: float | None
+) -> Attention:
+    num_heads = read_count(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 0
+    num_kv_heads = _read_nested(text, "attn_config", *_NUM_KV_HEADS, "kv_n_heads")
+    if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
+        num_kv_heads = 1
+    head_dim = read_count(text, "head_dim", "kv_channels", "attention_head_dim")
+    nested = text.get("attn_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    has_bias = model_type in model_types.BIASED_TYPES and nested.get("alibi") is not False
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=head_dim or (_read_hidden_size(text) // num_heads if num_heads else 0),
+        sinks=model_type in model_types.SINK_TYPES,
+        soft_cap=read_number(text, "attn_logit_softcapping", default=default_cap),
+        position_bias=has_bias or text.get("alibi") is True,
+        prefix=nested.get("prefix_lm") is True,
+        bidirectional=text.get("is_causal") is False
+        or text.get("use_bidirectional_attention") in (True, "all"),
+    )
+
+
+def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
+    rank = read_count(text, "kv_lora_rank")
+    if rank is None:
+        return None
+    return LatentAttention(
+        rank=rank,
+        rope_dim=read_count(text, "qk_rope_head_dim") or 0,
+        nope_dim=read_count(text, "qk_nope_head_dim") or 0,
+        value_dim=read_count(text, "v_head_dim") or 0,
+        index_dim=read_count(text, "index_head_dim") or 0,
+    )
+
+
+def _read_linear(text: Mapping[str, Any]) -> LinearAttention | None:
+    num_keys = read_count(text, "linear_num_key_heads")
+    num_values = read_count(text, "linear_num_value_heads")
+    key_dim = read_count(text, "linear_key_head_dim")
+    value_dim = read_count(text, "linear_value_head_dim")
+    kernel = read_count(text, "linear_conv_kernel_dim")
+    if not (num_keys and num_values and key_dim and value_dim and kernel):
+        return None
+    return LinearAttention(num_keys, num_values, key_dim, value_dim, kernel)
+
+
+def _read_routing(text: Mapping[str, Any], model_type: str) -> Routing:
+    return Routing(
+        num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS),
+        num_per_token=_read_nested(text, "ffn_config", *_NUM_PER_TOKEN),
+        has_idle=read_count(text, "zero_expert_num") is not None,
+        in_out=model_type in model_types.EXPERTS_IN_OUT,
+        interleaved=model_type in model_types.EXPERTS_INTERLEAVED,
+    )
+
+
+def _read_nested(text: Mapping[str, Any], part: str, *keys: str) -> int | None:
+    """Read the first of these keys, here or in a nested part (DBRX)."""
+    nested = text.get(part)
+    found = read_count(text, *keys)
+    return read_count(nested, *keys) if found is None and isinstance(nested, Mapping) else found
+
+
+def _read_tie(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None:
+    """Return what the config says; the outer one decides where it speaks, as in transformers."""
+    stated = (part.get("tie_word_embeddings") for part in (config, text))
+    return next((value for value in stated if isinstance(value, bool)), None)
+
+
+def _default_tie(model_type: str) -> bool | None:
+    is_tied = model_type in model_types.TIED_BY_DEFAULT
+    return is_tied if is_tied or model_type in model_types.UNTIED_BY_DEFAULT else None
+
+
+def _read_names(value: Any) -> tuple[str, ...]:
+    return tuple(name for name in value if isinstance(name, str)) if isinstance(value, list) else ()
+
+
+def _read_end_tokens(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
+    values = (part.get("eos_token_id") for part in (config, text))
+    tokens = [
+        token for value in values for token in (value if isinstance(value, list) else [value])
+    ]
+    return tuple(dict.fromkeys(token for token in tokens if type(token) is int))

@@ -1,0 +1,106 @@
+"""What is read from a config, beside what each model type's tests already hold."""
+
+import pytest
+
+from offplan.checkpoint.architecture import Attention, Routing, read_architecture
+from offplan.checkpoint.assemble import assemble
+from offplan.checkpoint.model import compute_dtype
+from offplan.checkpoint.tensors import Stored, TensorInfo
+from offplan.checkpoint.windows import Mixer
+from offplan.errors import CheckpointError
+from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
+
+PLAIN = {"sinks": False, "soft_cap": None, "position_bias": False, "prefix": False}
+CAUSAL = {**PLAIN, "bidirectional": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, Attention(0, 0, 0, **CAUSAL)),
+        ({"num_attention_heads": 4, "hidden_size": 64}, Attention(4, 4, 16, **CAUSAL)),
+        ({"n_heads": 4, "d_model": 64}, Attention(4, 4, 16, **CAUSAL)),
+        (
+            {"model_type": "gpt_oss", "num_attention_heads": 8, "num_key_value_heads": 2},
+            Attention(8, 2, 0, **{**CAUSAL, "sinks": True}),
+        ),
+        ({"model_type": "gemma2"}, Attention(0, 0, 0, **{**CAUSAL, "soft_cap": 50.0})),
+        (
+            {"model_type": "gemma2", "attn_logit_softcapping": None},
+            Attention(0, 0, 0, **CAUSAL),
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            Attention(0, 0, 0, **PLAIN, bidirectional=True),
+        ),
+        ({"alibi": True}, Attention(0, 0, 0, **{**CAUSAL, "position_bias": True})),
+        ({"model_type": "mpt", "attn_config": {"alibi": False}}, Attention(0, 0, 0, **CAUSAL)),
+        (
+            {"attn_config": {"prefix_lm": True, "kv_n_heads": 2}},
+            Attention(0, 2, 0, **{**CAUSAL, "prefix": True}),
+        ),
+    ],
+)
+def test_attention(config, expected):
+    assert read_architecture(config).attention == expected
+
+
+def test_experts_of_gpt_oss():
+    config = {"model_type": "gpt_oss", "num_local_experts": 32, "experts_per_token": 4}
+    assert read_architecture(config).routing == Routing(32, 4, False, True, True)
+
+
+def test_what_stays_in_float32():
+    architecture = read_architecture({"model_type": "deepseek_v32"})
+    assert architecture.float32_parts == ("e_score_correction_bias",)
+    assert architecture.float32_parts_in_float16 == ("indexer.weights_proj",)
+
+
+def test_llama4_attends_in_chunks():
+    architecture = read_architecture(
+        {"text_config": {"model_type": "llama4_text", "num_hidden_layers": 8}}
+    )
+    assert architecture.mixers == (*[Mixer.CHUNKED] * 3, Mixer.FULL) * 2
+    assert architecture.windows == (8192, 8192, 8192, None) * 2
+
+
+def test_a_hostile_interval_is_no_longer_than_the_model():
+    config = {"model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window_pattern": 2**39}
+    assert read_architecture(config).mixers == (Mixer.SLIDING,) * 3
+
+
+@pytest.mark.parametrize("value", [0, 10_001, "two", [1, 2]])
+def test_number_of_layers_that_cannot_be(value):
+    with pytest.raises(CheckpointError, match=r"layers, expected|num_hidden_layers, expected"):
+        read_architecture({"num_hidden_layers": value})
+
+
+def test_end_tokens_of_both_configs():
+    config = {"eos_token_id": 2, "text_config": {"eos_token_id": [1, 2, None]}}
+    assert read_architecture(config).end_tokens == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("stored", "stated", "expected"),
+    [
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("float8_e4m3fn", "float16", "float16"),
+        ("uint8", None, "bfloat16"),
+        ("uint8", "float8", "bfloat16"),
+    ],
+)
+def test_what_is_computed_in(stored, stated, expected):
+    assert compute_dtype(stored, stated) == expected
+
+
+def test_the_cache_is_of_what_the_weights_are_stored_in():
+    """``run`` computes in what is stored, whatever dtype the config names."""
+    sizes = []
+    for dtype in ("BF16", "F32"):
+        tensors = (TensorInfo(name, dtype, shape) for name, (_, shape) in dense_shapes().items())
+        model = assemble("test", Stored({**DENSE_CONFIG, "dtype": "bfloat16"}, tuple(tensors)))
+        sizes.append((model.element_bytes, model.layers[0].kv_cache.bytes_per_token))
+    (small, cache), (large, larger_cache) = sizes
+    assert (small, large) == (2, 4)
+    assert larger_cache == 2 * cache > 0

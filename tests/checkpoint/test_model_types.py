@@ -1,0 +1,195 @@
+"""The tables by model type say what the installed transformers does."""
+
+import inspect
+import re
+import sys
+
+import pytest
+
+from offplan.checkpoint import model_types
+from offplan.checkpoint.architecture import read_architecture
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+NUM_LAYERS = 13
+KINDS = {"sliding_attention", "hybrid_sliding", "chunked_attention"}
+
+
+def known(names):
+    """Those that the installed transformers has too."""
+    return [name for name in names if name in CONFIG_MAPPING]
+
+
+def causal_types():
+    """Decoder-only model types with a causal model, each with its class."""
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if name in model_types.KNOWN_TYPES and name in CONFIG_MAPPING:
+            found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
+            yield name, found[0] if isinstance(found, tuple) else found
+
+
+CAUSAL = dict(causal_types())
+
+
+def source(name):
+    """The file that the causal model of a type is written in."""
+    return inspect.getsource(sys.modules[CAUSAL[name].__module__])
+
+
+def default_config(name, **changes):
+    """Transformers' config of a type, its language model's part; None where it needs values."""
+    try:
+        return CONFIG_MAPPING[name](**changes).get_text_config()
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_ties(default):
+    names = model_types.TIED_BY_DEFAULT if default else model_types.UNTIED_BY_DEFAULT
+    assert {CONFIG_MAPPING[name].tie_word_embeddings for name in known(names)} == {default}
+
+
+def slides_everywhere(name):
+    """Whether every attention layer gets the config's window, though no list of layers says so."""
+    text = source(name)
+    # OLMoE's mask does not slide, but its cache and kernels that need no mask do
+    masked = re.search(r"sliding_window is None else create_sliding_window_causal_mask", text)
+    told = re.search(r'sliding_window=getattr\(self.config, "sliding_window", None\)', text)
+    return bool(masked or told)
+
+
+def windows_of(name, config):
+    """What each layer of transformers' model sees, by its config with all defaults filled in."""
+    window = getattr(config, "sliding_window", None) or None
+    chunk = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    num_layers = config.num_hidden_layers
+    if name == "gpt_neo":
+        return tuple(config.window_size if k == "local" else None for k in config.attention_layers)
+    if kinds is None:
+        return (window if slides_everywhere(name) else None,) * num_layers
+    tokens = dict.fromkeys(KINDS, window) | {"chunked_attention": chunk}
+    if slides_everywhere(name) and name not in ("deepseek_v4", "recurrent_gemma"):
+        tokens["full_attention"] = window
+    return tuple(tokens.get(kind) for kind in kinds)
+
+
+CHANGES = [
+    {},
+    {"sliding_window": 7},
+    {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 5},
+    {"sliding_window": 7, "use_sliding_window": False},
+    {"sliding_window": None},
+    {"sliding_window_pattern": 3},
+    {"attention_chunk_size": 9, "no_rope_layers": [1, 0] * NUM_LAYERS},
+]
+
+
+def is_compared(name, config, changes):
+    """Whether transformers' config says itself what its decoder's layers see."""
+    if config is None or config.model_type != name or config.is_encoder_decoder:
+        return False  # its class refuses such values, or its decoder is a model type of its own
+    if name == "longcat_flash":
+        return False  # two attentions a layer, of which transformers counts each
+    # dots3's own switch and default are not read: its config lists the layers
+    return (
+        name != "dots3_note_text" or not {"use_sliding_window", "sliding_window"} & changes.keys()
+    )
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_windows_by_layer(name):
+    sizes = {"num_hidden_layers": NUM_LAYERS}
+    if name == "gpt_neo":
+        sizes |= {"num_layers": NUM_LAYERS + 1, "attention_types": [[["global", "local"], 7]]}
+    for changes in CHANGES:
+        config = default_config(name, **sizes, **changes)
+        if not is_compared(name, config, changes):
+            continue
+        raw = {"model_type": name, "num_hidden_layers": config.num_hidden_layers, **changes}
+        expected = windows_of(name, config)
+        assert read_architecture(raw).windows == expected, changes
+        # and as the class writes what it made of them
+        assert read_architecture(config.to_dict(), len(expected)).windows == expected, changes
+
+
+def test_matrices_stored_the_other_way_round():
+    found = {name for name in CAUSAL if "Conv1D(" in source(name)}
+    assert found == set(known(model_types.CONV1D_TYPES))
+
+
+def test_orientation_of_experts():
+    transposed = {name for name in CAUSAL if "is_transposed=True" in source(name)}
+    interleaved = {name for name in CAUSAL if "is_concatenated=False" in source(name)}
+    # these two say it otherwise: in code of their own, in what loading turns round
+    own = {"llama4", "llama4_text"} | {"qwen3_vl_moe_text"}
+    assert transposed | own == set(model_types.EXPERTS_IN_OUT)
+    assert interleaved == set(model_types.EXPERTS_INTERLEAVED)
+
+
+def test_llama4_experts_are_in_out():
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    config = transformers.Llama4TextConfig(
+        hidden_size=8, intermediate_size=12, num_local_experts=2, num_attention_heads=2
+    )
+    with torch.device("meta"):
+        experts = Llama4TextExperts(config)
+    assert experts.gate_up_proj.shape == (2, 8, 24)
+    assert experts.down_proj.shape == (2, 12, 8)
+
+
+def test_loading_turns_the_experts_of_qwen3_vl_moe_round():
+    conversions = pytest.importorskip("transformers.conversion_mapping")
+    text = inspect.getsource(conversions)
+    start = text.index('"qwen3_vl_moe": [')
+    assert "Transpose(1, 2" in text[start : start + 700]
+
+
+@pytest.mark.parametrize(
+    ("table", "pattern"),
+    [
+        (model_types.SINK_TYPES, r"self\.sinks = "),
+        (
+            model_types.BIASED_TYPES | {"falcon"},
+            r"def build_(mpt_)?alibi|self\.position_bias = CpmAnt",
+        ),
+    ],
+)
+def test_what_scores_need(table, pattern):
+    assert {name for name in CAUSAL if re.search(pattern, source(name))} == set(known(table))
+
+
+def test_soft_caps():
+    for name in CAUSAL:
+        config = default_config(name)
+        caps = tuple(
+            next((v for key in keys if (v := getattr(config, key, None)) is not None), None)
+            for keys in (
+                ("attn_logit_softcapping",),
+                ("final_logit_softcapping", "logits_soft_cap"),
+            )
+        )
+        if config is not None:
+            assert model_types.SOFT_CAPS.get(name, (None, None)) == caps, name
+
+
+@pytest.mark.parametrize(
+    ("table", "attribute"),
+    [
+        (model_types.FLOAT32_PARTS, "_keep_in_fp32_modules_strict"),
+        (model_types.FLOAT32_PARTS_IN_FLOAT16, "_keep_in_fp32_modules"),
+    ],
+)
+def test_what_stays_in_float32(table, attribute):
+    found = {name: tuple(getattr(model, attribute, None) or ()) for name, model in CAUSAL.items()}
+    kept = {name: set(parts) for name, parts in found.items() if parts}
+    assert kept == {name: set(table[name]) for name in known(table) if name in CAUSAL}

@@ -1,0 +1,58 @@
+"""Models and rules of every shape, for Hypothesis to draw."""
+
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.errors import PlanError
+from offplan.placement import Placement
+from offplan.plan import Backend, Rule
+from tests.costs.builders import make_model, place_rules, rule
+
+NAMES = ("a", "b", "c", "d")
+BACKENDS = st.sampled_from(Backend)
+
+
+def _vector(size: int) -> tuple[int, ...]:
+    return (size,)
+
+
+@st.composite
+def odd_models(draw: st.DrawFn) -> Model:
+    """Layers that each have some of four parameters, of uneven sizes."""
+    shapes = st.dictionaries(
+        st.sampled_from([f"{name}.weight" for name in NAMES]),
+        st.builds(_vector, st.integers(1, 400)),
+        min_size=1,
+    )
+    return make_model(draw(st.lists(shapes, min_size=1, max_size=8)))
+
+
+@st.composite
+def rule_lists(draw: st.DrawFn, num_layers: int) -> list[Rule]:
+    rules = []
+    for _ in range(draw(st.integers(0, 3))):
+        segments = tuple(draw(st.lists(st.sampled_from(NAMES), max_size=3, unique=True)))
+        if draw(st.integers(0, 4)) == 0:
+            rules.append(
+                Rule(
+                    cpu_offload_params=segments,
+                    max_bytes=draw(st.integers(1, 2000)),
+                    prefill=Backend.UVA,
+                    decode=Backend.UVA,
+                )
+            )
+            continue
+        size = draw(st.integers(1, num_layers + 1))
+        group = size, draw(st.integers(1, size))
+        rules.append(rule(*segments, group=group, prefill=draw(BACKENDS), decode=draw(BACKENDS)))
+    return rules
+
+
+def place_or_skip(model: Model, rules: list[Rule], prefetch_step: int) -> Placement:
+    """Place, but drop rules that take nothing, which are errors."""
+    for count in range(len(rules), -1, -1):
+        try:
+            return place_rules(model, rules[:count], prefetch_step)
+        except PlanError:
+            continue
+    raise AssertionError("no rules never fail")
