@@ -141,10 +141,7 @@ class Prices:
         pairs = np.column_stack([candidates.first, candidates.second])
         distinct, which = np.unique(pairs, axis=0, return_inverse=True)
         tables = np.stack([self._table(int(first), int(second)) for first, second in distinct])
-        first, second = (
-            self._layers[candidates.first_pattern],
-            self._layers[candidates.second_pattern],
-        )
+        takes = [self._layers[p] for p in (candidates.first_pattern, candidates.second_pattern)]
         numbers: Ints = tables[which.reshape(-1, 1), self._kind_of, takes[0] + 2 * takes[1]]
         return numbers
 
