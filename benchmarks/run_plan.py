@@ -18,7 +18,7 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
-from offplan.runtime.bench import time_link
+from offplan.runtime.measuring.bench import time_link
 from offplan.runtime.session import Session
 
 

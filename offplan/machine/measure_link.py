@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from offplan.host_block import view_in_place
+from offplan.hostmem.block import view_in_place
 from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
 from offplan.machine.measure_host import PINNED_BYTES, pinned
 from offplan.machine.measure_time import Timing, figure, table, time_work

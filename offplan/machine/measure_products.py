@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch.nn.functional import grouped_mm, linear
 
-from offplan.host_block import view_in_place
+from offplan.hostmem.block import view_in_place
 from offplan.machine.measure_host import pinned
 from offplan.machine.measure_time import time_work
 from offplan.machine.profile import InPlaceRead

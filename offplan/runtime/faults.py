@@ -44,17 +44,3 @@ def _find_cause(error: BaseException | None) -> BaseException | None:
             return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def let_go(device: torch.device) -> None:
-    """Wait until the device is done with host memory, whatever state an error left it in.
-
-    A device that failed reports its error at every call; host memory is to be given back all the
-    same, and the error that is already on its way is the one to show.
-    """
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return

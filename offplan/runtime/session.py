@@ -8,27 +8,27 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
-from offplan.runtime.attention import filled_before, filled_mask
-from offplan.runtime.captured import Passes
-from offplan.runtime.chunks import ChunkedPrompt, as_compiled_for
-from offplan.runtime.executor import Executor
-from offplan.runtime.faults import let_go, memory_limits
-from offplan.runtime.gpu_memory import bytes_in_use
-from offplan.runtime.kernels import ExpertKernels, find_filled
-from offplan.runtime.kv_cache import KVCache, Position
-from offplan.runtime.latent import keep_latents
-from offplan.runtime.layers import DecoderLayers, require_triton
-from offplan.runtime.link import CpuLink, CudaLink, Link
-from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.moments import on_device
-from offplan.runtime.skeleton import decoder_layers
+from offplan.runtime.device import let_go, on_device
+from offplan.runtime.faults import memory_limits
+from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.memory.gpu_memory import bytes_in_use
+from offplan.runtime.model.caches import LayerCaches, Position
+from offplan.runtime.model.filled import Filled, filled_before, filled_mask
+from offplan.runtime.model.kernels import ExpertKernels, find_filled
+from offplan.runtime.model.latent import keep_latents
+from offplan.runtime.model.layers import DecoderLayers, require_triton
+from offplan.runtime.passes.captured import Passes
+from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
+from offplan.runtime.passes.executor import Executor
+from offplan.runtime.passes.link import CpuLink, CudaLink, Link
+from offplan.runtime.transformers_private import choose_attention
 from offplan.schedule import Ring, Schedule, build_pass, empty_ring
 
 NUM_WARMUP_STEPS = 2
@@ -112,10 +112,16 @@ class Session:
         self._expansions = keep_latents(self.loaded.module)
         self.layers = DecoderLayers(layers, compiled=self._capture)
         self._executor = Executor(layers, self.link)
-        self._filled = find_filled(self.loaded, self.context) if self._capture else filled_mask
+        self._filled = (
+            find_filled(self.loaded.model, self.loaded.module, self.context)
+            if self._capture
+            else filled_mask
+        )
         self._experts: ExpertKernels | None = None
         if self.loaded.model.experts is not None:
-            self._experts = ExpertKernels(self.loaded, with_own=self._capture)
+            self._experts = ExpertKernels(
+                self.loaded.model, self.loaded.module, self.device, with_own=self._capture
+            )
         self._passes = Passes(self._executor, self._give_back)
         self._ring: Ring = empty_ring(self.loaded.placement)
         # schedules soon repeat, and of 64 layers one takes 0.6 ms to make
@@ -329,13 +335,12 @@ class Session:
         filled = filled_before(start, num_tokens)
         return self._call(tokens, rows.expand(tokens.shape[0], -1), filled)
 
-    def _call(
-        self, tokens: torch.Tensor, positions: torch.Tensor, filled: torch.Tensor | BlockMask
-    ) -> torch.Tensor:
+    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, filled: Filled) -> torch.Tensor:
+        choose_attention(self.loaded.module, filled.way.value)
         output = self.loaded.module(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=filled,
+            attention_mask=filled.mask,
             past_key_values=self.layers.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -369,7 +374,7 @@ class Session:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        self.layers.cache = KVCache(len(self.layers), self.context, self.position)
+        self.layers.cache = LayerCaches(len(self.layers), self.context, self.position)
         with self.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.

@@ -12,9 +12,9 @@ import torch
 
 from offplan.errors import MemoryLimitError
 from offplan.placement import Phase
-from offplan.runtime import kernels
-from offplan.runtime.executor import CapturedPass, Executor
-from offplan.runtime.link import CpuLink
+from offplan.runtime.model import kernels
+from offplan.runtime.passes.executor import CapturedPass, Executor
+from offplan.runtime.passes.link import CpuLink
 from offplan.runtime.session import Session
 from offplan.schedule import Schedule
 from tests.runtime.conftest import save_tiny

@@ -8,7 +8,7 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
-from offplan.host_block import HostBlock
+from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, place
 from offplan.plan import Offload, Rule
 from tests.runtime.plans import group, offload, open_session

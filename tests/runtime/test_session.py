@@ -16,14 +16,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError, MemoryLimitError, OffplanError
-from offplan.runtime import store
-from offplan.runtime.attention import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.kernels import find_filled, find_own_experts
-from offplan.runtime.latent import Expansion
-from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
+from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.memory import store
+from offplan.runtime.model.filled import filled_blocks, filled_mask, filled_up_to
+from offplan.runtime.model.kernels import find_filled, find_own_experts
+from offplan.runtime.model.latent import Expansion
+from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
-from offplan.runtime.skeleton import build_skeleton
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
@@ -201,7 +201,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
 def test_kernels_of_a_captured_step(tmp_path: Path, name: str, dtype: str, filled: object) -> None:
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
-        assert find_filled(session.loaded, session.context) is filled
+        assert find_filled(session.loaded.model, session.loaded.module, session.context) is filled
 
 
 def test_a_window_that_only_transformers_knows_of(tmp_path: Path) -> None:
@@ -211,8 +211,12 @@ def test_a_window_that_only_transformers_knows_of(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with open_session(folder, offload()) as session:
         assert all(layer.kv_cache.window is None for layer in session.loaded.model.layers)
-        assert find_filled(session.loaded, session.context) is filled_mask
-        assert find_filled(session.loaded, 8) is filled_blocks  # no shorter than the context
+        assert (
+            find_filled(session.loaded.model, session.loaded.module, session.context) is filled_mask
+        )
+        assert (
+            find_filled(session.loaded.model, session.loaded.module, 8) is filled_blocks
+        )  # no shorter than the context
         session._filled = filled_blocks
         session.prefill(PROMPT)
         with pytest.raises(CheckpointError, match="a sliding window that its config"):
@@ -234,11 +238,11 @@ def test_whose_experts_the_kernels_serve(
     pytest.importorskip("triton")
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
-        assert bool(find_own_experts(session.loaded)[1]) is served
+        assert bool(find_own_experts(session.loaded.model, session.loaded.module)[1]) is served
         if served:
             experts = next(m for m in session.loaded.module.modules() if hasattr(m, "has_gate"))
             experts.has_bias = True
-            assert not find_own_experts(session.loaded)[1]
+            assert not find_own_experts(session.loaded.model, session.loaded.module)[1]
 
 
 def test_without_triton_no_weight_is_loaded(

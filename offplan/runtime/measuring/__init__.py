@@ -1,0 +1,1 @@
+"""What a session costs is measured: whole plans, what they compare with, single layers."""

@@ -1,0 +1,1 @@
+"""What a model's layers compute with: attention, caches, experts, kernels."""
