@@ -17,7 +17,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
-from offplan.runtime.loading import mapping as runtime_mapping
+from offplan.runtime import transformers_private
 from offplan.runtime.loading import staging
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.mapping import map_tensors
@@ -119,7 +119,7 @@ def test_other_conversions_are_transformers_own(
     ]
     folder = save_tiny("qwen3", tmp_path)
     expected = loaded_values(load(folder))
-    monkeypatch.setattr(runtime_mapping, "get_model_conversion_mapping", lambda _: mapping)
+    monkeypatch.setattr(transformers_private, "get_model_conversion_mapping", lambda _: mapping)
     stored = {name: value.clone() for name, value in expected.items()}
     for layer in range(NUM_LAYERS):
         mlp = f"model.layers.{layer}.mlp"
