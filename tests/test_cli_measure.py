@@ -22,7 +22,7 @@ from offplan.machine.profile import (
     parse_profile,
 )
 from offplan.plan import Workload
-from offplan.runtime.measuring import layer_times
+from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
 
 WORKLOAD = read_workload(1, 32, 96, 256)
@@ -93,11 +93,17 @@ def test_another_gpu_torch_or_runtime_is_timed(
     measure_here(model, WORKLOAD)
     monkeypatch.setattr(torch, "__version__", "0")
     measure_here(model, WORKLOAD)
-    monkeypatch.setattr(layer_times, "_driver", lambda: "another driver")
+    monkeypatch.setattr(layer_key, "_driver", lambda: "another driver")
     measure_here(model, WORKLOAD)
-    monkeypatch.setattr(layer_times, "_sha256", lambda content: str(len(content)))
+    monkeypatch.setattr(layer_key, "_sha256", lambda content: str(len(content)))
     measure_here(model, WORKLOAD)
     assert machine.num_layer_times == 5
+
+
+def test_the_sources_that_layer_times_depend_on() -> None:
+    names = {path.name for path in layer_key.timed_sources()}
+    assert {"session.py", "runner.py", "attention.py", "skeleton.py", "layer_times.py"} <= names
+    assert not {"generate.py", "bench.py", "versus.py", "accelerated.py", "timed_link.py"} & names
 
 
 def test_measure_times_layers_afresh_and_keeps_them(

@@ -1,4 +1,4 @@
-"""The device that a session runs on: made the current one, and waited for."""
+"""The device that a session runs on: made current, given a stream, waited for."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
 
@@ -11,6 +11,15 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     What names no device, as page locks do, would else make a context on the first GPU.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def open_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Make a stream that begins behind what is queued on the current one; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def settle(device: torch.device) -> None:

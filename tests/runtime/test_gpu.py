@@ -43,8 +43,8 @@ def run(folder: Path, decision: Offload, capture: bool) -> tuple[list[torch.Tens
         weights = torch.cuda.memory_allocated() - before
         for prompt in (PROMPT, BATCH):
             session.warm_up(*prompt.shape)
-            assert session.captures_prompt(*prompt.shape) == (
-                Phase.PREFILL in session._passes._captured
+            assert session.runner.captures_prompt(*prompt.shape) == (
+                Phase.PREFILL in session.runner._passes._captured
             )
             logits.append(session.prefill(prompt).clone())
             moved -= session.link.bytes_moved
@@ -95,9 +95,9 @@ def test_logits_equal_resident(
 def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:
     session = open_session(checkpoint, offload(group(2, 1)), "cuda")
     session.warm_up(*PROMPT.shape)
-    assert session.layers.cache is not None
+    assert session.runner.layers.cache is not None
     held = [session.loaded.store.arena, *session.loaded.store.slots]
-    for layer in session.layers.cache.layers:
+    for layer in session.runner.layers.cache.layers:
         held += [layer.keys, layer.values]
     num_bytes = sum(tensor.nbytes for tensor in held)
     del held, layer

@@ -89,9 +89,9 @@ def test_what_chunks_expand_goes_with_a_prompt_that_does_not_end(
 def test_a_request_after_one_that_overflowed(checkpoint: Path) -> None:
     with open_session(checkpoint, offload()) as session:
         expected = tokens_of(session)
-        assert session.layers.cache is not None
+        assert session.runner.layers.cache is not None
         with torch.inference_mode():
-            for layer in session.layers.cache.layers:
+            for layer in session.runner.layers.cache.layers:
                 layer.keys.fill_(torch.nan)
                 layer.values.fill_(torch.nan)
         assert tokens_of(session) == expected
@@ -114,8 +114,8 @@ def test_closing_gives_everything_back(checkpoint: Path, monkeypatch: pytest.Mon
     embeddings = {"embeddings": "host"} if untied else {}
     session = open_session(checkpoint, offload(group(2, 1), group(1, 1, "mlp"), **embeddings))
     tokens_of(session)
-    assert session.layers.cache is not None
-    caches = [weakref.ref(layer.keys) for layer in session.layers.cache.layers]
+    assert session.runner.layers.cache is not None
+    caches = [weakref.ref(layer.keys) for layer in session.runner.layers.cache.layers]
     held = [ref for ref in (*blocks, *caches) if ref() is not None]
     assert len(held) == 1 + 2 + NUM_LAYERS + untied + NUM_LAYERS  # arena, slots, slabs, caches
     for _ in range(2):
@@ -179,12 +179,12 @@ def test_rows_of_an_embedding_on_the_host_cross_the_link(
 
 
 def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
-    """As profiling does: the step writes its own row, not the prompt's."""
+    """As measuring does: the step writes its own row, not the prompt's."""
     with open_session(checkpoint, offload()) as session, torch.inference_mode():
         session.prefill(PROMPT)
         expected = session.decode(PROMPT[:, :1]).clone()
         session.prefill(PROMPT)
-        session.layers.note_calls(lambda: session.forward_chunk(PROMPT, 0, PROMPT.shape[1]))
+        session.runner.prompt_layers(PROMPT)
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 
@@ -217,7 +217,7 @@ def test_a_window_that_only_transformers_knows_of(tmp_path: Path) -> None:
         assert (
             find_filled(session.loaded.model, session.loaded.module, 8) is filled_blocks
         )  # no shorter than the context
-        session._filled = filled_blocks
+        session.runner.forward._find_filled = filled_blocks
         session.prefill(PROMPT)
         with pytest.raises(CheckpointError, match="a sliding window that its config"):
             session.decode(PROMPT[:, :1])

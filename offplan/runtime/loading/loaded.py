@@ -50,6 +50,8 @@ class LoadedModel:
         tensors = {name: _describe(target, state[name]) for name, target in targets.items()}
         self._places = Places(self.module)
         self._by_phase: dict[Phase, dict[str, nn.Parameter]] = {}
+        self._phase: Phase | None = None
+        """The phase whose parameters are in place; None where they may be mixed."""
         materialise_buffers(self.module, device)
         self.store = WeightStore(self.placement, tensors, device, peer)
         try:
@@ -83,8 +85,17 @@ class LoadedModel:
             load_weights(folder, targets, destinations, tell)
 
     def enter_phase(self, phase: Phase) -> None:
-        """Point the offloaded parameters at what this phase reads."""
+        """Point the offloaded parameters at what this phase reads, unless they already are."""
+        if self._phase is phase:
+            return
+        self._phase = None  # until all of them are
         self._assign(self._by_phase[phase])
+        self._phase = phase
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens that the model knows."""
+        return int(self.module.config.get_text_config().vocab_size)
 
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""

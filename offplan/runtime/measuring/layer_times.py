@@ -1,25 +1,21 @@
 """Measures how long this model's layers compute on this machine, run as the runtime runs them."""
 
-import hashlib
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 
-import offplan
 from offplan.checkpoint.model import Model
 from offplan.machine.measure_products import measure_in_place_reads
 from offplan.machine.profile import InPlaceRead, LayerTime
 from offplan.placement import group_units
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
-from offplan.runtime.session import MAX_CAPTURED_CHUNKS, NUM_WARMUP_STEPS, Session
+from offplan.runtime.device import settle
+from offplan.runtime.measuring.moments import mark, seconds_between
+from offplan.runtime.passes.runner import MAX_CAPTURED_CHUNKS
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 READ_ONCE_TOKENS, MAX_IN_PLACE_TOKENS = 128, 4096
 """Of prompts, over all sequences, between which products are timed in place."""
@@ -72,11 +68,11 @@ def measure_layer_times(
     for chunk in chunks:
         offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
         with Session(short, offload, context=context, device="cuda") as session:
-            vocabulary = session.loaded.module.config.get_text_config().vocab_size
             # too many to be captured, where the prompt's are
             num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
-            prompt = torch.randint(0, vocabulary, (workload.batch, num_chunks * chunk))
-            captured = session.captures_prompt(workload.batch, workload.prompt_tokens)
+            vocabulary = session.loaded.vocabulary_size
+            prompt = torch.randint(vocabulary, (workload.batch, num_chunks * chunk))
+            captured = session.runner.captures_prompt(workload.batch, workload.prompt_tokens)
             seconds = _time_prefill(session, prompt, num_chunks, captured=captured)
             reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens
             note("prefill", chunk, reach, seconds, is_part=is_part)
@@ -111,49 +107,6 @@ def measure_model_reads(
     return measure_in_place_reads(products, pairs, uva, on_progress) if products else ()
 
 
-def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:
-    """Name all that ``measure_layer_times`` depends on, as plain JSON, for the current CUDA device.
-
-    The runtime counts by its source: a checkout changes more often than its version.
-    """
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    config = json.dumps(dict(model.config), sort_keys=True, default=str)
-    here = Path(__file__)
-    sources = [here, *sorted((here.parent / "runtime").glob("*.py"))]
-    return {
-        "gpu": [gpu.name, gpu.total_memory, gpu.multi_processor_count],
-        "driver": _driver(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "offplan": offplan.__version__,
-        "runtime_sha256": _sha256(b"".join(path.read_bytes() for path in sources)),
-        "layers": [layer.key for layer in model.layers],
-        "outside": model.outside_key,
-        # heads, positions and activations show in no parameter's shape
-        "config_sha256": _sha256(config.encode()),
-        "dtype": model.dtype,
-        "phases": ["prefill", "decode"],
-        "batch": workload.batch,
-        "context": workload.context,
-        "prompt_tokens": workload.prompt_tokens,
-        "prefill_tokens": list(chunks),
-        "decode_context": workload.decode_context,
-    }
-
-
-def _driver() -> str:
-    """The NVIDIA driver's version and build, as Linux tells it; empty elsewhere."""
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def _time_prefill(
     session: Session, prompt: torch.Tensor, num_chunks: int, *, captured: bool
 ) -> list[float]:
@@ -163,12 +116,10 @@ def _time_prefill(
     long as the host needs to launch them: they are taken through a layer as a request's are.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
+    time = _time_captured if captured else _time_launched
     with session.stream(), torch.inference_mode():
-        ready = session.in_chunks(prompt.to(session.device).chunk(num_chunks, dim=1))
-        time = _time_captured if captured else _time_launched
-        each = [
-            time(session, partial(ready.try_layer, index)) for index in range(len(session.layers))
-        ]
+        layers = session.runner.prompt_layers(prompt.to(session.device))
+        each = [time(session, layer) for layer in layers]
     return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
 
 
@@ -183,17 +134,13 @@ def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
     Only the number of them counts, not what they were: attention reads the cache up to there.
     """
     with session.stream():
-        session.position.tensor.fill_(filled)
+        session.runner.sequences.set_length(filled)
     # equal tokens would all be sent to the same experts
-    vocabulary = session.loaded.module.config.get_text_config().vocab_size
-    tokens = torch.randint(0, vocabulary, (batch, 1), device=session.device)
+    tokens = torch.randint(session.loaded.vocabulary_size, (batch, 1), device=session.device)
     step = _median_seconds(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():
-        calls = session.layers.note_calls(lambda: session.forward_one(tokens))
-        each = [
-            _time_captured(session, partial(session.layers.step, index, call))
-            for index, call in enumerate(calls)
-        ]
+        layers = session.runner.forward.step_layers(tokens)
+        each = [_time_captured(session, layer) for layer in layers]
     return [*each, max(0.0, step - sum(each))]
 
 
@@ -212,10 +159,9 @@ def _median_seconds(session: Session, work: Callable[[], object]) -> float:
     samples = []
     with session.stream():
         for _ in range(NUM_WARMUP_STEPS + NUM_SAMPLES):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            began = mark(session.device)
             work()
-            stop.record()
-            stop.synchronize()
-            samples.append(start.elapsed_time(stop) / 1e3)
+            ended = mark(session.device)
+            settle(session.device)
+            samples.append(seconds_between(began, ended))
     return statistics.median(samples[NUM_WARMUP_STEPS:])

@@ -115,7 +115,7 @@ def _measure(
     ) as session:
         steps, repeats = bench.num_steps, bench.num_repeats
         cost = bench_session(session, timed[0], bench.prompt, steps, repeats)
-        return Measurement(cost, _taken(bench, session.peak_in_use))
+        return Measurement(cost, _taken(bench, session.memory.in_use))
 
 
 def _taken(bench: Bench, peak_in_use: int) -> int | None:
