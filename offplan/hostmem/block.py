@@ -42,7 +42,7 @@ class HostBlock:
             with contextlib.suppress(OSError):  # a kernel built without them
                 pages.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(pages, dtype=torch.uint8)
-        """The block as bytes on the CPU, shape [nbytes]."""
+        """The block's bytes on the CPU, uint8 of shape [nbytes]."""
         self._unregister: Any = None
         if pin:
             self.pin()
@@ -67,7 +67,7 @@ class HostBlock:
         self._unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
 
     def device_view(self, device: torch.device) -> torch.Tensor:
-        """The block's bytes as the GPU reads them in place, over the link; shape [nbytes]."""
+        """View the bytes as the GPU reads them in place, over the link: uint8 of shape [nbytes]."""
         return self.tensor if device.type == "cpu" else view_in_place(self.tensor, device)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class HostBlock:
 
 
 def view_in_place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """See a HostBlock's bytes, or part of them, as a CUDA device reads them over the link.
+    """View a HostBlock's bytes, or part of them, as a CUDA device reads them over the link.
 
     The block has to live as long.
     """
@@ -101,7 +101,7 @@ def _clear_error() -> None:
 
 
 def _lock_limit() -> str:
-    """How much memory the process may lock, as ``ulimit -l`` would say it."""
+    """Say how much memory the process may lock, as ``ulimit -l`` would."""
     import resource  # not on Windows, where plans are made all the same
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

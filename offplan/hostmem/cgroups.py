@@ -12,7 +12,7 @@ class MemoryGroup:
     folder: Path
     limit_bytes: int
     used_bytes: int
-    """Taken by its processes; what the page cache holds is left out, since it can be dropped."""
+    """Bytes that its processes take; those of the page cache are left out: they can be dropped."""
 
 
 def memory_groups(proc: Path, cgroup: Path) -> Iterator[MemoryGroup]:

@@ -1,4 +1,4 @@
-"""How much host memory a process has taken, may still take and may page-lock."""
+"""Limits on the host memory that a process may take or page-lock, and what it has taken."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from offplan.units import format_bytes
 
 
 def peak_host_bytes() -> int:
-    """The most host memory that this process has had in use, pages of mapped files included.
+    """Return the most bytes of host memory that this process had in use, mapped files included.
 
     Source: getrusage(2): ``ru_maxrss`` is in KiB on Linux and in bytes on macOS.
     """

@@ -1,4 +1,4 @@
-"""Host memory that the GPU can read, while it is measured."""
+"""Measures host memory that the GPU can read: how it is pinned, and where it lies."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from offplan.machine.measure_time import NUM_SAMPLES, figure, summarise
 from offplan.units import format_bytes
 
 PINNED_BYTES = 256 * 2**20
-"""Size of a block that is pinned to be measured."""
+"""Bytes of a block that is pinned to be measured."""
 
 
 @contextmanager

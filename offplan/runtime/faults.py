@@ -1,4 +1,4 @@
-"""Running out of memory, told as what it was for and what to do."""
+"""Running out of memory is told as what it was for and what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 from offplan.errors import MemoryLimitError
 
 _SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-"""In what torch says when the driver, cuBLAS or the host has no memory left."""
+"""Parts of what torch says when the driver, cuBLAS or the host has no memory left."""
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def memory_limits(doing: str) -> Iterator[None]:
 
 
 def _find_cause(error: BaseException | None) -> BaseException | None:
-    """This error, or the first behind it, that is about memory; None if none is.
+    """Find the first error, from this one on to its causes, that is about memory; None without.
 
     A capture that an allocation ended fails once more when it is closed.
     """

@@ -127,14 +127,14 @@ def _parameters(views: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
 def _find_store(
     placement: Placement, offload: Offload, device: torch.device
 ) -> torch.device | None:
-    """The GPU that holds the slabs; None for host memory, which stands in for it on the CPU."""
+    """Find the GPU that holds the slabs; None for host memory, which stands in on the CPU."""
     if offload.store == "host" or not placement.slabs or device.type == "cpu":
         return None
     return find_peer(device, placement.slab_bytes)
 
 
 def _host_bytes(placement: Placement, device: torch.device, peer: torch.device | None) -> int:
-    """Bytes that the weights will take on the host."""
+    """Count the bytes that the weights will take on the host."""
     if peer is not None:
         return placement.offloaded_bytes - placement.slab_bytes
     on_device = placement.resident_bytes + placement.ring_bytes

@@ -1,4 +1,4 @@
-"""Brings weights from safetensors files straight to where they live."""
+"""Weights are brought from safetensors files straight to where they live."""
 
 import contextlib
 import os
@@ -81,7 +81,7 @@ def _convert(
 
 
 def _cuda_devices(destinations: Mapping[str, torch.Tensor]) -> set[torch.device]:
-    """More than one where a second GPU is the store."""
+    """Find the GPUs that tensors go to: two where the second one is the store."""
     return {value.device for value in destinations.values() if value.is_cuda}
 
 

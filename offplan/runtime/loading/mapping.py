@@ -1,4 +1,4 @@
-"""Which stored tensors fill which parameter of a transformers model, and how."""
+"""The mapping from stored tensors to the parameters of a transformers model that they fill."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Piece:
     num_parts: int = 1
 
     def select(self, target: torch.Tensor) -> torch.Tensor:
-        """The view of ``target`` that this tensor fills."""
+        """Return the view of ``target`` that this tensor fills."""
         view = target if self.index is None else target[self.index]
         if self.axis is None:
             return view
@@ -65,7 +65,7 @@ class Target:
 
     name: str
     pieces: tuple[Piece, ...]
-    """What fills it. With a conversion, what it is made of: then they select nothing."""
+    """Stored tensors that fill it or, with a conversion, that it is made of."""
     conversion: Conversion | None = None
     """Shared by all parameters that are made together; None when the pieces are views."""
 
@@ -112,7 +112,7 @@ def _loaded_tensors(model: Model) -> Iterator[TensorInfo]:
 
 
 def _tied_names(skeleton: PreTrainedModel) -> dict[str, set[str]]:
-    """For every entry of the state, the names that share its tensor, itself included."""
+    """Find the names that share a tensor, for every entry of the state, itself included."""
     names: dict[int, set[str]] = {}
     for name, tensor in skeleton.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), set()).add(name)

@@ -1,4 +1,4 @@
-"""Checks before memory is taken: is what the headers say what the model wants?"""
+"""Checks before memory is taken: what the headers say is what the model wants."""
 
 from collections.abc import Mapping
 

@@ -75,7 +75,7 @@ def _check_experts(skeleton: PreTrainedModel, source: str) -> None:
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers, in order."""
+    """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
     layers = getattr(skeleton.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise CheckpointError(

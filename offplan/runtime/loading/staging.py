@@ -1,4 +1,4 @@
-"""Reads stored tensors to where they live, through a small buffer where they cannot go straight."""
+"""Stored tensors are read to where they live, through a buffer where they cannot go straight."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from offplan.hostmem.block import HostBlock
 from offplan.runtime.loading.shards import Shards
 
 PART_BYTES = 16 * 2**20
-"""Largest read, and size of a staging buffer: past 4 MiB a copy runs at the link's full rate."""
+"""Bytes of the largest read and of a staging buffer: from 4 MiB on the link runs at full rate."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class Part:
 
     tensor: TensorInfo
     start: int
-    """Bytes from the start of the tensor."""
+    """Offset of the run, in bytes from the start of the tensor."""
     view: torch.Tensor
-    """On any device, of any type; contiguous or not."""
+    """The view to fill, on any device, of any type; contiguous or not."""
 
     @property
     def offset(self) -> int:
-        """Its first byte in the file."""
+        """Offset of its first byte in the file."""
         return self.tensor.offset + self.start
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
+        """Bytes to read from the file."""
         return self.view.numel() * stored_dtype(self.tensor).itemsize
 
 
@@ -61,7 +61,7 @@ def _split(view: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def stored_dtype(tensor: TensorInfo) -> torch.dtype:
-    """The type that a tensor is stored in; raises CheckpointError for one that torch lacks."""
+    """Return the type that a tensor is stored in; raises CheckpointError if torch lacks it."""
     dtype = getattr(torch, TORCH_NAMES.get(tensor.dtype, ""), None)
     if dtype is None or tensor.dtype == "F4":  # torch packs two of them into one element
         raise CheckpointError(
@@ -124,5 +124,5 @@ class Reader:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""After loading: does every parameter read the very bytes that the plan says it reads?"""
+"""Checks after loading: every parameter reads the very bytes that the plan says it reads."""
 
 import itertools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Place:
     """A run of bytes in one block of memory."""
 
     what: str
-    """The block, in words."""
+    """The block's name, in words."""
     start: int
     """Address of its first byte."""
     nbytes: int
@@ -88,7 +88,7 @@ def verify_places(
 def _slots_filled(
     placement: Placement, num_layers: int, phase: Phase
 ) -> dict[int, tuple[int, Span]]:
-    """Slot and span that hold a part of a layer when it computes, by layer index.
+    """Find the slot and span that hold a part of a layer when it computes, by layer index.
 
     Found by following a pass's operations, not by asking what the store asked. A pass that waits
     for nothing reads what the ring holds all the while; in others only what was waited for is safe.
@@ -110,7 +110,7 @@ def _slots_filled(
 def _expected_places(
     slots: Mapping[int, tuple[int, Span]], placement: Placement, store: WeightStore
 ) -> dict[str, Place]:
-    """Where each stored tensor that is not resident is read; of fused ones, the whole."""
+    """Find where each stored tensor that is not resident is read; of fused ones, the whole."""
     places: dict[str, Place] = {}
     for slab in placement.slabs:
         for entry in slab.entries:
@@ -137,7 +137,7 @@ def _place_of(
 
 
 def _find_values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by each of its names; none may be without memory."""
+    """Find every parameter and buffer by each of its names; none may be without memory."""
     values: dict[str, torch.Tensor] = {}
     values.update(module.named_parameters(remove_duplicate=False))
     values.update(module.named_buffers(remove_duplicate=False))
@@ -162,7 +162,7 @@ def _check_disjoint(places: list[tuple[Place, str]]) -> None:
 
 
 def _check_tied(module: nn.Module, addresses: set[int]) -> None:
-    """What no stored tensor fills must share the memory of what one does."""
+    """Raise PlanError for a parameter that no stored tensor fills and that shares no memory."""
     for name, value in module.named_parameters(remove_duplicate=False):
         if value.data_ptr() not in addresses:
             raise PlanError(f"{name}: found memory of its own, which nothing was loaded into")

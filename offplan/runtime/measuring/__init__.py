@@ -1,1 +1,1 @@
-"""What a session costs is measured: whole plans, what they compare with, single layers."""
+"""The cost of running a model is measured: whole plans, their alternatives, single layers."""

@@ -112,7 +112,7 @@ def _load(
 
 
 def _largest_modules(module: Any, offloaded: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The largest modules of the decoder all of whose parameters are offloaded.
+    """Find the largest modules of the decoder all of whose parameters are offloaded.
 
     One that has parameters of both kinds for its own is taken whole: accelerate cannot split it.
     """

@@ -36,28 +36,28 @@ class Spread:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """What one phase was measured to cost (decode: one step; prefill: the whole prompt)."""
+    """The measured cost of one phase (decode: one step; prefill: the whole prompt)."""
 
     step: Spread
     link_bytes: int | None
-    """``Session.link_bytes`` of it; None where nobody counts."""
+    """Bytes that crossed the link, as ``Session.link_bytes`` counts; None where nobody does."""
     stalls_s: Mapping[int, float] | None
     """Seconds that compute waited for the link, by layer; None where they cannot be told."""
 
 
 @dataclass(frozen=True)
 class BenchCost:
-    """What one way of running a workload was measured to cost."""
+    """The measured cost of one way of running a workload."""
 
     prefill: PhaseCost
     decode: PhaseCost
     link_bytes_per_s: float | None = None
-    """Rate of the plan's own copies with no compute beside them; None if it makes none."""
+    """Rate of the plan's own copies, no compute beside them; None if it makes none."""
 
 
 @dataclass
 class Timings:
-    """Times of requests as they are taken; each request adds its own."""
+    """Seconds of requests as they are taken; each request adds its own."""
 
     prefill_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -131,7 +131,7 @@ def _time_request(
 def _time_stalls(
     session: Session, timed: TimedLink, prompt: torch.Tensor, num_steps: int
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Stalls by layer for the prompt, and for a decode step on average, in seconds."""
+    """Return seconds of stalls by layer: the prompt's, and a decode step's on average."""
     settle(session.device)
     with session.stream():
         timed.start()
@@ -147,7 +147,7 @@ def _time_stalls(
 
 
 def time_link(session: Session) -> float | None:
-    """Bytes per second of the copies of a pass, decode's if it has any, one behind the other.
+    """Time the copies of a pass, decode's if it has any, one behind the other: bytes per second.
 
     None if there are none. The ring is left in no known state: nothing but ``close`` may follow.
     """

@@ -18,8 +18,10 @@ from offplan.runtime.passes.runner import MAX_CAPTURED_CHUNKS
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 READ_ONCE_TOKENS, MAX_IN_PLACE_TOKENS = 128, 4096
-"""Of prompts, over all sequences, between which products are timed in place."""
+"""Tokens, over all sequences, of the prompts whose products are timed in place: more than the
+first, no more than the second."""
 NUM_SAMPLES = 5
+"""Timed samples of each piece of work; their median counts."""
 REPEATS = 4
 """Times a layer is run in a row: enough to make what begins and ends a row a small share."""
 
@@ -110,7 +112,7 @@ def measure_model_reads(
 def _time_prefill(
     session: Session, prompt: torch.Tensor, num_chunks: int, *, captured: bool
 ) -> list[float]:
-    """Seconds that a chunk of a prompt takes in each layer, on average, and all outside of them.
+    """Time each layer for a chunk of a prompt, on average, and all that lies outside of them.
 
     Of a prompt that is to be ``captured`` layers are captured too. Another's chunks may take as
     long as the host needs to launch them: they are taken through a layer as a request's are.
@@ -124,12 +126,12 @@ def _time_prefill(
 
 
 def _time_launched(session: Session, work: Callable[[], object]) -> float:
-    """Seconds of work that the host launches, again and again."""
+    """Return the seconds of work that the host launches, again and again."""
     return _median_seconds(session, lambda: [work() for _ in range(REPEATS)]) / REPEATS
 
 
 def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
-    """Seconds of each captured layer, and of the rest of a captured step, after ``filled`` tokens.
+    """Time each captured layer, and the rest of a captured step, behind ``filled`` tokens.
 
     Only the number of them counts, not what they were: attention reads the cache up to there.
     """
@@ -145,7 +147,7 @@ def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
 
 
 def _time_captured(session: Session, work: Callable[[], object]) -> float:
-    """Seconds of work that is captured."""
+    """Return the seconds of work that is captured."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     graph.capture_begin()

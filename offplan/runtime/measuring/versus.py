@@ -19,7 +19,7 @@ from offplan.runtime.session import Session
 
 @dataclass(frozen=True)
 class Bench:
-    """What all ways have in common."""
+    """The question that all ways have in common."""
 
     model: Model
     offload: Offload
@@ -41,11 +41,11 @@ class Bench:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one way of running the workload took."""
+    """Time and memory that one way of running the workload took."""
 
     cost: BenchCost
     gpu_bytes: int | None
-    """Taken on the card at the peak, the context included; None on the CPU."""
+    """Bytes taken on the card at the peak, the context included; None on the CPU."""
 
 
 def measure_plan(bench: Bench, on_progress: Progress | None = None) -> Measurement:
@@ -87,7 +87,7 @@ WAYS: dict[str, Callable[[Bench, Progress | None], Measurement]] = {
     "serial": measure_serial,
     "accelerate": measure_accelerate,
 }
-"""What a plan can be compared with, by the name that ``--vs`` knows."""
+"""Ways that a plan can be compared with, by the name that ``--vs`` knows."""
 
 
 def _measure(
@@ -119,5 +119,5 @@ def _measure(
 
 
 def _taken(bench: Bench, peak_in_use: int) -> int | None:
-    """Of the bytes in use on the card at the peak, those that were not in use before."""
+    """Count the bytes in use on the card at the peak that were not in use before."""
     return peak_in_use - bench.used_before if bench.device.type == "cuda" else None

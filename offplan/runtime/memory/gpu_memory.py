@@ -1,4 +1,4 @@
-"""What the card says is in use, the CUDA context included."""
+"""Memory in use on the card, as it says itself, the CUDA context included."""
 
 import gc
 import subprocess
@@ -8,7 +8,7 @@ import torch
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Memory in use on the card by all processes; 0 on the CPU.
+    """Return the bytes in use on the card by all processes; 0 on the CPU.
 
     Makes no context: before there is one, nvidia-smi is asked, which counts alike.
     """
@@ -33,7 +33,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def _used_by_context(device: torch.device) -> int:
-    """The same, from inside the process, in microseconds instead of 30 ms."""
+    """Ask from inside the process, which takes microseconds instead of 30 ms."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 

@@ -13,7 +13,7 @@ class PeerBlock:
         """Take ``num_bytes`` on ``device``; raises MemoryLimitError when it has no room."""
         self.nbytes = num_bytes
         self.tensor: torch.Tensor
-        """The block as bytes on its own device, shape [nbytes]."""
+        """The block's bytes on its own device, uint8 of shape [nbytes]."""
         try:
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
@@ -25,7 +25,7 @@ class PeerBlock:
             ) from error
 
     def device_view(self, device: torch.device) -> torch.Tensor:
-        """The block's bytes where they lie: a plan has no kernel read them in place."""
+        """Return the bytes where they lie: a plan has no kernel read them in place."""
         return self.tensor
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ class PeerBlock:
 
 
 def find_peer(device: torch.device, num_bytes: int) -> torch.device:
-    """The first other CUDA device that reaches ``device`` directly and has ``num_bytes`` free.
+    """Find the first other CUDA device that reaches ``device`` directly, ``num_bytes`` free.
 
     What torch has cached there counts as free. Asking makes a context on each device that is asked,
     which takes some of its memory. Raises MemoryLimitError, naming what was found, when none

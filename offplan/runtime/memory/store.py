@@ -1,4 +1,4 @@
-"""Where the weights live: one arena on the device, a slab in the store for each layer."""
+"""Weights live in one arena on the device and in a slab of the store for each layer."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +40,7 @@ class TensorSpec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
-        """See it in ``memory`` (bytes, shape [n]) at ``offset``."""
+        """View it in ``memory`` (bytes, shape [n]) at ``offset``."""
         return memory[offset : offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -91,14 +91,14 @@ class WeightStore:
         self.resident: dict[str, torch.Tensor] = {}
         """Views of the arena by parameter name."""
         self.offloaded: dict[str, torch.Tensor] = {}
-        """Where weights off the device are loaded to: views of the slabs, and of the input
-        embedding's host memory, by parameter name."""
+        """Views of the slabs, and of the input embedding's host memory, by parameter name: weights
+        off the device are loaded into them."""
         self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
-        """What each phase computes with, for every offloaded parameter, once all is page-locked."""
+        """Views that each phase computes with, by parameter name, once all is page-locked."""
         self.arena = torch.empty(0, dtype=torch.uint8)
         """Bytes of all resident weights, on the device."""
         self.slots: list[torch.Tensor] = []
-        """The ring: bytes on the device."""
+        """Slots of the ring, each of bytes on the device."""
         self.slabs: dict[int, torch.Tensor] = {}
         """Bytes of each slab by layer."""
         try:
@@ -154,7 +154,7 @@ class WeightStore:
                     block.pin()
 
     def _views(self, phase: Phase) -> dict[str, torch.Tensor]:
-        """See what is off the device where this phase reads it: in a slot, or where it lies."""
+        """View what is off the device where this phase reads it: in a slot, or where it lies."""
         in_place = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
         slots = slots_read(self._placement, phase)
         views = {}
@@ -172,7 +172,7 @@ class WeightStore:
 
     @property
     def embedding(self) -> torch.Tensor | None:
-        """Host bytes of the input embedding, if it lies there."""
+        """Bytes of the input embedding on the host, if it lies there."""
         return self._embedding.tensor if self._embedding is not None else None
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What a model's layers compute with: attention, caches, experts, kernels."""
+"""A model's layers compute with these: attention, caches, experts, kernels."""

@@ -17,7 +17,7 @@ from offplan.runtime.model.filled import Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
 
 ATTENTION_NAME = Way.CHUNK.value
-"""What a model is built with; each pass chooses its own."""
+"""Name of the attention that a model is built with; each pass chooses its own."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments of transformers' attention interface that change the result and are not heeded here."""
 

@@ -9,19 +9,19 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from offplan.placement import align
 
 BLOCK_BYTES = 64 * 2**20
-"""Of one allocation, unless one tensor is larger. torch gives those of 1 to 10 MiB a part of 20 MiB
-and rounds larger ones up to 2 MiB, little beside this; so much may be left over where layers differ
-in shape."""
+"""Bytes of one allocation, unless one tensor is larger. torch gives those of 1 to 10 MiB a part of
+20 MiB and rounds larger ones up to 2 MiB, little beside this; so much may be left over where layers
+differ in shape."""
 
 
 class Position:
-    """Where the sequences stand; all have the same length."""
+    """The position of the sequences, which all have the same length."""
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(1, dtype=torch.int64, device=device)
         """Tokens kept so far, shape [1], on the device, for captured graphs to read."""
         self.rows = self.tensor
-        """Where layers write the pass's new tokens, int64 of shape [new], on the device."""
+        """Rows that layers write the pass's new tokens to, int64 of shape [new], on the device."""
 
 
 class _Blocks:
@@ -32,10 +32,10 @@ class _Blocks:
         self._context = context
         self._spare: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self.whole: list[torch.Tensor] = []
-        """What is allocated, each [layers, batch, heads, context, dim]."""
+        """Allocations, each [layers, batch, heads, context, dim]."""
 
     def take(self, states: torch.Tensor) -> torch.Tensor:
-        """Zeros of [batch, heads, context, dim] for ``states``, [batch, heads, new, dim]."""
+        """Return zeros, [batch, heads, context, dim], for ``states``, [batch, heads, new, dim]."""
         batch, heads, _, dim = states.shape
         shape = (batch, heads, self._context, dim)
         spare = self._spare.setdefault((shape, states.dtype, states.device), [])
@@ -83,15 +83,15 @@ class _Layer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the cache, for transformers' interface."""
+        """Return length and offset of the cache, for transformers' interface."""
         return self._context, 0
 
     def get_seq_length(self) -> int:
-        """Nothing that a model may rely on: positions are passed explicitly."""
+        """Return nothing that a model may rely on: positions are passed explicitly."""
         return 0
 
     def get_max_length(self) -> int:
-        """Tokens it can keep."""
+        """Return the number of tokens that it can keep."""
         return self._context
 
 
@@ -113,7 +113,7 @@ class LayerCaches(Cache):
                 block[:, :, :, position:].zero_()
 
     def of_layer(self, index: int) -> "LayerCache":
-        """What the layer ``index`` is given as its cache."""
+        """Return the cache that the layer ``index`` is given."""
         return LayerCache(self.layers[index])
 
 

@@ -1,4 +1,4 @@
-"""What of the cache is filled, and by which way attention reads no more than that."""
+"""The filled part of the cache, and the ways in which attention is told where it ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ BLOCK_TOKENS = 128
 
 
 class Way(str, Enum):
-    """How attention is told what is filled; the value is its name among transformers' attentions.
+    """A way to tell attention what is filled, by its name among transformers' attentions.
 
     A pass chooses one for all layers. transformers builds no mask for names that it does not know.
     """
@@ -29,15 +29,15 @@ class Way(str, Enum):
 
 @dataclass(frozen=True)
 class Filled:
-    """What a pass hands to all its layers in place of an attention mask."""
+    """The filled part of the cache, as a pass tells all its layers in place of a mask."""
 
     way: Way
     mask: torch.Tensor | BlockMask
-    """It has four dimensions, for transformers hands those on untouched."""
+    """Four-dimensional, for transformers hands those on untouched."""
 
 
 FindFilled = Callable[[torch.Tensor, int], Filled]
-"""Makes it for one new token at a position, [1] on the device, in a cache of so many tokens."""
+"""A call says it for one token at a position, [1] on the device, and a cache of so many tokens."""
 
 
 def filled_before(start: int, num_tokens: int) -> Filled:

@@ -1,4 +1,4 @@
-"""Which kernels serve a model: our own where they know it, else transformers' and torch's."""
+"""Kernels are chosen for a model: our own where they know it, else transformers' and torch's."""
 
 import torch
 from transformers import PreTrainedModel
@@ -56,9 +56,9 @@ def groups_freely(dtype: str, device: torch.device) -> bool:
 
 
 def find_own_experts(model: Model, module: PreTrainedModel) -> tuple[str, int]:
-    """What transformers knows our own kernels for experts by, and for how many pairs they are best.
+    """Return the name of our own kernels for experts, and the most pairs they are best for.
 
-    Nothing, and 0, where they do not know this model's experts. For more pairs of a token and an
+    The name is empty where they do not know this model's experts. For more pairs of a token and an
     expert than this they would read experts several times.
     """
     if model.dtype not in KERNEL_TYPES:

@@ -47,8 +47,8 @@ class Expansion:
         """Expand by ``expand``, which takes latents and their rotary parts."""
         self._expand = expand
         self._kept: Expanded | None = None
-        """Room for the whole prompt: of one size, where the memory of each chunk's own would not
-        serve the next one."""
+        """Keys and values of the whole prompt: memory of each chunk's own size would not serve the
+        next one."""
 
     def extend(
         self, latents: torch.Tensor, rotaries: torch.Tensor, start: int, num_tokens: int
@@ -138,7 +138,7 @@ def _mix(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Batched product in float32: scores rounded to bf16 would move the softmax by percents."""
+    """Multiply batches in float32: scores rounded to bf16 would move the softmax by percents."""
     if a.is_cuda and a.dtype is not torch.float32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a, b).float()

@@ -98,7 +98,7 @@ def _join_splits(partial, log_sums, out, num_splits, RANK: tl.constexpr, BLOCK: 
 
 
 def choose_block(width: int, shared_bytes: int) -> int:
-    """Cached tokens that a program takes at a time; ``width`` is that of a latent and its rotary.
+    """Choose the cached tokens of a program; ``width`` is that of a latent and its rotary.
 
     Source: what triton 3.9 compiles the kernel to for compute capabilities 8.0 to 12.0, widths of
     288 to 1,088 and 16 to 64 tokens, exactly: two buffers of tokens and one of queries, in 16 bits,

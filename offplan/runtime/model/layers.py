@@ -36,7 +36,7 @@ class Call:
     hidden: torch.Tensor
     """Hidden states, [batch, tokens, hidden size]."""
     arguments: dict[str, Any]
-    """Masks, positions, rotary tables, the layer's cache."""
+    """Other arguments by name: masks, positions, rotary tables, the layer's cache."""
 
 
 class _AllNoted(Exception):
@@ -52,7 +52,7 @@ class DecoderLayers:
         A pass that is not worth a compilation runs in ``torch.compiler.set_stance("force_eager")``.
         """
         self.cache: LayerCaches | None = None
-        """Of the sequences at hand; every layer is given its own part of it."""
+        """The cache of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
         self._detour: Callable[[int, Call], torch.Tensor] | None = None
         if compiled:

@@ -11,7 +11,7 @@ from offplan.runtime.passes.executor import Executor
 from offplan.schedule import Schedule
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-"""Makes logits, [batch, vocabulary], of tokens, int64 of shape [batch, new] on the device."""
+"""A call makes logits, [batch, vocabulary], of tokens, int64 of [batch, new] on the device."""
 
 
 class Passes:
@@ -29,7 +29,7 @@ class Passes:
         self._give_back = give_back
         self._captured: dict[Phase, _CapturedForward] = {}
         self._seen: dict[Phase, torch.Size] = {}
-        """Shape of the last tokens that ran uncaptured."""
+        """Shape of the last tokens of each phase that ran uncaptured."""
 
     def run(
         self, schedule: Schedule, forward: Forward, tokens: torch.Tensor, *, may_capture: bool
@@ -102,7 +102,7 @@ class _CapturedForward:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tokens, [batch, new]."""
+        """Shape of the tokens, [batch, new]."""
         return self._tokens.shape
 
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from offplan.runtime.passes.forward import Forward
 
 
 class ChunkedPrompt:
-    """What the chunks of a prompt bring to each layer, and what layers have made of them so far."""
+    """The chunks of a prompt: their hidden states so far, and what each layer is called with."""
 
     def __init__(self, chunks: Sequence[torch.Tensor], forward: Forward) -> None:
         """Note with what each layer is called for chunks on the device, each [batch, tokens].
@@ -64,5 +64,5 @@ class ChunkedPrompt:
 
 
 def as_compiled_for(num_tokens: int, planned: int) -> Any:
-    """A compilation is worth its seconds for the plan's chunk, not for each remainder."""
+    """Context in which remainders run eagerly: only the plan's chunk is worth a compilation."""
     return torch.compiler.set_stance("default" if num_tokens == planned else "force_eager")

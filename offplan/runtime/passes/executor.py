@@ -122,7 +122,7 @@ class CapturedPass:
         self._pool = pool
         self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
         self._empty: list[torch.cuda.CUDAGraph] = []
-        """Kept, for torch captures nothing more in a pool whose last graph is gone.
+        """Graphs kept because torch captures nothing more in a pool whose last graph is gone.
 
         Source: ``releasePool`` in c10/cuda/CUDACachingAllocator.cpp.
         """

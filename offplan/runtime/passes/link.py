@@ -1,4 +1,4 @@
-"""Carries out a schedule's copies and waits, on a GPU or on the CPU."""
+"""The link carries out a schedule's copies and waits, on a GPU or on the CPU."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -73,7 +73,7 @@ class CudaLink:
 
 
 class CpuLink:
-    """The same on the CPU, where a copy happens at once or as late as the schedule allows.
+    """A link on the CPU, where a copy happens at once or as late as the schedule allows.
 
     Both are legal orders of a right schedule; with a wrong one at least one of them computes with
     another layer's weights.
