@@ -24,12 +24,12 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.host_block import HostBlock
+from offplan.hostmem.block import HostBlock
 from offplan.plan import Backend, Offload, Rule
-from offplan.runtime import loaded as runtime_loaded
-from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.loader import NUM_THREADS, load_weights
-from offplan.runtime.staging import PART_BYTES
+from offplan.runtime.loading import loaded as runtime_loaded
+from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.loader import NUM_THREADS, load_weights
+from offplan.runtime.loading.staging import PART_BYTES
 
 SHARD_BYTES = 4 * 10**9
 

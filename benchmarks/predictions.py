@@ -26,7 +26,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner import make_plan
 from offplan.planner.problem import prefill_chunks
-from offplan.profiling import measure_layer_times, measure_model_reads
+from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
 
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"}
 

@@ -18,7 +18,7 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
-from offplan.runtime.bench import time_link
+from offplan.runtime.measuring.bench import time_link
 from offplan.runtime.session import Session
 
 
@@ -72,7 +72,7 @@ def count_touched_experts(session: Session, prompt: torch.Tensor) -> float | Non
     with session.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         counts.clear()
-        session.forward_one(tokens)
+        session.runner.forward.step(tokens)
         torch.cuda.synchronize()
     for hook in hooks:
         hook.remove()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offplan.errors import MemoryLimitError
-from offplan.runtime import versus
+from offplan.runtime.measuring import versus
 from tests.cli import CLI, TINY_MOE
 from tests.test_cli_run import RULES, write_plan
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offplan.cli import models
-from offplan.runtime import loaded
+from offplan.runtime.loading import loaded
 from offplan.runtime.session import Session
 from tests.cli import CLI, ROOT, TINY_MOE
 

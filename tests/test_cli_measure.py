@@ -11,8 +11,7 @@ import torch
 
 import offplan.cli.planning
 import offplan.machine.measure
-import offplan.profiling
-import offplan.runtime.gpu_memory
+import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.open import open_model
 from offplan.cli.planning import measure_here, read_workload
 from offplan.machine.profile import (
@@ -23,6 +22,7 @@ from offplan.machine.profile import (
     parse_profile,
 )
 from offplan.plan import Workload
+from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
 
 WORKLOAD = read_workload(1, 32, 96, 256)
@@ -52,9 +52,9 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     machine = Machine()
     monkeypatch.setattr(offplan.machine.measure, "measure_machine", machine.measure)
-    monkeypatch.setattr(offplan.profiling, "measure_layer_times", machine.time_layers)
-    monkeypatch.setattr(offplan.profiling, "measure_in_place_reads", machine.time_reads)
-    monkeypatch.setattr(offplan.runtime.gpu_memory, "bytes_in_use", lambda device: 2**30)
+    monkeypatch.setattr(layer_times, "measure_layer_times", machine.time_layers)
+    monkeypatch.setattr(layer_times, "measure_in_place_reads", machine.time_reads)
+    monkeypatch.setattr(offplan.runtime.memory.gpu_memory, "bytes_in_use", lambda device: 2**30)
     monkeypatch.setattr(offplan.cli.planning, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: machine.gpu)
@@ -93,11 +93,17 @@ def test_another_gpu_torch_or_runtime_is_timed(
     measure_here(model, WORKLOAD)
     monkeypatch.setattr(torch, "__version__", "0")
     measure_here(model, WORKLOAD)
-    monkeypatch.setattr(offplan.profiling, "_driver", lambda: "another driver")
+    monkeypatch.setattr(layer_key, "_driver", lambda: "another driver")
     measure_here(model, WORKLOAD)
-    monkeypatch.setattr(offplan.profiling, "_sha256", lambda content: str(len(content)))
+    monkeypatch.setattr(layer_key, "_sha256", lambda content: str(len(content)))
     measure_here(model, WORKLOAD)
     assert machine.num_layer_times == 5
+
+
+def test_the_sources_that_layer_times_depend_on() -> None:
+    names = {path.name for path in layer_key.timed_sources()}
+    assert {"session.py", "runner.py", "attention.py", "skeleton.py", "layer_times.py"} <= names
+    assert not {"generate.py", "bench.py", "versus.py", "accelerated.py", "timed_link.py"} & names
 
 
 def test_measure_times_layers_afresh_and_keeps_them(

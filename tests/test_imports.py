@@ -12,13 +12,12 @@ PACKAGE = Path(__file__).parents[1] / "offplan"
 ARROWS = {
     "errors": [],
     "units": ["errors"],
-    "cgroups": [],
     "files": [],
     "records": ["errors", "units"],
     "progress": [],
-    "host_block": ["errors", "units"],
+    "hostmem": ["errors", "units"],
     "checkpoint": ["errors", "units", "progress", "files"],
-    "machine": ["records", "progress", "cgroups", "files", "host_block"],
+    "machine": ["records", "progress", "files", "hostmem"],
     "plan": ["records"],
     "placement": ["checkpoint", "plan"],
     "schedule": ["placement"],
@@ -26,12 +25,27 @@ ARROWS = {
     "engines": ["plan", "placement"],
     "question": ["checkpoint", "machine", "plan", "engines"],
     "planner": ["costs", "question"],
-    "runtime": ["schedule", "plan", "checkpoint", "cgroups", "host_block"],
-    "profiling": ["runtime", "machine", "checkpoint"],
-    "report": ["planner", "runtime", "profiling"],
+    "runtime": [],
+    "runtime.device": [],
+    "runtime.faults": ["errors"],
+    "runtime.transformers_private": [],
+    "runtime.memory": ["runtime.device", "hostmem", "schedule"],
+    "runtime.model": ["runtime.transformers_private", "placement"],
+    "runtime.loading": ["runtime.memory", "runtime.model"],
+    "runtime.passes": ["runtime.loading"],
+    "runtime.session": ["runtime.passes", "runtime.faults"],
+    "runtime.generate": ["runtime.session"],
+    "runtime.measuring": ["runtime.generate", "machine"],
+    "report": ["planner", "runtime.measuring"],
     "cli": ["report"],
 }
 """Room by room, what it may import; what that room may import in turn is allowed too."""
+
+
+def room_of(module: str) -> str:
+    """The room that a module, ``offplan.room.module``, is in; the runtime has rooms of its own."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 1 + ("runtime" in parts[:1])])
 
 
 def allowed(room: str) -> set[str]:
@@ -49,15 +63,15 @@ def imported_rooms(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import hides which room it enters"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("offplan.")}
+        rooms |= {room_of(name) for name in names if name.startswith("offplan.")}
     return rooms - {"__version__"}
 
 
 def rooms() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if room != "__init__":
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        if room := room_of(".".join(parts).removesuffix(".__init__")):
             found.setdefault(room, []).append(path)
     return found
 

@@ -16,7 +16,7 @@ from offplan.errors import InputError, OffplanError
 
 if TYPE_CHECKING:
     from offplan.report.bench import BenchResult
-    from offplan.runtime.versus import Bench
+    from offplan.runtime.measuring.versus import Bench
 
 DEFAULT_STEPS = 20
 
@@ -47,10 +47,10 @@ def bench(
     from offplan.cli.workload import find_device, random_prompt
     from offplan.report.bench import render_bench
     from offplan.report.payload import bench_payload
-    from offplan.runtime.bench import check_room
-    from offplan.runtime.gpu_memory import bytes_in_use
+    from offplan.runtime.measuring.bench import check_room
+    from offplan.runtime.measuring.versus import Bench
+    from offplan.runtime.memory.gpu_memory import bytes_in_use
     from offplan.runtime.session import NUM_WARMUP_STEPS
-    from offplan.runtime.versus import Bench
 
     workload = loaded.workload
     room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
@@ -78,8 +78,8 @@ def bench(
 
 def _read_ways(vs: str | None) -> list[str]:
     """Check what the plan is to be compared with, before anything is loaded."""
-    from offplan.runtime.accelerated import require_accelerate
-    from offplan.runtime.versus import WAYS
+    from offplan.runtime.measuring.accelerated import require_accelerate
+    from offplan.runtime.measuring.versus import WAYS
 
     names = [] if vs is None else list(dict.fromkeys(name.strip() for name in vs.split(",")))
     unknown = [name for name in names if name not in WAYS]
@@ -93,9 +93,9 @@ def _read_ways(vs: str | None) -> list[str]:
 def _measure(setup: "Bench", names: list[str]) -> "BenchResult":
     """Measure the plan, then the other ways; one that fails does not take the others with it."""
     from offplan.cli.workload import device_name
+    from offplan.hostmem.limits import peak_host_bytes
     from offplan.report.bench import BenchResult
-    from offplan.runtime.host_memory import peak_host_bytes
-    from offplan.runtime.versus import WAYS, Measurement, measure_plan
+    from offplan.runtime.measuring.versus import WAYS, Measurement, measure_plan
 
     # first, so that the peaks that only grow are the plan's own
     plan = measure_plan(setup, Progress("loading"))

@@ -141,8 +141,9 @@ def measure_here(
     from offplan.machine.layer_cache import LayerTimeCache
     from offplan.machine.measure import measure_machine
     from offplan.planner.space import prefill_chunks
-    from offplan.profiling import layer_times_key, measure_layer_times, measure_model_reads
-    from offplan.runtime.gpu_memory import bytes_in_use
+    from offplan.runtime.measuring.layer_key import layer_times_key
+    from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
+    from offplan.runtime.memory.gpu_memory import bytes_in_use
 
     # asked before this process has a context on the card, which the budget is to include
     used = bytes_in_use(torch.device("cuda"))

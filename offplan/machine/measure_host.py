@@ -1,18 +1,19 @@
-"""Host memory that the GPU can read, while it is measured."""
+"""Measures host memory that the GPU can read: how it is pinned, and where it lies."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from offplan.host_block import HostBlock
-from offplan.machine.host import find_numa_node, pin_limit
+from offplan.hostmem.block import HostBlock
+from offplan.hostmem.limits import pin_limit
 from offplan.machine.measure_time import NUM_SAMPLES, figure, summarise
 from offplan.units import format_bytes
 
 PINNED_BYTES = 256 * 2**20
-"""Size of a block that is pinned to be measured."""
+"""Bytes of a block that is pinned to be measured."""
 
 
 @contextmanager
@@ -53,3 +54,15 @@ def measure_place() -> dict[str, object]:
     domain, bus, device = (getattr(gpu, f"pci_{part}_id") for part in ("domain", "bus", "device"))
     node = find_numa_node(f"{domain:04x}:{bus:02x}:{device:02x}.0")
     return {} if node is None else {"numa_node": figure(node, "numa_node of the PCI device")}
+
+
+def find_numa_node(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Find the NUMA node of a device (``0000:1b:00.0``); None where the kernel names none.
+
+    Source: the kernel's sysfs-bus-pci: -1 is a machine with one node, or firmware that is silent.
+    """
+    try:
+        node = int((devices / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None

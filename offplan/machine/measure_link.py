@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from offplan.host_block import view_in_place
+from offplan.hostmem.block import view_in_place
 from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
 from offplan.machine.measure_host import PINNED_BYTES, pinned
 from offplan.machine.measure_time import Timing, figure, table, time_work
@@ -14,14 +14,15 @@ from offplan.units import format_bytes
 CURVE_BYTES = (*(4096 * 4**power for power in range(8)), PINNED_BYTES)
 """Sizes of copies, 4 KiB to 256 MiB; the rate is flat from 64 MiB on."""
 REREAD_ROWS = (1, 128, 256, 512, 1024, 4096)
+"""Rows of the inputs of the products whose reads are counted."""
 BESIDE_BYTES = 32 * 2**20
-"""Of each weight that is read while copies are queued."""
+"""Bytes of each weight that is read in place while copies are queued."""
 REREAD_BYTES = 128 * 2**20
-"""Of the weight that products read in place: more than any GPU's cache holds."""
+"""Bytes of the weight that products read in place: more than any GPU's cache holds."""
 _COLUMNS = 4096
 
 CopyBytes = Callable[[int], object]
-"""Queues a copy of so many bytes on the current stream."""
+"""A call queues a copy of so many bytes on the current stream."""
 
 
 def copy_curve(copy: CopyBytes, *, queued: bool = True) -> list[CopyRate]:

@@ -13,9 +13,9 @@ from offplan.machine.measure_link import copy_curve, describe_dma
 from offplan.machine.measure_time import NUM_SAMPLES, summarise, table
 
 _SHARE_BYTES = 64 * 2**20
-"""Of each GPU's own pinned block; from this size on the rate is flat."""
+"""Bytes of each GPU's own pinned block; from this size on the rate is flat."""
 _REPEATS = 16
-"""Copies of it in a sample, so that their beginnings and ends weigh little."""
+"""Copies of that block in a sample, so that their beginnings and ends weigh little."""
 
 
 def measure_concurrent() -> dict[str, object]:
@@ -36,7 +36,7 @@ def measure_concurrent() -> dict[str, object]:
 
 
 def _copy_together(devices: list[torch.device]) -> list[list[float]]:
-    """Seconds of one copy: a row a sample, a column a device. Waits for all of them."""
+    """Return the seconds of one copy, a row a sample, a column a device; waits for all of them."""
     with ExitStack() as stack:
         hosts = [stack.enter_context(pinned(_SHARE_BYTES)) for _ in devices]
         targets = [torch.empty(_SHARE_BYTES, dtype=torch.uint8, device=each) for each in devices]

@@ -9,14 +9,14 @@ from math import prod
 import torch
 from torch.nn.functional import grouped_mm, linear
 
-from offplan.host_block import view_in_place
+from offplan.hostmem.block import view_in_place
 from offplan.machine.measure_host import pinned
 from offplan.machine.measure_time import time_work
 from offplan.machine.profile import InPlaceRead
 from offplan.progress import Progress
 
 MAX_BYTES = 256 * 2**20
-"""Of a weight; a larger one is cut along its first dimension, which removes whole tiles of it."""
+"""Bytes of a weight; a larger one is cut along its first dimension: whole tiles are left out."""
 
 
 def measure_in_place_reads(
@@ -47,7 +47,7 @@ def measure_in_place_reads(
 
 
 def _cut(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """As much of a weight of this shape as the memory holds."""
+    """View as much of a weight of this shape as the memory holds."""
     first, *rest = shape
     held = min(first, memory.numel() // prod(rest))
     return memory[: held * prod(rest)].view(held, *rest)
@@ -56,7 +56,7 @@ def _cut(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _product(
     weight: torch.Tensor, shape: tuple[int, ...], tokens: int, pairs_per_token: int
 ) -> Callable[[], torch.Tensor]:
-    """The product as the runtime makes it; every expert has as many pairs."""
+    """Return the product as the runtime makes it; every expert has as many pairs."""
     size, dtype = weight.shape[-1], weight.dtype
     if weight.dim() == 2:
         hidden = torch.zeros(tokens, size, dtype=dtype, device="cuda")

@@ -8,16 +8,16 @@ import torch
 
 NUM_SAMPLES = 7
 _CYCLES_A_LAUNCH = 80_000
-"""About 40 us: longer than the host takes to launch anything that is timed here."""
+"""Clock cycles of about 40 us: the host launches anything that is timed here in less."""
 
 
 class Timing(NamedTuple):
-    """How long something takes."""
+    """The time that some work takes."""
 
     seconds: float
-    """Median of NUM_SAMPLES."""
+    """Median of NUM_SAMPLES, in seconds."""
     spread: float
-    """(largest - smallest) / median."""
+    """Relative spread of the samples: (largest - smallest) / median."""
 
 
 def summarise(samples: Sequence[float]) -> Timing:

@@ -14,8 +14,8 @@ from offplan.report.table import make_table
 from offplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:  # they import torch
-    from offplan.runtime.bench import BenchCost, PhaseCost, Spread
-    from offplan.runtime.versus import Measurement
+    from offplan.runtime.measuring.bench import BenchCost, PhaseCost, Spread
+    from offplan.runtime.measuring.versus import Measurement
 
 PHASES = {"decode": "Decode, a step", "prefill": "Prefill, the prompt"}
 """The phases as keys and as people read them."""

@@ -15,8 +15,8 @@ from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
 
 if TYPE_CHECKING:  # they import torch
-    from offplan.runtime.bench import PhaseCost
-    from offplan.runtime.versus import Measurement
+    from offplan.runtime.measuring.bench import PhaseCost
+    from offplan.runtime.measuring.versus import Measurement
 
 JSON_VERSION = 1
 

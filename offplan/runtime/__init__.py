@@ -1,1 +1,1 @@
-"""Executes a plan: store, ring, loader and executor. Imports neither costs nor planner."""
+"""The runtime executes a plan; it imports neither costs nor planner."""

@@ -1,4 +1,4 @@
-"""Running out of memory, told as what it was for and what to do."""
+"""Running out of memory is told as what it was for and what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 from offplan.errors import MemoryLimitError
 
 _SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-"""In what torch says when the driver, cuBLAS or the host has no memory left."""
+"""Parts of what torch says when the driver, cuBLAS or the host has no memory left."""
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def memory_limits(doing: str) -> Iterator[None]:
 
 
 def _find_cause(error: BaseException | None) -> BaseException | None:
-    """This error, or the first behind it, that is about memory; None if none is.
+    """Find the first error, from this one on to its causes, that is about memory; None without.
 
     A capture that an allocation ended fails once more when it is closed.
     """
@@ -44,17 +44,3 @@ def _find_cause(error: BaseException | None) -> BaseException | None:
             return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def let_go(device: torch.device) -> None:
-    """Wait until the device is done with host memory, whatever state an error left it in.
-
-    A device that failed reports its error at every call; host memory is to be given back all the
-    same, and the error that is already on its way is the one to show.
-    """
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return

@@ -12,20 +12,20 @@ from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 @dataclass
 class Measured:
-    """What a generation cost, by the host's clock; filled while tokens are taken."""
+    """The cost of a generation, by the host's clock; filled while tokens are taken."""
 
     first_token_s: float = 0.0
-    """From the request to its first token on the host."""
+    """Seconds from the request to its first token on the host."""
     step_s: list[float] = field(default_factory=list)
-    """Each further token, from the one before it."""
+    """Seconds of each further token, from the one before it."""
     prefill_link_bytes: int = 0
-    """``Session.link_bytes`` of the prompt."""
+    """Bytes that crossed the link for the prompt, as ``Session.link_bytes`` counts them."""
     decode_link_bytes: int = 0
-    """The same for all decode steps together."""
+    """Bytes that crossed the link in all decode steps together."""
 
     @property
     def median_step_s(self) -> float:
-        """The median decode step, the first NUM_WARMUP_STEPS left out."""
+        """Seconds of the median decode step, the first NUM_WARMUP_STEPS left out."""
         steady = self.step_s[NUM_WARMUP_STEPS:] or self.step_s
         return statistics.median(steady) if steady else 0.0
 
@@ -82,7 +82,7 @@ class _Arrival:
             self._event.record()
 
     def wait(self) -> tuple[torch.Tensor, float]:
-        """The tokens, int64 of shape [batch], and when they arrived."""
+        """Return the tokens, int64 of shape [batch], and when they arrived, by ``perf_counter``."""
         if self._event is not None:  # else they were there at once, before the next step was made
             self._event.synchronize()
             self._moment = time.perf_counter()

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from offplan.machine.host import find_numa_node, pin_limit
+from offplan.hostmem.limits import pin_limit
+from offplan.machine.measure_host import find_numa_node
 
 
 @pytest.fixture

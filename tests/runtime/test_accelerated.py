@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
-from offplan.runtime import accelerated
-from offplan.runtime.accelerated import bench_accelerate
+from offplan.runtime.measuring import accelerated
+from offplan.runtime.measuring.accelerated import bench_accelerate
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload
 

@@ -7,8 +7,8 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.placement import Phase, place
-from offplan.runtime.versus import Bench, measure_plan, measure_resident, measure_serial
-from offplan.runtime.versus import measure_accelerate as under_accelerate
+from offplan.runtime.measuring.versus import Bench, measure_plan, measure_resident, measure_serial
+from offplan.runtime.measuring.versus import measure_accelerate as under_accelerate
 from tests.runtime.plans import CONTEXT, group, offload
 
 pytestmark = [

@@ -12,9 +12,10 @@ import torch
 
 from offplan.errors import MemoryLimitError
 from offplan.placement import Phase
-from offplan.runtime import kernels
-from offplan.runtime.executor import CapturedPass, Executor
-from offplan.runtime.link import CpuLink
+from offplan.runtime.model import kernels
+from offplan.runtime.passes.executor import CapturedPass, Executor
+from offplan.runtime.passes.forward import Forward
+from offplan.runtime.passes.link import CpuLink
 from offplan.runtime.session import Session
 from offplan.schedule import Schedule
 from tests.runtime.conftest import save_tiny
@@ -65,7 +66,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 def open_capturing(folder: Path) -> Session:
     session = open_session(folder, DECISION)
-    session._capture = True
+    session.runner._capture = True
     return session
 
 
@@ -108,7 +109,7 @@ def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path
         both, step = {Phase.PREFILL, Phase.DECODE}, {Phase.DECODE}
         for num_tokens, captured in [(9, step), (9, both), (9, both), (7, step), (9, step)]:
             request(session, 2, num_tokens, 0)
-            assert set(session._passes._captured) == captured
+            assert set(session.runner._passes._captured) == captured
 
 
 def test_a_capture_that_fails_is_made_again(graphs: Graphs, tmp_path: Path) -> None:
@@ -133,16 +134,16 @@ def test_a_cache_that_was_not_allocated_is_begun_afresh(
     with open_session(folder, DECISION) as plain, open_capturing(folder) as session:
         expected = request(plain, 2, CHUNK, 0)
         request(session, 2, CHUNK, 0)
-        own = Session.forward_chunk
+        own = Forward.chunk
         for batch in (1, 2):
 
             def fail(*_: object) -> torch.Tensor:
                 raise MemoryError
 
-            monkeypatch.setattr(Session, "forward_chunk", fail)
+            monkeypatch.setattr(Forward, "chunk", fail)
             with pytest.raises(MemoryLimitError):
                 session.prefill(torch.zeros(batch, CHUNK, dtype=torch.int64))
-        monkeypatch.setattr(Session, "forward_chunk", own)
+        monkeypatch.setattr(Forward, "chunk", own)
         graphs.captured.clear()
         assert all(map(torch.equal, request(session, 2, CHUNK, 0), expected))
         assert Phase.PREFILL not in graphs.captured

@@ -14,11 +14,15 @@ from safetensors.torch import load_file, save_file
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, MemoryLimitError
-from offplan.host_block import HostBlock
-from offplan.runtime import host_memory, loaded, session, store
-from offplan.runtime.faults import let_go, memory_limits
+from offplan.hostmem import limits
+from offplan.hostmem.block import HostBlock
+from offplan.hostmem.limits import host_room
+from offplan.runtime.device import let_go
+from offplan.runtime.faults import memory_limits
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.host_memory import host_room
+from offplan.runtime.loading import loaded
+from offplan.runtime.memory import store
+from offplan.runtime.passes import link, runner
 from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload
@@ -93,7 +97,7 @@ def test_out_of_address_space(
     def refuse(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("offplan.host_block.mmap.mmap", refuse)
+    monkeypatch.setattr("offplan.hostmem.block.mmap.mmap", refuse)
     with pytest.raises(MemoryLimitError, match=r"the host has no room for .* --host-memory"):
         load(folder)
 
@@ -101,7 +105,7 @@ def test_out_of_address_space(
 def test_more_than_the_container_has(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setattr(host_memory, "host_room", lambda *_: iter([(1000, "the cgroup /x")]))
+    monkeypatch.setattr(limits, "host_room", lambda *_: iter([(1000, "the cgroup /x")]))
     with pytest.raises(MemoryLimitError, match=r"the cgroup /x has 1000 B left"):
         load(folder)
     assert not driver.calls
@@ -218,9 +222,9 @@ PLACES: dict[str, tuple[object, str]] = {
     "filling": (loaded, "load_weights"),
     "checking": (loaded.LoadedModel, "_check"),
     "viewing": (HostBlock, "device_view"),
-    "link": (session, "CpuLink"),
-    "hooks": (session, "Executor"),
-    "keeping latents": (session, "keep_latents"),
+    "link": (link, "CpuLink"),
+    "hooks": (runner, "Executor"),
+    "keeping latents": (runner, "keep_latents"),
 }
 
 

@@ -1,6 +1,5 @@
 """The same on a GPU, where copies and compute really run side by side."""
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -8,19 +7,15 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
-from offplan.host_block import HostBlock
-from offplan.placement import Phase, place
-from offplan.plan import Offload, Rule
+from offplan.hostmem.block import HostBlock
+from offplan.plan import Rule
 from tests.runtime.plans import group, offload, open_session
+from tests.runtime.resident import BATCH, NUM_TOKENS, PROMPT, check_against_resident, run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-
-NUM_TOKENS = 6
-PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
-BATCH = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3], [2, 38, 4, 6, 2]])
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "every layer": (group(1, 1),),
@@ -32,46 +27,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "in chunks": (group(2, 1, "mlp"),),
     "two rules": (group(2, 1, "mlp", decode="uva"), group(1, 1, "self_attn", prefill="uva")),
 }
-
-
-def run(folder: Path, decision: Offload, capture: bool) -> tuple[list[torch.Tensor], int, int]:
-    """Logits of both prompts, bytes that DMA moved in decode, device memory that weights took."""
-    before = torch.cuda.memory_allocated()
-    logits: list[torch.Tensor] = []
-    moved = 0
-    with open_session(folder, decision, "cuda", capture=capture) as session, session.stream():
-        weights = torch.cuda.memory_allocated() - before
-        for prompt in (PROMPT, BATCH):
-            session.warm_up(*prompt.shape)
-            assert session.captures_prompt(*prompt.shape) == (
-                Phase.PREFILL in session._passes._captured
-            )
-            logits.append(session.prefill(prompt).clone())
-            moved -= session.link.bytes_moved
-            for _ in range(NUM_TOKENS):
-                tokens = logits[-1].argmax(-1, keepdim=True)
-                logits.append(session.decode(tokens).clone())
-            moved += session.link.bytes_moved
-        return [entry.cpu() for entry in logits], moved, weights
-
-
-@functools.cache
-def run_resident(folder: Path, chunk: int, capture: bool) -> tuple[list[torch.Tensor], int]:
-    logits, _, weights = run(folder, offload(prefill_chunk=chunk), capture)
-    return logits, weights
-
-
-def check_against_resident(folder: Path, decision: Offload, capture: bool) -> None:
-    """Same logits as with everything resident, bytes that moved, memory that fell."""
-    resident, all_weights = run_resident(folder, decision.prefill_chunk, capture)
-    got, moved, weights = run(folder, decision, capture)
-    differences = [(a - b).abs().max().item() for a, b in zip(got, resident, strict=True)]
-    assert differences == [0.0] * len(resident)
-    placement = place(open_model(str(folder)), decision)
-    # with no more layers than slots, every layer owns one and is as good as resident
-    assert (moved > 0) == (len(placement.spans(Phase.DECODE)) > decision.prefetch_step)
-    if placement.offloaded_bytes > placement.ring_bytes:
-        assert weights < all_weights
 
 
 @pytest.mark.parametrize(
@@ -95,9 +50,9 @@ def test_logits_equal_resident(
 def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:
     session = open_session(checkpoint, offload(group(2, 1)), "cuda")
     session.warm_up(*PROMPT.shape)
-    assert session.layers.cache is not None
+    assert session.runner.layers.cache is not None
     held = [session.loaded.store.arena, *session.loaded.store.slots]
-    for layer in session.layers.cache.layers:
+    for layer in session.runner.layers.cache.layers:
         held += [layer.keys, layer.values]
     num_bytes = sum(tensor.nbytes for tensor in held)
     del held, layer

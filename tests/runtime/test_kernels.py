@@ -68,7 +68,7 @@ def test_on_the_cpu() -> None:
 def test_experts_equal_gathered_products(
     num_tokens: int, num_chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offplan.runtime import experts as ours
+    from offplan.runtime.model import experts as ours
 
     if INTERPRETED:
         monkeypatch.setattr(ours, "gpu_limits", lambda index: LIMITS)
@@ -91,7 +91,7 @@ def test_experts_equal_gathered_products(
 )
 def test_other_experts_are_left_to_transformers(width: int, others: dict[str, bool]) -> None:
     pytest.importorskip("triton")
-    from offplan.runtime.experts import serves
+    from offplan.runtime.model.experts import serves
 
     assert not serves(make_experts(2, 64, width, device="cpu", **others))
 
@@ -111,8 +111,8 @@ def test_blocks_fit_what_a_program_may_share(
     shared_bytes: int, blocks: tuple[int, int, int], tokens: int
 ) -> None:
     pytest.importorskip("triton")
-    from offplan.runtime.experts import choose_blocks
-    from offplan.runtime.latent_kernel import choose_block
+    from offplan.runtime.model.experts import choose_blocks
+    from offplan.runtime.model.latent_kernel import choose_block
 
     assert choose_blocks(1408, 2048, 2, shared_bytes) == blocks
     assert choose_block(512 + 64, shared_bytes) == tokens
@@ -122,7 +122,7 @@ def test_blocks_fit_what_a_program_may_share(
 def test_memory_is_predicted_for_these_kernels() -> None:
     pytest.importorskip("triton")
     from offplan.costs import memory
-    from offplan.runtime import experts, kernels, latent_kernel
+    from offplan.runtime.model import experts, kernels, latent_kernel
 
     assert memory.KERNEL_TYPES == kernels.KERNEL_TYPES
     assert memory.KERNEL_HEADS == latent_kernel.BLOCK_HEADS
@@ -138,7 +138,7 @@ def test_memory_is_predicted_for_these_kernels() -> None:
 def test_latents_beyond_the_position_do_not_count(
     heads: int, position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offplan.runtime import latent_kernel
+    from offplan.runtime.model import latent_kernel
 
     if INTERPRETED:
         monkeypatch.setattr(latent_kernel, "gpu_limits", lambda index: LIMITS)
@@ -156,7 +156,7 @@ def test_latents_beyond_the_position_do_not_count(
 @pytest.mark.gpu
 @needs_gpu
 def test_a_chunk_attends_as_its_part_of_the_whole() -> None:
-    from offplan.runtime.attention import _attend_in_two, _gives_softmax_sums
+    from offplan.runtime.model.attention import _attend_in_two, _gives_softmax_sums
 
     query, key, value = random(2, 8, 768, 64), random(2, 2, 768, 64), random(2, 2, 768, 64)
     chunk = query[:, :, 512:]

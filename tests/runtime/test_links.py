@@ -3,8 +3,8 @@
 import torch
 
 from offplan.placement import Span
-from offplan.runtime.link import CpuLink
-from offplan.runtime.timed_link import SerialLink, TimedLink
+from offplan.runtime.measuring.timed_link import SerialLink, TimedLink
+from offplan.runtime.passes.link import CpuLink
 from offplan.schedule import Copy, Wait
 
 CPU = torch.device("cpu")

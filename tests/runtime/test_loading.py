@@ -17,12 +17,13 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
-from offplan.runtime import mapping as runtime_mapping
-from offplan.runtime import staging, store
-from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.mapping import map_tensors
-from offplan.runtime.skeleton import build_skeleton
-from offplan.runtime.verify import verify_places
+from offplan.runtime import transformers_private
+from offplan.runtime.loading import staging
+from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.loading.verify import verify_places
+from offplan.runtime.memory import store
 from offplan.schedule import slots_read
 from tests.checkpoint.files import write_sparse
 from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
@@ -118,7 +119,7 @@ def test_other_conversions_are_transformers_own(
     ]
     folder = save_tiny("qwen3", tmp_path)
     expected = loaded_values(load(folder))
-    monkeypatch.setattr(runtime_mapping, "get_model_conversion_mapping", lambda _: mapping)
+    monkeypatch.setattr(transformers_private, "get_model_conversion_mapping", lambda _: mapping)
     stored = {name: value.clone() for name, value in expected.items()}
     for layer in range(NUM_LAYERS):
         mlp = f"model.layers.{layer}.mlp"
@@ -208,7 +209,7 @@ def test_a_shard_cut_while_it_is_read_is_an_error(
     folder = save_tiny("qwen3", tmp_path)
     path = sorted(folder.glob("*.safetensors"))[-1]
     monkeypatch.setattr(
-        "offplan.runtime.loader._Readers.__enter__", lambda readers: cut(path) or readers
+        "offplan.runtime.loading.loader._Readers.__enter__", lambda readers: cut(path) or readers
     )
     with pytest.raises(CheckpointError, match=r"the file ends at byte \d+, expected .* up to byte"):
         load(folder)
@@ -264,9 +265,9 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
-from offplan.runtime.loaded import LoadedModel
-from offplan.runtime.mapping import map_tensors
-from offplan.runtime.skeleton import build_skeleton
+from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.skeleton import build_skeleton
 
 def memory(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) * 1024

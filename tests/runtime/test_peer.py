@@ -8,9 +8,10 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
+from offplan.hostmem import limits
 from offplan.plan import Offload, Rule
-from offplan.runtime import host_memory, loaded
-from offplan.runtime.peer import PeerBlock, find_peer
+from offplan.runtime.loading import loaded
+from offplan.runtime.memory.peer import PeerBlock, find_peer
 from offplan.runtime.session import Session
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 
@@ -147,7 +148,7 @@ def test_a_gpu_is_asked_for_the_slabs_alone(
 
 
 def test_a_peer_takes_no_host_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "host_room", lambda *_: iter([(0, "the cgroup /x")]))
+    monkeypatch.setattr(limits, "host_room", lambda *_: iter([(0, "the cgroup /x")]))
     monkeypatch.setattr(loaded, "_find_store", lambda *_: CPU)
     with open_session(checkpoint, offload(group(2, 1), store="peer")) as session:
         assert session.loaded.placement.offloaded_bytes > 0

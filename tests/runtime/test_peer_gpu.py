@@ -9,10 +9,10 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.placement import Phase, place
 from offplan.plan import Rule
+from offplan.runtime.measuring.versus import Bench, measure_plan, measure_serial
 from offplan.runtime.session import Session
-from offplan.runtime.versus import Bench, measure_plan, measure_serial
 from tests.runtime.plans import CONTEXT, group, offload, open_session
-from tests.runtime.test_gpu import NUM_TOKENS, PROMPT, check_against_resident
+from tests.runtime.resident import NUM_TOKENS, PROMPT, check_against_resident
 
 TWO_GPUS = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(1, 0)
 

@@ -16,14 +16,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError, MemoryLimitError, OffplanError
-from offplan.runtime import store
-from offplan.runtime.attention import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.kernels import find_filled, find_own_experts
-from offplan.runtime.latent import Expansion
-from offplan.runtime.layers import MAX_VARIANTS, Call, DecoderLayers
+from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.memory import store
+from offplan.runtime.model.filled import filled_blocks, filled_mask, filled_up_to
+from offplan.runtime.model.kernels import find_filled, find_own_experts
+from offplan.runtime.model.latent import Expansion
+from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
-from offplan.runtime.skeleton import build_skeleton
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
@@ -89,9 +89,9 @@ def test_what_chunks_expand_goes_with_a_prompt_that_does_not_end(
 def test_a_request_after_one_that_overflowed(checkpoint: Path) -> None:
     with open_session(checkpoint, offload()) as session:
         expected = tokens_of(session)
-        assert session.layers.cache is not None
+        assert session.runner.layers.cache is not None
         with torch.inference_mode():
-            for layer in session.layers.cache.layers:
+            for layer in session.runner.layers.cache.layers:
                 layer.keys.fill_(torch.nan)
                 layer.values.fill_(torch.nan)
         assert tokens_of(session) == expected
@@ -114,8 +114,8 @@ def test_closing_gives_everything_back(checkpoint: Path, monkeypatch: pytest.Mon
     embeddings = {"embeddings": "host"} if untied else {}
     session = open_session(checkpoint, offload(group(2, 1), group(1, 1, "mlp"), **embeddings))
     tokens_of(session)
-    assert session.layers.cache is not None
-    caches = [weakref.ref(layer.keys) for layer in session.layers.cache.layers]
+    assert session.runner.layers.cache is not None
+    caches = [weakref.ref(layer.keys) for layer in session.runner.layers.cache.layers]
     held = [ref for ref in (*blocks, *caches) if ref() is not None]
     assert len(held) == 1 + 2 + NUM_LAYERS + untied + NUM_LAYERS  # arena, slots, slabs, caches
     for _ in range(2):
@@ -179,12 +179,12 @@ def test_rows_of_an_embedding_on_the_host_cross_the_link(
 
 
 def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
-    """As profiling does: the step writes its own row, not the prompt's."""
+    """As measuring does: the step writes its own row, not the prompt's."""
     with open_session(checkpoint, offload()) as session, torch.inference_mode():
         session.prefill(PROMPT)
         expected = session.decode(PROMPT[:, :1]).clone()
         session.prefill(PROMPT)
-        session.layers.note_calls(lambda: session.forward_chunk(PROMPT, 0, PROMPT.shape[1]))
+        session.runner.prompt_layers(PROMPT)
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 
@@ -201,7 +201,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
 def test_kernels_of_a_captured_step(tmp_path: Path, name: str, dtype: str, filled: object) -> None:
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
-        assert find_filled(session.loaded, session.context) is filled
+        assert find_filled(session.loaded.model, session.loaded.module, session.context) is filled
 
 
 def test_a_window_that_the_config_leaves_to_its_model_type(tmp_path: Path) -> None:
@@ -210,10 +210,11 @@ def test_a_window_that_the_config_leaves_to_its_model_type(tmp_path: Path) -> No
     del config["layer_types"]
     (folder / "config.json").write_text(json.dumps(config))
     with open_session(folder, offload()) as session:
-        assert session.loaded.model.layers[0].kv_cache.window == 8
-        assert find_filled(session.loaded, session.context) is filled_mask
-        assert find_filled(session.loaded, 8) is filled_blocks  # no shorter than the context
-        session._filled = filled_blocks
+        model, module = session.loaded.model, session.loaded.module
+        assert model.layers[0].kv_cache.window == 8
+        assert find_filled(model, module, session.context) is filled_mask
+        assert find_filled(model, module, 8) is filled_blocks  # no shorter than the context
+        session.runner.forward._find_filled = filled_blocks
         session.prefill(PROMPT)
         with pytest.raises(CheckpointError, match="a sliding window that its config"):
             session.decode(PROMPT[:, :1])
@@ -234,11 +235,11 @@ def test_whose_experts_the_kernels_serve(
     pytest.importorskip("triton")
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
-        assert bool(find_own_experts(session.loaded)[1]) is served
+        assert bool(find_own_experts(session.loaded.model, session.loaded.module)[1]) is served
         if served:
             experts = next(m for m in session.loaded.module.modules() if hasattr(m, "has_gate"))
             experts.has_bias = True
-            assert not find_own_experts(session.loaded)[1]
+            assert not find_own_experts(session.loaded.model, session.loaded.module)[1]
 
 
 def test_without_triton_no_weight_is_loaded(

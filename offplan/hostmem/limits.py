@@ -1,0 +1,71 @@
+"""Limits on the host memory that a process may take or page-lock, and what it has taken."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from offplan.errors import MemoryLimitError
+from offplan.hostmem.cgroups import memory_groups, read_numbers
+from offplan.units import format_bytes
+
+
+def peak_host_bytes() -> int:
+    """Return the most bytes of host memory that this process had in use, mapped files included.
+
+    Source: getrusage(2): ``ru_maxrss`` is in KiB on Linux and in bytes on macOS.
+    """
+    import resource  # not on Windows, where plans are made all the same
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 2**10
+
+
+def check_host_room(num_bytes: int) -> None:
+    """Raise MemoryLimitError when the host or its container cannot give ``num_bytes``.
+
+    Past a container's limit the kernel ends the process without a word, so this is asked first.
+    """
+    room = min(host_room(Path("/proc"), Path("/sys/fs/cgroup")), default=None)
+    if room is not None and num_bytes > room[0]:
+        raise MemoryLimitError(
+            f"the weights take {format_bytes(num_bytes)} of host memory; {room[1]} has "
+            f"{format_bytes(room[0])} left: raise its limit, close what else uses it, or plan with "
+            "a smaller --host-memory"
+        )
+
+
+def host_room(proc: Path, cgroup: Path) -> Iterator[tuple[int, str]]:
+    """Yield bytes that can still be taken from each limit, and its name.
+
+    Errs on the side of room: swap, and what the page cache holds, count as free. Limits that
+    cannot be read are left out.
+    """
+    memory = read_numbers(proc / "meminfo")
+    swap = memory.get("SwapFree", 0) * 2**10
+    if "MemAvailable" in memory:
+        yield memory["MemAvailable"] * 2**10 + swap, "this machine"
+    for group in memory_groups(proc, cgroup):
+        yield max(0, group.limit_bytes - group.used_bytes) + swap, f"the cgroup {group.folder}"
+
+
+def pin_limit(
+    pinned_bytes: int, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, str]:
+    """Find how many bytes can be pinned, and what limits them.
+
+    ``pinned_bytes`` were pinned without trouble. NVIDIA's driver for Linux locks pages without
+    counting them against ``ulimit -l``, so a limit below that does not hold; a larger one is taken
+    at its word.
+    """
+    import resource  # not on Windows, where nothing is measured
+
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "physical memory")]
+    limits += [
+        (group.limit_bytes, "the memory limit of its control group")
+        for group in memory_groups(proc, cgroup)
+    ]
+    lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if lockable != resource.RLIM_INFINITY and lockable >= pinned_bytes:
+        limits.append((lockable, "ulimit -l"))
+    return min(limits)

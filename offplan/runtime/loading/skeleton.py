@@ -1,0 +1,85 @@
+"""The transformers model without its weights."""
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.transformers_config import build_config, cannot_build
+from offplan.errors import CheckpointError
+from offplan.runtime.model.attention import ATTENTION_NAME
+
+
+def build_skeleton(model: Model) -> PreTrainedModel:
+    """Build the model class for the checkpoint's config with every tensor on the meta device.
+
+    Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
+    """
+    if model.architecture.is_quantised:
+        raise CheckpointError(
+            f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints. "
+            "Its plan can still be made and exported"
+        )
+    config = build_config(model.config, model.source)
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
+            )
+    except Exception as error:
+        raise cannot_build(model.source, error) from error
+    _check_attention(skeleton, model.source)
+    if model.experts is not None:
+        _check_experts(skeleton, model.source)
+    # a model cut short (to time its layers) has fewer layers than its config says
+    del decoder_layers(skeleton)[len(model.layers) :]
+    return skeleton.eval().requires_grad_(False)
+
+
+def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
+    """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
+    text = skeleton.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise CheckpointError(
+            f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
+            "attention. Its plan can still be made and exported"
+        )
+    # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
+    indexer = next((n for n, _ in skeleton.named_modules() if n.endswith(".indexer")), None)
+    if indexer is not None:
+        raise CheckpointError(
+            f"{source} has sparse attention ({indexer}), whose keys have a cache of their own; "
+            "`run` knows full and sliding attention. Its plan can still be made and exported"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    changing = {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}
+    if changing:
+        raise CheckpointError(
+            f"{source} has rotary embeddings of the type {changing.pop()}, which change with the "
+            "text's length; `run` knows fixed ones. Its plan can still be made and exported"
+        )
+
+
+def _check_experts(skeleton: PreTrainedModel, source: str) -> None:
+    """Raise CheckpointError for routed experts whose products transformers lets nobody choose."""
+    try:
+        skeleton.set_experts_implementation("grouped_mm")
+    except ValueError:
+        raise CheckpointError(
+            f"{source} has experts that transformers multiplies in a way of their own; `run` needs "
+            "those that it lets be chosen. Its plan can still be made and exported"
+        ) from None
+
+
+def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
+    layers = getattr(skeleton.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise CheckpointError(
+            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected a "
+            "module list named layers); its plan can still be made and exported"
+        )
+    return layers

@@ -1,0 +1,128 @@
+"""Stored tensors are read to where they live, through a buffer where they cannot go straight."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from offplan.checkpoint.assemble import TORCH_NAMES
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+from offplan.hostmem.block import HostBlock
+from offplan.runtime.loading.shards import Shards
+
+PART_BYTES = 16 * 2**20
+"""Bytes of the largest read and of a staging buffer: from 4 MiB on the link runs at full rate."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a stored tensor's bytes and the view that it fills."""
+
+    tensor: TensorInfo
+    start: int
+    """Offset of the run, in bytes from the start of the tensor."""
+    view: torch.Tensor
+    """The view to fill, on any device, of any type; contiguous or not."""
+
+    @property
+    def offset(self) -> int:
+        """Offset of its first byte in the file."""
+        return self.tensor.offset + self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read from the file."""
+        return self.view.numel() * stored_dtype(self.tensor).itemsize
+
+
+def split_parts(tensor: TensorInfo, destination: torch.Tensor) -> list[Part]:
+    """Cut what fills ``destination``, of its shape, into parts of PART_BYTES, in file order."""
+    itemsize = stored_dtype(tensor).itemsize
+    parts = []
+    start = 0
+    for view in _split(destination, PART_BYTES // itemsize):
+        parts.append(Part(tensor, start, view))
+        start += view.numel() * itemsize
+    return parts
+
+
+def _split(view: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Cut a view into views of ``limit`` elements at most, in row-major order."""
+    if view.numel() <= limit:
+        yield view
+    elif view.is_contiguous():
+        yield from view.view(-1).split(limit)
+    else:
+        num_rows = limit * view.shape[0] // view.numel()
+        for rows in view.split(max(num_rows, 1)):
+            # one row alone may still be too long
+            yield from [rows] if num_rows else _split(rows[0], limit)
+
+
+def stored_dtype(tensor: TensorInfo) -> torch.dtype:
+    """Return the type that a tensor is stored in; raises CheckpointError if torch lacks it."""
+    dtype = getattr(torch, TORCH_NAMES.get(tensor.dtype, ""), None)
+    if dtype is None or tensor.dtype == "F4":  # torch packs two of them into one element
+        raise CheckpointError(
+            f"{tensor.name} is stored as {tensor.dtype}, which `run` does not execute; its plan "
+            "can still be made and exported"
+        )
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class Reader:
+    """Brings parts to their place, one at a time: for one thread.
+
+    What lies in host memory as it is stored is read in place. The rest goes through two buffers of
+    PART_BYTES each; copies to a CUDA device run on a stream of the reader's own, so that the next
+    read overlaps them.
+    """
+
+    def __init__(self, shards: Shards, devices: Collection[torch.device]) -> None:
+        """Set the buffers aside (untouched pages take no memory); raises MemoryLimitError.
+
+        ``devices`` are the CUDA devices of the destinations. Its stream on each begins after the
+        work that is queued on the current one, which may still read the memory that the
+        destinations were given.
+        """
+        self._shards = shards
+        self._block = HostBlock(2 * PART_BYTES, pin=bool(devices))
+        self._buffers = self._block.tensor.split(PART_BYTES)
+        self._next = 0
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        # of the device that the buffer was last copied to, by which an event is recorded
+        self._copied: list[torch.cuda.Event | None] = [None for _ in self._buffers]
+
+    def read(self, part: Part) -> None:
+        """Fill the part's view, or queue the copy that does; raises CheckpointError."""
+        dtype = stored_dtype(part.tensor)
+        view = part.view
+        if view.device.type == "cpu" and view.dtype == dtype and view.is_contiguous():
+            self._shards.read(part.tensor, part.start, _bytes_of(view))
+            return
+        number = self._next
+        self._next = (number + 1) % len(self._buffers)
+        copied = self._copied[number]
+        if copied is not None:
+            copied.synchronize()
+        buffer = self._buffers[number][: part.nbytes]
+        self._shards.read(part.tensor, part.start, _bytes_of(buffer))
+        stream = self._streams.get(view.device)
+        with torch.cuda.stream(stream):
+            view.copy_(buffer.view(dtype).view(view.shape), non_blocking=True)
+        self._copied[number] = stream.record_event() if stream is not None else None
+
+    def close(self) -> None:
+        """Wait for the copies and give the buffers back."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._block.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

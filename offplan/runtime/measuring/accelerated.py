@@ -1,0 +1,126 @@
+"""The same model under accelerate's CPU offloading: what a user would otherwise have."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.checkpoint.model import Model
+from offplan.errors import InputError
+from offplan.placement import place
+from offplan.plan import Offload
+from offplan.progress import Progress
+from offplan.runtime.device import on_device
+from offplan.runtime.faults import memory_limits
+from offplan.runtime.loading.loader import fill_random, load_weights
+from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.places import Places, materialise_buffers
+from offplan.runtime.loading.precheck import verify_headers
+from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
+from offplan.runtime.measuring.bench import BenchCost, time_forward
+
+
+def require_accelerate() -> Any:
+    """Return accelerate's ``cpu_offload``; raises InputError where it is not installed."""
+    try:
+        from accelerate import cpu_offload
+    except ImportError:
+        raise InputError(
+            "--vs accelerate needs the package accelerate: pip install 'offplan[bench]'"
+        ) from None
+    return cpu_offload
+
+
+@memory_limits("running the model under accelerate")
+def bench_accelerate(
+    model: Model,
+    offload: Offload,
+    prompt: torch.Tensor,
+    *,
+    device: torch.device,
+    folder: Path | None,
+    num_steps: int,
+    num_repeats: int,
+    on_progress: Progress | None = None,
+) -> BenchCost:
+    """Measure a stock transformers model whose offloaded modules accelerate brings in.
+
+    The modules are those that hold the plan's offloaded parameters, whole decoder layers where
+    all of a layer is offloaded. ``folder`` holds the model's files, None for random weights.
+
+    Raises InputError where accelerate is not installed, MemoryLimitError, and what loading raises.
+    """
+    cpu_offload = require_accelerate()
+    with on_device(device):
+        module, offloaded = _load(model, offload, device, folder, on_progress)
+    for part in _largest_modules(module, offloaded):
+        cpu_offload(part, execution_device=device)
+    prompt = prompt.to(device)
+
+    def step(tokens: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        output = module(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+
+    with torch.inference_mode(), on_device(device):
+        return time_forward(
+            device, lambda: step(prompt, None), lambda s: step(*s), num_steps, num_repeats
+        )
+
+
+def _load(
+    model: Model,
+    offload: Offload,
+    device: torch.device,
+    folder: Path | None,
+    on_progress: Progress | None,
+) -> tuple[Any, set[nn.Parameter]]:
+    """Load a stock model; also return its offloaded parameters: they are on the CPU."""
+    module = build_skeleton(model)
+    module.set_attn_implementation("sdpa")
+    targets = map_tensors(module, model)
+    placement = place(model, offload)
+    stored = {
+        tensor.name
+        for slab in placement.slabs
+        for entry in slab.entries
+        for parameter in entry.unit.parameters
+        for tensor in parameter.tensors
+    }
+    on_host = {
+        name
+        for name, target in targets.items()
+        if any(piece.tensor.name in stored for piece in target.pieces)
+    }
+    state = module.state_dict()
+    verify_headers(targets, state)
+    destinations = {
+        name: torch.empty_like(state[name], device="cpu" if name in on_host else device)
+        for name in targets
+    }
+    materialise_buffers(module, device)
+    if folder is None:
+        fill_random(destinations, on_progress)
+    else:
+        load_weights(folder, targets, destinations, on_progress)
+    places = Places(module)
+    parameters = {n: nn.Parameter(v, requires_grad=False) for n, v in destinations.items()}
+    for name, parameter in parameters.items():
+        places.assign(name, parameter)
+    return module, {parameters[name] for name in on_host}
+
+
+def _largest_modules(module: Any, offloaded: set[nn.Parameter]) -> Iterator[nn.Module]:
+    """Find the largest modules of the decoder all of whose parameters are offloaded.
+
+    One that has parameters of both kinds for its own is taken whole: accelerate cannot split it.
+    """
+    pending: list[nn.Module] = list(decoder_layers(module))
+    while pending:
+        part = pending.pop(0)
+        parameters = set(part.parameters())
+        if (parameters and parameters <= offloaded) or offloaded & set(part._parameters.values()):
+            yield part
+        elif offloaded & parameters:
+            pending += part.children()

@@ -1,0 +1,65 @@
+"""Names all that a model's layer times depend on, so that they can be kept and found again."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import offplan
+from offplan.checkpoint.model import Model
+from offplan.plan import Workload
+
+_RUNTIME = Path(__file__).parents[1]
+_OF_WHOLE_PLANS = ("generate", "accelerated", "bench", "timed_link", "versus")
+"""Files of the runtime that no layer's time depends on."""
+
+
+def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:
+    """Name all that ``measure_layer_times`` depends on, as plain JSON, for the current CUDA device.
+
+    The runtime counts by its source: a checkout changes more often than its version.
+    """
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    config = json.dumps(dict(model.config), sort_keys=True, default=str)
+    return {
+        "gpu": [gpu.name, gpu.total_memory, gpu.multi_processor_count],
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "offplan": offplan.__version__,
+        "runtime_sha256": _sha256(b"".join(path.read_bytes() for path in timed_sources())),
+        "layers": [layer.key for layer in model.layers],
+        "outside": model.outside_key,
+        # heads, positions and activations show in no parameter's shape
+        "config_sha256": _sha256(config.encode()),
+        "dtype": model.dtype,
+        "phases": ["prefill", "decode"],
+        "batch": workload.batch,
+        "context": workload.context,
+        "prompt_tokens": workload.prompt_tokens,
+        "prefill_tokens": list(chunks),
+        "decode_context": workload.decode_context,
+    }
+
+
+def timed_sources() -> list[Path]:
+    """Files of what runs a layer and of what times it, in a fixed order."""
+    files = (path.relative_to(_RUNTIME) for path in _RUNTIME.rglob("*.py"))
+    return [_RUNTIME / path for path in sorted(files) if path.stem not in _OF_WHOLE_PLANS]
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version and build, as Linux tells it; empty elsewhere."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

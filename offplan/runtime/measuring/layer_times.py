@@ -1,0 +1,169 @@
+"""Measures how long this model's layers compute on this machine, run as the runtime runs them."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from offplan.checkpoint.model import Model
+from offplan.machine.measure_products import measure_in_place_reads
+from offplan.machine.profile import InPlaceRead, LayerTime
+from offplan.placement import group_units
+from offplan.plan import Offload, Workload
+from offplan.progress import Progress
+from offplan.runtime.device import settle
+from offplan.runtime.measuring.moments import mark, seconds_between
+from offplan.runtime.passes.runner import MAX_CAPTURED_CHUNKS
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
+
+READ_ONCE_TOKENS, MAX_IN_PLACE_TOKENS = 128, 4096
+"""Tokens, over all sequences, of the prompts whose products are timed in place: more than the
+first, no more than the second."""
+NUM_SAMPLES = 5
+"""Timed samples of each piece of work; their median counts."""
+REPEATS = 4
+"""Times a layer is run in a row: enough to make what begins and ends a row a small share."""
+
+
+def measure_layer_times(
+    model: Model,
+    workload: Workload,
+    chunks: Sequence[int],
+    on_progress: Progress | None = None,
+) -> tuple[LayerTime, ...]:
+    """Time one layer of each kind, and what lies outside the layers, on the current CUDA device.
+
+    The shortest run of layers that has every kind is loaded with random weights, all resident.
+    Prefill is timed for prompts in chunks of each size in ``chunks`` (tokens, none more than the
+    prompt, the largest first), as the session runs them, captured or not: small chunks that are not
+    take as long as their launches. A chunk's time is the mean of those of a prompt; what lies
+    outside the layers is all of it. Decode is timed for a captured layer with the whole prompt and
+    half of the output in the cache: what a step of the request meets on average.
+    """
+    kinds = [layer.key for layer in model.layers]
+    num_layers = max(kinds.index(kind) for kind in kinds) + 1
+    short = replace(model, layers=model.layers[:num_layers])
+    names = [*kinds[:num_layers], model.outside_key]
+    # room for the decode steps that are timed behind the prompt, and for its last chunk to be whole
+    num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES
+    longest = max(-(-workload.prompt_tokens // chunk) * chunk for chunk in chunks)
+    context = max(workload.context, longest, workload.prompt_tokens + num_steps + 1)
+    times: dict[tuple[str, str, int], LayerTime] = {}
+
+    def note(
+        phase: str, tokens: int, reach: int, seconds: list[float], *, is_part: bool = False
+    ) -> None:
+        for name, each in zip(names, seconds, strict=True):
+            times[name, phase, tokens] = LayerTime(
+                layer=name,
+                phase=phase,
+                batch=workload.batch,
+                tokens=tokens,
+                context=reach,
+                is_part=is_part,
+                seconds=each,
+            )
+        if on_progress is not None:
+            on_progress(len(times) // len(set(names)), len(chunks) + 1)
+
+    for chunk in chunks:
+        offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
+        with Session(short, offload, context=context, device="cuda") as session:
+            # too many to be captured, where the prompt's are
+            num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
+            vocabulary = session.loaded.vocabulary_size
+            prompt = torch.randint(vocabulary, (workload.batch, num_chunks * chunk))
+            captured = session.runner.captures_prompt(workload.batch, workload.prompt_tokens)
+            seconds = _time_prefill(session, prompt, num_chunks, captured=captured)
+            reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens
+            note("prefill", chunk, reach, seconds, is_part=is_part)
+            if chunk == chunks[0]:
+                filled = min(workload.decode_context, context - num_steps - 1)
+                decode = _time_decode(session, workload.batch, filled)
+                note("decode", 1, workload.decode_context, decode)
+    return tuple(times.values())
+
+
+def measure_model_reads(
+    model: Model,
+    workload: Workload,
+    chunks: Sequence[int],
+    uva: float,
+    on_progress: Progress | None = None,
+) -> tuple[InPlaceRead, ...]:
+    """Time what chunks of so many tokens could have to read in place, on the current CUDA device.
+
+    ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many are left to
+    what holds for any shape: hardly a plan has them read in place.
+    """
+    shapes = {unit.shape for layer in model.layers for unit in group_units(layer)}
+    tokens = sorted({workload.batch * chunk for chunk in chunks})
+    pairs = 0 if model.experts is None else model.experts.num_experts_per_token
+    products = [
+        (shape, count)
+        for shape in sorted(shapes)
+        for count in tokens
+        if len(shape) > 1 and READ_ONCE_TOKENS < count <= MAX_IN_PLACE_TOKENS
+    ]
+    return measure_in_place_reads(products, pairs, uva, on_progress) if products else ()
+
+
+def _time_prefill(
+    session: Session, prompt: torch.Tensor, num_chunks: int, *, captured: bool
+) -> list[float]:
+    """Time each layer for a chunk of a prompt, on average, and all that lies outside of them.
+
+    Of a prompt that is to be ``captured`` layers are captured too. Another's chunks may take as
+    long as the host needs to launch them: they are taken through a layer as a request's are.
+    """
+    whole = _median_seconds(session, lambda: session.prefill(prompt))
+    time = _time_captured if captured else _time_launched
+    with session.stream(), torch.inference_mode():
+        layers = session.runner.prompt_layers(prompt.to(session.device))
+        each = [time(session, layer) for layer in layers]
+    return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
+
+
+def _time_launched(session: Session, work: Callable[[], object]) -> float:
+    """Return the seconds of work that the host launches, again and again."""
+    return _median_seconds(session, lambda: [work() for _ in range(REPEATS)]) / REPEATS
+
+
+def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
+    """Time each captured layer, and the rest of a captured step, behind ``filled`` tokens.
+
+    Only the number of them counts, not what they were: attention reads the cache up to there.
+    """
+    with session.stream():
+        session.runner.sequences.set_length(filled)
+    # equal tokens would all be sent to the same experts
+    tokens = torch.randint(session.loaded.vocabulary_size, (batch, 1), device=session.device)
+    step = _median_seconds(session, lambda: session.decode(tokens))
+    with session.stream(), torch.inference_mode():
+        layers = session.runner.forward.step_layers(tokens)
+        each = [_time_captured(session, layer) for layer in layers]
+    return [*each, max(0.0, step - sum(each))]
+
+
+def _time_captured(session: Session, work: Callable[[], object]) -> float:
+    """Return the seconds of work that is captured."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    graph.capture_begin()
+    for _ in range(REPEATS):
+        work()
+    graph.capture_end()
+    return _median_seconds(session, graph.replay) / REPEATS
+
+
+def _median_seconds(session: Session, work: Callable[[], object]) -> float:
+    samples = []
+    with session.stream():
+        for _ in range(NUM_WARMUP_STEPS + NUM_SAMPLES):
+            began = mark(session.device)
+            work()
+            ended = mark(session.device)
+            settle(session.device)
+            samples.append(seconds_between(began, ended))
+    return statistics.median(samples[NUM_WARMUP_STEPS:])

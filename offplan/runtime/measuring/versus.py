@@ -1,0 +1,123 @@
+"""Ways to run one workload, measured alike: by the plan, and what the plan is compared with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offplan.checkpoint.model import Model
+from offplan.plan import Offload
+from offplan.progress import Progress
+from offplan.runtime.measuring.accelerated import bench_accelerate
+from offplan.runtime.measuring.bench import BenchCost, bench_session
+from offplan.runtime.measuring.timed_link import SerialLink, TimedLink
+from offplan.runtime.memory.gpu_memory import bytes_in_use, return_memory
+from offplan.runtime.passes.link import Link
+from offplan.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The question that all ways have in common."""
+
+    model: Model
+    offload: Offload
+    """The plan's decision."""
+    context: int
+    """Tokens a sequence may reach."""
+    device: torch.device
+    folder: Path | None
+    """Holds the model's files; None for random weights."""
+    prompt: torch.Tensor
+    """int64, [batch, tokens]."""
+    num_steps: int
+    """Decode steps that are timed in each request."""
+    num_repeats: int
+    """Requests that are timed."""
+    used_before: int
+    """Bytes in use on the card before the process took any."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Time and memory that one way of running the workload took."""
+
+    cost: BenchCost
+    gpu_bytes: int | None
+    """Bytes taken on the card at the peak, the context included; None on the CPU."""
+
+
+def measure_plan(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+    """Run the plan as it stands. Raises what Session and ``bench_session`` raise."""
+    return _measure(bench, bench.offload, lambda link: link, on_progress)
+
+
+def measure_resident(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+    """Run with every weight on the device: what compute alone takes."""
+    everything = bench.offload.model_copy(update={"rules": (), "embeddings": "device"})
+    return _measure(bench, everything, lambda link: link, on_progress)
+
+
+def measure_serial(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+    """Run the plan's rules with one slot and no overlap: compute waits for each copy at once."""
+    one_slot = bench.offload.model_copy(update={"prefetch_step": 1})
+    return _measure(bench, one_slot, SerialLink, on_progress)
+
+
+def measure_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+    """Run the stock model with the plan's parameters on the host, by accelerate."""
+    return_memory(bench.device)
+    cost = bench_accelerate(
+        bench.model,
+        bench.offload,
+        bench.prompt,
+        device=bench.device,
+        folder=bench.folder,
+        num_steps=bench.num_steps,
+        num_repeats=bench.num_repeats,
+        on_progress=on_progress,
+    )
+    # its allocator has given nothing back yet
+    return Measurement(cost, _taken(bench, bytes_in_use(bench.device)))
+
+
+WAYS: dict[str, Callable[[Bench, Progress | None], Measurement]] = {
+    "resident": measure_resident,
+    "serial": measure_serial,
+    "accelerate": measure_accelerate,
+}
+"""Ways that a plan can be compared with, by the name that ``--vs`` knows."""
+
+
+def _measure(
+    bench: Bench,
+    offload: Offload,
+    wrap: Callable[[Link], Link],
+    on_progress: Progress | None,
+) -> Measurement:
+    timed: list[TimedLink] = []
+
+    def wrap_link(link: Link) -> Link:
+        timed.append(TimedLink(link, bench.device))
+        return wrap(timed[0])
+
+    # of the way before: at its own end a frame, or an error on its way, still holds its session
+    return_memory(bench.device)
+    with Session(
+        bench.model,
+        offload,
+        context=bench.context,
+        device=bench.device,
+        folder=bench.folder,
+        on_progress=on_progress,
+        wrap_link=wrap_link,
+    ) as session:
+        steps, repeats = bench.num_steps, bench.num_repeats
+        cost = bench_session(session, timed[0], bench.prompt, steps, repeats)
+        return Measurement(cost, _taken(bench, session.memory.in_use))
+
+
+def _taken(bench: Bench, peak_in_use: int) -> int | None:
+    """Count the bytes in use on the card at the peak that were not in use before."""
+    return peak_in_use - bench.used_before if bench.device.type == "cuda" else None

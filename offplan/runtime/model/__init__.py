@@ -1,0 +1,1 @@
+"""A model's layers compute with these: attention, caches, experts, kernels."""

@@ -1,0 +1,133 @@
+"""The KV cache: fixed addresses for captured graphs, no mask and no position kept on the host."""
+
+from math import prod
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from offplan.placement import align
+
+BLOCK_BYTES = 64 * 2**20
+"""Bytes of one allocation, unless one tensor is larger. torch gives those of 1 to 10 MiB a part of
+20 MiB and rounds larger ones up to 2 MiB, little beside this; so much may be left over where layers
+differ in shape."""
+
+
+class Position:
+    """The position of the sequences, which all have the same length."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros(1, dtype=torch.int64, device=device)
+        """Tokens kept so far, shape [1], on the device, for captured graphs to read."""
+        self.rows = self.tensor
+        """Rows that layers write the pass's new tokens to, int64 of shape [new], on the device."""
+
+
+class _Blocks:
+    """The keys of all layers, or the values, cut from few allocations."""
+
+    def __init__(self, num_layers: int, context: int) -> None:
+        self._left = num_layers
+        self._context = context
+        self._spare: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self.whole: list[torch.Tensor] = []
+        """Allocations, each [layers, batch, heads, context, dim]."""
+
+    def take(self, states: torch.Tensor) -> torch.Tensor:
+        """Return zeros, [batch, heads, context, dim], for ``states``, [batch, heads, new, dim]."""
+        batch, heads, _, dim = states.shape
+        shape = (batch, heads, self._context, dim)
+        spare = self._spare.setdefault((shape, states.dtype, states.device), [])
+        if not spare:
+            num_elements = prod(shape)
+            # kernels are compiled for aligned addresses
+            stride = align(num_elements * states.itemsize) // states.itemsize
+            count = max(1, min(self._left, BLOCK_BYTES // (stride * states.itemsize)))
+            block = states.new_zeros(count, stride)[:, :num_elements].unflatten(1, shape)
+            self.whole.append(block)
+            spare += block
+        self._left -= 1
+        return spare.pop()
+
+
+class _Layer(CacheLayerMixin):
+    """Keys and values of one layer, or MLA's latent and its rotary part."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, position: Position, context: int, keys: _Blocks, values: _Blocks) -> None:
+        super().__init__()
+        self._position = position
+        self._context = context
+        self._blocks = keys, values
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take [batch, heads, context, dim] like the first states seen."""
+        keys, values = self._blocks
+        self.keys, self.values = keys.take(key_states), values.take(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [batch, heads, new, dim]; return the whole cache, [batch, heads, context, dim].
+
+        Where the filled part ends is for attention to know: one compilation serves every position.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys.index_copy_(2, self._position.rows, key_states)
+        self.values.index_copy_(2, self._position.rows, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the cache, for transformers' interface."""
+        return self._context, 0
+
+    def get_seq_length(self) -> int:
+        """Return nothing that a model may rely on: positions are passed explicitly."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Return the number of tokens that it can keep."""
+        return self._context
+
+
+class LayerCaches(Cache):
+    """One layer of cache for each decoder layer, all at the same position."""
+
+    def __init__(self, num_layers: int, context: int, position: Position) -> None:
+        self._blocks = _Blocks(num_layers, context), _Blocks(num_layers, context)
+        layers = [_Layer(position, context, *self._blocks) for _ in range(num_layers)]
+        super().__init__(layers=layers)
+
+    def clear_from(self, position: int) -> None:
+        """Write zeros over every layer's rows from ``position`` on.
+
+        Block by block: layer by layer the host would take a millisecond to ask for it.
+        """
+        for blocks in self._blocks:
+            for block in blocks.whole:
+                block[:, :, :, position:].zero_()
+
+    def of_layer(self, index: int) -> "LayerCache":
+        """Return the cache that the layer ``index`` is given."""
+        return LayerCache(self.layers[index])
+
+
+class LayerCache:
+    """The cache as one layer sees it; the layer's own index is not asked for.
+
+    A compiled layer is compiled again for every index that it reads.
+    """
+
+    def __init__(self, layer: CacheLayerMixin) -> None:
+        self._layer = layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [batch, heads, new, dim]; return the whole cache."""
+        return self._layer.update(key_states, value_states)

@@ -1,0 +1,94 @@
+"""Kernels are chosen for a model: our own where they know it, else transformers' and torch's."""
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.checkpoint.model import Model
+from offplan.placement import Phase
+from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
+
+KERNEL_TYPES = ("bfloat16", "float16")
+"""Types that our own kernels multiply: they would round float32 to TF32, and overfill tiles."""
+
+
+class ExpertKernels:
+    """Has transformers multiply a model's routed experts by what is best for a pass."""
+
+    def __init__(
+        self, model: Model, module: PreTrainedModel, device: torch.device, *, with_own: bool
+    ) -> None:
+        """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
+        assert model.experts is not None
+        self._module = module
+        self._num_chosen = model.experts.num_experts_per_token
+        self._own, self._few_pairs = find_own_experts(model, module) if with_own else ("", 0)
+        self._groups_freely = groups_freely(model.dtype, device)
+        self._current = ""
+
+    def choose(self, phase: Phase, num_tokens: int) -> None:
+        """Set the module up for passes of so many tokens, over all sequences."""
+        name = self._name(phase, num_tokens)
+        if name != self._current:
+            self._module.set_experts_implementation(name)
+            self._current = name
+
+    def can_capture(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens, over all sequences, never waits for the host."""
+        return self._groups_freely or num_tokens * self._num_chosen <= self._few_pairs
+
+    def _name(self, phase: Phase, num_tokens: int) -> str:
+        # a decode step is captured
+        must_not_wait = phase is Phase.DECODE and not self._groups_freely
+        if num_tokens * self._num_chosen <= self._few_pairs or (self._own and must_not_wait):
+            return self._own
+        return "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
+
+
+def groups_freely(dtype: str, device: torch.device) -> bool:
+    """Whether grouped products never wait for the host, which must not happen in a capture.
+
+    Source: torch's ``_grouped_mm``, whose kernels are for bf16 on compute capability 9.x and 10.x;
+    elsewhere it reads the groups' ends on the host.
+    """
+    if dtype != "bfloat16":
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def find_own_experts(model: Model, module: PreTrainedModel) -> tuple[str, int]:
+    """Return the name of our own kernels for experts, and the most pairs they are best for.
+
+    The name is empty where they do not know this model's experts. For more pairs of a token and an
+    expert than this they would read experts several times.
+    """
+    if model.dtype not in KERNEL_TYPES:
+        return "", 0
+    from offplan.runtime.model.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves  # needs triton
+
+    # only those that transformers lets choose how they are multiplied say what they are made of
+    experts = [part for part in module.modules() if hasattr(part, "has_gate")]
+    if not experts or not all(map(serves, experts)):
+        return "", 0
+    return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))
+
+
+def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFilled:
+    """Find how a captured decode step of this model tells attention where its cache ends.
+
+    Compiled block attention needs heads of a power of two from 16 on and no sliding window, the
+    kernel for latents their ranks likewise, and KERNEL_TYPES.
+    """
+    windows = model.architecture.windows
+    if any(window is not None and window < context for window in windows):
+        return filled_mask
+    config = module.config.get_text_config()
+    if rank := getattr(config, "kv_lora_rank", None):
+        powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
+        return filled_up_to if powers and model.dtype in KERNEL_TYPES else filled_mask
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return filled_blocks if _is_power(dim) else filled_mask
+
+
+def _is_power(dim: int) -> bool:
+    """Whether ``dim`` is a power of two from 16 on."""
+    return dim >= 16 and dim & (dim - 1) == 0

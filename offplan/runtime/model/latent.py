@@ -1,0 +1,144 @@
+"""Multi-head latent attention: cached latents are expanded once a prompt, and never in decode.
+
+transformers multiplies every cached latent by ``kv_b_proj`` in each pass, so a pass's work and
+memory grow with batch x context. Here a prompt's chunks expand their own tokens alone, and in
+decode that matrix is absorbed into the one query.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.runtime.model.filled import Way
+
+
+def keep_latents(model: nn.Module) -> "list[Expansion]":
+    """Have every latent attention of ``model`` pass its cached latents on as they are.
+
+    transformers' latent attentions call ``expand_kv(latent, rotary)`` between cache and
+    attention. It is left to ours, which expands where that pays: by what is returned.
+    """
+    expansions = []
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+            attention: Any = module
+            attention.expansion = Expansion(attention.expand_kv)
+            attention.expand_kv = _pass_on
+            expansions.append(attention.expansion)
+    return expansions
+
+
+def keeps_latents(module: nn.Module) -> bool:
+    """Whether ``keep_latents`` has prepared this attention."""
+    return hasattr(module, "expansion")
+
+
+Expanded = tuple[torch.Tensor, torch.Tensor]
+"""Keys, [batch, heads, tokens, nope + rope], and values, [batch, heads, tokens, value_dim]."""
+
+
+class Expansion:
+    """One layer's latents as keys and values, which grow while the chunks of a prompt pass it."""
+
+    def __init__(self, expand: Callable[[torch.Tensor, torch.Tensor], Expanded]) -> None:
+        """Expand by ``expand``, which takes latents and their rotary parts."""
+        self._expand = expand
+        self._kept: Expanded | None = None
+        """Keys and values of the whole prompt: memory of each chunk's own size would not serve the
+        next one."""
+
+    def extend(
+        self, latents: torch.Tensor, rotaries: torch.Tensor, start: int, num_tokens: int
+    ) -> Expanded:
+        """Expand the tokens from ``start`` on; return all of the prompt's until there.
+
+        ``latents`` is [batch, 1, kept, rank] and ``rotaries`` [batch, 1, kept, rope], both from the
+        prompt's first token on, ``num_tokens`` its length. Chunks come in order.
+        """
+        stop = latents.shape[2]
+        new = self._expand(latents[:, :, start:], rotaries[:, :, start:])
+        if not start and stop == num_tokens:
+            return new
+        if not start:
+            keys, values = (part.new_empty(_with_tokens(part, num_tokens)) for part in new)
+            self._kept = keys, values
+        assert self._kept is not None
+        for kept, part in zip(self._kept, new, strict=True):
+            kept[:, :, start:stop] = part
+        keys, values = (kept[:, :, :stop] for kept in self._kept)
+        if stop == num_tokens:
+            self._kept = None
+        return keys, values
+
+    def forget(self) -> None:
+        """Give up a prompt that did not end."""
+        self._kept = None
+
+
+def _with_tokens(part: torch.Tensor, num_tokens: int) -> tuple[int, ...]:
+    return (*part.shape[:2], num_tokens, part.shape[3])
+
+
+def _pass_on(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latent, rotary
+
+
+def attend_latent(
+    module: nn.Module,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    rotary: torch.Tensor,
+    filled: torch.Tensor,
+    scaling: float,
+    way: Way,
+) -> torch.Tensor:
+    """Attend from one new token to latents.
+
+    ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, rank], ``rotary``
+    [batch, 1, kept, rope]; ``filled`` is a mask, [1, 1, 1, kept], or, as ``way`` says, the last
+    filled position.
+    Returns [batch, 1, heads, value_dim].
+    """
+    heads, rank = query.shape[1], latent.shape[-1]
+    rope = rotary.shape[-1]
+    nope = query.shape[-1] - rope
+    weight: Any = module.get_parameter("kv_b_proj.weight")
+    weight = weight.view(heads, -1, rank)
+    q_nope, q_rope = query[:, :, 0].split([nope, rope], dim=-1)
+    # [heads, batch, nope] @ [heads, nope, rank]
+    q_latent = torch.bmm(q_nope.transpose(0, 1), weight[:, :nope]).transpose(0, 1)
+    kept, angles = latent[:, 0], rotary[:, 0]
+    if way is Way.MASK:
+        mixed = _mix(q_latent, q_rope, kept, angles, filled[:, 0], scaling)
+    else:
+        from offplan.runtime.model.latent_kernel import attend_filled  # needs triton, so a GPU
+
+        mixed = attend_filled(
+            q_latent.contiguous(), q_rope.contiguous(), kept, angles, filled, scaling
+        )
+    out = torch.bmm(mixed.transpose(0, 1), weight[:, nope:].mT)
+    return out.transpose(0, 1).unsqueeze(1)
+
+
+def _mix(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    kept: torch.Tensor,
+    angles: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Mix all latents, [batch, kept, rank], by softmax; returns [batch, heads, rank]."""
+    scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
+    scores = scores.mul(scaling).masked_fill(~mask, -torch.inf)
+    return torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply batches in float32: scores rounded to bf16 would move the softmax by percents."""
+    if a.is_cuda and a.dtype is not torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b).float()

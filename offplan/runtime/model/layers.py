@@ -1,0 +1,134 @@
+"""The decoder's layers as the runtime drives them: compiled, with a cache each, callable alone.
+
+What is done to a layer is done once, and undone with the model.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.errors import CheckpointError, OffplanError
+from offplan.runtime.model.caches import LayerCaches
+from offplan.runtime.model.rotary import compile_as_real
+
+MAX_VARIANTS = 64
+"""Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
+
+
+def require_triton() -> None:
+    """Raise OffplanError where layers cannot be compiled for a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        raise OffplanError(
+            "running on a GPU needs the package triton, with which its layers are compiled: "
+            "pip install triton, on Windows triton-windows"
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments that a model calls one of its layers with."""
+
+    hidden: torch.Tensor
+    """Hidden states, [batch, tokens, hidden size]."""
+    arguments: dict[str, Any]
+    """Other arguments by name: masks, positions, rotary tables, the layer's cache."""
+
+
+class _AllNoted(Exception):
+    """Ends a forward pass whose rest, the head above all, nobody asked for."""
+
+
+class DecoderLayers:
+    """All decoder layers of a model, in order."""
+
+    def __init__(self, layers: nn.ModuleList, *, compiled: bool) -> None:
+        """Take the layers over; ``compiled`` compiles their forward for the shapes it meets.
+
+        A pass that is not worth a compilation runs in ``torch.compiler.set_stance("force_eager")``.
+        """
+        self.cache: LayerCaches | None = None
+        """The cache of the sequences at hand; every layer is given its own part of it."""
+        self._steps: list[Callable[..., Any]] = []
+        self._detour: Callable[[int, Call], torch.Tensor] | None = None
+        if compiled:
+            compile_as_real(layers)
+        # set for each call and taken back after it: what else the process compiles keeps its limit
+        many = torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS)
+        for index, layer in enumerate(layers):
+            # torch.compile guards on every integer that it reads from a module
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    vars(module)["layer_idx"] = 0
+            own = layer.forward
+            self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)
+            layer.forward = self._make_forward(index, type(layer).__name__)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def step(self, index: int, call: Call) -> torch.Tensor:
+        """Run one layer, compiled where it is; hooks are not called.
+
+        Raises CheckpointError for a layer that returns more than hidden states.
+        """
+        hidden = self._steps[index](call.hidden, **call.arguments)
+        if not isinstance(hidden, torch.Tensor):
+            raise CheckpointError(
+                f"layer {index} returns more than hidden states, which `run` does not hand on; its "
+                "plan can still be made and exported"
+            )
+        return hidden
+
+    def note_calls(self, forward: Callable[[], Any]) -> list[Call]:
+        """Return what ``forward`` would call each layer with; neither they run nor what follows."""
+        calls: list[Call] = []
+
+        def note(_: int, call: Call) -> torch.Tensor:
+            calls.append(call)
+            if len(calls) == len(self):
+                raise _AllNoted
+            return call.hidden
+
+        with suppress(_AllNoted):
+            self._with_detour(note, forward)
+        return calls
+
+    def finish(self, hidden: torch.Tensor, forward: Callable[[], Any]) -> Any:
+        """Return what ``forward`` makes of ``hidden`` as the last layer's output."""
+        return self._with_detour(lambda *_: hidden, forward)
+
+    def _with_detour(
+        self, detour: Callable[[int, Call], torch.Tensor], forward: Callable[[], Any]
+    ) -> Any:
+        self._detour = detour
+        try:
+            return forward()
+        finally:
+            self._detour = None
+
+    def forget_from(self, position: int) -> None:
+        """Clear the cache from ``position`` on.
+
+        Attention weighs what lies there by zero, which does not hide a NaN of an earlier request.
+        """
+        if self.cache is not None:
+            self.cache.clear_from(position)
+
+    def _make_forward(self, index: int, kind: str) -> Callable[..., Any]:
+        def forward(hidden_states: torch.Tensor, *others: Any, **arguments: Any) -> Any:
+            assert self.cache is not None
+            names = [name for name, value in arguments.items() if value is self.cache]
+            if others or not names:
+                raise CheckpointError(
+                    f"{kind} takes its cache in a way that `run` does not know; its plan can still "
+                    "be made and exported"
+                )
+            arguments |= dict.fromkeys(names, self.cache.of_layer(index))
+            return (self._detour or self.step)(index, Call(hidden_states, arguments))
+
+        return forward

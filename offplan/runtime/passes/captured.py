@@ -1,0 +1,115 @@
+"""Passes captured as CUDA graph segments, with the tensors that they read and write."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from offplan.placement import Phase
+from offplan.runtime.passes.executor import Executor
+from offplan.schedule import Schedule
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""A call makes logits, [batch, vocabulary], of tokens, int64 of [batch, new] on the device."""
+
+
+class Passes:
+    """Runs passes: as they are at first, captured when they come again.
+
+    Libraries allocate workspaces at their first call, which must not happen in a capture. What is
+    captured, of each phase the last, keeps its temporary memory until a prompt comes that is not.
+    """
+
+    def __init__(
+        self, executor: Executor, give_back: Callable[[Callable[[], object]], None]
+    ) -> None:
+        """Run by ``executor``; ``give_back`` frees what the call that it is given lets go of."""
+        self._executor = executor
+        self._give_back = give_back
+        self._captured: dict[Phase, _CapturedForward] = {}
+        self._seen: dict[Phase, torch.Size] = {}
+        """Shape of the last tokens of each phase that ran uncaptured."""
+
+    def run(
+        self, schedule: Schedule, forward: Forward, tokens: torch.Tensor, *, may_capture: bool
+    ) -> torch.Tensor:
+        """Run ``forward`` of ``tokens`` by a schedule; returns logits that the next run overwrites.
+
+        Captures it if that is allowed, the last tokens of this phase had the same shape, and what
+        is captured does not serve. That waits for the device.
+        """
+        phase = schedule.phase
+        captured = self._captured.get(phase)
+        is_same = captured is not None and captured.shape == tokens.shape
+        if captured is not None and is_same and may_capture and captured.schedule == schedule:
+            return captured.replay(tokens)
+        in_the_way = captured is not None and phase is Phase.PREFILL
+        del captured  # it would keep what it takes
+        if may_capture and (is_same or self._seen.get(phase) == tokens.shape):
+            return self._capture(schedule, forward, tokens).replay(tokens)
+        if in_the_way:
+            # both phases' graphs share their memory, of which this prompt is to take as much
+            self._give_back(self._captured.clear)
+        logits = self._executor.run(schedule, partial(forward, tokens))
+        assert isinstance(logits, torch.Tensor)
+        self._seen[phase] = tokens.shape
+        return logits
+
+    def forget(self) -> None:
+        """Drop what is captured; whatever comes next runs uncaptured once."""
+        self._captured.clear()
+        self._seen.clear()
+
+    def _capture(
+        self, schedule: Schedule, forward: Forward, tokens: torch.Tensor
+    ) -> "_CapturedForward":
+        phase = schedule.phase
+        drop = partial(self._captured.pop, phase, None)
+        if phase is Phase.PREFILL:
+            self._give_back(drop)  # and what the prompt took uncaptured: it takes as much again
+        else:
+            drop()
+        beside = next(iter(self._captured.values()), None)
+        captured = _CapturedForward(self._executor, schedule, forward, tokens, beside)
+        self._captured[phase] = captured
+        return captured
+
+
+class _CapturedForward:
+    """The pass of one schedule for tokens of one shape; later ones are copied into its input."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        schedule: Schedule,
+        forward: Forward,
+        tokens: torch.Tensor,
+        beside: "_CapturedForward | None",
+    ) -> None:
+        """Capture ``forward`` of ``tokens``.
+
+        ``beside`` is a pass that never runs at the same time: both use the same temporary memory.
+        """
+        self.schedule = schedule
+        self._tokens = tokens.clone()
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+
+        def run() -> None:
+            self._logits = forward(self._tokens)
+
+        self._pass = executor.capture(schedule, run, self._pool)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tokens, [batch, new]."""
+        return self._tokens.shape
+
+    def replay(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the pass; returns logits, [batch, vocabulary].
+
+        The next replay overwrites them, of this pass or of one ``beside`` it.
+        """
+        self._tokens.copy_(tokens)
+        self._pass.replay()
+        return self._logits

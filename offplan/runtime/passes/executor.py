@@ -1,0 +1,166 @@
+"""Runs a model by a schedule: hooks around the layers carry out its copies and waits."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.runtime.passes.link import Link
+from offplan.schedule import Copy, Operation, Schedule, Wait
+
+
+class Executor:
+    """Interleaves the operations of a schedule with the layers of a model.
+
+    The hooks are installed once and removed by ``close``; between passes they do nothing.
+    """
+
+    def __init__(self, layers: nn.ModuleList, link: Link) -> None:
+        self._link = link
+        self._before: dict[int, list[Operation]] = {}
+        self._after: dict[int, list[Operation]] = {}
+        self._apply: Callable[[list[Operation]], None] = self._carry_out
+        self._handles = []
+        for index, layer in enumerate(layers):
+            before, after = partial(self.before, index), partial(self.after, index)
+            self._handles.append(layer.register_forward_pre_hook(before))
+            self._handles.append(layer.register_forward_hook(after))
+
+    def run(self, schedule: Schedule, forward: Callable[[], Any]) -> Any:
+        """Call ``forward``, which must run every layer in order, by the schedule.
+
+        A layer is run by calling its module, or between calls of ``before`` and ``after``.
+        """
+        try:
+            if start := self._split(schedule):
+                self._apply(start)
+            return forward()
+        finally:
+            self._before, self._after = {}, {}
+
+    def capture(self, schedule: Schedule, forward: Callable[[], Any], pool: Any) -> "CapturedPass":
+        """Capture ``forward`` as CUDA graph segments, cut wherever the schedule acts.
+
+        Its temporary memory comes from ``pool``, a ``torch.cuda.graph_pool_handle``.
+        Needs a warmed-up model, on a stream other than the default one. Nothing is executed: the
+        ring and the caches stay as they are.
+        """
+        captured = CapturedPass(self._link, pool)
+        self._apply = captured.cut
+        try:
+            with captured:
+                self.run(schedule, forward)
+        finally:
+            self._apply = self._carry_out
+        return captured
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which layers may be called without running: their hooks do nothing."""
+        waiting = self._before, self._after
+        self._before, self._after = {}, {}
+        try:
+            yield
+        finally:
+            self._before, self._after = waiting
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def before(self, index: int, *_: Any) -> None:
+        """Carry out what precedes a layer; its hook, or a caller that runs the layer alone."""
+        if operations := self._before.pop(index, None):
+            self._apply(operations)
+
+    def after(self, index: int, *_: Any) -> None:
+        """Carry out what follows a layer."""
+        if operations := self._after.pop(index, None):
+            self._apply(operations)
+
+    def _split(self, schedule: Schedule) -> list[Operation]:
+        """Sort operations by the layer they precede or follow; return the copies before any layer.
+
+        A copy belongs right behind the layer that freed its slot, a wait right before the layer
+        that needs it: between two layers all copies come before all waits.
+        """
+        start: list[Operation] = []
+        copies = start
+        for op in schedule.operations:
+            if isinstance(op, Copy):
+                copies.append(op)
+            elif isinstance(op, Wait):
+                self._before.setdefault(op.span.layer, []).append(op)
+            else:
+                copies = self._after.setdefault(op.layer, [])
+        return start
+
+    def _carry_out(self, operations: list[Operation]) -> None:
+        carry_out(self._link, operations)
+
+
+def carry_out(link: Link, operations: list[Operation]) -> None:
+    """Ask the link for each copy and wait."""
+    for operation in operations:
+        if isinstance(operation, Copy):
+            link.copy(operation)
+        elif isinstance(operation, Wait):
+            link.wait(operation)
+
+
+class CapturedPass:
+    """A pass as CUDA graphs with the schedule's operations between them."""
+
+    def __init__(self, link: Link, pool: Any) -> None:
+        self._link = link
+        self._pool = pool
+        self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
+        self._empty: list[torch.cuda.CUDAGraph] = []
+        """Graphs kept because torch captures nothing more in a pool whose last graph is gone.
+
+        Source: ``releasePool`` in c10/cuda/CUDACachingAllocator.cpp.
+        """
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __enter__(self) -> "CapturedPass":
+        torch.cuda.synchronize()
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def cut(self, operations: list[Operation]) -> None:
+        """End the segment, note the operations, begin the next segment."""
+        self._end()
+        self._parts.append(list(operations))
+        self._begin()
+
+    def replay(self) -> None:
+        """Run the pass once on the current stream; the host waits for nothing."""
+        for part in self._parts:
+            if isinstance(part, list):
+                carry_out(self._link, part)
+            else:
+                part.replay()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        # the only public sign that nothing ran between two cuts is torch's warning
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            graph.capture_end()
+        is_empty = any("graph is empty" in str(w.message).lower() for w in caught)
+        (self._empty if is_empty else self._parts).append(graph)

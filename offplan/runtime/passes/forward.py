@@ -1,0 +1,81 @@
+"""The model called on the tokens of one pass, its layers told what the pass is."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.runtime.model.filled import Filled, FindFilled, Way, filled_before
+from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.passes.sequences import Sequences
+from offplan.runtime.transformers_private import choose_attention
+
+
+class Forward:
+    """Runs every layer of a model, or notes what each of them would be run with.
+
+    Works on the current stream and synchronises nothing; moves no weights, which the executor's
+    hooks do.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        layers: DecoderLayers,
+        sequences: Sequences,
+        find_filled: FindFilled,
+    ) -> None:
+        """``find_filled`` says how attention is told what a step reads of the cache."""
+        self._module = module
+        self.layers = layers
+        self.position = sequences.position
+        self._context = sequences.context
+        self._find_filled = find_filled
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run one decode pass at the position on the device; ``tokens`` is [batch, 1].
+
+        Returns logits, [batch, vocabulary].
+        """
+        position = self.position.tensor
+        return self._call(tokens, position, self._find_filled(position, self._context))
+
+    def chunk(self, tokens: torch.Tensor, start: int, num_tokens: int) -> torch.Tensor:
+        """Run one chunk, [batch, new], of a prompt of ``num_tokens`` from position ``start`` on.
+
+        Returns the logits of its last token, [batch, vocabulary].
+        """
+        rows = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        return self._call(tokens, rows, filled_before(start, num_tokens))
+
+    def step_layers(self, tokens: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+        """Return what each layer does in ``step``, to be done again and again.
+
+        Only until the next pass. A call writes the token's row of the cache and leaves nothing else
+        behind. No weights are moved: all have to be resident.
+        """
+        calls = self.layers.note_calls(lambda: self.step(tokens))
+        return [partial(self.layers.step, index, call) for index, call in enumerate(calls)]
+
+    def prepare(self, rows: torch.Tensor, way: Way) -> None:
+        """Tell layers which rows of the cache to write, [new], and attention the way to read it.
+
+        Said by each pass for itself: between them measuring notes calls of the other phase.
+        """
+        self.position.rows = rows
+        choose_attention(self._module, way.value)
+
+    def _call(self, tokens: torch.Tensor, rows: torch.Tensor, filled: Filled) -> torch.Tensor:
+        self.prepare(rows, filled.way)
+        output = self._module(
+            input_ids=tokens,
+            position_ids=rows.expand(tokens.shape[0], -1),
+            attention_mask=filled.mask,
+            past_key_values=self.layers.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits = output.logits[:, -1]
+        assert isinstance(logits, torch.Tensor)
+        return logits

@@ -1,0 +1,218 @@
+"""The passes of requests: a prompt, then one step after another."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from offplan.placement import Phase
+from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.memory.gpu_memory import PeakMemory
+from offplan.runtime.model.caches import LayerCaches
+from offplan.runtime.model.filled import filled_mask
+from offplan.runtime.model.kernels import ExpertKernels, find_filled
+from offplan.runtime.model.latent import keep_latents
+from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.passes.captured import Passes
+from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
+from offplan.runtime.passes.executor import Executor
+from offplan.runtime.passes.forward import Forward
+from offplan.runtime.passes.link import Link
+from offplan.runtime.passes.schedules import Schedules
+from offplan.runtime.passes.sequences import Sequences
+
+MAX_CAPTURED_TOKENS = 4096
+"""Tokens of a chunk, over all sequences, up to which prompts are captured: a longer one keeps the
+GPU busy for longer than the host takes to launch it.
+
+Source: DeepSeek-V2-Lite on an H200, whose prompts of 512 and 2,048 tokens took 28 ms to launch and
+16 and 28 to compute.
+"""
+MAX_CAPTURED_CHUNKS = 16
+"""Chunks of a prompt up to which it is captured: graphs grow with their number.
+
+Source: estimated.
+"""
+
+
+class ModelRunner:
+    """Runs a loaded model on the current stream, in inference mode; its caller sees to both."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        link: Link,
+        memory: PeakMemory,
+        *,
+        context: int,
+        chunk: int,
+        capture: bool,
+    ) -> None:
+        """Take the model over: hooks, caches of ``context`` tokens, compiled layers.
+
+        Prompts are read in chunks of ``chunk`` tokens. ``capture`` (CUDA only) captures what is
+        captured; what that takes is given back through ``memory``.
+        """
+        model, module, device = loaded.model, loaded.module, loaded.store.device
+        layers = decoder_layers(module)
+        self.sequences = Sequences(device, context)
+        self._loaded, self._memory = loaded, memory
+        self._chunk, self._capture = chunk, capture
+        self._rows_read = 0
+        """Rows of the input embedding that passes have read."""
+        self._expansions = keep_latents(module)
+        self.layers = DecoderLayers(layers, compiled=capture)
+        self._executor = Executor(layers, link)
+        find = find_filled(model, module, context) if capture else filled_mask
+        self.forward = Forward(module, self.layers, self.sequences, find)
+        self._experts: ExpertKernels | None = None
+        if model.experts is not None:
+            self._experts = ExpertKernels(model, module, device, with_own=capture)
+        self._passes = Passes(self._executor, self._give_back)
+        self._schedules = Schedules(loaded.placement, len(self.layers))
+
+    def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Begin new sequences with a prompt, int64 of shape [batch, tokens].
+
+        Returns logits, [batch, vocabulary], which the next pass overwrites. Raises what
+        ``Sequences.check_prompt`` raises.
+        """
+        self.sequences.check_prompt(prompt)
+        batch, num_tokens = prompt.shape
+        with self._whole_or_afresh():
+            self._allocate_cache(batch)
+            self.layers.forget_from(num_tokens)
+            self._rows_read += prompt.numel()
+            if num_tokens > self._chunk:  # each sequence's last one is read again, for the head
+                self._rows_read += batch
+            self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk))
+            logits = self._passes.run(
+                self._schedules.next(Phase.PREFILL, Phase.DECODE),
+                self._forward_prompt,
+                prompt.to(self._loaded.store.device),
+                may_capture=self.captures_prompt(batch, num_tokens),
+            )
+            self.sequences.set_length(num_tokens)
+        return logits
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
+
+        Returns logits, [batch, vocabulary], which the next pass overwrites. Raises what
+        ``Sequences.check_tokens`` raises.
+        """
+        self.sequences.check_tokens(tokens)
+        with self._whole_or_afresh():
+            self._rows_read += self.sequences.batch
+            self._enter(Phase.DECODE, self.sequences.batch)
+            schedule = self._schedules.next(Phase.DECODE, Phase.DECODE)
+            steady = schedule.before == schedule.after
+            logits = self._passes.run(
+                schedule, self.forward.step, tokens, may_capture=self._capture and steady
+            )
+            self.sequences.extend()
+        return logits
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes that passes have read of an input embedding on the host; 0 without one."""
+        table = self._loaded.placement.host_embedding
+        return 0 if table is None else self._rows_read * (table.nbytes // table.shape[0])
+
+    def captures_prompt(self, batch: int, num_tokens: int) -> bool:
+        """Whether a prompt of this shape is captured when it comes twice in a row."""
+        return (
+            self._capture
+            and self._chunk <= num_tokens <= MAX_CAPTURED_CHUNKS * self._chunk
+            and batch * self._chunk <= MAX_CAPTURED_TOKENS
+            and (self._experts is None or self._experts.can_capture(batch * self._chunk))
+        )
+
+    def prompt_layers(self, prompt: torch.Tensor) -> list[Callable[[], object]]:
+        """Return what each layer does for a prompt on the device, to be done again and again.
+
+        A call takes all chunks through its layer and leaves them as they were. No weights are
+        moved: all have to be resident.
+        """
+        chunks = ChunkedPrompt(prompt.split(self._chunk, dim=1), self.forward)
+        return [partial(chunks.try_layer, index) for index in range(len(self.layers))]
+
+    def close(self) -> None:
+        """Give back graphs and caches and remove the hooks; the device must be idle."""
+        self._executor.close()
+        self._forget_cache()
+        self.sequences.length = 0
+
+    @contextmanager
+    def _whole_or_afresh(self) -> Iterator[None]:
+        """After a pass that did not end, believe nothing: the ring, the graphs, the sequences.
+
+        The next pass then copies again what it needs, behind whatever is still queued.
+        """
+        try:
+            yield
+        except BaseException:
+            self._schedules.forget()
+            self._forget_passes()
+            self.sequences.length = 0
+            raise
+
+    def _forward_prompt(self, tokens: torch.Tensor) -> torch.Tensor:
+        chunks = tokens.split(self._chunk, dim=1)
+        if len(chunks) == 1:
+            with as_compiled_for(tokens.shape[1], self._chunk):
+                return self.forward.chunk(tokens, 0, tokens.shape[1])
+        with self._executor.paused():
+            prompt = ChunkedPrompt(chunks, self.forward)
+        for index in range(len(self.layers)):
+            self._executor.before(index)
+            prompt.run_layer(index)
+            self._executor.after(index)
+        return prompt.finish()
+
+    def _enter(self, phase: Phase, num_tokens: int) -> None:
+        self._loaded.enter_phase(phase)
+        if self._experts is not None:
+            self._experts.choose(phase, num_tokens)
+
+    def _allocate_cache(self, batch: int) -> None:
+        sequences = self.sequences
+        if batch == sequences.batch:
+            return
+        sequences.batch = 0  # until all of the cache is there
+        if self.layers.cache is not None:
+            # blocks of the old cache do not fit the new one and would be kept beside it
+            self._give_back(self._forget_cache)
+        self.layers.cache = LayerCaches(len(self.layers), sequences.context, sequences.position)
+        with torch.compiler.set_stance("force_eager"):
+            # One pass, of whatever the slots hold, has every layer allocate its cache: layers
+            # compiled before theirs exists would be compiled again once it does.
+            device = self._loaded.store.device
+            self.forward.chunk(torch.zeros(batch, 1, dtype=torch.int64, device=device), 0, 1)
+        sequences.batch = batch
+
+    def _forget_cache(self) -> None:
+        self._forget_passes()  # graphs write to it
+        self.layers.cache = None
+
+    def _forget_passes(self) -> None:
+        """Forget what is captured, and what a pass that did not end has left behind."""
+        self._passes.forget()
+        self._forget_rows()
+        for expansion in self._expansions:
+            expansion.forget()
+
+    def _forget_rows(self) -> None:
+        position = self.sequences.position
+        position.rows = position.tensor  # a captured prompt's lie in its memory
+
+    def _give_back(self, drop: Callable[[], object]) -> None:
+        """Give the device what ``drop`` lets go of, once it is done with it, and what is cached."""
+
+        def drop_all() -> None:
+            drop()
+            self._forget_rows()
+
+        self._memory.release(drop_all)

@@ -1,0 +1,96 @@
+"""All that the runtime uses of transformers beyond what transformers documents.
+
+Every name in this file was tried with transformers 5.17 and 5.23; try them again before another
+version is allowed.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.integrations.moe import ExpertsInterface
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+
+__all__ = [
+    "Concatenate",
+    "ExpertsInterface",
+    "MergeModulelist",
+    "Renaming",
+    "WeightConverter",
+    "apply_gate",
+    "choose_attention",
+    "compute_buffers",
+    "convert",
+    "modeling_deepseek_v2",
+]
+
+
+class Renaming:
+    """Transformers' own mapping from the names in a checkpoint to those of a model's state."""
+
+    def __init__(self, skeleton: PreTrainedModel) -> None:
+        transforms = get_model_conversion_mapping(skeleton)
+        self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
+        self._prefix = skeleton.base_model_prefix
+        self._state = skeleton.state_dict()
+
+    def find(self, name: str) -> tuple[str, str | None]:
+        """Return the parameter that a stored tensor belongs to, and its converter's pattern."""
+        renamed, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._state
+        )
+        return renamed, pattern
+
+    def converter(self, pattern: str | None) -> WeightConverter | None:
+        """Return the converter with this pattern; None where a tensor is renamed and no more."""
+        return None if pattern is None else self._by_pattern[pattern]
+
+
+def convert(
+    converter: WeightConverter,
+    skeleton: PreTrainedModel,
+    name: str,
+    sources: Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Return values by parameter name, made of tensors with the converter's pattern for each."""
+    for pattern, tensor in sources:
+        converter.collected_tensors[pattern].append(tensor)
+    converted = converter.convert(name, model=skeleton, config=skeleton.config)
+    # operations return a list where they pass on what they were given
+    return {n: v[0] if isinstance(v, list) else v for n, v in converted.items()}
+
+
+def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+    """Give a module of ``model`` the values of its buffers, as after a load from files.
+
+    Source: transformers builds on the meta device too, and recomputes them in ``_init_weights``.
+    """
+    model._init_weights(module)
+
+
+def choose_attention(model: PreTrainedModel, name: str) -> None:
+    """Have all layers call the attention that is registered under ``name``.
+
+    What ``set_attn_implementation`` does, without looking through all modules each time. Compiled
+    layers are guarded by the name.
+    """
+    if model.config._attn_implementation != name:
+        model.config._attn_implementation = name
+
+
+def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:
+    """Return the gated activation of routed experts, [pairs, width], of [pairs, 2 x width]."""
+    gated: torch.Tensor = experts._apply_gate(made)
+    return gated

@@ -1,0 +1,34 @@
+"""What the runtime's cache is made of."""
+
+import torch
+
+from offplan.placement import ALIGNMENT_BYTES
+from offplan.runtime.model.caches import LayerCaches, Position
+
+CONTEXT = 7
+
+
+def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
+    position = Position(torch.device("cpu"))
+    cache = LayerCaches(6, CONTEXT, position)
+    heads = [3, 3, 1, 3, 1, 3]
+    states = [torch.randn(2, count, 1, 5, dtype=torch.bfloat16) for count in heads]
+    for index, new in enumerate(states):
+        cache.of_layer(index).update(new, new[..., :3])
+    storages = set()
+    for layer, new in zip(cache.layers, states, strict=True):
+        for kept, of_new in ((layer.keys, new), (layer.values, new[..., :3])):
+            assert kept.shape == (*new.shape[:2], CONTEXT, of_new.shape[-1])
+            assert kept.is_contiguous()
+            assert kept.data_ptr() % 16 == kept.untyped_storage().data_ptr() % 16
+            assert kept.storage_offset() * kept.itemsize % ALIGNMENT_BYTES == 0
+            torch.testing.assert_close(kept[:, :, :1], of_new)
+            assert not kept[:, :, 1:].any()
+            storages.add(kept.untyped_storage().data_ptr())
+            kept.fill_(1)
+    assert len(storages) == 4  # keys and values of two shapes
+    cache.clear_from(2)
+    for layer in cache.layers:
+        for kept in (layer.keys, layer.values):
+            assert kept[:, :, :2].all()
+            assert not kept[:, :, 2:].any()
