@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from rich.console import Console, RenderableType
 
+from offplan.costs.crossovers import Crossovers
 from offplan.plan import Plan, parse_plan
 from offplan.planner import Floor, PlanResult
-from offplan.costs.crossovers import Crossovers
 from offplan.report.payload import run_payload
 from offplan.report.plan import describe_offload, render_plan
 from offplan.report.run import RunResult, render_run

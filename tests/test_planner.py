@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offplan.planner.segments import segment_classes
+from offplan.planner.targets import Targets
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
@@ -19,9 +21,7 @@ from offplan.placement import group_units
 from offplan.plan import Backend, Budget, Offload, Prediction, Rule, Workload, dump_plan
 from offplan.planner import make_plan
 from offplan.planner.patterns import distinct_patterns, group_patterns
-from offplan.planner.segments import segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
-from offplan.planner.targets import Targets
 from tests.costs.builders import dense_model, make_machine, make_model, moe_model, rule
 
 from tests.costs.builders import DENSE, MOE  # isort: skip

@@ -6,18 +6,18 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offplan.planner.targets import Targets
 
 from offplan.checkpoint.model import Model
 from offplan.cli.options import Engine, Store
 from offplan.cli.planning import restrict_to
+from offplan.costs.crossovers import find_crossovers
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import InfeasibleError
 from offplan.plan import Budget, Plan, Workload
 from offplan.planner import make_plan
-from offplan.costs.crossovers import find_crossovers
 from offplan.planner.frontier import find_frontier
-from offplan.planner.targets import Targets
 from offplan.planner.throughput import plan_throughput, tokens_per_s
 from offplan.report.frontier import render_frontier
 from tests.cli import CLI, TINY_MOE

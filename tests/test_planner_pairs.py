@@ -7,6 +7,13 @@ from itertools import combinations, islice, product
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from offplan.planner.candidates import list_candidates
+from offplan.planner.combinations import TURNS, Candidate, list_combinations
+from offplan.planner.contents import Choice, Pricer
+from offplan.planner.problem import Problem
+from offplan.planner.relaxation import Turn
+from offplan.planner.segments import SegmentClass, segment_classes
+from offplan.planner.targets import NEVER, Fastest, Targets
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict, price_request
@@ -16,15 +23,8 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import group_units, place_units
 from offplan.plan import Backend, Budget, Offload, Prediction, Rule, Workload
 from offplan.planner import make_plan, search
-from offplan.planner.candidates import list_candidates
-from offplan.planner.combinations import TURNS, Candidate, list_combinations
-from offplan.planner.contents import Choice, Pricer
 from offplan.planner.patterns import group_patterns
-from offplan.planner.problem import Problem
-from offplan.planner.relaxation import Turn
-from offplan.planner.segments import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
-from offplan.planner.targets import NEVER, Fastest, Targets
 from offplan.units import format_seconds
 from tests.costs.builders import (
     DENSE,

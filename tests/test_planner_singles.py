@@ -2,14 +2,14 @@
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from offplan.planner.contents import Pricer
+from offplan.planner.problem import Problem
+from offplan.planner.targets import NEVER, Fastest
 
 from offplan.checkpoint.model import Model
 from offplan.plan import Workload
 from offplan.planner.classes import price_classes
-from offplan.planner.contents import Pricer
-from offplan.planner.problem import Problem
 from offplan.planner.space import list_singles
-from offplan.planner.targets import NEVER, Fastest
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
 from tests.test_planner import budget_for
 

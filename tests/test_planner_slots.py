@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-from offplan.plan import Backend, Budget, Workload
 from offplan.planner.combinations import list_combinations
 from offplan.planner.contents import Choice, Pricer
 from offplan.planner.options import are_disjoint
 from offplan.planner.passes import PassBounds
 from offplan.planner.problem import KindCosts, Problem
 from offplan.planner.slots import Slots, kept_ps
+
+from offplan.plan import Backend, Budget, Workload
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
 
 WORKLOAD = Workload(batch=3, prompt_tokens=600, output_tokens=7, context=700)
