@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from offplan.planner.problem import prefill_chunks
+
 from benchmarks.decode_and_prefill import LITE, QWEN
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
@@ -25,7 +27,6 @@ from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner import make_plan
-from offplan.planner.problem import prefill_chunks
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
 
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"}
