@@ -4,6 +4,7 @@ A plan is a small YAML file with a stable order and nothing volatile in it. It i
 YAML's safe loader; an unknown key, or one given twice, is an error.
 """
 
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -139,6 +140,14 @@ class MachineRef(Record):
     """SHA-256 of the machine profile."""
 
 
+def match_segments(segments: Collection[str], name: str) -> bool:
+    """Whether a segment is a dotted run of ``name``; no segments match everything.
+
+    Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
+    """
+    return not segments or any(f".{segment}." in f".{name}." for segment in segments)
+
+
 class Rule(Record):
     """Which parameters of which layers stay on the host, and how each phase gets them.
 
@@ -182,13 +191,8 @@ class Rule(Record):
         return index % self.group_size >= self.group_size - self.num_in_group
 
     def matches(self, name: str) -> bool:
-        """Whether a segment is a dotted run of ``name`` (relative to the layer).
-
-        Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
-        """
-        return not self.cpu_offload_params or any(
-            f".{segment}." in f".{name}." for segment in self.cpu_offload_params
-        )
+        """Whether its segments match a name, relative to the layer."""
+        return match_segments(self.cpu_offload_params, name)
 
 
 class Offload(Record):

@@ -11,7 +11,7 @@ import torch
 
 from offplan.cli import models
 from offplan.runtime.loading import loaded
-from offplan.runtime.session import Session
+from offplan.runtime.passes.runner import ModelRunner
 from tests.cli import CLI, ROOT, TINY_MOE
 
 PLAN = ROOT / "plans" / "tiny-moe.yaml"
@@ -70,14 +70,14 @@ def test_files_exchanged_while_starting(
 
 
 @COMMANDS
-@pytest.mark.parametrize("method", ["_install", "_begin_sequences"])
+@pytest.mark.parametrize("method", ["__init__", "_allocate_cache"])
 def test_gpu_out_of_memory(
     cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str, method: str
 ) -> None:
-    def run_out(*_: object) -> None:
+    def run_out(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(Session, method, run_out)
+    monkeypatch.setattr(ModelRunner, method, run_out)
     expect(cli, command, TINY_MOE, 1, "--gpu-memory")
 
 

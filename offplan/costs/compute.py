@@ -6,6 +6,7 @@ from functools import cached_property
 from math import log
 
 from offplan.checkpoint.model import Model
+from offplan.costs.timeline import to_ps
 from offplan.costs.work import LayerWork, PassShape, layer_work
 from offplan.machine.profile import LayerTime, MachineProfile
 
@@ -29,22 +30,21 @@ class ComputeTime:
 
 @dataclass(frozen=True)
 class PassCompute:
-    """Compute of one forward pass with everything resident."""
+    """Compute of one pass over the layers with everything resident: a decode step, or a prompt."""
 
-    layers: tuple[ComputeTime, ...]
-    """One time a layer, in the order of execution."""
-    outside: ComputeTime
-    """Embedding, final norm and head."""
+    shapes: tuple[PassShape, ...]
+    """Shapes of its chunks, which go through each layer one after another; a decode step is one."""
+    layer_ps: tuple[int, ...]
+    """Picoseconds of each layer, all chunks, in the order of execution."""
+    outside_ps: int
+    """Picoseconds of embedding, norm and head, which only the prompt's last token reaches."""
+    measured: bool
+    """Whether all of it was measured."""
 
     @cached_property
-    def seconds(self) -> float:
-        """Seconds of the whole pass."""
-        return sum(time.seconds for time in self.layers) + self.outside.seconds
-
-    @cached_property
-    def measured(self) -> bool:
-        """Whether all of it was measured."""
-        return self.outside.measured and all(time.measured for time in self.layers)
+    def resident_ps(self) -> int:
+        """Picoseconds of the whole pass."""
+        return sum(self.layer_ps) + self.outside_ps
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,21 @@ class ModelCompute:
                 works[layer.key] = layer_work(self.model, layer)
         return works
 
-    def price(self, shape: PassShape) -> PassCompute:
-        """Price one pass."""
-        times = {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
-        outside = outside_time(self.machine, self.model, shape)
-        return PassCompute(tuple(times[key] for key in self.keys), outside)
+    def price(self, *shapes: PassShape) -> PassCompute:
+        """Price one pass of these chunks."""
+        chunks = [
+            {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
+            for shape in shapes
+        ]
+        outside = [outside_time(self.machine, self.model, shape) for shape in shapes]
+        times = {key: sum(to_ps(chunk[key].seconds) for chunk in chunks) for key in self.works}
+        return PassCompute(
+            shapes,
+            layer_ps=tuple(times[key] for key in self.keys),
+            outside_ps=to_ps(outside[-1].seconds),
+            measured=all(t.measured for chunk in chunks for t in chunk.values())
+            and all(time.measured for time in outside),
+        )
 
 
 def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> ComputeTime:

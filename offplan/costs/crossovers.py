@@ -8,6 +8,7 @@ from offplan.costs.compute import ModelCompute
 from offplan.costs.link import uva_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_from_powers
+from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape
 from offplan.machine.profile import MachineProfile
 from offplan.placement import group_units
@@ -80,7 +81,7 @@ def _streaming_wins(
     def wins(batch: int) -> bool:
         read = sum(uva_bytes(machine, units, model.experts, batch) for units in offloaded)
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
-        resident_s = compute.price(shape).seconds
+        resident_s = to_seconds(compute.price(shape).resident_ps)
         return max(resident_s, copies_s) < resident_s + read / machine.uva.value
 
     return wins if offloaded else lambda batch: False

@@ -48,41 +48,41 @@ JOINED_PARTS = 2
 """Outputs of attention alive beside the joined one in a later chunk: over the tokens before the
 chunk, and over its own.
 
-Source: ``runtime.attention._attend_in_two``.
+Source: ``runtime.model.attention._attend_in_two``.
 """
 
 MASK_BYTES = 5
 """Bytes for each pair of a new token and one that a window may show it: two comparisons, their
 conjunction, and a bias of two bytes.
 
-Source: ``runtime.attention._window_mask``; kernels want the mask in the type of the query.
+Source: ``runtime.model.attention._window_mask``; kernels want the mask in the type of the query.
 """
 
 SCORE_BYTES = 10
 """Bytes of one attention score over latents without the kernel: in float32, as its softmax in
 float32, and in bfloat16.
 
-Source: ``runtime.latent._mix``.
+Source: ``runtime.model.latent._mix``.
 """
 
 SPLITS = 192
 """Splits of the cache that the kernel for latents joins, over all sequences and blocks of heads.
 
 It makes as many as the GPU has multiprocessors (an H200: 132), or one for each of those blocks.
-Source: ``runtime.latent_kernel.attend_filled``.
+Source: ``runtime.model.latent_kernel.attend_filled``.
 """
 
 KERNEL_HEADS = 16
-"""Heads in a block of the kernel for latents. Source: ``runtime.latent_kernel.BLOCK_HEADS``."""
+"""Heads in a block of that kernel. Source: ``runtime.model.latent_kernel.BLOCK_HEADS``."""
 
 KERNEL_MULTIPLE = 16
 """Number that sizes are a multiple of where the runtime's kernels for experts know them.
 
-Source: ``runtime.experts.block_size``.
+Source: ``runtime.model.experts.block_size``.
 """
 
 KERNEL_TYPES = ("bfloat16", "float16")
-"""Types that the runtime's own kernels know. Source: ``runtime.kernels.KERNEL_TYPES``."""
+"""Types that the runtime's own kernels know. Source: ``runtime.model.kernels.KERNEL_TYPES``."""
 
 ROUTED_COPIES = 2
 """Hidden states that each pair of a token and an expert has beside the expert's products.
@@ -90,7 +90,7 @@ ROUTED_COPIES = 2
 They are, for few tokens, what an expert returns, weighted in float32; for many, the hidden state
 gathered for the expert, and what returns put back in order.
 
-Source: ``runtime.experts.forward_experts``, and transformers' ``grouped_mm`` experts, compiled.
+Source: ``runtime.model.experts.forward_experts``; transformers' ``grouped_mm``, compiled.
 """
 
 EAGER_COPIES = 6
@@ -127,7 +127,7 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
     A chunk has hidden states + the hungriest block + logits: of a layer only one block, attention
     or MLP, is alive at a time. A chunk that is not as long as the plan's runs uncompiled. A decode
     step's temporaries count once more: its captured graphs keep theirs beside an uncaptured prompt.
-    Source: ``runtime.session.Session``, ``runtime.captured.Passes``.
+    Source: ``runtime.session.Session``, ``runtime.passes.captured.Passes``.
     """
     layers = _distinct_layers(model)
     # of chunks with as many tokens, the last one reaches furthest and takes most
@@ -202,7 +202,7 @@ def latent_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     In prefill the keys and values of every head for the new tokens (twice: the product, and keys
     with their rotary part joined). In decode what each split of the cache mixes, in float32, with
     one softmax sum; without the kernel SCORE_BYTES for every head and cached token.
-    Source: ``runtime.latent``.
+    Source: ``runtime.model.latent``.
     """
     dims = attention_dims(model.architecture, shape.phase)
     if shape.phase is Phase.PREFILL:
@@ -258,7 +258,7 @@ def eager_expert_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
 def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
     """Whether each token has the weights of its experts copied: ``batched_mm``, on a GPU.
 
-    Source: ``runtime.kernels.ExpertKernels``.
+    Source: ``runtime.model.kernels.ExpertKernels``.
     """
     assert model.experts is not None
     shapes = [parameter.tensors[0].shape for parameter in layer.parameters if parameter.is_expert]

@@ -1,7 +1,7 @@
 """Plan in, an engine's flags out, or a refusal."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offplan.checkpoint.model import Model
 from offplan.engines.sglang import MAX_BYTES_UNIT, sglang_flags, sglang_notes
@@ -47,13 +47,36 @@ def export_offload(offload: Offload, model: Model, engine: str) -> list[str]:
     return [] if rule is None else chosen.flags(rule, place(model, offload), model)
 
 
-def can_export(offload: Offload, model: Model, engine: str) -> bool:
-    """Whether the engine's flags can say a plan's decision."""
-    try:
-        export_offload(offload, model, engine)
-    except ExportError:
-        return False
-    return True
+@dataclass(frozen=True)
+class ExportCheck:
+    """Which decisions an engine's flags can say for one model; remembers what it was asked."""
+
+    engine: str
+    model: Model
+    _known: dict[tuple[tuple[Rule, ...], int], bool] = field(default_factory=dict)
+
+    def allows(self, offload: Offload) -> bool:
+        """Whether the engine's flags can say a decision."""
+        # what an engine cannot move in every layer it cannot move in some: asked once for all
+        everywhere = {"group_size": 1, "num_in_group": 1}
+        of_all = tuple(
+            rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
+            for rule in offload.rules
+        )
+        return self._can_say(of_all, 1) and self._can_say(offload.rules, offload.prefetch_step)
+
+    def _can_say(self, rules: tuple[Rule, ...], prefetch_step: int) -> bool:
+        known = self._known.get((rules, prefetch_step))
+        if known is None:
+            # no engine's flag says the chunk
+            offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
+            try:
+                export_offload(offload, self.model, self.engine)
+                known = True
+            except ExportError:
+                known = False
+            self._known[rules, prefetch_step] = known
+        return known
 
 
 def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:

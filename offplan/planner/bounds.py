@@ -6,7 +6,7 @@ rules share where they take parts of one layer, and for what the ring spares, of
 deducted. With one slot, copies and the layers that stream take turns: none overlaps another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -56,13 +56,7 @@ class Loads:
 
     def at(self, rows: Ints, setting: Ints) -> "Loads":
         """Select rules, each in a setting."""
-        columns = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Loads(
-            **{
-                name: column[setting, rows] if column.ndim > 1 else column[rows]
-                for name, column in columns.items()
-            }
-        )
+        return self._map(lambda name, c: c[setting, rows] if c.ndim > 1 else c[rows])
 
     def least_from(self, starts: Ints) -> "Loads":
         """Return what no rule from each one on up to the next start takes less than.
@@ -70,14 +64,17 @@ class Loads:
         Deductions are the most of any of them.
         """
 
-        def least(name: str) -> Floats:
+        def least(name: str, column: Floats) -> Floats:
             best = np.maximum if name in _DEDUCTED else np.minimum
-            parts = np.split(getattr(self, name), starts[1:], axis=-1)
-            return np.concatenate(
-                [best.accumulate(part[..., ::-1], axis=-1)[..., ::-1] for part in parts], axis=-1
-            )
+            parts = np.split(column, starts[1:], axis=-1)
+            ends = [best.accumulate(part[..., ::-1], axis=-1)[..., ::-1] for part in parts]
+            return np.concatenate(ends, axis=-1)
 
-        return Loads(**{each.name: least(each.name) for each in fields(self)})
+        return self._map(least)
+
+    def _map(self, change: Callable[[str, Floats], Floats]) -> "Loads":
+        names = (each.name for each in fields(self))
+        return Loads(**{name: change(name, getattr(self, name)) for name in names})
 
 
 _DEDUCTED = frozenset({"prompt_largest", "step_largest", "step_spared"})
@@ -155,19 +152,14 @@ def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints, *, in_byte
     def turns(span_bytes: Ints, each: Ints | int = 1) -> Floats:
         return np.asarray((each * counts * (span_bytes[layers] > 0)).sum(axis=-1), np.float64)
 
-    def compute(layer_ps: Sequence[int], span_bytes: Ints) -> Floats:
-        of_kind = np.array([layer_ps[space.kind_of.index(kind)] for kind in range(counts.shape[1])])
-        return turns(span_bytes, of_kind)
-
+    example = [space.kind_of.index(kind) for kind in range(counts.shape[1])]
     prompt_span, step_span = contents.prompt_bytes, contents.step_bytes
     start_ps = 0 if in_bytes else space.start_ps
-    copies = (prompt_span, step_span)
-    reads, kept = contents.step_read_bytes, contents.step_read_bytes  # never kept in part
+    copies, reads = (prompt_span, step_span), contents.step_read_bytes
     if not in_bytes:
         copies = contents.prompt_copy_ps, contents.step_copy_ps
         reads = contents.step_read_ps
-    kept = np.where(prompt_span > 0, reads, 0)
-    each = prompt_reads[:, int(in_bytes)]
+    in_prompt = prompt_reads[:, int(in_bytes)].T
     return Loads(
         unit_bytes=total(contents.unit_bytes),
         slab_bytes=total(contents.slab_bytes),
@@ -175,14 +167,16 @@ def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints, *, in_byte
         prompt_turns=turns(prompt_span),
         prompt_copied=total(copies[0]) - start_ps * turns(prompt_span),
         prompt_largest=most(copies[0]),
-        prompt_read=np.stack([total(each[:, number]) for number in range(each.shape[1])]),
-        prompt_compute=np.stack([compute(s.prefill.layer_ps, prompt_span) for s in space.settings]),
+        prompt_read=np.stack([total(reads) for reads in in_prompt]),
+        prompt_compute=np.stack(
+            [turns(prompt_span, layer_ps[example]) for layer_ps in space.table.layer_ps]
+        ),
         step_turns=turns(step_span),
         step_copied=total(copies[1]) - start_ps * turns(step_span),
         step_largest=most(copies[1]),
         step_read=total(reads),
-        step_spared=most(kept),
-        step_compute=compute(space.decode.layer_ps, step_span),
+        step_spared=most(np.where(prompt_span > 0, reads, 0)),
+        step_compute=turns(step_span, np.array(space.decode.layer_ps)[example]),
     )
 
 
@@ -230,29 +224,20 @@ def bound_times(
     space: Space, rules: Sequence[Loads], setting: Ints, num_slots: Ints
 ) -> tuple[Floats, Floats]:
     """Bound the picoseconds of the prompt and of the decode step of each plan."""
-    crossing = cross(rules, num_slots, space.start_ps)
-    row_ps, resident_ps, outside_ps, num_chunks = (
-        np.array(column)[setting]
-        for column in zip(
-            *(
-                (s.row_ps, s.prefill.resident_ps, s.prefill.outside_ps, len(s.prefill.shapes))
-                for s in space.settings
-            ),
-            strict=True,
-        )
-    )
-    prompt_copied, prompt_read, step_copied, step_read = crossing
+    prompt_copied, prompt_read, step_copied, step_read = cross(rules, num_slots, space.start_ps)
+    table, row_ps = space.table, space.table.row_ps[setting]
     if len(rules) > 1:  # what is rounded once for a plan was rounded for each rule
-        layers, byte_ps = len(space.kind_of), space.reading_ps(ROUNDING_BYTES)
-        prompt_read = np.maximum(0, prompt_read - layers * (num_chunks * byte_ps + ROUNDING_PS))
+        byte_ps, layers = space.reading_ps(ROUNDING_BYTES), len(space.kind_of)
+        slack_ps = layers * (table.num_chunks[setting] * byte_ps + ROUNDING_PS)
+        prompt_read = np.maximum(0, prompt_read - slack_ps)
         step_read = np.maximum(0, step_read - layers * (byte_ps + ROUNDING_PS))
-        prompt_copied, step_copied = (
-            np.maximum(0, copied - layers * ROUNDING_PS) for copied in (prompt_copied, step_copied)
-        )
+        prompt_copied = np.maximum(0, prompt_copied - layers * ROUNDING_PS)
+        step_copied = np.maximum(0, step_copied - layers * ROUNDING_PS)
     copies, in_turns = step_copied > 0, num_slots == 1
     prompt_turns = np.maximum.reduce([rule.prompt_compute for rule in rules]) * in_turns
     step_turns = np.maximum.reduce([rule.step_compute for rule in rules]) * (in_turns & copies)
-    prompt_ps = np.maximum(resident_ps, prompt_copied + prompt_turns + outside_ps)
+    resident_ps, outside_ps = table.resident_ps[setting], table.outside_ps[setting]
+    prompt_ps = np.maximum(resident_ps[:, 0], prompt_copied + prompt_turns + outside_ps)
     slowly_ps = np.where(copies, np.floor((space.slowdown - 1) * step_read), 0)
-    step_ps = np.maximum(space.decode.resident_ps + slowly_ps, step_copied + step_turns)
+    step_ps = np.maximum(resident_ps[:, 1] + slowly_ps, step_copied + step_turns)
     return prompt_ps + prompt_read + row_ps[:, 0], step_ps + step_read + row_ps[:, 1]

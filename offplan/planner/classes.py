@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 
 from offplan.checkpoint.model import Model
 from offplan.costs.roles import Role, role_of
 from offplan.placement import Unit
-from offplan.plan import Backend, Rule
+from offplan.plan import match_segments
 
 _DENSE_ATOMS = (
     frozenset({Role.QKV}),
@@ -42,7 +41,7 @@ class SegmentClass:
 
     def takes(self, unit: Unit) -> bool:
         """Whether a rule of this class takes the unit, where its pattern selects the layer."""
-        return all(_matches_any(self.segments, parameter.name) for parameter in unit.parameters)
+        return all(match_segments(self.segments, parameter.name) for parameter in unit.parameters)
 
 
 def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
@@ -60,7 +59,7 @@ def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
         wanted = {name for name, role in roles.items() if role in union}
         segments = _shortest_segments(wanted, optional, set(roles))
         if segments:
-            taken = frozenset(name for name in roles if _matches_any(segments, name))
+            taken = frozenset(name for name in roles if match_segments(segments, name))
             classes.setdefault(taken, SegmentClass(segments))
     return tuple(classes.values())
 
@@ -87,7 +86,7 @@ def _shortest_segments(
     covers = {
         segment: covered
         for segment in sorted({run for name in wanted for run in _runs(name)})
-        if (matched := {name for name in names if _matches_any((segment,), name)}) <= allowed
+        if (matched := {name for name in names if match_segments((segment,), name)}) <= allowed
         and (covered := matched & wanted)
     }
     chosen: list[str] = []
@@ -113,13 +112,3 @@ def _runs(name: str) -> Iterable[str]:
     for start in range(len(parts)):
         for stop in range(start + 1, len(parts) + 1):
             yield ".".join(parts[start:stop])
-
-
-def _matches_any(segments: tuple[str, ...], name: str) -> bool:
-    """Whether a rule with these segments matches the name."""
-    return _rule(segments).matches(name)
-
-
-@cache
-def _rule(segments: tuple[str, ...]) -> Rule:
-    return Rule(cpu_offload_params=segments, max_bytes=1, prefill=Backend.UVA, decode=Backend.UVA)

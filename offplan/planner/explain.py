@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from offplan.costs.floor import Floor
 from offplan.costs.memory import MARGIN, overhead_bytes
 from offplan.errors import InfeasibleError
 from offplan.plan import Backend, Plan, Prediction, Rule
-from offplan.planner.floor import Floor
 from offplan.planner.search import Search
 from offplan.planner.space import Space, find_room
 from offplan.question import Question

@@ -95,7 +95,10 @@ class InPlaceRules:
         self, room: Room, number: int, option: Option | None, rule: Rule | None, num_units: int
     ) -> InPlace:
         space, setting = self.space, self.space.settings[number]
-        times = [setting.resident_ps, space.decode.resident_ps + setting.row_ps[1]]
+        times = [
+            setting.prefill.resident_ps + setting.row_ps[0],
+            space.decode.resident_ps + setting.row_ps[1],
+        ]
         crossing, host_bytes, off_gpu = list(setting.row_bytes), 0, 0
         if option is not None:
             off_gpu = self._sums[option][num_units - 1]

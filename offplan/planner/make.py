@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from offplan.costs.floor import Floor, find_floor
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_that
 from offplan.costs.timeline import PS_PER_S
@@ -9,9 +10,8 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Basis, MachineRef, ModelRef, Objective, Offload, Plan
 from offplan.planner.aims import NEVER, Fastest, Nearest, limits_ps
 from offplan.planner.explain import explain_infeasible, explain_plan
-from offplan.planner.floor import Floor, find_floor
 from offplan.planner.search import MAX_RULES, Searcher
-from offplan.planner.space import Space, find_room
+from offplan.planner.space import Room, Space, find_room
 from offplan.question import Question
 from offplan.units import format_bytes, format_seconds
 
@@ -81,7 +81,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         if search.gpu_lack or search.host_lack or (below_s == NEVER and not goal.targets):
             raise explain_infeasible(space, question, search)
         return None
-    floor = find_floor(space, question.budget)
+    floor = _find_floor(space, room)
     plan = _write_plan(space, question, search.best.offload)
     return PlanResult(
         plan=plan,
@@ -92,6 +92,15 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         max_rules=1 if goal.engine else MAX_RULES,
         floor=floor,
     )
+
+
+def _find_floor(space: Space, room: Room) -> Floor:
+    """Find the floor, with memory from the chunks that need least and compute from the fastest."""
+    question = space.question
+    pairs = zip(space.settings, room.lacking_bytes.tolist(), strict=True)
+    missing = max(0, min(lacking for each, lacking in pairs if each.embeddings == "device"))
+    fastest = min(each.prefill.resident_ps for each in space.settings), space.decode.resident_ps
+    return find_floor(question.model, space.machine, question.workload, missing, fastest)
 
 
 def _write_plan(space: Space, question: Question, offload: Offload) -> Plan:

@@ -180,14 +180,13 @@ class Prices:
         space, setting = self.space, candidates.setting
         numbers = self._contents_of(candidates)
         contents, prompt_reads = self.contents
-        row_ps = np.array([each.row_ps for each in space.settings])[setting]
-        prefills = [each.prefill for each in space.settings]
+        table, row_ps = space.table, space.table.row_ps[setting]
         prompt = PassTable(
-            compute_ps=np.array([each.layer_ps for each in prefills])[setting],
+            compute_ps=table.layer_ps[setting],
             read_ps=prompt_reads[numbers, 0, setting[:, None]],
             span_bytes=contents.prompt_bytes[numbers],
             copy_ps=contents.prompt_copy_ps[numbers],
-            outside_ps=np.array([each.outside_ps for each in prefills])[setting],
+            outside_ps=table.outside_ps[setting],
             prefetch_step=candidates.prefetch_step,
         )
         prompt.read_ps[:, 0] += row_ps[:, 0]  # rows are read just before the first layer

@@ -6,15 +6,15 @@ candidates at once. Exact: what is passed over has a bound no better than what w
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.engines.export import can_export
+from offplan.engines.export import ExportCheck
 from offplan.plan import Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
 from offplan.planner.bounds import Rules, bound_times, cross, list_rules
@@ -69,7 +69,6 @@ class Searcher:
     """Searches one space, for any budget and aim."""
 
     space: Space
-    _exportable: dict[tuple[tuple[Rule, ...], int], bool] = field(default_factory=dict)
 
     @cached_property
     def prices(self) -> Prices:
@@ -89,21 +88,15 @@ class Searcher:
     @cached_property
     def disjoint(self) -> NDArray[np.bool_]:
         """Whether two options have no parameter in common, [options, options]."""
-        space = self.space
-        takes = np.array(
-            [
-                [
-                    unit in taken
-                    for units, taken in zip(space.units, space.taken[c], strict=True)
-                    for unit in units
-                ]
-                for c in space.classes
-            ],
-            dtype=np.int64,
-        )
-        number = [space.classes.index(option.segment_class) for option in space.options]
-        takes = takes[number]
-        return np.asarray(takes @ takes.T == 0)
+        taken = [self.space.taken[option.segment_class] for option in self.space.options]
+        held = [{id(unit) for units in kinds for unit in units} for kinds in taken]
+        return np.array([[one.isdisjoint(other) for other in held] for one in held])
+
+    @cached_property
+    def export(self) -> ExportCheck | None:
+        """Which plans the engine's flags can say; None for offplan's own runtime."""
+        question = self.space.question
+        return ExportCheck(question.goal.engine, question.model) if question.goal.engine else None
 
     def find(
         self, room: Room, aim: Aim, limit: float = NEVER, max_rules: int = MAX_RULES
@@ -119,28 +112,6 @@ class Searcher:
         if self.space.engine is None and max_rules > 1:
             run.try_pairs()
         return run.search
-
-    def allows(self, offload: Offload) -> bool:
-        """Whether the engine's flags can say a plan; without an engine all plans will do."""
-        if self.space.engine is None:
-            return True
-        # what an engine cannot move in every layer it cannot move in some: asked once for all
-        everywhere = tuple(
-            rule.model_copy(update={"group_size": 1, "num_in_group": 1})
-            if rule.max_bytes is None
-            else rule
-            for rule in offload.rules
-        )
-        return self._can_export(everywhere, 1) and self._can_export(
-            offload.rules, offload.prefetch_step
-        )
-
-    def _can_export(self, rules: tuple[Rule, ...], prefetch_step: int) -> bool:
-        question, key = self.space.question, (rules, prefetch_step)
-        if key not in self._exportable:
-            offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
-            self._exportable[key] = can_export(offload, question.model, question.goal.engine or "")
-        return self._exportable[key]
 
 
 class _Rows(NamedTuple):
@@ -182,7 +153,7 @@ class _Run:
             self.search.num_candidates += 1
             times = np.array([each.prompt_ps], float), np.array([each.step_ps], float)
             value = self.aim.values(*times)[0]
-            if value > self._wanted or value == NEVER:
+            if value > self._most or value == NEVER:
                 continue
             rules = () if each.rule is None else (each.rule,)
             what: tuple[object, ...] = ()
@@ -190,8 +161,7 @@ class _Run:
                 what = (*each.option.rank, *(rule.max_bytes for rule in rules))
             rank = (len(rules), each.link_bytes, 1, each.setting, *what)
             exact = self.aim.exact(each.prompt_ps, Fraction(each.step_ps))
-            if self._is_better(exact, rank):
-                self._keep(exact, rank, self._offload(each.setting, 1, rules))
+            self._offer(exact, rank, partial(self._offload, each.setting, 1, rules))
 
     def try_singles(self) -> None:
         """Try the plans of one rule."""
@@ -207,7 +177,7 @@ class _Run:
             )
         )
         rows, start, size = rows.choose(order), 0, 16
-        while start < len(order) and rows.bound[start] <= self._wanted:
+        while start < len(order) and rows.bound[start] <= self._most:
             best = self.search.best
             as_good = best is not None and rows.bound[start] >= float(best.value)
             if best is not None and as_good and self._rank(rows, start) > best.rank:
@@ -238,12 +208,12 @@ class _Run:
             first, setting, slots = first[fits], setting[fits], slots[fits]
             times = bound_times(space, [rules.times.at(first, setting)], setting, slots)
             traffic = cross([rules.traffic.at(first, setting)], slots, 0)
-            rows = np.array([each.row_bytes for each in space.settings])[setting]
+            rows = space.table.row_bytes[setting]
             link_bytes = [
                 traffic.prompt_copied + traffic.prompt_read + rows[:, 0],
                 traffic.step_copied + traffic.step_read + rows[:, 1],
             ]
-            weighed = sum(w * each for w, each in zip(space.weights, link_bytes, strict=True))
+            weighed = np.average(link_bytes, axis=0, weights=space.weights)
             alone = np.full(len(first), NO_RULE)
             found.append(_Rows(self.aim.values(*times), weighed, setting, slots, first, alone))
         joined = _join(found)
@@ -279,7 +249,7 @@ class _Run:
         """Try the plans of two rules, if they may be better than the best so far."""
         rows = self._pair_rows()
         rows, start, size = rows.choose(np.argsort(rows.bound, kind="stable")), 0, 4
-        while start < len(rows.bound) and rows.bound[start] < self._beaten:
+        while start < len(rows.bound) and rows.bound[start] < self._most:
             block = rows.choose(np.arange(start, min(start + size, len(rows.bound))))
             self._try_completions(block)
             start, size = start + size, min(2 * size, BLOCK)
@@ -287,12 +257,9 @@ class _Run:
     def _pair_rows(self) -> _Rows:
         """List the rules that a second one may complete, once for each option that does."""
         rules, space, room = self.rules, self.space, self.room
-        resident = [
-            np.array([each.resident_ps for each in space.settings], float),
-            np.array([space.decode.resident_ps + each.row_ps[1] for each in space.settings], float),
-        ]
+        resident = (space.table.resident_ps + space.table.row_ps).astype(float)
         settings = np.flatnonzero(
-            (self.aim.values(*resident) < self._beaten)
+            (self.aim.values(*resident.T) < self._most)
             & (np.maximum(0, room.lacking_bytes) <= room.host_bytes)
         )
         streams = rules.times.prompt_turns > 0
@@ -319,7 +286,7 @@ class _Run:
                 bound = self.aim.values(*bound_times(space, both, setting, slots))
                 on_host = both[0].slab_bytes + least.slab_bytes <= room.host_bytes[setting]
                 rows = _Rows(bound, bound, setting, slots, first, second)
-                found.append(rows.choose((bound < self._beaten) & on_host))
+                found.append(rows.choose((bound < self._most) & on_host))
         return _join(found)
 
     def _try_completions(self, rows: _Rows) -> None:
@@ -338,11 +305,11 @@ class _Run:
         fits &= sum(each.slab_bytes for each in both) <= room.host_bytes[setting]
         times = bound_times(self.space, both, setting, slots)
         bound = self.aim.values(*times)
-        chosen = np.flatnonzero(fits & (bound < self._beaten))
+        chosen = np.flatnonzero(fits & (bound < self._most))
         chosen = chosen[np.argsort(bound[chosen], kind="stable")]
         for start in range(0, len(chosen), BLOCK):
             block = chosen[start : start + BLOCK]
-            block = block[bound[block] < self._beaten]
+            block = block[bound[block] < self._most]
             if not len(block):
                 return
             candidates = Candidates(
@@ -376,16 +343,15 @@ class _Run:
             return
         self.search.num_priced += len(step_ps)
         rows, prompt_ps, over, under = self.prices.price(
-            candidates, lambda prompt_ps: self.aim.values(prompt_ps, step_ps) <= self._wanted
+            candidates, lambda prompt_ps: self.aim.values(prompt_ps, step_ps) <= self._most
         )
         values = self.aim.values(prompt_ps.astype(float), over / under)
         for number in np.argsort(values, kind="stable"):
-            if values[number] > self._wanted or values[number] == NEVER:
+            if values[number] > self._most * (1 + ROUNDING) or values[number] == NEVER:
                 return
             step = Fraction(int(over[number]), int(under[number]))
             value, rank = self.aim.exact(int(prompt_ps[number]), step), rank_of(rows[number])
-            if self._is_better(value, rank):
-                self._keep(value, rank, self._offload_of(candidates, rows[number]))
+            self._offer(value, rank, partial(self._offload_of, candidates, rows[number]))
 
     def _offload_of(self, candidates: Candidates, number: int) -> Offload:
         setting, num_slots, *taken = (int(column[number]) for column in candidates)
@@ -394,18 +360,14 @@ class _Run:
             self.space.options[option].rule(
                 int(patterns.group_size[pattern]), int(patterns.num_in_group[pattern])
             )
-            for option, pattern in sorted((taken[:2], taken[2:]), key=self._weight)
+            for option, pattern in sorted((taken[:2], taken[2:]), key=self._most_bytes)
             if option != NO_RULE
         )
         return self._offload(setting, num_slots, rules)
 
-    def _weight(self, taken: list[int]) -> tuple[float, int]:
+    def _most_bytes(self, taken: list[int]) -> float:
         """Sort rules by what their classes hold, the most first."""
-        option, _ = taken
-        most = (
-            0.0 if option == NO_RULE else self.rules.times.unit_bytes[self.rules.ends[option] - 1]
-        )
-        return -most, option
+        return -float(self.rules.times.unit_bytes[self.rules.ends[taken[0]] - 1])
 
     def _offload(self, setting: int, num_slots: int, rules: tuple[Rule, ...]) -> Offload:
         chosen = self.space.settings[setting]
@@ -418,26 +380,20 @@ class _Run:
         )
 
     @property
-    def _wanted(self) -> float:
-        """No plan is wanted whose value is more."""
-        best = self.search.best
-        return self.limit if best is None else float(best.value) * (1 + ROUNDING)
-
-    @property
-    def _beaten(self) -> float:
-        """No plan of two rules is wanted whose value is as much."""
+    def _most(self) -> float:
+        """No plan of a larger value is wanted, nor one of two rules of an equal one."""
         best = self.search.best
         return self.limit if best is None else float(best.value)
 
-    def _is_better(self, value: Fraction, rank: tuple[object, ...]) -> bool:
-        """Whether a plan is better than the best so far."""
+    def _offer(
+        self, value: Fraction, rank: tuple[object, ...], write: Callable[[], Offload]
+    ) -> None:
+        """Keep a plan if it is the best so far, and an engine can say it."""
         best = self.search.best
-        return value < self.limit and (best is None or (value, rank) < best[:2])
-
-    def _keep(self, value: Fraction, rank: tuple[object, ...], offload: Offload) -> None:
-        """Keep a better plan, if an engine can say it."""
-        if self.searcher.allows(offload):
-            self.search.best = Found(value, rank, offload)
+        if value < self.limit and (best is None or (value, rank) < best[:2]):
+            offload, export = write(), self.searcher.export
+            if export is None or export.allows(offload):
+                self.search.best = Found(value, rank, offload)
 
     def _note(self, gpu_lacks: Floats, host_lacks: Floats) -> NDArray[np.bool_]:
         """Take note of what plans lack (negative: have to spare); returns which of them fit."""

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.compute import ModelCompute
+from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.link import embedding_bytes, uva_bytes, uva_slowdown
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
-from offplan.costs.predict import PricedPass, price_prompt, price_step
 from offplan.costs.timeline import to_ps
+from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import Engine, find_engine
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, group_units
@@ -92,14 +92,23 @@ class Setting:
     """Bytes of embedding rows read in place: by a prompt, and by a decode step."""
     row_ps: tuple[int, int]
     """Picoseconds that reading them takes."""
-    prefill: PricedPass
+    prefill: PassCompute
     chunk_tokens: tuple[tuple[int, int], ...]
     """New tokens over all sequences, and the number of chunks that have as many."""
 
-    @property
-    def resident_ps(self) -> int:
-        """Picoseconds of a prompt with all layers resident; no plan of the setting takes less."""
-        return self.prefill.resident_ps + self.row_ps[0]
+
+class SettingTable(NamedTuple):
+    """Figures of all settings: arrays with a row for each; picoseconds unless they say bytes."""
+
+    row_ps: NDArray[np.int64]
+    """Reading embedding rows in place, [settings, 2]: in a prompt, and in a decode step."""
+    row_bytes: NDArray[np.int64]
+    layer_ps: NDArray[np.int64]
+    """A prompt's compute in each layer, [settings, layers]."""
+    outside_ps: NDArray[np.int64]
+    resident_ps: NDArray[np.int64]
+    """All compute of a prompt, and of a decode step, [settings, 2]."""
+    num_chunks: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -140,9 +149,9 @@ class Space:
         return ModelCompute(self.question.model, self.machine)
 
     @cached_property
-    def decode(self) -> PricedPass:
+    def decode(self) -> PassCompute:
         """The decode step and its compute."""
-        return price_step(self.compute, self.question.workload)
+        return self.compute.price(decode_shape(self.question.workload))
 
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
@@ -192,9 +201,23 @@ class Space:
         sizes = prefill_chunks(self.question.workload.prompt_tokens)
         return tuple(self._setting(size, place) for size in sizes for place in places)
 
+    @cached_property
+    def table(self) -> SettingTable:
+        """The figures of all settings as arrays."""
+        rows = [
+            (
+                *(each.row_ps, each.row_bytes, each.prefill.layer_ps),
+                each.prefill.outside_ps,
+                (each.prefill.resident_ps, self.decode.resident_ps),
+                len(each.prefill.shapes),
+            )
+            for each in self.settings
+        ]
+        return SettingTable(*map(np.array, zip(*rows, strict=True)))
+
     def _setting(self, prefill_chunk: int, host_embedding: TensorInfo | None) -> Setting:
         model, workload = self.question.model, self.question.workload
-        prompt = price_prompt(self.compute, workload, prefill_chunk)
+        prompt = self.compute.price(*prefill_shapes(workload, prefill_chunk))
         host_bytes = 0 if host_embedding is None else host_embedding.nbytes
         rows = [embedding_bytes(host_embedding, each.shapes) for each in (prompt, self.decode)]
         return Setting(

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.costs.crossovers import Crossovers
+from offplan.costs.floor import Floor
 from offplan.plan import Backend, Basis, Plan, Rule
-from offplan.planner.floor import Floor
 from offplan.planner.make import PlanResult
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds

@@ -115,7 +115,6 @@ def test_equal_layers_are_priced_alike() -> None:
     compute = ModelCompute(moe_model(4), make_machine())
     priced = compute.price(DECODE)
     assert len(compute.works) == 2
-    assert priced.layers[1] == priced.layers[3] != priced.layers[0]
-    total = sum(time.seconds for time in priced.layers) + priced.outside.seconds
-    assert priced.seconds == pytest.approx(total)
+    assert priced.layer_ps[1] == priced.layer_ps[3] != priced.layer_ps[0]
+    assert priced.resident_ps == sum(priced.layer_ps) + priced.outside_ps
     assert not priced.measured

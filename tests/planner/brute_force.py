@@ -9,10 +9,11 @@ from functools import cache, cached_property
 from itertools import combinations, product
 from typing import Literal
 
-from offplan.costs.compute import ModelCompute
+from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
-from offplan.costs.predict import PricedPass, price_prompt, price_request, price_step
+from offplan.costs.predict import price_request
 from offplan.costs.timeline import to_seconds
+from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, Unit, group_units, place_units
 from offplan.plan import Backend, Offload, Rule
@@ -159,12 +160,13 @@ class BruteForce:
         return [group_units(layer) for layer in self.question.model.layers]
 
     @cached_property
-    def _passes(self) -> dict[int, tuple[PricedPass, PricedPass]]:
+    def _passes(self) -> dict[int, tuple[PassCompute, PassCompute]]:
         question = self.question
         compute = ModelCompute(question.model, question.planned_machine)
-        step = price_step(compute, question.workload)
+        step = compute.price(decode_shape(question.workload))
         return {
-            size: (price_prompt(compute, question.workload, size), step) for size in self.chunks
+            size: (compute.price(*prefill_shapes(question.workload, size)), step)
+            for size in self.chunks
         }
 
 

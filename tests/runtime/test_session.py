@@ -6,11 +6,13 @@ import mmap
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -186,6 +188,25 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
         session.prefill(PROMPT)
         session.runner.prompt_layers(PROMPT)
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
+
+
+def test_prompts_and_steps_in_turn_compile_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = DecoderLayers.__init__
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(
+        DecoderLayers,
+        "__init__",
+        lambda layers, modules, compiled: own(layers, modules, compiled=True),
+    )
+    torch.compiler.reset()
+    with open_session(save_tiny("qwen3", tmp_path), offload(prefill_chunk=5)) as session:
+        tokens = tokens_of(session)
+        compiled = counters["stats"]["unique_graphs"]
+        assert tokens_of(session) == tokens
+        assert counters["stats"]["unique_graphs"] == compiled > 0
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(

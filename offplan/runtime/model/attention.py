@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -22,104 +22,57 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments of transformers' attention interface that change the result and are not heeded here."""
 
 
-# All four attend from new tokens, `query` of [batch, heads, new, head_dim], to cached ones: `key`
-# and `value` are the whole cache, [batch, kv_heads, context, ...], or MLA's latents and their
-# rotary parts. They return [batch, new, heads, value_dim] and None, raise CheckpointError for what
-# they do not know, run on the current stream and synchronise nothing.
+def _register(way: Way) -> None:
+    """Register attention that is told what is filled in this way, under the way's name."""
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend from new tokens to those cached ones that ``attention_mask`` says are filled.
+
+        ``query`` is [batch, heads, new, head_dim]; ``key`` and ``value`` are the whole cache,
+        [batch, kv_heads, context, ...], or MLA's latents and their rotary parts. Returns [batch,
+        new, heads, value_dim] and None. Runs on the current stream, synchronises nothing. Raises
+        CheckpointError for an attention that would come out wrong.
+        """
+        _check_known(way, module, key.shape[2], sliding_window, others)
+        # no function in between: it would be one more frame that the graph's break goes through
+        if way is Way.CHUNK:
+            out = _attend_chunk(module, query, key, value, attention_mask, scaling, sliding_window)
+        elif way is Way.BLOCKS:
+            out = flex_attention(
+                query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
+            )
+        elif keeps_latents(module):
+            assert scaling is not None
+            return attend_latent(module, query, key, value, attention_mask, scaling, way), None
+        else:
+            out = _attend_one(query, key, value, attention_mask, scaling, sliding_window)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(way.value, attend)
 
 
-def attend_chunk(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from a chunk of a prompt; ``attention_mask`` is what ``filled_before`` made."""
-    _check_known(module, key, sliding_window, others)
-    out = _attend_chunk(module, query, key, value, attention_mask, scaling, sliding_window)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def attend_masked(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from one new token; ``attention_mask`` is what ``filled_mask`` made."""
-    _check_known(module, key, sliding_window, others)
-    if keeps_latents(module):
-        assert scaling is not None
-        return attend_latent(module, query, key, value, attention_mask, scaling, Way.MASK), None
-    out = _attend_one(query, key, value, attention_mask, scaling, sliding_window)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def attend_blocks(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: BlockMask,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from one new token; ``attention_mask`` is what ``filled_blocks`` made."""
-    _check_known(module, key, sliding_window, others, knows_windows=False)
-    out = flex_attention(
-        query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
-    )
-    assert isinstance(out, torch.Tensor)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def attend_up_to(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from one new token to latents; ``attention_mask`` is what ``filled_up_to`` made."""
-    _check_known(module, key, sliding_window, others)
-    return attend_latent(module, query, key, value, attention_mask, scaling, Way.POSITION), None
-
-
-for way, attention in {
-    Way.CHUNK: attend_chunk,
-    Way.MASK: attend_masked,
-    Way.BLOCKS: attend_blocks,
-    Way.POSITION: attend_up_to,
-}.items():
-    AttentionInterface.register(way.value, attention)
+for _way in Way:
+    _register(_way)
 
 
 def _check_known(
-    module: torch.nn.Module,
-    key: torch.Tensor,
-    window: int | None,
-    others: dict[str, Any],
-    *,
-    knows_windows: bool = True,
+    way: Way, module: torch.nn.Module, context: int, window: int | None, others: dict[str, Any]
 ) -> None:
-    """Raise CheckpointError for an attention that would come out wrong."""
+    """Raise CheckpointError for arguments of an attention that is not known here."""
     unknown = [name for name in UNSUPPORTED if others.get(name) is not None]
-    if window is not None and window < key.shape[2]:
+    if window is not None and window < context:
         if keeps_latents(module):
             unknown.append("latents and a sliding window")
-        elif not knows_windows:
+        elif way is Way.BLOCKS:
             unknown.append("a sliding window that its config does not name")
     if unknown:
         raise CheckpointError(

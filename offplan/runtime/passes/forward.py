@@ -50,9 +50,9 @@ class Forward:
         return self._call(tokens, rows, filled_before(start, num_tokens))
 
     def step_layers(self, tokens: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
-        """Return what each layer does in ``step``, to be done again and again.
+        """Return what each layer does in ``step``, to be done again and again until the next pass.
 
-        Only until the next pass. A call writes the token's row of the cache and leaves nothing else
+        A call writes the token's row of the cache and leaves nothing else
         behind. No weights are moved: all have to be resident.
         """
         calls = self.layers.note_calls(lambda: self.step(tokens))

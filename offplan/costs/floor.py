@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from offplan.checkpoint.model import Model
 from offplan.costs.timeline import to_seconds
-from offplan.plan import Budget
-from offplan.planner.space import Space, find_room
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Workload
 
 
 @dataclass(frozen=True)
@@ -26,36 +27,37 @@ class Floor:
     """Seconds of a request."""
 
 
-def find_floor(space: Space, budget: Budget) -> Floor:
-    """Find the floor of a budget.
+def find_floor(
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    missing_bytes: int,
+    resident_ps: tuple[int, int],
+) -> Floor:
+    """Find the floor of a budget that leaves no room for ``missing_bytes`` of the weights.
 
     What is not on the GPU when a pass starts must cross before it ends, if the pass reads it. What
     is read least is missing first: rows of the input embedding, then routed experts (uniform
-    routing). Memory is taken from the chunks that need least, compute from the fastest.
+    routing). ``resident_ps`` are the fastest prompt and decode step with everything resident.
     """
-    machine, workload = space.machine, space.question.workload
-    pairs = zip(space.settings, find_room(space, budget).lacking_bytes.tolist(), strict=True)
-    missing = max(0, min(lacking for each, lacking in pairs if each.embeddings == "device"))
     rate = max(machine.h2d.value, machine.uva.value)
-    decode_bytes = _least_read(space, missing, workload.batch)
-    prefill_bytes = _least_read(space, missing, workload.batch * workload.prompt_tokens)
-    decode_s = max(to_seconds(space.decode.resident_ps), decode_bytes / rate)
-    compute_ps = min(setting.prefill.resident_ps for setting in space.settings)
-    prefill_s = max(to_seconds(compute_ps), prefill_bytes / rate)
-    first, second = space.weights
+    tokens = workload.batch * workload.prompt_tokens, workload.batch
+    prefill_bytes, decode_bytes = (_least_read(model, missing_bytes, each) for each in tokens)
+    prefill_s = max(to_seconds(resident_ps[0]), prefill_bytes / rate)
+    decode_s = max(to_seconds(resident_ps[1]), decode_bytes / rate)
     return Floor(
-        missing_bytes=missing,
+        missing_bytes=missing_bytes,
         decode_link_bytes=decode_bytes,
         prefill_link_bytes=prefill_bytes,
         decode_s=decode_s,
         prefill_s=prefill_s,
-        objective_s=first * prefill_s + second * decode_s,
+        objective_s=prefill_s + workload.output_tokens * decode_s,
     )
 
 
-def _least_read(space: Space, missing_bytes: int, num_tokens: int) -> int:
-    """Bytes of the missing ones that a pass reads, if those read least are missing."""
-    model, read, left = space.question.model, 0.0, missing_bytes
+def _least_read(model: Model, missing_bytes: int, num_tokens: int) -> int:
+    """Return bytes of the missing ones that a pass reads, if those read least are missing."""
+    read, left = 0.0, missing_bytes
     embedding, experts = model.input_embedding, model.experts
     if embedding is not None:
         rows = min(left, embedding.nbytes)
