@@ -56,4 +56,4 @@ def test_private_parts_of_transformers_are_there() -> None:
     converter = WeightConverter("a", "b", operations=[transformers_private.Concatenate(dim=0)])
     assert converter.source_patterns == ["a"]
     assert converter.collected_tensors == {}
-    assert len(inspect.signature(rename_source_key).parameters) == 5
+    inspect.signature(rename_source_key).bind(*["name", [], [], "prefix", {}])

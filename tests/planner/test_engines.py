@@ -15,7 +15,7 @@ from tests.planner.brute_force import BruteForce
 from tests.planner.cases import ask
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.sampled_from(["vllm", "sglang"]),
     st.sampled_from([deepseek(), qwen3()]),

@@ -12,7 +12,7 @@ from tests.costs.builders import DENSE, MOE, make_machine, make_model
 from tests.planner.cases import BATCHED, ask, models, rates, shares, workloads
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(models, shares, st.floats(0, 0.5), rates, workloads, st.sampled_from([None, 0.8, 1.0]))
 def test_more_memory_a_faster_link_or_gpu_is_never_slower(
     model: Model, share: float, more: float, h2d: float, workload: Workload, strict: float | None

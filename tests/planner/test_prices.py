@@ -90,7 +90,7 @@ def price(searcher: Searcher, case: Case) -> tuple[int, Fraction]:
     return int(prompt[0]), Fraction(int(over[0]), int(under[0]))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data(), searchers(), st.integers(1, 4))
 def test_the_search_prices_as_the_schedule_does(
     data: st.DataObject, searcher: Searcher, prefetch_step: int
@@ -115,7 +115,7 @@ def test_the_search_prices_as_the_schedule_does(
     assert on_host.tolist() == [placement.slab_bytes]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data(), searchers(), st.sampled_from([0, 1, 2, 3, 4]))
 def test_no_plan_takes_less_than_its_bound(
     data: st.DataObject, searcher: Searcher, num_slots: int

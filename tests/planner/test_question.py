@@ -87,7 +87,7 @@ def test_questions_that_cannot_be_asked() -> None:
         ask(MODELS["dense"], make_machine(peer=1e9), 0.5, goal=Goal(engine="vllm"), store="peer")
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(models, shares, rates, workloads)
 def test_a_saved_profile_gives_the_same_plan(
     model: Model, share: float, h2d: float, workload: Workload

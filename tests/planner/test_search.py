@@ -107,7 +107,7 @@ def test_an_embedding_on_the_host_takes_none_of_a_second_gpu() -> None:
     assert plan.prediction.peer_memory_bytes == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models, shares, rates, workloads)
 def test_plans_keep_the_budget_and_stay_above_the_floor(
     model: Model, share: float, h2d: float, workload: Workload

@@ -1,6 +1,7 @@
 """Offloading changes where weights lie, never what comes out."""
 
 import functools
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,9 @@ def list_ways() -> list[tuple[int, int, int]]:
 
 
 WAYS = list_ways()
-SEGMENTS: list[tuple[str, ...]] = [(), ("self_attn",), ("mlp",), ("down_proj", "input_layernorm")]
+SOME_WAYS = [(1, 1, 1), (1, 1, 3), (2, 1, 1), (3, 2, 2), (4, 1, 1)]
+"""With slots for fewer layers than stream, for all of them, and for one alone."""
+SEGMENTS: list[tuple[str, ...]] = [("self_attn",), ("mlp",), ("down_proj", "input_layernorm")]
 
 
 def run(
@@ -66,8 +69,12 @@ def assert_same_as_resident(
         assert all(map(torch.equal, got, resident))
 
 
-@pytest.mark.parametrize("segments", SEGMENTS, ids=lambda s: "+".join(s) or "all")
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "{}x{}-{}".format(*way))
+@pytest.mark.parametrize(
+    ("way", "segments"),
+    # the way through the ring is that of the layers, whatever is taken of them
+    [(way, ()) for way in WAYS] + list(product(SOME_WAYS, SEGMENTS)),
+    ids=lambda part: "{}x{}-{}".format(*part) if part in WAYS else "+".join(part) or "all",
+)
 def test_logits_equal_resident(
     checkpoint: Path, way: tuple[int, int, int], segments: tuple[str, ...]
 ) -> None:
