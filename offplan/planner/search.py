@@ -264,20 +264,27 @@ class _Run:
         )
         streams = rules.times.prompt_turns > 0
         found = [_Rows(*(np.zeros(0, dtype) for dtype in (float, float, int, int, int, int)))]
-        for option, (begin, end) in enumerate(zip(rules.starts, rules.ends, strict=True)):
-            partners = self.searcher.disjoint[option, rules.option] & (rules.option < option)
-            sizes = rules.times.unit_bytes[begin:end]
-            for num_slots in (0, *PREFETCH_STEPS):
+        for num_slots in (0, *PREFETCH_STEPS):
+            every = np.flatnonzero(~streams) if num_slots == 0 else np.arange(len(streams))
+            firsts, where = (each.ravel() for each in np.meshgrid(every, settings))
+            loads = rules.times.at(firsts, where)
+            alone = bound_times(
+                space, [loads], where, np.full(len(where), num_slots), may_have_more=True
+            )
+            alive = self.aim.values(*alone) < self._most
+            firsts, where = firsts[alive], where[alive]
+            for option, (begin, end) in enumerate(zip(rules.starts, rules.ends, strict=True)):
                 if streams[begin] and not num_slots:
                     continue
-                wanted = partners & ((streams | streams[begin]) if num_slots else ~streams)
-                first, setting = (
-                    each.ravel() for each in np.meshgrid(np.flatnonzero(wanted), settings)
-                )
+                partners = self.searcher.disjoint[option] & (np.arange(len(rules.starts)) < option)
+                wanted = partners[rules.option[firsts]]
+                if num_slots and not streams[begin]:
+                    wanted &= streams[firsts]
+                first, setting = firsts[wanted], where[wanted]
                 loads = rules.times.at(first, setting)
                 slot = np.maximum(loads.slot_bytes, rules.times.slot_bytes[begin:end].min())
                 needed = room.lacking_bytes[setting] + num_slots * slot - loads.unit_bytes
-                second = begin + np.searchsorted(sizes, needed)
+                second = begin + np.searchsorted(rules.times.unit_bytes[begin:end], needed)
                 enough = second < end
                 first, setting, second = first[enough], setting[enough], second[enough]
                 slots = np.full(len(first), num_slots)
