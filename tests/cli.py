@@ -11,6 +11,15 @@ from offplan.cli.main import main
 ROOT = Path(__file__).parents[1]
 TINY_MOE = ROOT / "plans" / "tiny-moe"
 
+RULES = {
+    "resident": "[]",
+    "streamed": "[{group_size: 1, num_in_group: 1, prefill: prefetch, decode: prefetch}]",
+    "in_place": "[{cpu_offload_params: [experts], max_bytes: 200 KiB, prefill: uva, decode: uva}]",
+    "mixed": "[{cpu_offload_params: [experts], group_size: 3, num_in_group: 2, prefill: prefetch, "
+    "decode: uva}, {group_size: 2, num_in_group: 1, prefill: prefetch, decode: prefetch}]",
+}
+"""Rules of every kind, as a plan of the tiny checkpoint may have them."""
+
 
 class Finished(NamedTuple):
     code: int
@@ -34,6 +43,10 @@ class CLI:
         return Finished(code or 0, *self._capsys.readouterr())
 
 
-def strip_lines(text: str) -> str:
-    """Drop the blanks that pad a table's lines."""
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+def write_plan(folder: Path, rules: str) -> Path:
+    """Take the shipped plan with other rules."""
+    text = Path("plans/tiny-moe.yaml").read_text()
+    before, after = text.split("  prefetch_step:")[0], text[text.index("prediction:") :]
+    path = folder / "plan.yaml"
+    path.write_text(f"{before}  prefetch_step: 2\n  prefill_chunk: 8\n  rules: {rules}\n{after}")
+    return path

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from offplan.cli import planning
-from tests.cli import CLI, TINY_MOE, strip_lines
+from tests.cli import CLI, TINY_MOE
+from tests.rendering import strip_lines
 
 SMALL = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
 OFFLOADING = ("--machine", "cpu", "--gpu-memory", "1MiB", *SMALL)

@@ -9,8 +9,7 @@ import pytest
 
 from offplan.errors import MemoryLimitError
 from offplan.runtime.measuring import versus
-from tests.cli import CLI, TINY_MOE
-from tests.test_cli_run import RULES, write_plan
+from tests.cli import CLI, RULES, TINY_MOE, write_plan
 
 QUICK = ("--device", "cpu", "--steps", 2, "--repeats", 1)
 

@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 
-from rich.console import Console, RenderableType
-
 from offplan.costs.crossovers import Crossovers
+from offplan.costs.floor import Floor
 from offplan.plan import Plan, parse_plan
-from offplan.planner import Floor, PlanResult
+from offplan.planner.make import PlanResult
 from offplan.report.payload import run_payload
 from offplan.report.plan import describe_offload, render_plan
 from offplan.report.run import RunResult, render_run
-from offplan.report.table import WIDTH
-from tests.cli import strip_lines
+from tests.rendering import show
 
 GIB = 2**30
 
@@ -54,13 +52,6 @@ STREAMED = {**EXPERTS, "prefill": "prefetch", "decode": "prefetch"}
 SPLIT = {**EXPERTS, "prefill": "prefetch", "decode": "uva"}
 CAPPED = {"max_bytes": "7 GiB", "prefill": "uva", "decode": "uva"}
 WHOLE = {"group_size": 1, "num_in_group": 1, "prefill": "prefetch", "decode": "prefetch"}
-
-
-def show(part: RenderableType) -> str:
-    console = Console(width=WIDTH, highlight=False)
-    with console.capture() as captured:
-        console.print(part)
-    return strip_lines(captured.get())
 
 
 def test_offload_in_words() -> None:

@@ -8,33 +8,17 @@ import pytest
 import yaml
 
 from offplan.machine.profile import load_profile
-from tests.cli import CLI, TINY_MOE
+from tests.cli import CLI, RULES, TINY_MOE, write_plan
 
 WEIGHTS = (
     "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
 )
-RULES = {
-    "resident": "[]",
-    "streamed": "[{group_size: 1, num_in_group: 1, prefill: prefetch, decode: prefetch}]",
-    "in_place": "[{cpu_offload_params: [experts], max_bytes: 200 KiB, prefill: uva, decode: uva}]",
-    "mixed": "[{cpu_offload_params: [experts], group_size: 3, num_in_group: 2, prefill: prefetch, "
-    "decode: uva}, {group_size: 2, num_in_group: 1, prefill: prefetch, decode: prefetch}]",
-}
 
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
     monkeypatch.chdir(TINY_MOE.parents[1])
     return CLI(monkeypatch, capsys)
-
-
-def write_plan(folder: Path, rules: str) -> Path:
-    """Take the shipped plan with other rules."""
-    text = Path("plans/tiny-moe.yaml").read_text()
-    before, after = text.split("  prefetch_step:")[0], text[text.index("prediction:") :]
-    path = folder / "plan.yaml"
-    path.write_text(f"{before}  prefetch_step: 2\n  prefill_chunk: 8\n  rules: {rules}\n{after}")
-    return path
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)

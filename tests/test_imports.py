@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "offplan"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "offplan"
 
 ARROWS = {
     "errors": [],
@@ -53,18 +54,22 @@ def allowed(room: str) -> set[str]:
     return rooms.union(*(allowed(other) for other in rooms)) | {room}
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms that a file imports anywhere in it, inside functions as well."""
-    rooms: set[str] = set()
+def imported_names(path: Path) -> set[str]:
+    """What a file imports anywhere in it, inside functions as well, by its full name."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides which room it enters"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        rooms |= {room_of(name) for name in names if name.startswith("offplan.")}
-    return rooms - {"__version__"}
+            assert node.level == 0, f"{path}: a relative import hides where it leads"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports."""
+    names = (name for name in imported_names(path) if name.startswith("offplan."))
+    return {room_of(name) for name in names} - {"__version__"}
 
 
 def rooms() -> dict[str, list[Path]]:
@@ -88,6 +93,16 @@ def test_arrows(room: str) -> None:
         if (forbidden := imported_rooms(path) - allowed(room))
     }
     assert not wrong, f"{room} may import {sorted(allowed(room))}"
+
+
+def test_tests_import_helpers_never_one_another() -> None:
+    wrong = {
+        f"{path.relative_to(TESTS)}: {name}"
+        for path in TESTS.rglob("*.py")
+        for name in imported_names(path)
+        if name.startswith("tests.") and ".test_" in name
+    }
+    assert not wrong
 
 
 def loaded_modules(code: str) -> set[str]:

@@ -27,7 +27,8 @@ from offplan.plan import (
     parse_plan,
     plan_json,
 )
-from offplan.planner import make_plan
+from offplan.planner.make import make_plan
+from offplan.question import Question
 from tests.costs.builders import dense_model, make_machine, moe_model, rule
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
@@ -36,7 +37,7 @@ WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
 def example() -> Plan:
     """A plan that offloads experts."""
     budget = Budget(gpu_memory=3_000_000, host_memory=2**30)
-    plan = make_plan(moe_model(8), make_machine(), WORKLOAD, budget).plan
+    plan = make_plan(Question(moe_model(8), make_machine(), WORKLOAD, budget)).plan
     assert plan.offload.rules
     return plan
 
@@ -280,5 +281,5 @@ def test_schema_knows_the_keys_of_the_file() -> None:
 
 def test_nothing_to_offload_is_an_empty_list() -> None:
     budget = Budget(gpu_memory=2**30)
-    plan = make_plan(dense_model(2), make_machine(), WORKLOAD, budget).plan
+    plan = make_plan(Question(dense_model(2), make_machine(), WORKLOAD, budget)).plan
     assert "rules: []" in dump_plan(plan)

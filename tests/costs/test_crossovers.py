@@ -1,0 +1,43 @@
+"""Where a plan's bottleneck changes."""
+
+from offplan.costs.crossovers import find_crossovers
+from offplan.costs.predict import predict
+from offplan.planner.make import make_plan
+from tests.costs.builders import dense_model, make_machine, moe_model
+from tests.planner.cases import WORKLOAD, ask
+
+
+def test_crossovers_are_where_the_bottleneck_changes() -> None:
+    machine = make_machine(h2d=20e9)
+    model = dense_model(6)
+    plan = make_plan(ask(model, machine, 0.5)).plan
+    found = find_crossovers(model, machine, plan)
+    assert found.streaming_batch is None, "there are no experts"
+    for name, phase, number in (
+        ("batch", "decode", found.compute_bound_batch),
+        ("prompt_tokens", "prefill", found.hiding_prompt),
+    ):
+        assert number is not None
+        for at, holds in ((number, True), (number - 1, False)):
+            if at < 1:
+                continue
+            workload = WORKLOAD.model_copy(update={name: at})
+            prediction = getattr(
+                predict(model, machine, workload, plan.budget, plan.offload), phase
+            )
+            assert (prediction.compute_s >= prediction.link_s) is holds
+
+
+def test_experts_are_streamed_from_some_batch_on() -> None:
+    model = moe_model(4)
+    plan = make_plan(ask(model, make_machine(), 0.5)).plan
+    found = find_crossovers(model, make_machine(h2d=20e9, uva=20e9), plan)
+    assert found.streaming_batch is not None
+    assert 1 < found.streaming_batch < 64
+
+
+def test_where_nothing_is_read_in_place_no_batch_is_named() -> None:
+    question = ask(moe_model(4), make_machine(peer=20e9), 0.5, store="peer")
+    plan = make_plan(question).plan
+    found = find_crossovers(question.model, question.planned_machine, plan)
+    assert found.streaming_batch is None

@@ -1,0 +1,180 @@
+"""Every plan of the stated space, priced by its schedule: written without the planner's help.
+
+Only what the space consists of is the planner's: segment classes, backends, rings.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import combinations, product
+from typing import Literal
+
+from offplan.costs.compute import ModelCompute, PassCompute
+from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
+from offplan.costs.predict import price_request
+from offplan.costs.timeline import to_seconds
+from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.errors import PlanError
+from offplan.placement import Phase, Placement, Unit, group_units, place_units
+from offplan.plan import Backend, Offload, Rule
+from offplan.planner.classes import SegmentClass, segment_classes
+from offplan.planner.space import BACKENDS, PREFETCH_STEPS
+from offplan.question import Question
+from tests.costs.builders import rule
+
+PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan that fits, and its seconds as predictions have them."""
+
+    offload: Offload
+    prefill_s: float
+    decode_s: float
+    objective_s: float
+
+
+@dataclass(frozen=True)
+class BruteForce:
+    """All plans of a question; the chunks to try are the caller's."""
+
+    question: Question
+    chunks: tuple[int, ...]
+
+    @cached_property
+    def singles(self) -> list[Priced]:
+        """Plans of no rule and of one that fit."""
+        return list(self._price(self._all_rules()))
+
+    @cached_property
+    def pairs(self) -> list[Priced]:
+        """Plans of two rules that fit."""
+        return list(self._price(self._all_pairs()))
+
+    def _all_rules(self) -> Iterator[tuple[Rule, ...]]:
+        """Every rule, without a thought for which could be good."""
+        yield ()
+        model = self.question.model
+        for each in segment_classes(model):
+            for group, backends in product(_groups(len(model.layers)), BACKENDS):
+                yield (_make(each, group, backends),)
+            taken = 0
+            for layer in model.layers:
+                for unit in filter(each.takes, group_units(layer)):
+                    taken += unit.nbytes
+                    yield (
+                        Rule(
+                            cpu_offload_params=each.segments,
+                            max_bytes=taken,
+                            prefill=Backend.UVA,
+                            decode=Backend.UVA,
+                        ),
+                    )
+
+    def _all_pairs(self) -> Iterator[tuple[Rule, ...]]:
+        """Every two rules whose classes have no parameter in common."""
+        layers = self.question.model.layers
+        taken = {
+            each: {unit for layer in layers for unit in filter(each.takes, group_units(layer))}
+            for each in segment_classes(self.question.model)
+        }
+        for classes in combinations(taken, 2):
+            if taken[classes[0]] & taken[classes[1]]:
+                continue
+            for groups in product(*map(self._spread_groups, classes)):
+                for backends in product(BACKENDS, repeat=2):
+                    yield tuple(map(_make, classes, groups, backends))
+
+    def _spread_groups(self, segment_class: SegmentClass) -> list[tuple[int, int]]:
+        """Of patterns that take as many layers of each kind, those with the smallest groups."""
+        having = [
+            layer.key if any(map(segment_class.takes, group_units(layer))) else None
+            for layer in self.question.model.layers
+        ]
+        found: dict[tuple[str, ...], tuple[int, int]] = {}
+        for group in _groups(len(having)):
+            selects = rule(group=group).selects_layer
+            keys = [key for index, key in enumerate(having) if key and selects(index)]
+            found.setdefault(tuple(sorted(keys)), group)
+        found.pop((), None)
+        return list(found.values())
+
+    def _price(self, combined: Iterable[tuple[Rule, ...]]) -> Iterator[Priced]:
+        """Price rules in every setting and with every ring, where they fit."""
+        question = self.question
+        for rules, (chunk, fixed_bytes), embeddings in product(
+            combined, self._fixed_bytes.items(), PLACES
+        ):
+            if question.store == "peer" and any(
+                Backend.UVA in (r.prefill, r.decode) for r in rules
+            ):
+                continue
+            offload = Offload(
+                prefetch_step=1,
+                prefill_chunk=chunk,
+                embeddings=embeddings,
+                store=question.store,
+                rules=rules,
+            )
+            try:
+                placement = place_units(self._units, question.model, offload)
+            except PlanError:  # a pattern that takes nothing, a tied embedding
+                continue
+            turns = max(len(placement.spans(phase)) for phase in Phase)
+            for step in PREFETCH_STEPS[: max(1, turns)]:
+                placed = replace(placement, num_slots=min(step, turns))
+                gpu_bytes = placed.resident_bytes + placed.ring_bytes + fixed_bytes
+                if gpu_bytes <= question.budget.gpu_memory and self._has_room(placed):
+                    decided = offload.model_copy(update={"prefetch_step": step})
+                    yield self._time(decided, placed)
+
+    def _has_room(self, placement: Placement) -> bool:
+        room = self.question.budget.host_memory
+        on_host = self.question.store == "host"
+        needed = placement.offloaded_bytes if on_host else placement.slab_bytes
+        return room is None or needed <= room
+
+    def _time(self, offload: Offload, placement: Placement) -> Priced:
+        prompt, step = self._passes[offload.prefill_chunk]
+        model, machine = self.question.model, self.question.planned_machine
+        times = price_request(placement, model, machine, prompt, step)
+        return Priced(
+            offload,
+            to_seconds(times.prefill.step_ps),
+            to_seconds(times.decode.step_ps),
+            to_seconds(times.objective_ps(self.question.workload.output_tokens)),
+        )
+
+    @cached_property
+    def _fixed_bytes(self) -> dict[int, int]:
+        """What each chunk takes of the GPU beside weights and ring."""
+        question = self.question
+        model, workload = question.model, question.workload
+        kept = kv_cache_bytes(model, workload)
+        kept += overhead_bytes(question.planned_machine, question.budget)
+        return {size: kept + activation_bytes(model, workload, size) for size in self.chunks}
+
+    @cached_property
+    def _units(self) -> list[tuple[Unit, ...]]:
+        return [group_units(layer) for layer in self.question.model.layers]
+
+    @cached_property
+    def _passes(self) -> dict[int, tuple[PassCompute, PassCompute]]:
+        question = self.question
+        compute = ModelCompute(question.model, question.planned_machine)
+        step = compute.price(decode_shape(question.workload))
+        return {
+            size: (compute.price(*prefill_shapes(question.workload, size)), step)
+            for size in self.chunks
+        }
+
+
+@cache
+def _groups(num_layers: int) -> list[tuple[int, int]]:
+    """Every ``group_size`` and ``num_in_group``, the smallest groups first."""
+    return [(size, n) for size in range(1, num_layers + 1) for n in range(1, size + 1)]
+
+
+def _make(each: SegmentClass, group: tuple[int, int], backends: tuple[Backend, Backend]) -> Rule:
+    return rule(*each.segments, group=group, prefill=backends[0], decode=backends[1])

@@ -1,0 +1,85 @@
+"""Questions for the planner: small models, budgets that hold a share of them, and strategies."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.costs.memory import MARGIN
+from offplan.costs.predict import predict
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Budget, Goal, Offload, Plan, Workload
+from offplan.planner.make import make_plan
+from offplan.question import Question
+from tests.costs.builders import DENSE, MOE, Shapes, dense_model, make_model, moe_model
+
+WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
+BATCHED = Workload(batch=3, prompt_tokens=600, output_tokens=7, context=700)
+UNLIMITED = Budget(gpu_memory=2**40)
+MODELS = {"dense": dense_model(4), "moe": moe_model(4)}
+
+models = st.sampled_from(
+    [dense_model(6), moe_model(6), make_model([MOE] * 3), make_model([DENSE, MOE] * 3)]
+)
+shares = st.floats(0.05, 1.1)
+rates = st.sampled_from([0.5e9, 5e9, 50e9])
+workloads = st.builds(
+    Workload,
+    batch=st.sampled_from([1, 3, 40]),
+    prompt_tokens=st.sampled_from([1, 100, 600, 2500]),
+    output_tokens=st.sampled_from([1, 50]),
+    context=st.just(2600),
+)
+
+
+def budget_for(
+    model: Model, machine: MachineProfile, share: float, workload: Workload = WORKLOAD
+) -> Budget:
+    """A budget for this share of the layers' weights, beside all that is not weights."""
+    smallest = Offload(prefill_chunk=min(512, workload.prompt_tokens))
+    terms = predict(model, machine, workload, UNLIMITED, smallest).gpu_memory
+    fixed = terms.kv_cache_bytes + terms.activation_bytes + model.outside_bytes
+    layers = model.loaded_bytes - model.outside_bytes
+    return Budget(gpu_memory=round((fixed + share * layers) / (1 - MARGIN)))
+
+
+def ask(
+    model: Model,
+    machine: MachineProfile,
+    share: float,
+    workload: Workload = WORKLOAD,
+    goal: Goal | None = None,
+    **others: Any,
+) -> Question:
+    """Ask for a plan with room for this share of the layers' weights."""
+    budget = budget_for(model, machine, share, workload)
+    return Question(model, machine, workload, budget, goal or Goal(), **others)
+
+
+def plan_for(
+    model: Model,
+    machine: MachineProfile,
+    budget: Budget = UNLIMITED,
+    workload: Workload = WORKLOAD,
+    goal: Goal | None = None,
+    **others: Any,
+) -> Plan:
+    """The plan for a budget."""
+    return make_plan(Question(model, machine, workload, budget, goal or Goal(), **others)).plan
+
+
+@st.composite
+def uneven_models(draw: st.DrawFn) -> Model:
+    """Layers of up to three kinds, in any order: parameters of odd sizes, some of them missing."""
+
+    def shapes() -> Shapes:
+        names = draw(st.sampled_from([sorted(DENSE), sorted(MOE)]))
+        kept = [name for name in names if ".experts." in name or draw(st.integers(0, 4))]
+        return {
+            name: (draw(odd), draw(odd)) if name.endswith("proj.weight") else (draw(odd),)
+            for name in kept or names[-1:]
+        }
+
+    odd = st.integers(1, 90)
+    kinds = [shapes() for _ in range(draw(st.integers(1, 3)))]
+    return make_model(draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=6)))

@@ -1,0 +1,59 @@
+"""Plans that an engine's flags can say."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.engines.export import export_offload, export_plan
+from offplan.errors import ExportError, InfeasibleError
+from offplan.plan import Goal, Offload
+from offplan.planner.make import make_plan
+from tests.costs.builders import make_machine
+from tests.engines.builders import deepseek, qwen3
+from tests.planner.brute_force import BruteForce
+from tests.planner.cases import ask
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["vllm", "sglang"]),
+    st.sampled_from([deepseek(), qwen3()]),
+    st.floats(0.1, 1.0),
+    st.sampled_from([1e8, 5e9, 50e9]),
+)
+def test_a_plan_for_an_engine_can_be_exported(
+    engine: str, model: Model, share: float, h2d: float
+) -> None:
+    machine, goal = make_machine(h2d=h2d, uva=0.9 * h2d), Goal(engine=engine)
+    free = make_plan(ask(model, machine, share)).plan.prediction.objective_s
+    try:
+        result = make_plan(ask(model, machine, share, goal=goal))
+    except InfeasibleError:
+        assert engine == "sglang"
+        assert model.experts is not None, "of such models it moves nothing else"
+        return
+    export_plan(result.plan, model, engine)
+    assert result.max_rules == 1
+    assert result.plan.prediction.objective_s >= free
+    assert f"only plans that {engine} can run were searched" in result.reasons
+
+
+def test_the_fastest_of_an_engine_is_found() -> None:
+    """As if every plan of one rule were looked at, and those left out that do not export."""
+    question = ask(deepseek(3), make_machine(), 0.5, goal=Goal(engine="vllm"))
+    kept = [
+        each.objective_s
+        for each in BruteForce(question, (600, 512)).singles
+        if can_say(each.offload, question.model)
+    ]
+    plan = make_plan(question).plan
+    assert plan.prediction.objective_s == pytest.approx(min(kept), rel=1e-12)
+
+
+def can_say(offload: Offload, model: Model) -> bool:
+    try:
+        export_offload(offload, model, "vllm")
+    except ExportError:
+        return False
+    return True

@@ -1,0 +1,59 @@
+"""GPU memory against speed."""
+
+from itertools import pairwise
+
+import pytest
+
+from offplan.errors import InfeasibleError
+from offplan.plan import Budget
+from offplan.planner.frontier import GIB, find_frontier
+from offplan.planner.make import make_plan
+from offplan.question import Question
+from offplan.report.frontier import render_frontier
+from tests.costs.builders import make_machine, moe_model
+from tests.planner.cases import UNLIMITED, WORKLOAD, ask
+from tests.rendering import show
+
+MODEL, MACHINE = moe_model(4), make_machine()
+
+
+def test_frontier_goes_from_the_least_to_all() -> None:
+    heard: list[tuple[int, int]] = []
+    question = Question(MODEL, MACHINE, WORKLOAD, UNLIMITED)
+    points = find_frontier(question, lambda *progress: heard.append(progress))
+    budgets = [point.plan.budget.gpu_memory for point in points]
+    times = [point.plan.prediction.objective_s for point in points]
+    assert budgets == sorted(budgets)
+    assert heard == [(number, len(points) - 1) for number in range(1, len(points))]
+    assert points[-1].plan.offload.rules == ()
+    assert points[-1].plan.prediction.host_memory_bytes == 0
+    assert all(later <= sooner for sooner, later in pairwise(times))
+    lines = show(render_frontier(points)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("█" in line for line in lines) == len(points)
+
+
+def test_points_are_the_plans_of_their_budgets() -> None:
+    question = ask(MODEL, MACHINE, 0.6)
+    points = find_frontier(question)
+    assert points[-1].plan == make_plan(question).plan
+    for point, following in pairwise(points):
+        plan = point.plan
+        assert plan == make_plan(question.with_gpu_memory(plan.budget.gpu_memory)).plan
+        more = following.plan.budget.gpu_memory - plan.budget.gpu_memory
+        saved = plan.prediction.objective_s - following.plan.prediction.objective_s
+        assert point.saved_per_gib_s == pytest.approx(saved / (more / GIB))
+
+
+def test_a_frontier_may_be_one_point() -> None:
+    """As where a small model takes hardly anything beside the overhead."""
+    machine = make_machine(gpu_memory=2**41)
+    overhead = machine.gpu_overhead.model_copy(update={"value": 2**40})
+    machine = machine.model_copy(update={"gpu_overhead": overhead})
+    points = find_frontier(Question(MODEL, machine, WORKLOAD, Budget(gpu_memory=2**41)))
+    assert [point.saved_per_gib_s for point in points] == [None]
+
+
+def test_where_the_budget_does_not_fit_there_is_no_frontier() -> None:
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        find_frontier(ask(MODEL, MACHINE, -0.5))

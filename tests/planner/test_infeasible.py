@@ -1,0 +1,52 @@
+"""Where no plan fits: how much is missing, of which memory."""
+
+import pytest
+
+from offplan.errors import InfeasibleError
+from offplan.plan import Budget, Goal
+from offplan.planner.make import make_plan
+from tests.costs.builders import make_machine
+from tests.engines.builders import deepseek
+from tests.planner.cases import MODELS, ask, budget_for, plan_for
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shortfall_is_exactly_what_is_missing(name: str) -> None:
+    model, machine = MODELS[name], make_machine()
+    tight = Budget(gpu_memory=200_000)
+    with pytest.raises(InfeasibleError, match="no plan fits") as error:
+        plan_for(model, machine, tight)
+    assert error.value.shortfall_bytes is not None
+    enough = tight.gpu_memory + error.value.shortfall_bytes
+    plan_for(model, machine, Budget(gpu_memory=enough + 2))
+    with pytest.raises(InfeasibleError):
+        plan_for(model, machine, Budget(gpu_memory=enough - 10))
+
+
+def test_host_memory_is_kept() -> None:
+    model, machine = MODELS["dense"], make_machine()
+    budget = budget_for(model, machine, 0.5)
+    needed = plan_for(model, machine, budget).prediction.host_memory_bytes
+    limited = Budget(gpu_memory=budget.gpu_memory, host_memory=needed // 3)
+    with pytest.raises(InfeasibleError, match="host memory") as error:
+        plan_for(model, machine, limited)
+    assert error.value.shortfall_bytes is not None
+    assert 0 < error.value.shortfall_bytes < needed
+    room = needed // 3 + error.value.shortfall_bytes
+    roomy = Budget(gpu_memory=budget.gpu_memory, host_memory=room)
+    assert plan_for(model, machine, roomy).prediction.host_memory_bytes <= room
+
+
+def test_the_second_gpu_limits_the_store() -> None:
+    model, machine = MODELS["dense"], make_machine(peer=20e9, host_memory=1)
+    budget = budget_for(model, machine, 0.3)
+    assert plan_for(model, machine, budget, store="peer").budget.host_memory == 2**40
+    with pytest.raises(InfeasibleError, match="no plan fits 1 B of peer memory"):
+        plan_for(model, machine, budget.model_copy(update={"host_memory": 1}), store="peer")
+
+
+def test_an_engine_may_be_what_is_missing() -> None:
+    """SGLang moves whole layers, and none of those with routed experts."""
+    question = ask(deepseek(3), make_machine(), 0.3, goal=Goal(engine="sglang"))
+    with pytest.raises(InfeasibleError, match=r"no plan that sglang can run .*, though others"):
+        make_plan(question)

@@ -1,0 +1,45 @@
+"""More memory, a faster link or a faster GPU never make a plan slower."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offplan.checkpoint.model import Model
+from offplan.errors import InfeasibleError
+from offplan.plan import Goal, Workload
+from offplan.planner.make import make_plan
+from tests.costs.builders import DENSE, MOE, make_machine, make_model
+from tests.planner.cases import BATCHED, ask, models, rates, shares, workloads
+
+
+@settings(max_examples=15)
+@given(models, shares, st.floats(0, 0.5), rates, workloads, st.sampled_from([None, 0.8, 1.0]))
+def test_more_memory_a_faster_link_or_gpu_is_never_slower(
+    model: Model, share: float, more: float, h2d: float, workload: Workload, strict: float | None
+) -> None:
+    machine, goal = make_machine(h2d=h2d, uva=h2d), Goal()
+    try:
+        before = make_plan(ask(model, machine, share, workload)).plan.prediction
+        if strict is not None:
+            goal = Goal(max_tpot=strict * before.decode.step_s)
+            before = make_plan(ask(model, machine, share, workload, goal)).plan.prediction
+    except InfeasibleError:
+        return
+    faster = make_machine(h2d=1.3 * h2d, uva=1.2 * h2d)
+    quicker = make_machine(h2d=h2d, uva=h2d, gpu=1.5)
+    for question in (
+        ask(model, machine, share + more, workload, goal),
+        ask(model, faster, share, workload, goal),
+        ask(model, quicker, share, workload, goal),
+    ):
+        after = make_plan(question).plan.prediction
+        assert after.objective_s <= before.objective_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("h2d", [1e9, 20e9])
+def test_two_rules_never_lose_by_memory(h2d: float) -> None:
+    model, machine = make_model([DENSE, *[MOE] * 6]), make_machine(h2d=h2d, uva=0.9 * h2d)
+    plans = [make_plan(ask(model, machine, n / 6, BATCHED)).plan for n in range(1, 6)]
+    assert 2 in {len(plan.offload.rules) for plan in plans}
+    times = [plan.prediction.objective_s for plan in plans]
+    assert times == sorted(times, reverse=True)

@@ -1,0 +1,154 @@
+"""What the search weighs, prices and bounds: as placements and schedules have it."""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from offplan.costs.predict import price_request
+from offplan.errors import PlanError
+from offplan.placement import Placement, place
+from offplan.plan import Offload, Workload
+from offplan.planner.bounds import Loads, bound_times
+from offplan.planner.patterns import list_patterns
+from offplan.planner.prices import NO_RULE, Candidates
+from offplan.planner.search import Searcher
+from offplan.planner.space import Space
+from offplan.question import Question
+from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
+from tests.planner.cases import UNLIMITED, WORKLOAD, uneven_models
+
+FIXED = [dense_model(5), moe_model(5), make_model([DENSE, MOE] * 3)]
+WORKLOADS = [
+    WORKLOAD,
+    Workload(batch=3, prompt_tokens=2500, output_tokens=7, context=2600),
+    Workload(batch=40, prompt_tokens=1, output_tokens=1, context=8),
+]
+
+
+class Case(NamedTuple):
+    """A plan of a space, by numbers: NO_RULE where it has no second rule."""
+
+    setting: int
+    prefetch_step: int
+    taken: tuple[tuple[int, int], ...]
+    """The option and pattern of each rule."""
+
+    def candidates(self) -> Candidates:
+        both = (*self.taken, (NO_RULE, NO_RULE))[:2]
+        numbers = (self.setting, self.prefetch_step, *both[0], *both[1])
+        return Candidates(*(np.array([number]) for number in numbers))
+
+    def place(self, space: Space) -> Placement:
+        patterns = list_patterns(len(space.kind_of))
+        setting = space.settings[self.setting]
+        rules = [
+            space.options[option].rule(
+                int(patterns.group_size[pattern]), int(patterns.num_in_group[pattern])
+            )
+            for option, pattern in self.taken
+        ]
+        offload = Offload(
+            prefetch_step=self.prefetch_step,
+            prefill_chunk=setting.prefill_chunk,
+            embeddings=setting.embeddings,
+            rules=tuple(rules),
+        )
+        return place(space.question.model, offload)
+
+
+@st.composite
+def searchers(draw: st.DrawFn) -> Searcher:
+    """Spaces of models with several kinds of layers."""
+    model = draw(st.sampled_from(FIXED) | uneven_models())
+    h2d, share = draw(st.sampled_from([1e8, 5e9, 50e9])), draw(st.sampled_from([0.7, 1.0, 1.3]))
+    workload = draw(st.sampled_from(WORKLOADS))
+    return Searcher(
+        Space(Question(model, make_machine(h2d=h2d, uva=share * h2d), workload, UNLIMITED))
+    )
+
+
+def draw_options(draw: st.DrawFn, searcher: Searcher) -> list[int]:
+    """Choose one option, or two that have no parameter in common."""
+    numbers = st.integers(0, len(searcher.space.options) - 1)
+    first = draw(numbers)
+    partners = np.flatnonzero(searcher.disjoint[first]).tolist()
+    return [
+        first,
+        *draw(st.lists(st.sampled_from(partners), max_size=1) if partners else st.just([])),
+    ]
+
+
+def price(searcher: Searcher, case: Case) -> tuple[int, Fraction]:
+    """Price one plan as the search does."""
+    rows, prompt, over, under = searcher.prices.price(
+        case.candidates(), lambda prompt_ps: np.ones(len(prompt_ps), dtype=bool)
+    )
+    assert rows.tolist() == [0]
+    return int(prompt[0]), Fraction(int(over[0]), int(under[0]))
+
+
+@settings(max_examples=150)
+@given(st.data(), searchers(), st.integers(1, 4))
+def test_the_search_prices_as_the_schedule_does(
+    data: st.DataObject, searcher: Searcher, prefetch_step: int
+) -> None:
+    space = searcher.space
+    model, machine = space.question.model, space.machine
+    patterns = st.integers(0, len(list_patterns(len(model.layers)).group_size) - 1)
+    number = data.draw(st.integers(0, len(space.settings) - 1))
+    options = draw_options(data.draw, searcher)
+    case = Case(number, prefetch_step, tuple((each, data.draw(patterns)) for each in options))
+    try:
+        placement = case.place(space)
+    except PlanError:  # a rule that takes nothing
+        assume(False)
+    setting = space.settings[number]
+    times = price_request(placement, model, machine, setting.prefill, space.decode)
+    assert price(searcher, case) == (times.prefill.step_ps, times.decode.step_ps)
+
+    off_gpu, on_host, _ = searcher.prices.weigh(case.candidates())
+    on_gpu = placement.resident_bytes + placement.ring_bytes
+    assert off_gpu.tolist() == [model.loaded_bytes - setting.host_bytes - on_gpu]
+    assert on_host.tolist() == [placement.slab_bytes]
+
+
+@settings(max_examples=60)
+@given(st.data(), searchers(), st.sampled_from([0, 1, 2, 3, 4]))
+def test_no_plan_takes_less_than_its_bound(
+    data: st.DataObject, searcher: Searcher, num_slots: int
+) -> None:
+    """Nor less than the bound of any smaller second rule of the same option."""
+    space, rules = searcher.space, searcher.rules
+    setting = data.draw(st.integers(0, len(space.settings) - 1))
+    options = [
+        each for each in draw_options(data.draw, searcher) if rules.starts[each] < rules.ends[each]
+    ]
+    assume(options)
+    numbers = [
+        data.draw(st.integers(int(rules.starts[each]), int(rules.ends[each]) - 1))
+        for each in options
+    ]
+    taken = tuple(
+        (int(rules.option[rule]), data.draw(st.sampled_from(rules.patterns[rule])))
+        for rule in numbers
+    )
+    case = Case(setting, num_slots, taken)
+    num_turns = int(searcher.prices.weigh(case.candidates())[2][0])
+    assume(num_turns > num_slots if num_slots else not num_turns)  # as the space has it
+    prompt_ps, step_ps = price(searcher, case)
+
+    def check(loads: list[Loads]) -> None:
+        where = np.array([setting]), np.array([num_slots])
+        prompt_bound, step_bound = bound_times(space, loads, *where)
+        assert prompt_bound[0] <= prompt_ps
+        assert step_bound[0] <= step_ps
+
+    exact = [rules.times.at(np.array([rule]), np.array([setting])) for rule in numbers]
+    check(exact)
+    if len(numbers) == 2:
+        smaller = data.draw(st.integers(int(rules.starts[options[1]]), numbers[1]))
+        least = rules.least_times.at(np.array([smaller]), np.array([setting]))
+        check([exact[0], least])

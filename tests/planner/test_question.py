@@ -1,0 +1,111 @@
+"""A question decides its plan, byte for byte, and is recorded in it."""
+
+import pytest
+from hypothesis import given, settings
+
+from offplan.checkpoint.model import Model
+from offplan.costs.compute import ModelCompute
+from offplan.errors import InfeasibleError, InputError
+from offplan.machine.profile import LayerTime, dump_profile, parse_profile
+from offplan.plan import Budget, Goal, Objective, Workload, dump_plan
+from offplan.planner.make import make_plan
+from offplan.question import Question
+from tests.costs.builders import make_machine, moe_model
+from tests.planner.cases import (
+    MODELS,
+    UNLIMITED,
+    WORKLOAD,
+    ask,
+    budget_for,
+    models,
+    plan_for,
+    rates,
+    shares,
+    workloads,
+)
+
+
+def test_plan_names_model_and_machine() -> None:
+    machine = make_machine()
+    plan = plan_for(MODELS["moe"], machine)
+    assert plan.machine.fingerprint == machine.fingerprint
+    assert plan.model.source == "test/model"
+    assert plan.workload == WORKLOAD
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        Goal(),
+        Goal(max_ttft=60.0, max_tpot=30.0),
+        Goal(objective=Objective.THROUGHPUT),
+        Goal(engine="vllm"),
+    ],
+)
+def test_a_plan_records_its_question_and_gives_it_again(goal: Goal) -> None:
+    question = ask(moe_model(5), make_machine(), 0.5, goal=goal, profile="my-machine")
+    plan = make_plan(question).plan
+    assert (plan.goal, plan.machine.profile) == (goal, "my-machine")
+    assert plan.budget == question.budget
+    again = ask(moe_model(5), make_machine(), 0.5, goal=goal, profile="my-machine")
+    assert dump_plan(make_plan(again).plan) == dump_plan(plan)
+    # asked again from what the plan itself says
+    recorded = Question(
+        moe_model(5),
+        make_machine(),
+        plan.workload,
+        plan.budget,
+        plan.goal,
+        plan.offload.store,
+        plan.machine.profile,
+    )
+    assert make_plan(recorded).plan.offload == plan.offload
+
+
+def test_a_plan_for_a_second_gpu_is_of_its_link() -> None:
+    machine = make_machine(peer=20e9)
+    question = ask(moe_model(5), machine, 0.5, store="peer")
+    plan = make_plan(question).plan
+    assert plan.offload.store == question.store
+    assert plan.machine.fingerprint == machine.with_peer_store().fingerprint
+    assert question.planned_machine == machine.with_peer_store()
+
+
+def test_machine_limits_the_budget() -> None:
+    model = MODELS["dense"]
+    limit = budget_for(model, make_machine(), 0.5).gpu_memory
+    machine = make_machine(gpu_memory=limit, host_memory=10**9)
+    plan = plan_for(model, machine, UNLIMITED)
+    assert plan.budget == Budget(gpu_memory=limit, host_memory=10**9)
+    assert plan.prediction.gpu_memory.total_bytes <= limit
+
+
+def test_questions_that_cannot_be_asked() -> None:
+    with pytest.raises(InputError, match="no engine 'abacus'"):
+        ask(MODELS["dense"], make_machine(), 0.5, goal=Goal(engine="abacus"))
+    with pytest.raises(InputError, match="no engine's flags reach a second GPU"):
+        ask(MODELS["dense"], make_machine(peer=1e9), 0.5, goal=Goal(engine="vllm"), store="peer")
+
+
+@settings(max_examples=10)
+@given(models, shares, rates, workloads)
+def test_a_saved_profile_gives_the_same_plan(
+    model: Model, share: float, h2d: float, workload: Workload
+) -> None:
+    times = [
+        LayerTime(
+            layer=key, phase="decode", batch=1, tokens=1, context=2600, seconds=h2d / 1e15 / 3
+        )
+        for key in ModelCompute(model, make_machine()).works
+    ]
+    machine = make_machine(h2d=h2d / 3, uva=h2d / 7, layer_times=times)
+    question = ask(model, machine, share, workload)
+    read = parse_profile(dump_profile(machine), "saved")
+    assert read.fingerprint == machine.fingerprint
+    try:
+        plan = make_plan(question).plan
+    except InfeasibleError:
+        return
+    assert dump_plan(make_plan(ask(model, read, share, workload)).plan) == dump_plan(plan)
+    memory = plan.prediction.gpu_memory.model_dump()
+    assert memory.pop("total_bytes") == sum(memory.values())

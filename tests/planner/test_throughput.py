@@ -1,0 +1,51 @@
+"""The batch that gives most tokens a second."""
+
+import pytest
+
+from offplan.errors import InfeasibleError
+from offplan.plan import Goal, Objective, Workload
+from offplan.planner.make import make_plan
+from offplan.planner.throughput import plan_throughput, tokens_per_s
+from tests.costs.builders import make_machine, moe_model
+from tests.planner.cases import ask
+
+MODEL, MACHINE = moe_model(4), make_machine()
+EIGHT = Workload(batch=8, prompt_tokens=16, output_tokens=20, context=64)
+MOST = Goal(objective=Objective.THROUGHPUT)
+
+
+def test_throughput_chooses_the_batch_that_gives_most() -> None:
+    question = ask(MODEL, MACHINE, 0.7, EIGHT, MOST)
+    best = make_plan(question)
+    latency = ask(MODEL, MACHINE, 0.7, EIGHT)
+    plans = []
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128):
+        try:
+            plans.append(make_plan(latency.with_batch(batch)).plan)
+        except InfeasibleError:
+            break
+    assert tokens_per_s(best.plan) > max(map(tokens_per_s, plans)), "one between powers is better"
+    assert best.plan.goal == MOST
+    assert "tokens/s" in best.reasons[-1]
+    assert plan_throughput(question) == best
+    # the plan is the best one of its batch
+    chosen = make_plan(latency.with_batch(best.plan.workload.batch)).plan
+    assert (chosen.offload, chosen.prediction) == (best.plan.offload, best.plan.prediction)
+
+
+def test_throughput_keeps_targets() -> None:
+    free = make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, MOST)).plan
+    goal = Goal(objective=Objective.THROUGHPUT, max_tpot=0.8 * free.prediction.decode.step_s)
+    kept = make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, goal)).plan
+    assert goal.max_tpot_s is not None
+    assert kept.prediction.decode.step_s <= goal.max_tpot_s
+    assert tokens_per_s(kept) <= tokens_per_s(free)
+    assert kept.workload.batch < free.workload.batch
+
+
+def test_where_no_batch_fits_or_keeps_the_targets_a_single_sequence_says_why() -> None:
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, MOST).with_gpu_memory(10_000))
+    goal = Goal(objective=Objective.THROUGHPUT, max_tpot=1e-9)
+    with pytest.raises(InfeasibleError, match="no plan reaches --max-tpot"):
+        make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, goal))
