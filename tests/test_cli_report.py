@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from rich.console import Console, RenderableType
 
 from offplan.costs.crossovers import Crossovers
+from offplan.costs.floor import Floor
 from offplan.plan import Plan, parse_plan
-from offplan.planner import Floor, PlanResult
+from offplan.planner.make import PlanResult
 from offplan.report.payload import run_payload
 from offplan.report.plan import describe_offload, render_plan
 from offplan.report.run import RunResult, render_run
@@ -104,7 +105,7 @@ Plan:
   prompts are read in chunks of 512 tokens
 Why (estimated):
   it is the fastest
-  decode is held by compute from batch 40 on
+  decode is compute-bound from batch 40 on
   streaming experts beats reading them in place from batch 32 on
 
 Memory
