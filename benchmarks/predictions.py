@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offplan.planner.problem import prefill_chunks
-
 from benchmarks.decode_and_prefill import LITE, QWEN
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
@@ -26,7 +24,9 @@ from offplan.checkpoint.open import open_model
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Workload, dump_plan
-from offplan.planner import make_plan
+from offplan.planner.make import make_plan
+from offplan.planner.space import prefill_chunks
+from offplan.question import Question
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
 
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"}
@@ -94,7 +94,8 @@ def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
     """Room for the case's share of the weights, and for everything else that a plan takes."""
     total = machine.gpu_memory.value
     for _ in range(2):  # the margin is a share of the budget: the second round has it right
-        plan = make_plan(model, machine, case.workload, Budget(gpu_memory=total)).plan
+        question = Question(model, machine, case.workload, Budget(gpu_memory=total))
+        plan = make_plan(question).plan
         total = plan.prediction.gpu_memory.total_bytes
     return Budget(gpu_memory=total - round((1 - case.share) * model.loaded_bytes))
 
@@ -102,7 +103,7 @@ def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
 def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict[str, Any]:
     """Plan and bench one case."""
     budget = find_budget(case, model, machine)
-    planned = make_plan(model, machine, case.workload, budget)
+    planned = make_plan(Question(model, machine, case.workload, budget))
     plan = folder / "plan.yaml"
     plan.write_text(dump_plan(planned.plan))
     benched = bench(plan)

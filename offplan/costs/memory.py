@@ -73,7 +73,7 @@ Source: ``runtime.model.latent_kernel.attend_filled``.
 """
 
 KERNEL_HEADS = 16
-"""Heads in a block of the kernel for latents. Source: ``runtime.model.latent_kernel.BLOCK_HEADS``."""
+"""Heads in a block of that kernel. Source: ``runtime.model.latent_kernel.BLOCK_HEADS``."""
 
 KERNEL_MULTIPLE = 16
 """Number that sizes are a multiple of where the runtime's kernels for experts know them.
@@ -90,7 +90,7 @@ ROUTED_COPIES = 2
 They are, for few tokens, what an expert returns, weighted in float32; for many, the hidden state
 gathered for the expert, and what returns put back in order.
 
-Source: ``runtime.model.experts.forward_experts``, and transformers' ``grouped_mm`` experts, compiled.
+Source: ``runtime.model.experts.forward_experts``; transformers' ``grouped_mm``, compiled.
 """
 
 EAGER_COPIES = 6
