@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from offplan.choices import Store
 from offplan.errors import PlanError
 from offplan.records import (
     YAML_CONTEXT,
@@ -204,7 +205,7 @@ class Offload(Record):
     """Prompt tokens of each sequence in one forward pass, at most."""
     embeddings: Literal["device", "host"] = "device"
     """``host``: the input embedding stays in pinned host memory and is read by row, in place."""
-    store: Literal["host", "peer"] = "host"
+    store: Store = "host"
     """Where what the rules take lies: in pinned host memory, or in that of a second GPU."""
     rules: tuple[Rule, ...] = ()
     """First match wins; empty when everything fits."""

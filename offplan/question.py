@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 from offplan.checkpoint.model import Model
+from offplan.choices import Store
 from offplan.engines.export import ENGINES
 from offplan.errors import InputError
 from offplan.machine.profile import MachineProfile
@@ -25,7 +25,7 @@ class Question:
     workload: Workload
     budget: Budget
     goal: Goal = field(default_factory=Goal)
-    store: Literal["host", "peer"] = "host"
+    store: Store = "host"
     """Where what is offloaded lies: in host memory, or in that of a second GPU."""
     profile: str | None = None
     """The name by which the machine's profile is found again; None where it was measured."""

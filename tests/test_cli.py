@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from offplan.cli import planning
+from offplan import machines
 from tests.cli import CLI, TINY_MOE
 from tests.rendering import strip_lines
 
@@ -18,7 +18,7 @@ OFFLOADING = ("--machine", "cpu", "--gpu-memory", "1MiB", *SMALL)
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
     """The command line on a machine without a GPU, in the repository's root."""
-    monkeypatch.setattr(planning, "has_gpu", lambda: False)
+    monkeypatch.setattr(machines, "has_gpu", lambda: False)
     monkeypatch.chdir(TINY_MOE.parents[1])
     monkeypatch.setenv("COLUMNS", "80")
     return CLI(monkeypatch, capsys)
@@ -315,7 +315,7 @@ def test_interrupt_exits_130(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "has_gpu", interrupt)
+    monkeypatch.setattr(machines, "has_gpu", interrupt)
     assert cli("analyze", "plans/tiny-moe").code == 130
 
 

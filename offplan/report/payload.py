@@ -10,11 +10,12 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, plan_json
 from offplan.planner.make import PlanResult
 from offplan.report.analysis import Analysis
-from offplan.report.bench import PHASES, BenchResult, measured_phase
+from offplan.report.bench import PHASES, measured_phase
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
 
 if TYPE_CHECKING:  # they import torch
+    from offplan.benchmark import BenchResult
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
 
@@ -126,7 +127,7 @@ def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, An
     }
 
 
-def bench_payload(plan: Plan, result: BenchResult) -> dict[str, Any]:
+def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """What ``bench --json`` prints; ``vs`` has the other ways, or why they were not measured."""
     predicted = plan_json(plan)["prediction"]
     return {
@@ -150,7 +151,7 @@ def bench_payload(plan: Plan, result: BenchResult) -> dict[str, Any]:
     }
 
 
-def _measured_payload(plan: Plan, result: BenchResult, phase: str) -> dict[str, Any]:
+def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str, Any]:
     found = measured_phase(plan, result, phase)
     cost: PhaseCost = getattr(result.plan.cost, phase)
     return {

@@ -51,7 +51,7 @@ def describe_crossovers(crossovers: Crossovers) -> list[str]:
     """Say where the bottleneck changes; nothing where it does not."""
     lines = []
     if crossovers.compute_bound_batch is not None:
-        lines.append(f"decode is held by compute from batch {crossovers.compute_bound_batch} on")
+        lines.append(f"decode is compute-bound from batch {crossovers.compute_bound_batch} on")
     if crossovers.streaming_batch is not None:
         batch = crossovers.streaming_batch
         lines.append(f"streaming experts beats reading them in place from batch {batch} on")
