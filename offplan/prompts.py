@@ -25,7 +25,7 @@ def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
 
 
 def load_tokenizer(model: Model) -> Any:
-    """Load the tokenizer that lies beside a model's weights, by transformers.
+    """Load a model's tokenizer, which transformers reads from where the model was read.
 
     Raises InputError where there is none that can be read without running code of its own.
     """

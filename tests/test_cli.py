@@ -166,6 +166,14 @@ def test_plan_says_what_does_not_fit_and_exits_3(cli: CLI) -> None:
     assert err.count("\n") == 1
 
 
+def test_more_memory_than_there_is_is_noted(cli: CLI) -> None:
+    code, out, err = cli("plan", "plans/tiny-moe", "--machine", "cpu", "--gpu-memory", "1TiB")
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith("offplan: CPU has ")
+    assert err.endswith(": planning for that instead of 1 TiB\n")
+    assert out == cli("plan", "plans/tiny-moe", "--machine", "cpu").out
+
+
 def test_plan_prints_yaml_or_json_of_the_same_plan(cli: CLI) -> None:
     code, out, err = cli("plan", "plans/tiny-moe", *OFFLOADING)
     assert (code, err) == (0, "")

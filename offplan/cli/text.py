@@ -41,5 +41,5 @@ class Text:
 
     @property
     def generated(self) -> str:
-        """The continuation without special tokens."""
+        """The continuation as text, without special tokens."""
         return str(self._tokenizer.decode(self._generated, skip_special_tokens=True))

@@ -29,13 +29,13 @@ class MeasuredPhase:
 
     step: "Spread"
     link_bytes: int | None
-    """``Session.link_bytes``; None if kernels read weights in place, which nobody counts."""
+    """Bytes that crossed the link; None if kernels read weights in place, which nobody counts."""
     stall_s: float
-    """Time compute waited for the link."""
+    """Seconds that compute waited for the link."""
     compute_s: float
-    """Time with everything resident: measured if that ran too, else as predicted."""
+    """Seconds with everything resident: measured if that ran too, else as predicted."""
     bound_s: float | None
-    """max(compute, bytes over the link's measured rate); None where bytes are."""
+    """Seconds: max(compute, bytes over the link's measured rate); None where the bytes are."""
 
 
 def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPhase:
@@ -102,7 +102,7 @@ def _render_machine(plan: Plan, result: "BenchResult") -> Table:
 
 
 def _render_stalls(cost: "BenchCost") -> Table | None:
-    """The layers that compute waited for the longest; None where it never did."""
+    """Show the layers that compute waited for the longest; None where it never did."""
     decode, prefill = cost.decode.stalls_s or {}, cost.prefill.stalls_s or {}
     layers = sorted(
         decode.keys() | prefill.keys(),
@@ -146,7 +146,7 @@ def _render_others(result: "BenchResult") -> Table:
 
 
 def _notes(plan: Plan, result: "BenchResult") -> list[str]:
-    """How the figures were obtained, and what keeps them from being comparable."""
+    """Say how the figures were obtained, and what keeps them from being comparable."""
     lines = [
         f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
         f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "
