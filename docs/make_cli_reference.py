@@ -10,9 +10,8 @@ what is written here, and its options to those that ``--help`` lists.
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo, OptionInfo
 
@@ -89,8 +88,8 @@ def _describe_value(kind: Any, info: OptionInfo) -> str:
         return f"{_describe_value(get_args(kind)[0], info)}, any number of times"
     if kind is bool:
         return ""
-    if issubclass(kind, Enum):
-        return " or ".join(str(member.value) for member in kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
     least = "" if info.min is None else f", {info.min} or more"
     return VALUES[kind] + least
 
@@ -100,7 +99,7 @@ def _describe_default(default: Any) -> str:
         return "required"
     if default is None or default is False:
         return ""
-    return str(default.value if isinstance(default, Enum) else default)
+    return str(default)
 
 
 def render_page() -> str:

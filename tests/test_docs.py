@@ -23,9 +23,9 @@ from offplan.costs.memory import (
     mlp_bytes,
     waiting_bytes,
 )
-from offplan.costs.predict import predict, price_prompt, price_step
+from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds
-from offplan.costs.work import PassShape, prefill_shapes
+from offplan.costs.work import PassShape, decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, Slab, place
 from offplan.plan import Plan, Prediction, load_plan
@@ -153,8 +153,8 @@ class Walk:
         machine, workload = self.machine, self.plan.workload
         first, *second = self.slab.entries
         compute = ModelCompute(self.model, machine)
-        step = price_step(compute, workload)
-        prompt = price_prompt(compute, workload, self.plan.offload.prefill_chunk)
+        step = compute.price(decode_shape(workload))
+        prompt = compute.price(*prefill_shapes(workload, self.plan.offload.prefill_chunk))
         copy_s = machine.copy_seconds(first.unit.nbytes)
         taken = sum(entry.unit.nbytes for entry in second)
         yield f"= {copy_s * 1e6:,.1f} us"
