@@ -53,10 +53,7 @@ def plan_throughput(question: Question) -> PlanResult:
         for other in (batch - step, batch + step):
             if other not in tried and other <= MOST_BATCH:
                 attempt(other)
-    chosen = (
-        f"batch {best.plan.workload.batch} gives most of those tried: {_speed(best):,.1f} tokens/s"
-    )
-    return replace(best, reasons=(*best.reasons, chosen))
+    return best
 
 
 def tokens_per_s(plan: Plan) -> float:

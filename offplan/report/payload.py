@@ -13,6 +13,7 @@ from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
+from offplan.report.why import explain_plan
 
 if TYPE_CHECKING:  # they import torch
     from offplan.benchmark import BenchResult
@@ -92,7 +93,7 @@ def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, 
     """Return why it is this plan, and what no plan of its budget can beat."""
     return {
         "basis": result.plan.prediction.basis.value,
-        "reasons": list(result.reasons),
+        "reasons": explain_plan(result),
         "num_candidates": result.num_candidates,
         "num_priced": result.num_priced,
         "second_rule_gain": result.second_rule_gain,

@@ -12,6 +12,7 @@ from offplan.costs.floor import Floor
 from offplan.plan import Backend, Basis, Plan, Rule
 from offplan.planner.make import PlanResult
 from offplan.report.table import make_table
+from offplan.report.why import explain_plan
 from offplan.units import format_bytes, format_seconds
 
 
@@ -24,7 +25,7 @@ def render_plan(result: PlanResult, crossovers: Crossovers) -> RenderableType:
     why = f"Why ({plan.prediction.basis.value})"
     return Group(
         *_render_list("Plan", describe_offload(plan)),
-        *_render_list(why, [*result.reasons, *describe_crossovers(crossovers)]),
+        *_render_list(why, [*explain_plan(result), *describe_crossovers(crossovers)]),
         Text(),
         _render_memory(plan),
         Text(),
