@@ -7,7 +7,7 @@ from offplan.costs.predict import predict
 from offplan.costs.threshold import least_that
 from offplan.costs.timeline import PS_PER_S
 from offplan.errors import InfeasibleError
-from offplan.plan import Basis, MachineRef, ModelRef, Objective, Offload, Plan
+from offplan.plan import Objective, Offload, Plan
 from offplan.planner.aims import NEVER, Fastest, Nearest, limits_ps
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.search import MAX_RULES, Searcher
@@ -101,29 +101,9 @@ def _find_floor(space: Space, room: Room) -> Floor:
 
 
 def _write_plan(space: Space, question: Question, offload: Offload) -> Plan:
-    model, machine, workload = question.model, space.machine, question.workload
-    return Plan(
-        model=ModelRef(
-            source=model.source,
-            revision=model.revision,
-            headers_sha256=model.headers_sha256,
-            dtype=model.dtype,
-        ),
-        workload=workload,
-        budget=question.budget,
-        goal=question.goal,
-        machine=MachineRef(
-            name=machine.name,
-            profile=question.profile,
-            link=machine.link,
-            h2d=machine.h2d.value,
-            uva=machine.uva.value,
-            basis=Basis(machine.basis),
-            fingerprint=machine.fingerprint,
-        ),
-        offload=offload,
-        prediction=predict(model, machine, workload, question.budget, offload),
-    )
+    workload, budget = question.workload, question.budget
+    prediction = predict(question.model, space.machine, workload, budget, offload)
+    return question.answer(offload, prediction)
 
 
 def _unreachable(

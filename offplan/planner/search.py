@@ -151,17 +151,11 @@ class _Run:
             if not self._note(np.array([each.gpu_lack]), np.array([each.host_lack]))[0]:
                 continue
             self.search.num_candidates += 1
-            times = np.array([each.prompt_ps], float), np.array([each.step_ps], float)
-            value = self.aim.values(*times)[0]
-            if value > self._most or value == NEVER:
-                continue
-            rules = () if each.rule is None else (each.rule,)
-            what: tuple[object, ...] = ()
-            if each.option is not None:
-                what = (*each.option.rank, *(rule.max_bytes for rule in rules))
-            rank = (len(rules), each.link_bytes, 1, each.setting, *what)
-            exact = self.aim.exact(each.prompt_ps, Fraction(each.step_ps))
-            self._offer(exact, rank, partial(self._offload, each.setting, 1, rules))
+            value = self.aim.values(*np.array(each.times_ps, float).reshape(2, 1))[0]
+            if value <= self._most and value < NEVER:
+                rank = (len(each.rules), each.link_bytes, 1, each.setting, *each.rank)
+                exact = self.aim.exact(each.times_ps[0], Fraction(each.times_ps[1]))
+                self._offer(exact, rank, partial(self._offload, each.setting, 1, each.rules))
 
     def try_singles(self) -> None:
         """Try the plans of one rule."""
