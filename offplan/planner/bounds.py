@@ -189,12 +189,10 @@ class Crossing(NamedTuple):
     step_read: Floats
 
 
-def cross(
-    rules: Sequence[Loads], num_slots: Ints, start: int, *, may_have_more: bool = False
-) -> Crossing:
+def cross(rules: Sequence[Loads], num_slots: Ints, start: int, more: bool = False) -> Crossing:
     """Add up what the rules of each plan have cross; ``start`` is what each copy takes beside.
 
-    Plans that ``may_have_more`` rules take no less than that.
+    With ``more``, plans that have further rules take no less either.
 
     Of a prompt's copies decode has left as many as there are slots, where it streams; otherwise the
     layers that share a slot with none are not copied again: of n layers over K slots 2 K - n. That
@@ -208,13 +206,12 @@ def cross(
     prompt_owners, step_owners = (
         np.maximum(0, 2 * num_slots - turns) for turns in (prompt_turns, step_turns)
     )
-    may_stream = (step_turns > 0) | may_have_more
-    found = np.where(may_stream, num_slots, prompt_owners)
+    found = np.where((step_turns > 0) | more, num_slots, prompt_owners)
     copied = sum(rule.prompt_copied for rule in rules) + start * prompt_turns
     copied = copied - found * sum(rule.prompt_largest for rule in rules)
     copied_again = sum(rule.step_copied for rule in rules) + start * step_turns
     copied_again = copied_again - step_owners * sum(rule.step_largest for rule in rules)
-    kept = np.where((step_turns > 0) & (not may_have_more), 0, num_slots)
+    kept = np.where((step_turns > 0) & (not more), 0, num_slots)
     return Crossing(
         prompt_copied=np.maximum(0, copied),
         prompt_read=np.add.reduce([rule.prompt_read for rule in rules]),
@@ -226,22 +223,13 @@ def cross(
 
 
 def bound_times(
-    space: Space,
-    rules: Sequence[Loads],
-    setting: Ints,
-    num_slots: Ints,
-    *,
-    may_have_more: bool = False,
+    space: Space, rules: Sequence[Loads], setting: Ints, num_slots: Ints, more: bool = False
 ) -> tuple[Floats, Floats]:
-    """Bound the picoseconds of the prompt and of the decode step of each plan.
-
-    Plans that ``may_have_more`` rules take no less than that either.
-    """
-    prompt_copied, prompt_read, step_copied, step_read = cross(
-        rules, num_slots, space.start_ps, may_have_more=may_have_more
-    )
+    """Bound the picoseconds of each plan's prompt and decode step; ``more`` is as in ``cross``."""
+    crossing = cross(rules, num_slots, space.start_ps, more)
+    prompt_copied, prompt_read, step_copied, step_read = crossing
     table, row_ps = space.table, space.table.row_ps[setting]
-    if len(rules) > 1 or may_have_more:  # what is rounded once for a plan was rounded for each rule
+    if len(rules) > 1 or more:  # what is rounded once for a plan was rounded for each rule
         byte_ps, layers = space.reading_ps(ROUNDING_BYTES), len(space.kind_of)
         slack_ps = layers * (table.num_chunks[setting] * byte_ps + ROUNDING_PS)
         prompt_read = np.maximum(0, prompt_read - slack_ps)

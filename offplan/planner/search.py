@@ -31,11 +31,15 @@ BLOCK = 1024
 """Candidates priced together: enough to make an array's own cost a small share."""
 
 
+Rank = tuple[object, ...]
+"""Of equally good plans that of the least rank is chosen."""
+
+
 class Found(NamedTuple):
     """A plan and how good it is; of equally good ones that of the least rank is chosen."""
 
     value: Fraction
-    rank: tuple[object, ...]
+    rank: Rank
     """Rules, bytes that cross at least, slots, setting and what the rules take; less is first."""
     offload: Offload
 
@@ -207,13 +211,13 @@ class _Run:
                 traffic.prompt_copied + traffic.prompt_read + rows[:, 0],
                 traffic.step_copied + traffic.step_read + rows[:, 1],
             ]
-            weighed = np.average(link_bytes, axis=0, weights=space.weights)
+            weighed = np.dot(space.weights, link_bytes)
             alone = np.full(len(first), NO_RULE)
             found.append(_Rows(self.aim.values(*times), weighed, setting, slots, first, alone))
         joined = _join(found)
         return joined.choose(joined.bound < NEVER)
 
-    def _rank(self, rows: _Rows, row: int) -> tuple[object, ...]:
+    def _rank(self, rows: _Rows, row: int) -> Rank:
         """Return the rank of a row's first pattern."""
         option = self.space.options[self.rules.option[rows.first[row]]]
         slots = max(1, int(rows.num_slots[row]))
@@ -234,7 +238,7 @@ class _Run:
             rows.second[row],
         )
 
-        def rank(number: int) -> tuple[object, ...]:
+        def rank(number: int) -> Rank:
             return (*self._rank(rows, row[number])[:-1], int(numbers[number]))
 
         self._try(candidates, np.zeros(len(row)), rank)
@@ -262,9 +266,7 @@ class _Run:
             every = np.flatnonzero(~streams) if num_slots == 0 else np.arange(len(streams))
             firsts, where = (each.ravel() for each in np.meshgrid(every, settings))
             loads = rules.times.at(firsts, where)
-            alone = bound_times(
-                space, [loads], where, np.full(len(where), num_slots), may_have_more=True
-            )
+            alone = bound_times(space, [loads], where, np.full(len(where), num_slots), more=True)
             alive = self.aim.values(*alone) < self._most
             firsts, where = firsts[alive], where[alive]
             for option, (begin, end) in enumerate(zip(rules.starts, rules.ends, strict=True)):
@@ -293,12 +295,9 @@ class _Run:
     def _try_completions(self, rows: _Rows) -> None:
         """Try each row's rule with every second one of its option that may do."""
         rules, room = self.rules, self.room
-        ends = rules.ends[rules.option[rows.second]]
-        counts = ends - rows.second
+        counts = rules.ends[rules.option[rows.second]] - rows.second
         row = np.repeat(np.arange(len(counts)), counts)
-        second = (
-            rows.second[row] + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        )
+        second = (rows.second - np.cumsum(counts) + counts)[row] + np.arange(len(row))
         setting, slots, first = rows.setting[row], rows.num_slots[row], rows.first[row]
         both = [rules.times.at(each, setting) for each in (first, second)]
         ring = slots * np.maximum(*(each.slot_bytes for each in both))
@@ -322,23 +321,17 @@ class _Run:
                 rules.first_pattern[second[block]],
             )
             off_gpu, on_host, num_turns = self.prices.weigh(candidates)
-            keeps = (off_gpu >= room.lacking_bytes[candidates.setting]) & (
-                on_host <= room.host_bytes[candidates.setting]
-            )
+            keeps = off_gpu >= room.lacking_bytes[candidates.setting]
+            keeps &= on_host <= room.host_bytes[candidates.setting]
             keeps &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
             kept = candidates.choose(np.flatnonzero(keeps))
 
-            def rank(number: int, kept: Candidates = kept) -> tuple[object, ...]:
+            def rank(number: int, kept: Candidates = kept) -> Rank:
                 return (2, *(int(column[number]) for column in kept))
 
             self._try(kept, times[1][block[keeps]], rank)
 
-    def _try(
-        self,
-        candidates: Candidates,
-        step_ps: Floats,
-        rank_of: Callable[[int], tuple[object, ...]],
-    ) -> None:
+    def _try(self, candidates: Candidates, step_ps: Floats, rank_of: Callable[[int], Rank]) -> None:
         """Price candidates whose decode step takes at least ``step_ps``, and keep the best."""
         if not len(step_ps):
             return
@@ -386,9 +379,7 @@ class _Run:
         best = self.search.best
         return self.limit if best is None else float(best.value)
 
-    def _offer(
-        self, value: Fraction, rank: tuple[object, ...], write: Callable[[], Offload]
-    ) -> None:
+    def _offer(self, value: Fraction, rank: Rank, write: Callable[[], Offload]) -> None:
         """Keep a plan if it is the best so far, and an engine can say it."""
         best = self.search.best
         if value < self.limit and (best is None or (value, rank) < best[:2]):
