@@ -21,9 +21,6 @@ from transformers import (
 
 NUM_LAYERS = 5
 
-# threads that wait for each other cost more than these tiny products, above all on a busy machine
-torch.set_num_threads(1)
-
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,

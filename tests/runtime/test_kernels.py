@@ -55,7 +55,8 @@ def make_experts(
 def test_on_the_cpu() -> None:
     """Triton decides at its import whether it interprets, so that takes another process."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    # a process with workers of its own would be slower: there are few of these tests
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

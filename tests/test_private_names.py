@@ -1,0 +1,59 @@
+"""The private names of other packages that offplan uses, and the versions they were tried with."""
+
+import ast
+import inspect
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from offplan.cli import output
+from offplan.runtime import transformers_private
+
+TRIED = {
+    transformers_private: ("transformers", ("5.17", "5.23")),
+    output: ("rich", ("13.0", "14.0", "15.0")),
+}
+"""By the module that uses them. Beyond these versions it is this file that says what is missing."""
+
+
+def private_imports(path: Path, package: str) -> list[tuple[str, str]]:
+    """Modules and names that a file imports of a package, the top-level ones left out."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}.")
+        for alias in node.names
+    ]
+
+
+@pytest.mark.parametrize("module", TRIED, ids=lambda module: TRIED[module][0])
+def test_what_is_imported_is_there(module: object) -> None:
+    package, tried = TRIED[module]
+    names = private_imports(Path(inspect.getfile(module)), package)
+    assert names
+    missing = [
+        f"{where}.{name}" for where, name in names if not hasattr(import_module(where), name)
+    ]
+    assert not missing, f"{package} {version(package)}; tried with {', '.join(tried)}"
+
+
+def test_the_versions_of_transformers_are_those_that_the_module_names() -> None:
+    _, tried = TRIED[transformers_private]
+    assert f"transformers {' and '.join(tried)};" in (transformers_private.__doc__ or "")
+
+
+def test_private_parts_of_transformers_are_there() -> None:
+    """What is not imported but reached from an object."""
+    assert callable(PreTrainedModel._init_weights)
+    assert callable(Qwen3MoeExperts._apply_gate)
+    assert "_attn_implementation" in dir(PreTrainedConfig)
+    assert callable(WeightConverter.convert)
+    converter = WeightConverter("a", "b", operations=[transformers_private.Concatenate(dim=0)])
+    assert converter.source_patterns == ["a"]
+    assert converter.collected_tensors == {}
+    assert len(inspect.signature(rename_source_key).parameters) == 5
