@@ -8,7 +8,7 @@ from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
-_MAX_COUNT = 2**40
+MAX_COUNT = 2**40
 """Greatest number taken, past any model's, so that sizes of a hostile config stay printable."""
 
 
@@ -36,7 +36,7 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
             continue
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or value > _MAX_COUNT:
+        if not isinstance(value, int) or value > MAX_COUNT:
             raise CheckpointError(
                 f"{CONFIG_NAME}: found {quote(value)} as {key}, expected a whole number; "
                 "correct the file or fetch it again"
@@ -44,15 +44,6 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
         if value > 0:
             return value
     return None
-
-
-def read_number(config: Mapping[str, Any], *keys: str, default: float | None) -> float | None:
-    """Read the first of these keys that the config has; None where it holds no positive number."""
-    for key in keys:
-        if key in config:
-            value = config[key]
-            return float(value) if type(value) in (int, float) and 0 < value < _MAX_COUNT else None
-    return default
 
 
 def read_dtype(config: Mapping[str, Any]) -> str | None:

@@ -4,27 +4,20 @@ Slow to import, so it is imported where it is used: this is the one file here th
 """
 
 from collections.abc import Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offplan.checkpoint.architecture import (
-    MAX_LAYERS,
-    Routing,
-    read_architecture,
-    read_num_experts,
-)
+from offplan.checkpoint.architecture import MAX_LAYERS, Routing, read_architecture, read_routing
 from offplan.checkpoint.assemble import TORCH_NAMES
 from offplan.checkpoint.config import read_count, text_config
 from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.tensors import INDEX_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 _MAX_EXPERTS = 100_000
@@ -54,8 +47,9 @@ def read_config_only(path: Path) -> Stored:
 
 
 def _check_buildable(config: Mapping[str, Any]) -> None:
-    num_layers = read_count(text_config(config), "num_hidden_layers") or 0
-    num_experts = read_num_experts(config) or 0
+    text = text_config(config)
+    num_layers = read_count(text, "num_hidden_layers") or 0
+    num_experts = read_routing(text, "").num_experts or 0
     if num_layers > MAX_LAYERS or num_experts > _MAX_EXPERTS:
         raise CheckpointError(
             f"found {num_layers} layers and {num_experts} experts in the config, expected "
@@ -71,7 +65,7 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
 
     from offplan.checkpoint.transformers_config import build_config, cannot_build
 
-    with _quietly(transformers), torch.device("meta"):
+    with quietly(transformers.logging), torch.device("meta"):
         built = build_config(config, where)
         try:
             # The implementations are named, or a config's own could ask for kernels off the Hub.
@@ -168,14 +162,3 @@ def _compare_with_index(path: Path, tensors: tuple[TensorInfo, ...]) -> list[str
     if notes:
         notes.append("name the folder or the Hub id to plan with what is stored")
     return notes
-
-
-@contextmanager
-def _quietly(transformers: Any) -> "Iterator[None]":
-    """Keep transformers' warnings about a model that is never run out of the user's sight."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)

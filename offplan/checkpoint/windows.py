@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from offplan.checkpoint.config import read_count
 from offplan.checkpoint.model_types import KNOWN_TYPES, PATTERNS, Pattern
@@ -50,19 +50,14 @@ _NOTE = (
 )
 
 
-class Windows(NamedTuple):
-    """The layers' mixers and windows."""
+def read_windows(
+    text: Mapping[str, Any], model_type: str, num_layers: int
+) -> tuple[tuple[Mixer, ...], tuple[int | None, ...], tuple[str, ...]]:
+    """Read the layers' mixers and windows from a language model's config, else by its model type.
 
-    mixers: tuple[Mixer, ...]
-    """One a layer."""
-    tokens: tuple[int | None, ...]
-    """Tokens that each layer's attention sees at most; None where nothing hides the context."""
-    notes: tuple[str, ...] = ()
-    """Sentences on what the config leaves open."""
-
-
-def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> Windows:
-    """Read them from the language model's part of a config, else take the model type's own."""
+    A window is the tokens that a layer's attention sees at most, None where nothing hides the
+    context. What is returned last are sentences on what the config leaves open.
+    """
     pattern = PATTERNS.get(model_type)
     notes: tuple[str, ...] = ()
     mixers = _stated(text, pattern, num_layers)
@@ -77,7 +72,7 @@ def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> W
     }
     # a window that is switched off hides nothing
     seen = [Mixer.FULL if mixer in tokens and tokens[mixer] is None else mixer for mixer in mixers]
-    return Windows(tuple(seen), tuple(tokens.get(mixer) for mixer in seen), notes)
+    return tuple(seen), tuple(tokens.get(mixer) for mixer in seen), notes
 
 
 def _stated(
