@@ -15,7 +15,7 @@ from offplan.checkpoint.folder import read_config, read_index, read_shard
 from offplan.checkpoint.header_cache import ShardStart, cache_path, load_start, store_start
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.hub_errors import HTTPError, explain
-from offplan.checkpoint.index import Index, check_against_index, check_unique
+from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.ranges import Cut, RangeReader
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
@@ -51,7 +51,6 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
         index = read_index(index_path)
         tensors = shards.read_all(_guess_sizes(index), on_progress)
         check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
-    check_unique(tensors, repo)
     return Stored(config, tuple(tensors), revision=commit)
 
 
