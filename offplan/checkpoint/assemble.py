@@ -1,5 +1,6 @@
 """The step from what a source holds to the model that the rest of offplan sees."""
 
+import re
 from collections.abc import Iterable
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
@@ -17,30 +18,20 @@ from offplan.checkpoint.model import (
     compute_dtype,
     owner,
 )
-from offplan.checkpoint.tensors import CONFIG_NAME, Stored, TensorInfo, headers_sha256
+from offplan.checkpoint.tensors import CONFIG_NAME, DTYPE_BITS, Stored, TensorInfo, headers_sha256
 from offplan.errors import CheckpointError
 
-TORCH_NAMES = {
+_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
+_NAMED_OTHERWISE = {
     "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+TORCH_NAMES = _NAMED_OTHERWISE | {
+    name: re.sub("^[A-Z]+", lambda kind: _KINDS[kind[0]], name).lower()
+    for name in DTYPE_BITS.keys() - _NAMED_OTHERWISE.keys()
+    if not name.startswith("F6_")  # which torch has not
 }
 """Torch's names of safetensors' types. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
 

@@ -100,11 +100,7 @@ def _model_class(built: Any) -> Any:
 
     for name in built.architectures or ():
         stated = getattr(transformers, str(name), None)
-        if (
-            isinstance(stated, type)
-            and issubclass(stated, transformers.PreTrainedModel)
-            and getattr(stated, "config_class", None) is type(built)
-        ):
+        if getattr(stated, "config_class", None) is type(built):
             return stated
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
 
@@ -117,15 +113,11 @@ def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     targets = getattr(model, "all_tied_weights_keys", None) or {}
-    state: dict[str, torch.Tensor] = {}
-    kept: dict[int, str] = {}
-    # Targets last, so that a tie's source is what stays.
-    for name, tensor in sorted(
-        model.state_dict(keep_vars=True).items(), key=lambda item: item[0] in targets
-    ):
-        if name not in ignored and kept.setdefault(id(tensor), name) == name:
-            state[name] = tensor
-    return state
+    named = model.state_dict(keep_vars=True)
+    # Of one tensor's names the last stays: that of a tie's source, or else the model's first.
+    names = (name for name in reversed(named) if name not in ignored)
+    kept = {id(named[name]): name for name in sorted(names, key=lambda name: name not in targets)}
+    return {name: named[name] for name in kept.values()}
 
 
 def _describe(state: "Mapping[str, torch.Tensor]") -> tuple[TensorInfo, ...]:
