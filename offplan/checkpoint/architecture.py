@@ -192,7 +192,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
         float32_parts=model_types.FLOAT32_PARTS.get(model_type, ()),
         float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
-        head_is_tied=_default_tie(model_type) if tie is None else tie,
+        head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         states_tie=tie is not None,
         notes=notes,
     )
@@ -272,11 +272,6 @@ def _read_tie(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None
     """Return what the config says; the outer one decides where it speaks, as in transformers."""
     stated = (part.get("tie_word_embeddings") for part in (config, text))
     return next((value for value in stated if isinstance(value, bool)), None)
-
-
-def _default_tie(model_type: str) -> bool | None:
-    is_tied = model_type in model_types.TIED_BY_DEFAULT
-    return is_tied if is_tied or model_type in model_types.UNTIED_BY_DEFAULT else None
 
 
 def _read_names(value: Any) -> tuple[str, ...]:

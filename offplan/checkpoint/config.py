@@ -48,12 +48,9 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
 
 def read_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the config names, such as ``bfloat16``, or None."""
-    for part in (config, text_config(config)):
-        for key in ("dtype", "torch_dtype"):
-            value = part.get(key)
-            if isinstance(value, str):
-                return value.removeprefix("torch.")
-    return None
+    parts = (config, text_config(config))
+    values = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next((v.removeprefix("torch.") for v in values if isinstance(v, str)), None)
 
 
 def read_model_type(config: Mapping[str, Any]) -> str:

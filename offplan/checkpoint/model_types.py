@@ -15,13 +15,6 @@ jetmoe lfm2 lfm2_moe lfm3 mamba minicpm3 modernbert-decoder mpt openai-gpt opt
 recurrent_gemma smollm3 starcoder2 trocr vaultgemma whisper xglm xlnet youtu zamba zamba2
 zaya
 """
-TIED_BY_DEFAULT = frozenset(_TIED.split())
-"""Model types whose head is the embedding unless the config says otherwise.
-
-Source: transformers 5.23, ``tie_word_embeddings`` of the config classes of all model types that
-have a causal language model and are neither masked nor encoder-decoder models.
-"""
-
 _UNTIED = """
 afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bitnet blt codegen cwm
 dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 dots3_note
@@ -35,10 +28,12 @@ olmo_hybrid olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen
 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text rwkv
 seed_oss solar_open stablelm xlstm
 """
-UNTIED_BY_DEFAULT = frozenset(_UNTIED.split())
-"""Model types whose head is a matrix of its own unless the config says otherwise; same source."""
+TIED_BY_DEFAULT = dict.fromkeys(_TIED.split(), True) | dict.fromkeys(_UNTIED.split(), False)
+"""Whether a model type's head is the embedding, not a matrix of its own, unless the config says.
 
-KNOWN_TYPES = TIED_BY_DEFAULT | UNTIED_BY_DEFAULT
+Source: transformers 5.23, ``tie_word_embeddings`` of the config classes of all model types that
+have a causal language model and are neither masked nor encoder-decoder models.
+"""
 
 CONV1D_TYPES = frozenset(("gpt-sw3", "gpt2", "openai-gpt"))
 """Model types whose layers store their matrices as [in, out].

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from offplan.checkpoint.config import read_count
-from offplan.checkpoint.model_types import KNOWN_TYPES, PATTERNS, Pattern
+from offplan.checkpoint.model_types import PATTERNS, TIED_BY_DEFAULT, Pattern
 from offplan.checkpoint.tensors import CONFIG_NAME
 
 
@@ -98,7 +98,7 @@ def _guess(text: Mapping[str, Any], model_type: str) -> Pattern | None:
     """Make a pattern for a model type without one, None where the config says too little."""
     if read_count(text, "full_attention_interval"):
         return Pattern("lf", every="full_attention_interval")
-    if model_type in KNOWN_TYPES or text.get("use_sliding_window") is False:
+    if model_type in TIED_BY_DEFAULT or text.get("use_sliding_window") is False:
         return Pattern("f")
     if read_count(text, "sliding_window_pattern"):
         return Pattern("sf", every="sliding_window_pattern")
@@ -117,11 +117,9 @@ def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[
     letters = (pattern.head + cycle * (rest // len(cycle) + 1))[:num_layers]
     if pattern.last:
         letters = letters[:-1] + pattern.last
-    bound = text.get("max_window_layers")
-    if type(bound) is not int or bound < 0:
-        bound = None
     first, stop = pattern.first, pattern.stop
-    if bound is not None:
+    bound = text.get("max_window_layers")
+    if type(bound) is int and bound >= 0:
         first, stop = (each if each is None else bound for each in (first, stop))
     within = range(first or 0, num_layers if stop is None else stop)
     return [
