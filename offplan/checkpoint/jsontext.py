@@ -43,17 +43,6 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def is_text(value: object) -> bool:
-    """Whether this is a string that UTF-8 can say (JSON escapes allow lone surrogates)."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def quote(value: object) -> str:
     """Show a value from a file in an error: control characters escaped, never long."""
     try:

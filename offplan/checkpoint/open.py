@@ -1,5 +1,6 @@
 """The way in: a model from a folder, a ``config.json`` or the Hub."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -41,12 +42,8 @@ def open_model(
 
 def _read(source: str, revision: str | None, on_progress: Progress | None) -> Stored:
     path = Path(source)
-    try:
-        is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError):
-        is_folder = exists = False
-    if not source:  # pathlib takes it for the working directory
-        is_folder = exists = False
+    # Not of the path: pathlib takes an empty name for the working directory.
+    is_folder, exists = os.path.isdir(source), os.path.exists(source)
     if exists and revision is not None:
         raise CheckpointError(
             f"{source}: found on disk, where there are no revisions, expected a Hub id with "

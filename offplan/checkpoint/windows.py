@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from offplan.checkpoint.config import read_count
-from offplan.checkpoint.model_types import KNOWN_TYPES, PATTERNS, Pattern
+from offplan.checkpoint.model_types import PATTERNS, TIED_BY_DEFAULT, Pattern
 from offplan.checkpoint.tensors import CONFIG_NAME
 
 
@@ -50,19 +50,14 @@ _NOTE = (
 )
 
 
-class Windows(NamedTuple):
-    """The layers' mixers and windows."""
+def read_windows(
+    text: Mapping[str, Any], model_type: str, num_layers: int
+) -> tuple[tuple[Mixer, ...], tuple[int | None, ...], tuple[str, ...]]:
+    """Read the layers' mixers and windows from a language model's config, else by its model type.
 
-    mixers: tuple[Mixer, ...]
-    """One a layer."""
-    tokens: tuple[int | None, ...]
-    """Tokens that each layer's attention sees at most; None where nothing hides the context."""
-    notes: tuple[str, ...] = ()
-    """Sentences on what the config leaves open."""
-
-
-def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> Windows:
-    """Read them from the language model's part of a config, else take the model type's own."""
+    A window is the tokens that a layer's attention sees at most, None where nothing hides the
+    context. What is returned last are sentences on what the config leaves open.
+    """
     pattern = PATTERNS.get(model_type)
     notes: tuple[str, ...] = ()
     mixers = _stated(text, pattern, num_layers)
@@ -77,7 +72,7 @@ def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> W
     }
     # a window that is switched off hides nothing
     seen = [Mixer.FULL if mixer in tokens and tokens[mixer] is None else mixer for mixer in mixers]
-    return Windows(tuple(seen), tuple(tokens.get(mixer) for mixer in seen), notes)
+    return tuple(seen), tuple(tokens.get(mixer) for mixer in seen), notes
 
 
 def _stated(
@@ -103,7 +98,7 @@ def _guess(text: Mapping[str, Any], model_type: str) -> Pattern | None:
     """Make a pattern for a model type without one, None where the config says too little."""
     if read_count(text, "full_attention_interval"):
         return Pattern("lf", every="full_attention_interval")
-    if model_type in KNOWN_TYPES or text.get("use_sliding_window") is False:
+    if model_type in TIED_BY_DEFAULT or text.get("use_sliding_window") is False:
         return Pattern("f")
     if read_count(text, "sliding_window_pattern"):
         return Pattern("sf", every="sliding_window_pattern")
@@ -122,11 +117,9 @@ def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[
     letters = (pattern.head + cycle * (rest // len(cycle) + 1))[:num_layers]
     if pattern.last:
         letters = letters[:-1] + pattern.last
-    bound = text.get("max_window_layers")
-    if type(bound) is not int or bound < 0:
-        bound = None
     first, stop = pattern.first, pattern.stop
-    if bound is not None:
+    bound = text.get("max_window_layers")
+    if type(bound) is int and bound >= 0:
         first, stop = (each if each is None else bound for each in (first, stop))
     within = range(first or 0, num_layers if stop is None else stop)
     return [

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from offplan.checkpoint.model import Model
 from offplan.engines.names import EngineParameter, vllm_parameters
 from offplan.errors import ExportError
-from offplan.plan import Rule
+from offplan.plan import Rule, match_segments
 
 
 def vllm_segments(rule: Rule, model: Model) -> list[str]:
@@ -48,7 +48,7 @@ def choose_segments(
 
 
 def _matched(segments: Sequence[str], names: Collection[str]) -> set[str]:
-    return {name for name in names if any(f".{s}." in f".{name}." for s in segments)}
+    return {name for name in names if segments and match_segments(segments, name)}
 
 
 def _runs(name: str) -> list[str]:
