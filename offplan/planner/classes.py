@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 from offplan.checkpoint.model import Model
@@ -53,10 +54,18 @@ def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
     names shorter; classes that would take the same are listed once.
     """
     roles = {p.name: role_of(p) for layer in model.layers for p in layer.parameters}
-    optional = {name for name, role in roles.items() if role is Role.OTHER}
+    return _list_classes(tuple(roles.items()), has_experts=model.experts is not None)
+
+
+@cache
+def _list_classes(
+    named: tuple[tuple[str, Role], ...], *, has_experts: bool
+) -> tuple[SegmentClass, ...]:
+    roles = dict(named)
+    optional = {name for name, role in named if role is Role.OTHER}
     classes: dict[frozenset[str], SegmentClass] = {frozenset(roles): SegmentClass(())}
-    for union in _role_unions(has_experts=model.experts is not None):
-        wanted = {name for name, role in roles.items() if role in union}
+    for union in _role_unions(has_experts):
+        wanted = {name for name, role in named if role in union}
         segments = _shortest_segments(wanted, optional, set(roles))
         if segments:
             taken = frozenset(name for name in roles if match_segments(segments, name))

@@ -187,7 +187,7 @@ class _Run:
     def _single_rows(self) -> _Rows:
         """List the rules that fit alone, in each setting and with each ring."""
         rules, space = self.rules, self.space
-        turns = rules.times.prompt_turns
+        turns = rules.times.columns.prompt_turns
         found = []
         for num_slots in (0, *PREFETCH_STEPS):
             # with as many slots as layers every layer would own one: resident in all but name
@@ -260,7 +260,8 @@ class _Run:
             (self.aim.values(*resident.T) < self._most)
             & (np.maximum(0, room.lacking_bytes) <= room.host_bytes)
         )
-        streams = rules.times.prompt_turns > 0
+        columns = rules.times.columns
+        streams = columns.prompt_turns > 0
         found = [_Rows(*(np.zeros(0, dtype) for dtype in (float, float, int, int, int, int)))]
         for num_slots in (0, *PREFETCH_STEPS):
             every = np.flatnonzero(~streams) if num_slots == 0 else np.arange(len(streams))
@@ -278,10 +279,12 @@ class _Run:
                     wanted &= streams[firsts]
                 first, setting = firsts[wanted], where[wanted]
                 loads = rules.times.at(first, setting)
-                slot = np.maximum(loads.slot_bytes, rules.times.slot_bytes[begin:end].min())
+                slot = np.maximum(loads.slot_bytes, columns.slot_bytes[begin:end].min())
                 needed = room.lacking_bytes[setting] + num_slots * slot - loads.unit_bytes
-                second = begin + np.searchsorted(rules.times.unit_bytes[begin:end], needed)
+                second = begin + np.searchsorted(columns.unit_bytes[begin:end], needed)
                 enough = second < end
+                if not enough.any():
+                    continue
                 first, setting, second = first[enough], setting[enough], second[enough]
                 slots = np.full(len(first), num_slots)
                 least = rules.least_times.at(second, setting)
@@ -361,7 +364,7 @@ class _Run:
 
     def _most_bytes(self, taken: list[int]) -> float:
         """Sort rules by what their classes hold, the most first."""
-        return -float(self.rules.times.unit_bytes[self.rules.ends[taken[0]] - 1])
+        return -float(self.rules.times.columns.unit_bytes[self.rules.ends[taken[0]] - 1])
 
     def _offload(self, setting: int, num_slots: int, rules: tuple[Rule, ...]) -> Offload:
         chosen = self.space.settings[setting]
