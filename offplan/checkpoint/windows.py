@@ -84,10 +84,7 @@ def _stated(
         names = _NAMES
         if pattern and pattern.first is None and not set("fk") & set(pattern.cycle):
             names = _NAMES | {"full_attention": Mixer.SLIDING}  # a window is every layer's
-        return [
-            names.get(kind, Mixer.UNKNOWN) if isinstance(kind, str) else Mixer.UNKNOWN
-            for kind in kinds[:num_layers]
-        ]
+        return [names.get(str(kind), Mixer.UNKNOWN) for kind in kinds[:num_layers]]
     rotary = text.get("no_rope_layers")  # despite its name, true where positions are rotary
     if pattern and pattern.by_rotary and isinstance(rotary, list) and len(rotary) >= num_layers:
         return [Mixer(pattern.cycle[0 if each else -1]) for each in rotary[:num_layers]]
