@@ -42,7 +42,6 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     shards = _Shards(repo, commit)
     index_path = None if shards.is_known(SINGLE_NAME) else _cached(repo, INDEX_NAME, commit)
     tensors: list[TensorInfo] = []
-    index = None
     if index_path is None:
         try:
             tensors = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
@@ -100,21 +99,18 @@ class _Shards:
         with suppress(CheckpointError):
             if (cached := load_start(self._header(shard))) is not None:
                 return _parse(cached, shard, where)
-        start = self._fetch(shard, size, stop, where)
-        tensors = _parse(start, shard, where)
-        store_start(self._header(shard), start)
-        return tensors
-
-    def _fetch(self, shard: str, size: int, stop: Event, where: str) -> ShardStart:
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
         try:
-            return read_header(url, size, where, stop)
+            start = read_header(url, size, where, stop)
         # OSError: offline mode is a ConnectionError.
         except (HTTPError, OSError, Cut) as error:
             told = explain(error, self._repo, self._commit, shard)
             if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
                 raise _NoSuchShard(str(told)) from error
             raise told from error
+        tensors = _parse(start, shard, where)
+        store_start(self._header(shard), start)
+        return tensors
 
 
 def _parse(start: ShardStart, shard: str, where: str) -> list[TensorInfo]:
