@@ -75,7 +75,11 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
             saved = revert_weight_conversion(model, _saved_state(model))
         except Exception as error:
             raise cannot_build(where, error) from error
-    return _describe(saved)
+    types = {name: dtype for dtype, name in TORCH_NAMES.items()}
+    return tuple(
+        TensorInfo(name, types[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+        for name, tensor in saved.items()
+    )
 
 
 def _without_idle_experts(
@@ -118,14 +122,6 @@ def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
     names = (name for name in reversed(named) if name not in ignored)
     kept = {id(named[name]): name for name in sorted(names, key=lambda name: name not in targets)}
     return {name: named[name] for name in kept.values()}
-
-
-def _describe(state: "Mapping[str, torch.Tensor]") -> tuple[TensorInfo, ...]:
-    types = {name: dtype for dtype, name in TORCH_NAMES.items()}
-    return tuple(
-        TensorInfo(name, types[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
-        for name, tensor in state.items()
-    )
 
 
 def _compare_with_index(path: Path, tensors: tuple[TensorInfo, ...]) -> list[str]:

@@ -7,6 +7,7 @@ HF_HUB_OFFLINE mean what they mean there.
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 from huggingface_hub import constants, errors, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils import logging
@@ -17,7 +18,7 @@ from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.hub_errors import HTTPError, explain
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.ranges import Cut, RangeReader
+from offplan.checkpoint.ranges import Cut, read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
@@ -41,7 +42,6 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     shards = _Shards(repo, commit)
     index_path = None if shards.is_known(SINGLE_NAME) else _cached(repo, INDEX_NAME, commit)
     tensors: list[TensorInfo] = []
-    index = None
     if index_path is None:
         try:
             tensors = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
@@ -72,11 +72,9 @@ class _Shards:
     def read_all(self, sizes: dict[str, int], on_progress: Progress | None) -> list[TensorInfo]:
         """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
         tensors: list[TensorInfo] = []
-        reader = RangeReader()
+        stop = Event()
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            futures = [
-                pool.submit(self._read, reader, shard, size) for shard, size in sizes.items()
-            ]
+            futures = [pool.submit(self._read, shard, size, stop) for shard, size in sizes.items()]
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
                     tensors += future.result()
@@ -84,7 +82,7 @@ class _Shards:
                         on_progress(done, len(futures))
             except BaseException:
                 # The pool waits for what is running: let nothing start, nothing wait to retry.
-                reader.stop.set()
+                stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return tensors
@@ -92,7 +90,7 @@ class _Shards:
     def _header(self, shard: str) -> Path:
         return cache_path(Path(constants.HF_HOME), self._repo, self._commit, shard)
 
-    def _read(self, reader: RangeReader, shard: str, size: int) -> list[TensorInfo]:
+    def _read(self, shard: str, size: int, stop: Event) -> list[TensorInfo]:
         where = f"{self._repo}: {shard}"
         local = _cached(self._repo, shard, self._commit)
         if local is not None:
@@ -101,21 +99,18 @@ class _Shards:
         with suppress(CheckpointError):
             if (cached := load_start(self._header(shard))) is not None:
                 return _parse(cached, shard, where)
-        start = self._fetch(reader, shard, size, where)
-        tensors = _parse(start, shard, where)
-        store_start(self._header(shard), start)
-        return tensors
-
-    def _fetch(self, reader: RangeReader, shard: str, size: int, where: str) -> ShardStart:
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
         try:
-            return reader.read_header(url, size, where)
+            start = read_header(url, size, where, stop)
         # OSError: offline mode is a ConnectionError.
         except (HTTPError, OSError, Cut) as error:
             told = explain(error, self._repo, self._commit, shard)
             if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
                 raise _NoSuchShard(str(told)) from error
             raise told from error
+        tensors = _parse(start, shard, where)
+        store_start(self._header(shard), start)
+        return tensors
 
 
 def _parse(start: ShardStart, shard: str, where: str) -> list[TensorInfo]:

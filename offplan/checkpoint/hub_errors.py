@@ -41,14 +41,16 @@ def explain(
         )
     elif isinstance(error, errors.RevisionNotFoundError):
         reason = "found no such revision; check --revision (a branch, a tag or a commit)"
+    elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
+        reason = f"found no {filename}; the model is not in the safetensors layout of transformers"
     elif isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         kind = HubError if status >= 500 or status in _BUSY else CheckpointError
-        reason = f"{filename}: {_explain_status(status)}"
-        if status == 404:
-            reason = (
-                f"found no {filename}; the model is not in the safetensors layout of transformers"
-            )
+        if status >= 500:
+            reason = f"{filename}: the server failed (HTTP {status}); try again later"
+        else:
+            known = _BY_STATUS.get(status, "the server refused; check HF_ENDPOINT")
+            reason = f"{filename}: HTTP {status}: {known}"
     elif not isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         kind = HubError
         reason = f"{filename}: no answer from {constants.ENDPOINT} ({_describe(error)}); try again"
@@ -67,12 +69,6 @@ def explain(
         # huggingface_hub says "not found locally" for whatever kept it from asking the server.
         return explain(error.__cause__, repo, revision, filename)
     return kind(f"{where}: {reason}")
-
-
-def _explain_status(status: int) -> str:
-    if status >= 500:
-        return f"the server failed (HTTP {status}); try again later"
-    return f"HTTP {status}: {_BY_STATUS.get(status, 'the server refused; check HF_ENDPOINT')}"
 
 
 def _describe(error: BaseException) -> str:

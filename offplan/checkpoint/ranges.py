@@ -29,38 +29,31 @@ class Cut(Exception):
     """The connection ended before the bytes asked for had come."""
 
 
-class RangeReader:
-    """Reads headers with ranged requests, through huggingface_hub's own session.
+def read_header(url: str, guess_bytes: int, where: str, stop: threading.Event) -> ShardStart:
+    """Read a safetensors file's length and JSON; ``guess_bytes`` are asked for at first.
 
-    Safe to use from several threads. ``stop`` ends the waits of all of them.
+    The requests are ranged and go through huggingface_hub's own session; ``stop`` ends the waits
+    between them. Raises CheckpointError, naming ``where``, when the length cannot be right, and
+    what huggingface_hub and its HTTP client raise once the retries are used up.
     """
+    data, file_bytes = _read(url, 0, guess_bytes, stop)
+    wanted = LENGTH_BYTES + header_length(data, file_bytes, where)
+    if len(data) < wanted:
+        rest, total = _read(url, len(data), wanted, stop)
+        data, file_bytes = data + rest, file_bytes or total
+    return ShardStart(data[:wanted], file_bytes)
 
-    def __init__(self) -> None:
-        self.stop = threading.Event()
 
-    def read_header(self, url: str, guess_bytes: int, where: str) -> ShardStart:
-        """Read a safetensors file's length and JSON; ``guess_bytes`` are asked for at first.
-
-        Raises CheckpointError, naming ``where``, when the length cannot be right, and what
-        huggingface_hub and its HTTP client raise once the retries are used up.
-        """
-        data, file_bytes = self._read(url, 0, guess_bytes)
-        wanted = LENGTH_BYTES + header_length(data, file_bytes, where)
-        if len(data) < wanted:
-            rest, total = self._read(url, len(data), wanted)
-            data, file_bytes = data + rest, file_bytes or total
-        return ShardStart(data[:wanted], file_bytes)
-
-    def _read(self, url: str, first: int, end: int) -> ShardStart:
-        """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends), with retries."""
-        for wait_s in RETRY_WAITS_S:
-            try:
-                return _read_once(url, first, end)
-            except (HTTPError, Cut) as error:
-                retry_after_s = _retry_after_s(error)
-                if retry_after_s is None or self.stop.wait(max(wait_s, retry_after_s)):
-                    raise
-        return _read_once(url, first, end)
+def _read(url: str, first: int, end: int, stop: threading.Event) -> ShardStart:
+    """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends), with retries."""
+    for wait_s in RETRY_WAITS_S:
+        try:
+            return _read_once(url, first, end)
+        except (HTTPError, Cut) as error:
+            retry_after_s = _retry_after_s(error)
+            if retry_after_s is None or stop.wait(max(wait_s, retry_after_s)):
+                raise
+    return _read_once(url, first, end)
 
 
 def _read_once(url: str, first: int, end: int) -> ShardStart:

@@ -66,9 +66,10 @@ def read_windows(
         if guessed is None and read_count(text, _WINDOW_KEY):
             notes = (_NOTE,)
         mixers = _repeat(text, guessed or Pattern("f"), num_layers)
+    known = pattern or Pattern("f")
     tokens = {
-        Mixer.SLIDING: _read_window(text, model_type, pattern),
-        Mixer.CHUNKED: _read_chunk(text, pattern),
+        Mixer.SLIDING: _read_window(text, model_type, known),
+        Mixer.CHUNKED: _read_chunk(text, known),
     }
     # a window that is switched off hides nothing
     seen = [Mixer.FULL if mixer in tokens and tokens[mixer] is None else mixer for mixer in mixers]
@@ -84,10 +85,7 @@ def _stated(
         names = _NAMES
         if pattern and pattern.first is None and not set("fk") & set(pattern.cycle):
             names = _NAMES | {"full_attention": Mixer.SLIDING}  # a window is every layer's
-        return [
-            names.get(kind, Mixer.UNKNOWN) if isinstance(kind, str) else Mixer.UNKNOWN
-            for kind in kinds[:num_layers]
-        ]
+        return [names.get(str(kind), Mixer.UNKNOWN) for kind in kinds[:num_layers]]
     rotary = text.get("no_rope_layers")  # despite its name, true where positions are rotary
     if pattern and pattern.by_rotary and isinstance(rotary, list) and len(rotary) >= num_layers:
         return [Mixer(pattern.cycle[0 if each else -1]) for each in rotary[:num_layers]]
@@ -127,15 +125,15 @@ def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[
     ]
 
 
-def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern | None) -> int | None:
+def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern) -> int | None:
     """Return the tokens of the sliding layers, None where windows are switched off."""
-    if pattern is not None and pattern.switched and text.get("use_sliding_window") is not True:
+    if pattern.switched and text.get("use_sliding_window") is not True:
         return None
-    key = pattern.key if pattern is not None else _WINDOW_KEY
+    key = pattern.key
     tokens = read_count(text, _WINDOW_KEY if _WINDOW_KEY in text else key)
     if model_type == "mimo_v2_flash" and (before := read_count(text, "sliding_window_size")):
         return before + 1  # which leaves out the token itself
-    if tokens is None and pattern is not None and not {key, _WINDOW_KEY} & text.keys():
+    if tokens is None and not {key, _WINDOW_KEY} & text.keys():
         tokens = pattern.tokens
     if tokens and key == "local_attention" and _WINDOW_KEY not in text:
         return tokens // 2  # which counts tokens on either side
@@ -144,7 +142,7 @@ def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern | No
     return tokens
 
 
-def _read_chunk(text: Mapping[str, Any], pattern: Pattern | None) -> int | None:
+def _read_chunk(text: Mapping[str, Any], pattern: Pattern) -> int | None:
     """Return the tokens of a chunk, None where there are no chunks."""
-    default = pattern is not None and pattern.key == _CHUNK_KEY and _CHUNK_KEY not in text
-    return pattern.tokens if pattern and default else read_count(text, _CHUNK_KEY)
+    default = pattern.key == _CHUNK_KEY and _CHUNK_KEY not in text
+    return pattern.tokens if default else read_count(text, _CHUNK_KEY)
