@@ -46,16 +46,15 @@ class Renaming:
         self._prefix = skeleton.base_model_prefix
         self._state = skeleton.state_dict()
 
-    def find(self, name: str) -> tuple[str, str | None]:
-        """Return the parameter that a stored tensor belongs to, and its converter's pattern."""
+    def find(self, name: str) -> tuple[str, str | None, WeightConverter | None]:
+        """Return the parameter that a stored tensor belongs to, its converter's pattern and that.
+
+        The last two are None where the tensor is renamed and no more.
+        """
         renamed, pattern = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._state
         )
-        return renamed, pattern
-
-    def converter(self, pattern: str | None) -> WeightConverter | None:
-        """Return the converter with this pattern; None where a tensor is renamed and no more."""
-        return None if pattern is None else self._by_pattern[pattern]
+        return renamed, pattern, None if pattern is None else self._by_pattern[pattern]
 
 
 def convert(

@@ -10,7 +10,7 @@ from offplan.errors import CheckpointError
 
 
 class Shards:
-    """The safetensors files that hold the given tensors. Use as a context manager.
+    """The safetensors files that hold the given tensors, to be closed.
 
     Bytes are read, not mapped: mapped pages count as the process's memory until they are unmapped,
     so a file would stand beside its copy.
@@ -33,12 +33,6 @@ class Shards:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "Shards":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; nobody may be reading."""

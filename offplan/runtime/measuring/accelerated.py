@@ -14,10 +14,9 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
 from offplan.runtime.faults import memory_limits
-from offplan.runtime.loading.loader import fill_random, load_weights
+from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.places import Places, materialise_buffers
-from offplan.runtime.loading.precheck import verify_headers
+from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.measuring.bench import BenchCost, time_forward
 
@@ -80,10 +79,9 @@ def _load(
     module = build_skeleton(model)
     module.set_attn_implementation("sdpa")
     targets = map_tensors(module, model)
-    placement = place(model, offload)
     stored = {
         tensor.name
-        for slab in placement.slabs
+        for slab in place(model, offload).slabs
         for entry in slab.entries
         for parameter in entry.unit.parameters
         for tensor in parameter.tensors
@@ -94,20 +92,13 @@ def _load(
         if any(piece.tensor.name in stored for piece in target.pieces)
     }
     state = module.state_dict()
-    verify_headers(targets, state)
-    destinations = {
-        name: torch.empty_like(state[name], device="cpu" if name in on_host else device)
-        for name in targets
-    }
+    parameters: dict[str, nn.Parameter] = {}
+    for name in targets:
+        value = torch.empty_like(state[name], device="cpu" if name in on_host else device)
+        parameters[name] = nn.Parameter(value, requires_grad=False)
     materialise_buffers(module, device)
-    if folder is None:
-        fill_random(destinations, on_progress)
-    else:
-        load_weights(folder, targets, destinations, on_progress)
-    places = Places(module)
-    parameters = {n: nn.Parameter(v, requires_grad=False) for n, v in destinations.items()}
-    for name, parameter in parameters.items():
-        places.assign(name, parameter)
+    load_weights(folder, targets, parameters, on_progress)
+    assign(find_places(module), parameters)
     return module, {parameters[name] for name in on_host}
 
 
