@@ -136,7 +136,7 @@ def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
     Only the number of them counts, not what they were: attention reads the cache up to there.
     """
     with session.stream():
-        session.runner.sequences.set_length(filled)
+        session.runner.set_length(filled)
     # equal tokens would all be sent to the same experts
     tokens = torch.randint(session.loaded.vocabulary_size, (batch, 1), device=session.device)
     step = _median_seconds(session, lambda: session.decode(tokens))
