@@ -12,9 +12,9 @@ from offplan.errors import CheckpointError
 from offplan.runtime.transformers_private import (
     Concatenate,
     MergeModulelist,
-    Renaming,
     WeightConverter,
     convert,
+    rename,
 )
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -80,13 +80,13 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     Returns targets by parameter name. Raises CheckpointError when parameters stay unfilled, stored
     tensors have nowhere to go, or their headers say that they do not fill their places.
     """
-    renaming = Renaming(skeleton)
     state = skeleton.state_dict(keep_vars=True)
     sources: dict[str, list[Source]] = {}
     converters: dict[str, WeightConverter | None] = {}
     unused: list[str] = []
-    for tensor in _loaded_tensors(model):
-        name, pattern, converter = renaming.find(tensor.name)
+    stored = list(_loaded_tensors(model))
+    renamed = rename(skeleton, (tensor.name for tensor in stored))
+    for tensor, (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
             sources.setdefault(name, []).append((tensor, pattern or ""))
             converters.setdefault(name, converter)
