@@ -135,11 +135,7 @@ def _fill_random(destinations: Mapping[str, torch.Tensor]) -> Generator[int, Non
             key = (destination.device, destination.dtype)
             if key not in blocks:
                 blocks[key] = noise.to(*key)
-            _tile(destination.view(-1), blocks[key], start=number * 1_000_003 % noise.numel())
+            rolled = blocks[key].roll(-(number * 1_000_003 % noise.numel()))
+            for piece in destination.view(-1).split(rolled.numel()):
+                piece.copy_(rolled[: piece.numel()])
         yield destination.nbytes
-
-
-def _tile(flat: torch.Tensor, block: torch.Tensor, start: int) -> None:
-    rolled = block.roll(-start)
-    for piece in flat.split(rolled.numel()):
-        piece.copy_(rolled[: piece.numel()])

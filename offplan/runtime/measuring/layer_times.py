@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -114,16 +115,11 @@ def _time_prefill(
     long as the host needs to launch them: they are taken through a layer as a request's are.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
-    time = _time_captured if captured else _time_launched
+    time = _time_captured if captured else partial(_median_seconds, repeats=REPEATS)
     with session.stream(), torch.inference_mode():
         layers = session.runner.prompt_layers(prompt.to(session.device))
         each = [time(session, layer) for layer in layers]
     return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
-
-
-def _time_launched(session: Session, work: Callable[[], object]) -> float:
-    """Return the seconds of work that the host launches, again and again."""
-    return _median_seconds(session, work, REPEATS)
 
 
 def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
