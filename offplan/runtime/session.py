@@ -100,10 +100,9 @@ class Session:
         self._closed = True
         with on_device(self.device):
             self.loaded.close()
-            if self._stream is not None:
-                # a device that failed says so again; the error already on its way is to be shown
-                with suppress(RuntimeError):
-                    torch.cuda.empty_cache()
+            # a device that failed says so again; the error already on its way is to be shown
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     @property
     def gpu_bytes(self) -> int:

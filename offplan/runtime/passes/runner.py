@@ -50,7 +50,7 @@ class ModelRunner:
         chunk: int,
         capture: bool,
     ) -> None:
-        """Take the model over: hooks, caches of ``context`` tokens, compiled layers.
+        """Take the model over: its layers, compiled, and caches of ``context`` tokens.
 
         Prompts are read in chunks of ``chunk`` tokens. ``capture`` (CUDA only) captures what is
         captured; what that takes is given back through ``memory``.
