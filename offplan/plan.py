@@ -4,7 +4,6 @@ A plan is a small YAML file with a stable order and nothing volatile in it. It i
 YAML's safe loader; an unknown key, or one given twice, is an error.
 """
 
-from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from offplan.records import (
     explain,
     load_yaml,
 )
+from offplan.segments import match_segments
 from offplan.units import format_bytes, format_seconds
 
 PLAN_VERSION: Literal[1] = 1
@@ -139,14 +139,6 @@ class MachineRef(Record):
     basis: Basis
     fingerprint: str
     """SHA-256 of the machine profile."""
-
-
-def match_segments(segments: Collection[str], name: str) -> bool:
-    """Whether a segment is a dotted run of ``name``; no segments match everything.
-
-    Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
-    """
-    return not segments or any(f".{segment}." in f".{name}." for segment in segments)
 
 
 class Rule(Record):

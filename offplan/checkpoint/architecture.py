@@ -127,6 +127,8 @@ class Architecture:
     """Elements of a token's hidden state; 0 where the config does not say."""
     vocabulary_size: int | None
     """Tokens that the model knows; None where the config does not say."""
+    end_tokens: tuple[int, ...]
+    """Tokens that end a text."""
     num_layers: int | None
     """Decoder layers; None where the config does not say."""
     num_prediction_layers: int
@@ -180,6 +182,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         is_quantised=bool(config.get("quantization_config")),
         hidden_size=_read_hidden_size(text),
         vocabulary_size=read_count(text, "vocab_size"),
+        end_tokens=_read_end_tokens(config, text),
         num_layers=stated_layers,
         num_prediction_layers=read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0,
         num_sharing_layers=read_count(text, "num_kv_shared_layers") or 0,
@@ -276,3 +279,11 @@ def _read_tie(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None
 
 def _read_names(value: Any) -> tuple[str, ...]:
     return tuple(name for name in value if isinstance(name, str)) if isinstance(value, list) else ()
+
+
+def _read_end_tokens(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
+    values = (part.get("eos_token_id") for part in (config, text))
+    tokens = [
+        token for value in values for token in (value if isinstance(value, list) else [value])
+    ]
+    return tuple(dict.fromkeys(token for token in tokens if type(token) is int))

@@ -19,8 +19,8 @@ def plan_throughput(question: Question) -> PlanResult:
 
     Every power of two that fits is tried: memory spent on KV cache instead of weights may pay again
     after it did not, and where layer times were measured a larger batch may be the one that keeps a
-    target. Then steps of a half of the best power, of a quarter and so on down to one are tried from
-    the best so far, up and down.
+    target. Then steps of a half of the best power, of a quarter and so on down to one are tried,
+    up and down from the best so far.
     Raises InfeasibleError as ``make_plan`` does for a single sequence, when no batch has a plan.
     """
     best: PlanResult | None = None

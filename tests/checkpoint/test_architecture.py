@@ -87,3 +87,8 @@ def test_the_cache_is_of_what_the_weights_are_stored_in():
     (small, cache), (large, larger_cache) = sizes
     assert (small, large) == (2, 4)
     assert larger_cache == 2 * cache > 0
+
+
+def test_end_tokens_of_both_configs():
+    config = {"eos_token_id": 2, "text_config": {"eos_token_id": [1, 2, None]}}
+    assert read_architecture(config).end_tokens == (2, 1)
