@@ -1,3 +1,101 @@
-"""offplan plans, then runs, a model whose weights do not fit the GPU."""
+"""offplan plans, then runs, a model whose weights do not fit the GPU.
+
+The library, of which each name is imported when it is first asked for:
+
+==================  ===============================================================================
+``open_model``      reads what a model is: a folder, a ``config.json`` or a Hub id
+``load_machine``    takes the machine that a profile describes, by its name or file
+``measure_here``    measures the machine at hand, and how long a model's layers take on it
+``Workload``        what a plan is optimised for: batch, tokens of prompt and output, context
+``ask``             asks for the best plan: model, machine, workload, memory, targets
+``ask_again``       asks what a plan file answers, from the file alone
+``Question``        what was asked
+``make_plan``       finds the plan
+``find_frontier``   finds the best plan of each budget
+``Plan``            which weights stay on the host, how they reach the GPU, what that costs
+``load_plan``       reads a plan file
+``dump_plan``       prints a plan as the text of its file
+``export_plan``     says a plan in the flags of vLLM or SGLang
+``open_session``    loads a plan's model, ready to run
+``generate``        yields tokens
+``bench_plan``      measures a plan beside its prediction
+``OffplanError``    what all errors have in common; ``offplan.errors`` draws the tree
+==================  ===============================================================================
+
+Sizes are bytes and times are seconds, as the names say: ``gpu_memory``, ``link_bytes``, ``step_s``.
+A record given a value that it does not allow raises pydantic's ValidationError, a ValueError.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offplan.asking import ask, ask_again
+    from offplan.benchmark import bench_plan
+    from offplan.checkpoint.open import open_model
+    from offplan.engines.export import export_plan
+    from offplan.errors import OffplanError
+    from offplan.machines import load_machine, measure_here
+    from offplan.plan import Plan, Workload, dump_plan, load_plan
+    from offplan.planner.frontier import find_frontier
+    from offplan.planner.make import make_plan
+    from offplan.question import Question
+    from offplan.runtime.generate import generate
+    from offplan.sessions import open_session
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "OffplanError",
+    "Plan",
+    "Question",
+    "Workload",
+    "ask",
+    "ask_again",
+    "bench_plan",
+    "dump_plan",
+    "export_plan",
+    "find_frontier",
+    "generate",
+    "load_machine",
+    "load_plan",
+    "make_plan",
+    "measure_here",
+    "open_model",
+    "open_session",
+]
+
+_HOMES = {
+    "OffplanError": "errors",
+    "Plan": "plan",
+    "Question": "question",
+    "Workload": "plan",
+    "ask": "asking",
+    "ask_again": "asking",
+    "bench_plan": "benchmark",
+    "dump_plan": "plan",
+    "export_plan": "engines.export",
+    "find_frontier": "planner.frontier",
+    "generate": "runtime.generate",
+    "load_machine": "machines",
+    "load_plan": "plan",
+    "make_plan": "planner.make",
+    "measure_here": "machines",
+    "open_model": "checkpoint.open",
+    "open_session": "sessions",
+}
+"""The module of each public name."""
+
+if not TYPE_CHECKING:  # type checkers are to see the names above, and no others
+
+    def __getattr__(name: str) -> object:
+        """Import a public name when it is first asked for: planning needs no torch."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ The placement knows names, bytes and offsets, and no torch: the planner prices i
 carries it out.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -134,8 +135,7 @@ class Placement:
     @cached_property
     def offloaded_bytes(self) -> int:
         """Memory of the slabs, and of the input embedding if it is on the host."""
-        embedding = self.host_embedding.nbytes if self.host_embedding is not None else 0
-        return self.slab_bytes + embedding
+        return self.slab_bytes + (self.host_embedding.nbytes if self.host_embedding else 0)
 
     @cached_property
     def slab_bytes(self) -> int:
@@ -154,8 +154,11 @@ class Placement:
 
     def spans(self, phase: Phase) -> list[Span]:
         """What the phase streams, in the order of the layers."""
-        spans = (slab.span(phase) for slab in self.slabs)
-        return [span for span in spans if span is not None]
+        return _spans(self.slabs, phase)
+
+
+def _spans(slabs: Iterable[Slab], phase: Phase) -> list[Span]:
+    return [span for slab in slabs if (span := slab.span(phase)) is not None]
 
 
 def group_units(layer: Layer) -> tuple[Unit, ...]:
@@ -164,9 +167,7 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
     groups: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in layer.parameters:
         parts = parameter.name.split(".")
-        key: tuple[object, ...] = (parameter.name,)
-        if parameter.is_expert:
-            key = tuple(partners.get(part, part) for part in parts)
+        key = tuple(partners.get(part, part) if parameter.is_expert else part for part in parts)
         groups.setdefault(key, []).append(parameter)
     return tuple(Unit(layer.index, tuple(parameters)) for parameters in groups.values())
 
@@ -177,8 +178,7 @@ def place(model: Model, offload: Offload) -> Placement:
     Raises PlanError for a rule that takes nothing, for one that splits what the runtime fuses, and
     for an embedding that cannot lie on the host.
     """
-    units = [group_units(layer) for layer in model.layers]
-    return place_units(units, model, offload)
+    return place_units(list(map(group_units, model.layers)), model, offload)
 
 
 def place_units(
@@ -186,29 +186,22 @@ def place_units(
 ) -> Placement:
     """Do what ``place`` does, for a caller that places the same units many times."""
     rules = offload.rules
-    remaining = [rule.max_bytes for rule in rules]
-    used = [False] * len(rules)
+    left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
+    unused = set(range(len(rules)))
     slabs: list[Slab] = []
     for units in units_by_layer:
         chosen: list[tuple[Unit, Rule]] = []
         for unit in units:
-            number = _first_rule(unit, rules, remaining)
-            if number is None:
-                continue
-            used[number] = True
-            left = remaining[number]
-            if left is not None:
-                remaining[number] = left - unit.nbytes
-            chosen.append((unit, rules[number]))
+            number = _first_rule(unit, rules, left)
+            if number is not None:
+                unused.discard(number)
+                left[number] -= unit.nbytes
+                chosen.append((unit, rules[number]))
         if chosen:
             slabs.append(build_slab(chosen))
-    for number, rule in enumerate(rules):
-        if not used[number]:
-            raise PlanError(_describe_unused(number, rule, model))
-    spans = [span for phase in Phase for slab in slabs if (span := slab.span(phase)) is not None]
-    most_streamed = max(
-        (sum(slab.span(phase) is not None for slab in slabs) for phase in Phase), default=0
-    )
+    if unused:
+        raise PlanError(_describe_unused(min(unused), rules[min(unused)], model))
+    streamed = [_spans(slabs, phase) for phase in Phase]
     embedding = model.input_embedding if offload.embeddings == "host" else None
     if offload.embeddings == "host" and embedding is None:
         raise PlanError(
@@ -218,19 +211,17 @@ def place_units(
     weights = model.loaded_bytes - (embedding.nbytes if embedding is not None else 0)
     return Placement(
         slabs=tuple(slabs),
-        num_slots=min(offload.prefetch_step, most_streamed),
-        slot_bytes=max((span.nbytes for span in spans), default=0),
+        num_slots=min(offload.prefetch_step, max(map(len, streamed))),
+        slot_bytes=max((span.nbytes for spans in streamed for span in spans), default=0),
         resident_bytes=weights - sum(e.unit.nbytes for slab in slabs for e in slab.entries),
         host_embedding=embedding,
     )
 
 
-def _first_rule(unit: Unit, rules: Sequence[Rule], remaining: Sequence[int | None]) -> int | None:
+def _first_rule(unit: Unit, rules: Sequence[Rule], left: Sequence[float]) -> int | None:
+    """Find the rule that takes a unit; ``left`` are the bytes that each may still take."""
     for number, rule in enumerate(rules):
-        if not rule.selects_layer(unit.layer):
-            continue
-        left = remaining[number]
-        if left is not None and left <= 0:
+        if left[number] <= 0 or not rule.selects_layer(unit.layer):
             continue
         matched = [rule.matches(parameter.name) for parameter in unit.parameters]
         if all(matched):
@@ -244,16 +235,19 @@ def _first_rule(unit: Unit, rules: Sequence[Rule], remaining: Sequence[int | Non
     return None
 
 
+_ORDER = (
+    (Backend.PREFETCH, Backend.UVA),
+    (Backend.PREFETCH, Backend.PREFETCH),
+    (Backend.UVA, Backend.PREFETCH),
+    (Backend.UVA, Backend.UVA),
+)
+"""How entries of a slab are reached in prefill and in decode, in the order that they lie in it."""
+
+
 def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
     """Lay out the chosen units of one layer, each with the rule that takes it."""
-    order = {
-        (Backend.PREFETCH, Backend.UVA): 0,
-        (Backend.PREFETCH, Backend.PREFETCH): 1,
-        (Backend.UVA, Backend.PREFETCH): 2,
-        (Backend.UVA, Backend.UVA): 3,
-    }
     # sorted() is stable: within a class the entries keep the order of their names
-    ranked = sorted(chosen, key=lambda pair: order[pair[1].prefill, pair[1].decode])
+    ranked = sorted(chosen, key=lambda pair: _ORDER.index((pair[1].prefill, pair[1].decode)))
     entries: list[SlabEntry] = []
     offset = 0
     for unit, rule in ranked:

@@ -4,7 +4,6 @@ A plan is a small YAML file with a stable order and nothing volatile in it. It i
 YAML's safe loader; an unknown key, or one given twice, is an error.
 """
 
-from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from offplan.choices import Store
 from offplan.errors import PlanError
 from offplan.records import (
     YAML_CONTEXT,
@@ -24,6 +24,7 @@ from offplan.records import (
     explain,
     load_yaml,
 )
+from offplan.segments import match_segments
 from offplan.units import format_bytes, format_seconds
 
 PLAN_VERSION: Literal[1] = 1
@@ -140,14 +141,6 @@ class MachineRef(Record):
     """SHA-256 of the machine profile."""
 
 
-def match_segments(segments: Collection[str], name: str) -> bool:
-    """Whether a segment is a dotted run of ``name``; no segments match everything.
-
-    Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
-    """
-    return not segments or any(f".{segment}." in f".{name}." for segment in segments)
-
-
 class Rule(Record):
     """Which parameters of which layers stay on the host, and how each phase gets them.
 
@@ -204,7 +197,7 @@ class Offload(Record):
     """Prompt tokens of each sequence in one forward pass, at most."""
     embeddings: Literal["device", "host"] = "device"
     """``host``: the input embedding stays in pinned host memory and is read by row, in place."""
-    store: Literal["host", "peer"] = "host"
+    store: Store = "host"
     """Where what the rules take lies: in pinned host memory, or in that of a second GPU."""
     rules: tuple[Rule, ...] = ()
     """First match wins; empty when everything fits."""

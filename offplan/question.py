@@ -2,13 +2,23 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 from offplan.checkpoint.model import Model
+from offplan.choices import Store
 from offplan.engines.export import ENGINES
 from offplan.errors import InputError
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Goal, Workload
+from offplan.plan import (
+    Basis,
+    Budget,
+    Goal,
+    MachineRef,
+    ModelRef,
+    Offload,
+    Plan,
+    Prediction,
+    Workload,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class Question:
     workload: Workload
     budget: Budget
     goal: Goal = field(default_factory=Goal)
-    store: Literal["host", "peer"] = "host"
+    store: Store = "host"
     """Where what is offloaded lies: in host memory, or in that of a second GPU."""
     profile: str | None = None
     """The name by which the machine's profile is found again; None where it was measured."""
@@ -60,3 +70,29 @@ class Question:
     def with_batch(self, batch: int) -> "Question":
         """Ask the same for another number of sequences."""
         return replace(self, workload=self.workload.model_copy(update={"batch": batch}))
+
+    def answer(self, offload: Offload, prediction: Prediction) -> Plan:
+        """Write the plan that answers the question by a decision, with all that was asked."""
+        model, machine = self.model, self.planned_machine
+        return Plan(
+            model=ModelRef(
+                source=model.source,
+                revision=model.revision,
+                headers_sha256=model.headers_sha256,
+                dtype=model.dtype,
+            ),
+            workload=self.workload,
+            budget=self.budget,
+            goal=self.goal,
+            machine=MachineRef(
+                name=machine.name,
+                profile=self.profile,
+                link=machine.link,
+                h2d=machine.h2d.value,
+                uva=machine.uva.value,
+                basis=Basis(machine.basis),
+                fingerprint=machine.fingerprint,
+            ),
+            offload=offload,
+            prediction=prediction,
+        )

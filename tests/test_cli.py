@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from offplan.cli import planning
+from offplan import machines
 from tests.cli import CLI, TINY_MOE
 from tests.rendering import strip_lines
 
@@ -18,7 +18,7 @@ OFFLOADING = ("--machine", "cpu", "--gpu-memory", "1MiB", *SMALL)
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
     """The command line on a machine without a GPU, in the repository's root."""
-    monkeypatch.setattr(planning, "has_gpu", lambda: False)
+    monkeypatch.setattr(machines, "has_gpu", lambda: False)
     monkeypatch.chdir(TINY_MOE.parents[1])
     monkeypatch.setenv("COLUMNS", "80")
     return CLI(monkeypatch, capsys)
@@ -164,6 +164,14 @@ def test_plan_says_what_does_not_fit_and_exits_3(cli: CLI) -> None:
     assert (code, out) == (3, "")
     assert err.startswith("offplan: no plan fits 100 KiB of GPU memory")
     assert err.count("\n") == 1
+
+
+def test_more_memory_than_there_is_is_noted(cli: CLI) -> None:
+    code, out, err = cli("plan", "plans/tiny-moe", "--machine", "cpu", "--gpu-memory", "1TiB")
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith("offplan: CPU has ")
+    assert err.endswith(": planning for that instead of 1 TiB\n")
+    assert out == cli("plan", "plans/tiny-moe", "--machine", "cpu").out
 
 
 def test_plan_prints_yaml_or_json_of_the_same_plan(cli: CLI) -> None:
@@ -315,7 +323,7 @@ def test_interrupt_exits_130(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning, "has_gpu", interrupt)
+    monkeypatch.setattr(machines, "has_gpu", interrupt)
     assert cli("analyze", "plans/tiny-moe").code == 130
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offplan.cli import models
+from offplan import benchmark, sessions
 from offplan.runtime.loading import loaded
 from offplan.runtime.passes.runner import ModelRunner
 from tests.cli import CLI, ROOT, TINY_MOE
@@ -65,7 +65,8 @@ def test_files_exchanged_while_starting(
         shutil.copy(first, second)
         return copy
 
-    monkeypatch.setattr(models, "find_weights", exchange)
+    for module in (sessions, benchmark):
+        monkeypatch.setattr(module, "find_weights", exchange)
     expect(cli, command, copy, 2, "has changed since its header was read")
 
 

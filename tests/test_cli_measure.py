@@ -9,11 +9,10 @@ import huggingface_hub
 import pytest
 import torch
 
-import offplan.cli.planning
 import offplan.machine.measure
+import offplan.machines
 import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.open import open_model
-from offplan.cli.planning import measure_here, read_workload
 from offplan.machine.profile import (
     InPlaceRead,
     LayerTime,
@@ -21,11 +20,12 @@ from offplan.machine.profile import (
     load_profile,
     parse_profile,
 )
+from offplan.machines import measure_here
 from offplan.plan import Workload
 from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
 
-WORKLOAD = read_workload(1, 32, 96, 256)
+WORKLOAD = Workload(batch=1, prompt_tokens=32, output_tokens=96, context=256)
 
 
 class Machine:
@@ -55,7 +55,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(layer_times, "measure_layer_times", machine.time_layers)
     monkeypatch.setattr(layer_times, "measure_in_place_reads", machine.time_reads)
     monkeypatch.setattr(offplan.runtime.memory.gpu_memory, "bytes_in_use", lambda device: 2**30)
-    monkeypatch.setattr(offplan.cli.planning, "has_gpu", lambda: True)
+    monkeypatch.setattr(offplan.machines, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: machine.gpu)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
@@ -71,7 +71,7 @@ def test_layers_are_timed_once(machine: Machine) -> None:
     model = open_model(str(TINY_MOE))
     first, second = (measure_here(model, WORKLOAD) for _ in range(2))
     assert first == second
-    assert first.gpu_memory_bytes == first.profile.gpu_memory.value - 2**30
+    assert first.free_gpu_bytes == first.profile.gpu_memory.value - 2**30
     assert machine.num_layer_times == 1
     assert machine.with_others == [False, False]
 

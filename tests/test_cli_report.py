@@ -95,7 +95,7 @@ Plan:
   prompts are read in chunks of 512 tokens
 Why (estimated):
   it is the fastest
-  decode is held by compute from batch 40 on
+  decode is compute-bound from batch 40 on
   streaming experts beats reading them in place from batch 32 on
 
 Memory

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offplan.checkpoint import model_types
-from offplan.checkpoint.config import read_count, read_dtype, read_number, text_config
+from offplan.checkpoint.config import MAX_COUNT, read_count, read_dtype, text_config
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
@@ -38,6 +38,13 @@ _NUM_PER_TOKEN = (
     "top_k_experts",
     "top_k",
 )
+_LINEAR_SIZES = (
+    "num_key_heads",
+    "num_value_heads",
+    "key_head_dim",
+    "value_head_dim",
+    "conv_kernel_dim",
+)
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 
 
@@ -55,12 +62,6 @@ class Attention:
     """Whether the softmax has a learned sink for each head."""
     soft_cap: float | None
     """Value that scores are softly capped at; None where they are not."""
-    position_bias: bool
-    """Whether a bias by distance (ALiBi, buckets) is added to the scores."""
-    prefix: bool
-    """Whether the tokens of a prefix see one another both ways."""
-    bidirectional: bool
-    """Whether tokens see later ones too."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,6 @@ class Routing:
     """Whether there are experts beyond ``num_experts`` that compute nothing (LongCat)."""
     in_out: bool
     """Whether fused experts are stored as [experts, in, out], not [experts, out, in]."""
-    interleaved: bool
-    """Whether the columns of a fused gate and up projection alternate."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,6 @@ class Architecture:
     """Whether the head is the input embedding; None where neither config nor model type says."""
     states_tie: bool
     """Whether the config itself says so; else it is the model type's default."""
-    final_soft_cap: float | None
-    """Value that logits are softly capped at; None where they are not."""
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
@@ -176,9 +173,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     text = text_config(config)
     model_type = str(text.get("model_type") or config.get("model_type"))
     stated_layers = _read_num_layers(text)
-    windows = read_windows(text, model_type, stated_layers or num_layers)
+    mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie = _read_tie(config, text)
-    attention_cap, final_cap = model_types.SOFT_CAPS.get(model_type, (None, None))
     return Architecture(
         model_type=model_type,
         class_names=_read_names(config.get("architectures")),
@@ -190,43 +186,29 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         num_layers=stated_layers,
         num_prediction_layers=read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0,
         num_sharing_layers=read_count(text, "num_kv_shared_layers") or 0,
-        mixers=windows.mixers,
-        windows=windows.tokens,
-        attention=_read_attention(text, model_type, attention_cap),
+        mixers=mixers,
+        windows=windows,
+        attention=_read_attention(text, model_type),
         latents=_read_latents(text),
         linear=_read_linear(text),
-        routing=_read_routing(text, model_type),
+        routing=read_routing(text, model_type),
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
         float32_parts=model_types.FLOAT32_PARTS.get(model_type, ()),
         float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
-        head_is_tied=_default_tie(model_type) if tie is None else tie,
+        head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         states_tie=tie is not None,
-        final_soft_cap=read_number(
-            text, "final_logit_softcapping", "logits_soft_cap", default=final_cap
-        ),
-        notes=windows.notes,
+        notes=notes,
     )
 
 
-def read_num_experts(config: Mapping[str, Any]) -> int | None:
-    """Read how many routed experts a layer has, None where the config does not say."""
-    return _read_nested(text_config(config), "ffn_config", *_NUM_EXPERTS)
-
-
 def _read_num_layers(text: Mapping[str, Any]) -> int | None:
-    for key in _NUM_LAYERS:
-        value = text.get(key)
-        if value is not None and read_count(text, key) is None:
-            raise CheckpointError(
-                f"{CONFIG_NAME}: found {quote(value)} as {key}, expected a positive whole number; "
-                "correct the file or fetch it again"
-            )
     num_layers = read_count(text, *_NUM_LAYERS)
-    if num_layers is not None and num_layers > MAX_LAYERS:
-        raise CheckpointError(
-            f"{CONFIG_NAME}: found {num_layers} layers, expected {MAX_LAYERS} at most; correct the "
-            "file or fetch it again"
-        )
+    for key in _NUM_LAYERS:
+        if text.get(key) is not None and not 0 < (read_count(text, key) or 0) <= MAX_LAYERS:
+            raise CheckpointError(
+                f"{CONFIG_NAME}: found {quote(text[key])} as {key}, expected a positive whole "
+                f"number of layers, {MAX_LAYERS} at most; correct the file or fetch it again"
+            )
     return num_layers
 
 
@@ -234,28 +216,24 @@ def _read_hidden_size(text: Mapping[str, Any]) -> int:
     return read_count(text, "hidden_size", "n_embd", "d_model") or 0
 
 
-def _read_attention(
-    text: Mapping[str, Any], model_type: str, default_cap: float | None
-) -> Attention:
+def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:
     num_heads = read_count(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 0
     num_kv_heads = _read_nested(text, "attn_config", *_NUM_KV_HEADS, "kv_n_heads")
     if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
         num_kv_heads = 1
     head_dim = read_count(text, "head_dim", "kv_channels", "attention_head_dim")
-    nested = text.get("attn_config")
-    nested = nested if isinstance(nested, Mapping) else {}
-    has_bias = model_type in model_types.BIASED_TYPES and nested.get("alibi") is not False
     return Attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads or num_heads,
         head_dim=head_dim or (_read_hidden_size(text) // num_heads if num_heads else 0),
         sinks=model_type in model_types.SINK_TYPES,
-        soft_cap=read_number(text, "attn_logit_softcapping", default=default_cap),
-        position_bias=has_bias or text.get("alibi") is True,
-        prefix=nested.get("prefix_lm") is True,
-        bidirectional=text.get("is_causal") is False
-        or text.get("use_bidirectional_attention") in (True, "all"),
+        soft_cap=_read_soft_cap(text, model_type),
     )
+
+
+def _read_soft_cap(text: Mapping[str, Any], model_type: str) -> float | None:
+    cap = text.get("attn_logit_softcapping", model_types.SOFT_CAPS.get(model_type))
+    return float(cap) if type(cap) in (int, float) and 0 < cap < MAX_COUNT else None
 
 
 def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
@@ -272,23 +250,17 @@ def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def _read_linear(text: Mapping[str, Any]) -> LinearAttention | None:
-    num_keys = read_count(text, "linear_num_key_heads")
-    num_values = read_count(text, "linear_num_value_heads")
-    key_dim = read_count(text, "linear_key_head_dim")
-    value_dim = read_count(text, "linear_value_head_dim")
-    kernel = read_count(text, "linear_conv_kernel_dim")
-    if not (num_keys and num_values and key_dim and value_dim and kernel):
-        return None
-    return LinearAttention(num_keys, num_values, key_dim, value_dim, kernel)
+    sizes = [size for key in _LINEAR_SIZES if (size := read_count(text, f"linear_{key}"))]
+    return LinearAttention(*sizes) if len(sizes) == len(_LINEAR_SIZES) else None
 
 
-def _read_routing(text: Mapping[str, Any], model_type: str) -> Routing:
+def read_routing(text: Mapping[str, Any], model_type: str) -> Routing:
+    """Read what a config's part on the language model says of its routed experts."""
     return Routing(
         num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS),
         num_per_token=_read_nested(text, "ffn_config", *_NUM_PER_TOKEN),
         has_idle=read_count(text, "zero_expert_num") is not None,
         in_out=model_type in model_types.EXPERTS_IN_OUT,
-        interleaved=model_type in model_types.EXPERTS_INTERLEAVED,
     )
 
 
@@ -303,11 +275,6 @@ def _read_tie(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None
     """Return what the config says; the outer one decides where it speaks, as in transformers."""
     stated = (part.get("tie_word_embeddings") for part in (config, text))
     return next((value for value in stated if isinstance(value, bool)), None)
-
-
-def _default_tie(model_type: str) -> bool | None:
-    is_tied = model_type in model_types.TIED_BY_DEFAULT
-    return is_tied if is_tied or model_type in model_types.UNTIED_BY_DEFAULT else None
 
 
 def _read_names(value: Any) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
 """The step from what a source holds to the model that the rest of offplan sees."""
 
+import re
 from collections.abc import Iterable
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config import read_model_type
-from offplan.checkpoint.experts import describe_experts
+from offplan.checkpoint.experts import describe_experts, group_parameters
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.kv_cache import describe_kv_caches
-from offplan.checkpoint.layers import layer_parameters, split_layers
+from offplan.checkpoint.layers import split_layers
 from offplan.checkpoint.model import (
     FLOAT_BYTES,
     INPUT_EMBEDDINGS,
@@ -17,30 +18,20 @@ from offplan.checkpoint.model import (
     compute_dtype,
     owner,
 )
-from offplan.checkpoint.tensors import CONFIG_NAME, Stored, TensorInfo, headers_sha256
+from offplan.checkpoint.tensors import CONFIG_NAME, DTYPE_BITS, Stored, TensorInfo, headers_sha256
 from offplan.errors import CheckpointError
 
-TORCH_NAMES = {
+_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
+_NAMED_OTHERWISE = {
     "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+TORCH_NAMES = _NAMED_OTHERWISE | {
+    name: re.sub("^[A-Z]+", lambda kind: _KINDS[kind[0]], name).lower()
+    for name in DTYPE_BITS.keys() - _NAMED_OTHERWISE.keys()
+    if not name.startswith("F6_")  # which torch has not
 }
 """Torch's names of safetensors' types. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
 
@@ -56,7 +47,10 @@ def assemble(source: str, stored: Stored) -> Model:
     split = split_layers(architecture, stored.tensors)
     if architecture.num_layers is None:
         architecture = read_architecture(stored.config, len(split.layers))
-    parameters = layer_parameters(split, architecture.routing.num_experts)
+    parameters = [
+        group_parameters(f"{split.prefix}.{index}", tensors, architecture.routing.num_experts)
+        for index, tensors in enumerate(split.layers)
+    ]
     dtype = _main_dtype(stored.tensors)
     element_bytes = FLOAT_BYTES[compute_dtype(dtype, architecture.dtype)]
     caches, cache_notes = describe_kv_caches(architecture, parameters, element_bytes)
@@ -98,14 +92,16 @@ def assemble(source: str, stored: Stored) -> Model:
 
 
 def _find_tied(
-    architecture: Architecture, outside: Iterable[TensorInfo]
+    architecture: Architecture, outside: tuple[TensorInfo, ...]
 ) -> tuple[frozenset[str], list[str]]:
     """Return the names of stored heads that share the input embedding's storage once loaded.
 
     A head is tied when both have one shape and dtype and the architecture ties them. The notes say
     when the answer was not the config's own.
     """
-    alike = _heads_like_embeddings(outside)
+    embeddings = {(t.dtype, t.shape) for t in outside if owner(t.name) in INPUT_EMBEDDINGS}
+    heads = (tensor for tensor in outside if owner(tensor.name) in OUTPUT_HEADS)
+    alike = frozenset(head.name for head in heads if (head.dtype, head.shape) in embeddings)
     is_tied = architecture.head_is_tied
     taken = alike if is_tied else frozenset()
     if not alike or architecture.states_tie or is_tied is False:
@@ -115,14 +111,6 @@ def _find_tied(
         f"tied ({default})" if is_tied else f"its own ({default} is not known)"
     )
     return taken, [note]
-
-
-def _heads_like_embeddings(outside: Iterable[TensorInfo]) -> frozenset[str]:
-    """Return the names of heads of the input embedding's shape and dtype."""
-    by_owner = [(owner(tensor.name), tensor) for tensor in outside]
-    embeddings = {(t.dtype, t.shape) for name, t in by_owner if name in INPUT_EMBEDDINGS}
-    heads = (tensor for name, tensor in by_owner if name in OUTPUT_HEADS)
-    return frozenset(head.name for head in heads if (head.dtype, head.shape) in embeddings)
 
 
 def _note_packing(tensors: Iterable[TensorInfo]) -> list[str]:

@@ -8,7 +8,7 @@ from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
-_MAX_COUNT = 2**40
+MAX_COUNT = 2**40
 """Greatest number taken, past any model's, so that sizes of a hostile config stay printable."""
 
 
@@ -36,7 +36,7 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
             continue
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or value > _MAX_COUNT:
+        if not isinstance(value, int) or value > MAX_COUNT:
             raise CheckpointError(
                 f"{CONFIG_NAME}: found {quote(value)} as {key}, expected a whole number; "
                 "correct the file or fetch it again"
@@ -46,23 +46,11 @@ def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
     return None
 
 
-def read_number(config: Mapping[str, Any], *keys: str, default: float | None) -> float | None:
-    """Read the first of these keys that the config has; None where it holds no positive number."""
-    for key in keys:
-        if key in config:
-            value = config[key]
-            return float(value) if type(value) in (int, float) and 0 < value < _MAX_COUNT else None
-    return default
-
-
 def read_dtype(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the config names, such as ``bfloat16``, or None."""
-    for part in (config, text_config(config)):
-        for key in ("dtype", "torch_dtype"):
-            value = part.get(key)
-            if isinstance(value, str):
-                return value.removeprefix("torch.")
-    return None
+    parts = (config, text_config(config))
+    values = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next((v.removeprefix("torch.") for v in values if isinstance(v, str)), None)
 
 
 def read_model_type(config: Mapping[str, Any]) -> str:

@@ -4,27 +4,20 @@ Slow to import, so it is imported where it is used: this is the one file here th
 """
 
 from collections.abc import Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offplan.checkpoint.architecture import (
-    MAX_LAYERS,
-    Routing,
-    read_architecture,
-    read_num_experts,
-)
+from offplan.checkpoint.architecture import MAX_LAYERS, Routing, read_architecture, read_routing
 from offplan.checkpoint.assemble import TORCH_NAMES
 from offplan.checkpoint.config import read_count, text_config
 from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.tensors import INDEX_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 _MAX_EXPERTS = 100_000
@@ -54,8 +47,9 @@ def read_config_only(path: Path) -> Stored:
 
 
 def _check_buildable(config: Mapping[str, Any]) -> None:
-    num_layers = read_count(text_config(config), "num_hidden_layers") or 0
-    num_experts = read_num_experts(config) or 0
+    text = text_config(config)
+    num_layers = read_count(text, "num_hidden_layers") or 0
+    num_experts = read_routing(text, "").num_experts or 0
     if num_layers > MAX_LAYERS or num_experts > _MAX_EXPERTS:
         raise CheckpointError(
             f"found {num_layers} layers and {num_experts} experts in the config, expected "
@@ -71,7 +65,7 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
 
     from offplan.checkpoint.transformers_config import build_config, cannot_build
 
-    with _quietly(transformers), torch.device("meta"):
+    with quietly(transformers.logging), torch.device("meta"):
         built = build_config(config, where)
         try:
             # The implementations are named, or a config's own could ask for kernels off the Hub.
@@ -81,7 +75,11 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
             saved = revert_weight_conversion(model, _saved_state(model))
         except Exception as error:
             raise cannot_build(where, error) from error
-    return _describe(saved)
+    types = {name: dtype for dtype, name in TORCH_NAMES.items()}
+    return tuple(
+        TensorInfo(name, types[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+        for name, tensor in saved.items()
+    )
 
 
 def _without_idle_experts(
@@ -106,11 +104,7 @@ def _model_class(built: Any) -> Any:
 
     for name in built.architectures or ():
         stated = getattr(transformers, str(name), None)
-        if (
-            isinstance(stated, type)
-            and issubclass(stated, transformers.PreTrainedModel)
-            and getattr(stated, "config_class", None) is type(built)
-        ):
+        if getattr(stated, "config_class", None) is type(built):
             return stated
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
 
@@ -123,23 +117,11 @@ def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     targets = getattr(model, "all_tied_weights_keys", None) or {}
-    state: dict[str, torch.Tensor] = {}
-    kept: dict[int, str] = {}
-    # Targets last, so that a tie's source is what stays.
-    for name, tensor in sorted(
-        model.state_dict(keep_vars=True).items(), key=lambda item: item[0] in targets
-    ):
-        if name not in ignored and kept.setdefault(id(tensor), name) == name:
-            state[name] = tensor
-    return state
-
-
-def _describe(state: "Mapping[str, torch.Tensor]") -> tuple[TensorInfo, ...]:
-    types = {name: dtype for dtype, name in TORCH_NAMES.items()}
-    return tuple(
-        TensorInfo(name, types[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
-        for name, tensor in state.items()
-    )
+    named = model.state_dict(keep_vars=True)
+    # Of one tensor's names the last stays: that of a tie's source, or else the model's first.
+    names = (name for name in reversed(named) if name not in ignored)
+    kept = {id(named[name]): name for name in sorted(names, key=lambda name: name not in targets)}
+    return {name: named[name] for name in kept.values()}
 
 
 def _compare_with_index(path: Path, tensors: tuple[TensorInfo, ...]) -> list[str]:
@@ -168,14 +150,3 @@ def _compare_with_index(path: Path, tensors: tuple[TensorInfo, ...]) -> list[str
     if notes:
         notes.append("name the folder or the Hub id to plan with what is stored")
     return notes
-
-
-@contextmanager
-def _quietly(transformers: Any) -> "Iterator[None]":
-    """Keep transformers' warnings about a model that is never run out of the user's sight."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)

@@ -34,12 +34,10 @@ def group_parameters(
     parameters = [
         Parameter(name, (tensor,), _is_fused(name, tensor, num_experts))
         for name, tensor in single.items()
-        if name not in by_expert
     ]
-    clash = next((name for name in single if name in by_expert), None)
-    if clash is not None:
+    if clash := single.keys() & by_expert.keys():
         raise CheckpointError(
-            f"{prefix}: found {quote(clash)} both fused and expert by expert, expected one of "
+            f"{prefix}: found {quote(min(clash))} both fused and expert by expert, expected one of "
             "them; the checkpoint mixes two layouts: fetch it again"
         )
     count = max((max(found) + 1 for found in by_expert.values()), default=0)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
-from offplan.checkpoint.index import Index, check_against_index, check_unique, parse_index
+from offplan.checkpoint.index import Index, check_against_index, parse_index
 from offplan.checkpoint.jsontext import load_object, quote, shorten
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
@@ -36,7 +36,6 @@ def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:
         tensors += read_shard(folder / shard, shard)
         if on_progress is not None:
             on_progress(done, len(shards))
-    check_unique(tensors, str(folder))
     if index is not None:
         check_against_index(index, tensors, str(folder / INDEX_NAME))
     return Stored(config, tuple(tensors))

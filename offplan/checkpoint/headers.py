@@ -4,10 +4,9 @@ Source: the format as safetensors 0.8 validates it (``SafeTensors::read_metadata
 ``Metadata::validate``): 8 bytes little-endian length, JSON, then tensors without overlap or hole.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from offplan.checkpoint.jsontext import is_text, load_object, quote
+from offplan.checkpoint.jsontext import load_object, quote
 from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo
 from offplan.errors import CheckpointError
 
@@ -28,10 +27,8 @@ def header_length(first: bytes, file_bytes: int | None, where: str) -> int:
     ``where``, when the length cannot be right.
     """
     if len(first) < LENGTH_BYTES:
-        raise CheckpointError(
-            f"{where}: found {len(first)} bytes, expected a safetensors file (8 bytes of header "
-            f"length at least); {_AGAIN}"
-        )
+        expected = "a safetensors file (8 bytes of header length at least)"
+        raise _damaged(where, f"{len(first)} bytes", expected)
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if first.startswith(b"version "):
         raise CheckpointError(
@@ -44,10 +41,8 @@ def header_length(first: bytes, file_bytes: int | None, where: str) -> int:
             "this is not a safetensors file, or it is damaged"
         )
     if file_bytes is not None and LENGTH_BYTES + length > file_bytes:
-        raise CheckpointError(
-            f"{where}: found a file of {file_bytes} bytes, expected a header of {length} bytes "
-            f"in it; {_AGAIN}"
-        )
+        expected = f"a header of {length} bytes in it"
+        raise _damaged(where, f"a file of {file_bytes} bytes", expected)
     return length
 
 
@@ -65,72 +60,65 @@ def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) 
             "this is not a safetensors file, or it is damaged"
         )
     entries = load_object(header, where)
-    _check_metadata(entries.pop("__metadata__", None), where)
-    spans = [_parse_entry(name, entry, where) for name, entry in entries.items()]
-    spans.sort(key=lambda span: span[2:])
+    metadata = entries.pop("__metadata__", None)
+    _check_metadata({} if metadata is None else metadata, where)
     start_of_data = LENGTH_BYTES + len(header)
-    tensors = []
-    end = 0
-    for name, info, first, last in spans:
-        if first != end:
-            problem = "overlaps the tensor before it" if first < end else "leaves a hole before it"
+    tensors = [
+        _parse_entry(name, entry, shard, start_of_data, where) for name, entry in entries.items()
+    ]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = start_of_data
+    for tensor in tensors:
+        if tensor.offset != end:
+            problem = "overlaps the tensor" if tensor.offset < end else "leaves a hole"
             raise CheckpointError(
-                f"{where}: tensor {quote(name)} starts at byte {first} and {problem}, expected "
-                f"{end}; {_AGAIN}"
+                f"{where}: tensor {quote(tensor.name)} starts at byte {tensor.offset} and "
+                f"{problem} before it, expected {end}; {_AGAIN}"
             )
-        end = last
-        tensors.append(TensorInfo(name, info[0], info[1], shard, start_of_data + first))
-    if file_bytes is not None and start_of_data + end != file_bytes:
-        raise CheckpointError(
-            f"{where}: found a file of {file_bytes} bytes, expected {start_of_data + end} "
-            f"(header and tensors); {_AGAIN}"
-        )
+        end += tensor.nbytes
+    if file_bytes is not None and end != file_bytes:
+        raise _damaged(where, f"a file of {file_bytes} bytes", f"{end} (header and tensors)")
     return tensors
 
 
-def _check_metadata(metadata: object, where: str) -> None:
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or not all(
-        is_text(key) and is_text(value) for key, value in metadata.items()
-    ):
-        raise CheckpointError(
-            f"{where}: found {quote(metadata)} as __metadata__, expected texts by name; {_AGAIN}"
-        )
+def _damaged(where: str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{where}: found {found}, expected {expected}; {_AGAIN}")
 
 
-def _parse_entry(
-    name: str, entry: object, where: str
-) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
-    """Check one tensor's entry; return its name, type and shape, and its span in the data."""
+def _check_metadata(metadata: Any, where: str) -> None:
+    try:
+        "".join([*metadata, *metadata.values()]).encode("utf-8")
+    # what is no mapping, texts or Unicode: JSON escapes allow lone surrogates
+    except (AttributeError, TypeError, UnicodeError):
+        raise _damaged(where, f"{quote(metadata)} as __metadata__", "texts by name") from None
+
+
+def _parse_entry(name: str, entry: Any, shard: str, start_of_data: int, where: str) -> TensorInfo:
     at = f"{where}: tensor {quote(name)}"
     # A name ends in reports: it must not be able to steer a terminal.
-    if not is_text(name) or not name.isprintable() or len(name) > _MAX_NAME_LENGTH:
+    if not name.isprintable() or len(name) > _MAX_NAME_LENGTH:
         raise CheckpointError(
             f"{at}: found a name of {len(name)} characters, expected printable text of "
             f"{_MAX_NAME_LENGTH} at most; the file is damaged, or not to be trusted"
         )
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_KEYS:
+        raise _damaged(at, quote(entry), "dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(
-            f"{at}: found {quote(entry)}, expected dtype, shape and data_offsets; {_AGAIN}"
+            f"{at}: found dtype {quote(dtype)}, expected one of {', '.join(DTYPE_BITS)}; "
+            "the file is damaged, or newer than this version of offplan"
         )
-    dtype = _parse_dtype(entry, at)
-    shape, offsets = entry["shape"], entry["data_offsets"]
     if not _is_counts(shape):
-        raise CheckpointError(f"{at}: found shape {quote(shape)}, expected whole numbers; {_AGAIN}")
+        raise _damaged(at, f"shape {quote(shape)}", "whole numbers")
     if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(
-            f"{at}: found data_offsets {quote(offsets)}, expected [first, last] with first <= "
-            f"last; {_AGAIN}"
-        )
+        expected = "[first, last] with first <= last"
+        raise _damaged(at, f"data_offsets {quote(offsets)}", expected)
     first, last = offsets
-    bits = _count_bits(shape, dtype)
-    if bits is None or bits % 8 or last - first != bits // 8:
-        raise CheckpointError(
-            f"{at}: found {last - first} bytes, expected what {dtype} {quote(shape)} takes; "
-            f"{_AGAIN}"
-        )
-    return name, (dtype, tuple(shape)), first, last
+    if _count_bits(shape, dtype) != 8 * (last - first):
+        expected = f"what {dtype} {quote(shape)} takes"
+        raise _damaged(at, f"{last - first} bytes", expected)
+    return TensorInfo(name, dtype, tuple(shape), shard, start_of_data + first)
 
 
 def _count_bits(shape: list[int], dtype: str) -> int | None:
@@ -141,16 +129,6 @@ def _count_bits(shape: list[int], dtype: str) -> int | None:
         if bits >= 2**64:
             return None
     return bits
-
-
-def _parse_dtype(entry: Mapping[str, Any], at: str) -> str:
-    dtype = entry["dtype"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(
-            f"{at}: found dtype {quote(dtype)}, expected one of {', '.join(DTYPE_BITS)}; "
-            "the file is damaged, or newer than this version of offplan"
-        )
-    return dtype
 
 
 def _is_counts(value: object) -> bool:

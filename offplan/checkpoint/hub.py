@@ -4,20 +4,21 @@ Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME, prox
 HF_HUB_OFFLINE mean what they mean there.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 from huggingface_hub import constants, errors, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils import logging
 
 from offplan.checkpoint.folder import read_config, read_index, read_shard
-from offplan.checkpoint.header_cache import CachedHeader, HeaderCache
+from offplan.checkpoint.header_cache import ShardStart, cache_path, load_start, store_start
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.hub_errors import HTTPError, explain
-from offplan.checkpoint.index import Index, check_against_index, check_unique
-from offplan.checkpoint.ranges import Cut, RangeReader
+from offplan.checkpoint.index import Index, check_against_index
+from offplan.checkpoint.quiet import quietly
+from offplan.checkpoint.ranges import Cut, read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
@@ -41,7 +42,6 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     shards = _Shards(repo, commit)
     index_path = None if shards.is_known(SINGLE_NAME) else _cached(repo, INDEX_NAME, commit)
     tensors: list[TensorInfo] = []
-    index = None
     if index_path is None:
         try:
             tensors = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
@@ -51,7 +51,6 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
         index = read_index(index_path)
         tensors = shards.read_all(_guess_sizes(index), on_progress)
         check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
-    check_unique(tensors, repo)
     return Stored(config, tuple(tensors), revision=commit)
 
 
@@ -65,21 +64,17 @@ class _Shards:
     def __init__(self, repo: str, commit: str) -> None:
         self._repo = repo
         self._commit = commit
-        self._cache = HeaderCache(Path(constants.HF_HOME), repo, commit)
 
     def is_known(self, shard: str) -> bool:
         """Whether the shard or its header is on this machine."""
-        cached = self._cache.load(shard) is not None
-        return cached or _cached(self._repo, shard, self._commit) is not None
+        return self._header(shard).exists() or _cached(self._repo, shard, self._commit) is not None
 
     def read_all(self, sizes: dict[str, int], on_progress: Progress | None) -> list[TensorInfo]:
         """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
         tensors: list[TensorInfo] = []
-        reader = RangeReader()
+        stop = Event()
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            futures = [
-                pool.submit(self._read, reader, shard, size) for shard, size in sizes.items()
-            ]
+            futures = [pool.submit(self._read, shard, size, stop) for shard, size in sizes.items()]
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
                     tensors += future.result()
@@ -87,45 +82,40 @@ class _Shards:
                         on_progress(done, len(futures))
             except BaseException:
                 # The pool waits for what is running: let nothing start, nothing wait to retry.
-                reader.stop.set()
+                stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return tensors
 
-    def _read(self, reader: RangeReader, shard: str, size: int) -> list[TensorInfo]:
+    def _header(self, shard: str) -> Path:
+        return cache_path(Path(constants.HF_HOME), self._repo, self._commit, shard)
+
+    def _read(self, shard: str, size: int, stop: Event) -> list[TensorInfo]:
         where = f"{self._repo}: {shard}"
         local = _cached(self._repo, shard, self._commit)
         if local is not None:
             return read_shard(local, shard)
-        cached = self._cache.load(shard)
-        if cached is not None:
-            try:
+        # A damaged cache is no fault of the checkpoint's: it is read again.
+        with suppress(CheckpointError):
+            if (cached := load_start(self._header(shard))) is not None:
                 return _parse(cached, shard, where)
-            except CheckpointError:
-                # A damaged cache is no fault of the checkpoint's: read it again.
-                self._cache.drop(shard)
-        header = self._fetch(reader, shard, size, where)
-        tensors = _parse(header, shard, where)
-        self._cache.store(shard, header)
-        return tensors
-
-    def _fetch(self, reader: RangeReader, shard: str, size: int, where: str) -> CachedHeader:
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
         try:
-            return reader.read_header(url, size, where)
+            start = read_header(url, size, where, stop)
         # OSError: offline mode is a ConnectionError.
         except (HTTPError, OSError, Cut) as error:
             told = explain(error, self._repo, self._commit, shard)
             if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
                 raise _NoSuchShard(str(told)) from error
             raise told from error
+        tensors = _parse(start, shard, where)
+        store_start(self._header(shard), start)
+        return tensors
 
 
-def _parse(header: CachedHeader, shard: str, where: str) -> list[TensorInfo]:
-    length = header_length(header.data, header.file_bytes, where)
-    return parse_header(
-        header.data[LENGTH_BYTES : LENGTH_BYTES + length], header.file_bytes, shard, where
-    )
+def _parse(start: ShardStart, shard: str, where: str) -> list[TensorInfo]:
+    end = LENGTH_BYTES + header_length(start.data, start.file_bytes, where)
+    return parse_header(start.data[LENGTH_BYTES:end], start.file_bytes, shard, where)
 
 
 def _guess_sizes(index: Index) -> dict[str, int]:
@@ -139,23 +129,12 @@ def _guess_sizes(index: Index) -> dict[str, int]:
 def _download(repo: str, filename: str, revision: str | None) -> Path:
     """Fetch a small file into the Hub's cache, or find it there; raises what ``explain`` makes."""
     try:
-        with _quietly():
+        with quietly(logging):
             return Path(hf_hub_download(repo, filename, revision=revision, library_name="offplan"))
     except errors.HFValidationError as error:
         raise CheckpointError(f"{repo}: not a Hub id ({error}); correct the name") from error
     except (errors.EntryNotFoundError, HTTPError, OSError) as error:
         raise explain(error, repo, revision, filename) from error
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep huggingface_hub's lines about each retry from the user, who gets one about the end."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _cached(repo: str, filename: str, commit: str) -> Path | None:

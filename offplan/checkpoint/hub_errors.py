@@ -43,41 +43,32 @@ def explain(
         reason = "found no such revision; check --revision (a branch, a tag or a commit)"
     elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
         reason = f"found no {filename}; the model is not in the safetensors layout of transformers"
-    elif isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
-        return _explain_absent(error, repo, revision, filename)
     elif isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         kind = HubError if status >= 500 or status in _BUSY else CheckpointError
-        reason = f"{filename}: {_explain_status(status)}"
-    else:
+        if status >= 500:
+            reason = f"{filename}: the server failed (HTTP {status}); try again later"
+        else:
+            known = _BY_STATUS.get(status, "the server refused; check HF_ENDPOINT")
+            reason = f"{filename}: HTTP {status}: {known}"
+    elif not isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         kind = HubError
         reason = f"{filename}: no answer from {constants.ENDPOINT} ({_describe(error)}); try again"
-    return kind(f"{where}: {reason}")
-
-
-def _explain_absent(
-    error: BaseException, repo: str, revision: str | None, filename: str
-) -> CheckpointError | HubError:
-    where = f"{repo}@{revision}" if revision else repo
-    if constants.HF_HUB_OFFLINE:
-        return CheckpointError(
-            f"{where}: {filename} is not in the cache and HF_HUB_OFFLINE is set; run once online, "
+    elif constants.HF_HUB_OFFLINE:
+        reason = (
+            f"{filename} is not in the cache and HF_HUB_OFFLINE is set; run once online, or name "
+            "a folder"
+        )
+    elif isinstance(error.__cause__, (type(None), errors.LocalEntryNotFoundError)):
+        kind = HubError
+        reason = (
+            f"{filename}: cannot reach {constants.ENDPOINT}; check the network and HF_ENDPOINT, "
             "or name a folder"
         )
-    # huggingface_hub says "not found locally" for whatever kept it from asking the server.
-    cause = error.__cause__
-    if cause is not None and not isinstance(cause, errors.LocalEntryNotFoundError):
-        return explain(cause, repo, revision, filename)
-    return HubError(
-        f"{where}: {filename}: cannot reach {constants.ENDPOINT}; check the network and "
-        "HF_ENDPOINT, or name a folder"
-    )
-
-
-def _explain_status(status: int) -> str:
-    if status >= 500:
-        return f"the server failed (HTTP {status}); try again later"
-    return f"HTTP {status}: {_BY_STATUS.get(status, 'the server refused; check HF_ENDPOINT')}"
+    else:
+        # huggingface_hub says "not found locally" for whatever kept it from asking the server.
+        return explain(error.__cause__, repo, revision, filename)
+    return kind(f"{where}: {reason}")
 
 
 def _describe(error: BaseException) -> str:

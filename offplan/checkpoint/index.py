@@ -1,10 +1,10 @@
 """The index of a sharded checkpoint, ``model.safetensors.index.json``."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offplan.checkpoint.jsontext import is_text, load_object, quote
+from offplan.checkpoint.jsontext import load_object, quote
 from offplan.checkpoint.tensors import INDEX_NAME, TensorInfo
 from offplan.errors import CheckpointError
 
@@ -33,80 +33,62 @@ def parse_index(data: bytes, where: str) -> Index:
             f"{where}: found {quote(weight_map)} as weight_map, expected the shard of every "
             "tensor by name; the file is damaged: fetch it again"
         )
-    for name in weight_map:
-        if not is_text(name):
-            raise CheckpointError(
-                f"{where}: tensor {quote(name)} has a name that is not valid text"
-            )
-    known: set[str] = set()
-    for shard in weight_map.values():
-        # Few shards hold many tensors: each name is checked once.
-        if not isinstance(shard, str) or shard not in known:
-            _check_shard_name(shard, where)
-            known.add(shard)
+    # Few shards hold many tensors: each name is checked once.
+    names = {shard for shard in weight_map.values() if isinstance(shard, str)}
+    others = [shard for shard in weight_map.values() if not isinstance(shard, str)]
+    for shard in (*others, *names):
+        _check_shard_name(shard, where)
     return Index(weight_map, _total_size(content.get("metadata")))
 
 
 def check_against_index(index: Index, tensors: Iterable[TensorInfo], where: str) -> None:
-    """Check that the shards hold what the index says, no less and no more.
+    """Check that the shards hold what the index says, no less, no more and nothing twice.
 
-    Raises CheckpointError naming the first tensor that is absent, misplaced or unlisted.
+    Raises CheckpointError naming the first tensor that is twice there, absent, misplaced or
+    unlisted.
     """
-    found = {tensor.name: tensor.shard for tensor in tensors}
-    absent = index.weight_map.keys() - found.keys()
-    if absent:
-        name = min(absent)
-        raise CheckpointError(
-            f"{where}: {_first_of(absent)} absent from the shards, expected in "
-            f"{quote(index.weight_map[name])}; index and shards are not of one checkpoint: fetch "
-            "both again"
-        )
-    unlisted = found.keys() - index.weight_map.keys()
-    if unlisted:
-        raise CheckpointError(
-            f"{where}: {_first_of(unlisted)} in {quote(found[min(unlisted)])} but not in the "
-            "index, expected in both; index and shards are not of one checkpoint: fetch both again"
-        )
-    for name, shard in index.weight_map.items():
-        if found[name] != shard:
-            raise CheckpointError(
-                f"{where}: found tensor {quote(name)} in {quote(found[name])}, expected in "
-                f"{quote(shard)} as {INDEX_NAME} says; fetch index and shards again"
-            )
-
-
-def check_unique(tensors: Iterable[TensorInfo], where: str) -> None:
-    """Check that no two shards hold a tensor of the same name; raises CheckpointError."""
-    seen: dict[str, str | None] = {}
+    found: dict[str, str | None] = {}
     for tensor in tensors:
-        if tensor.name in seen:
+        if tensor.name in found:
             raise CheckpointError(
-                f"{where}: found tensor {quote(tensor.name)} in {quote(seen[tensor.name])} and in "
+                f"{where}: found tensor {quote(tensor.name)} in {quote(found[tensor.name])} and in "
                 f"{quote(tensor.shard)}, expected once; the shards are not of one checkpoint"
             )
-        seen[tensor.name] = tensor.shard
-
-
-def _first_of(names: Collection[str]) -> str:
-    rest = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-    return f"tensor {quote(min(names))}{rest}"
+        found[tensor.name] = tensor.shard
+    differing = {name for name, _ in index.weight_map.items() ^ found.items()}
+    if not differing:
+        return
+    name = min(differing)
+    listed, held = index.weight_map.get(name), found.get(name)
+    if held is None:
+        problem = f"is absent from the shards, expected in {quote(listed)}"
+    elif listed is None:
+        problem = f"is in {quote(held)} but not in the index, expected in both"
+    else:
+        problem = f"is in {quote(held)}, expected in {quote(listed)} as {INDEX_NAME} says"
+    raise CheckpointError(
+        f"{where}: tensor {quote(name)} {problem} ({len(differing)} tensors differ); index and "
+        "shards are not of one checkpoint: fetch both again"
+    )
 
 
 def _check_shard_name(shard: object, where: str) -> None:
     """Refuse a shard that could stand outside the checkpoint, whatever the system's separators."""
-    if isinstance(shard, str) and is_text(shard):
-        plain = shard.isprintable() and not shard.startswith("/")
-        parts = shard.split("/")
-        hidden = any(part in ("", ".", "..") for part in parts)
-        if plain and not hidden and "\\" not in shard and ":" not in shard and len(shard) <= 255:
-            return
-    raise CheckpointError(
-        f"{where}: found shard name {quote(shard)}, expected a file of the checkpoint such as "
-        "'model-00001-of-00002.safetensors'; do not trust this checkpoint"
-    )
+    if (
+        not isinstance(shard, str)
+        or not shard.isprintable()
+        or len(shard) > 255
+        or not set("\\:").isdisjoint(shard)
+        or not {"", ".", ".."}.isdisjoint(shard.split("/"))
+    ):
+        raise CheckpointError(
+            f"{where}: found shard name {quote(shard)}, expected a file of the checkpoint such as "
+            "'model-00001-of-00002.safetensors'; do not trust this checkpoint"
+        )
 
 
 def _total_size(metadata: Any) -> int | None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    # Some writers leave a float.
-    return int(total) if type(total) is int or (type(total) is float and total == total) else None
+    if isinstance(total, float) and total.is_integer():  # some writers leave a float
+        total = int(total)
+    return total if type(total) is int else None

@@ -26,10 +26,8 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
         )
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    # RecursionError: lists nested thousands deep. ValueError covers bad UTF-8, bad JSON and
-    # numbers of more digits than Python converts.
+    # RecursionError: lists nested thousands deep. ValueError covers bad UTF-8, bad JSON, keys that
+    # stand twice and numbers of more digits than Python converts.
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
@@ -41,17 +39,6 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
             "the file is damaged or not what its name says"
         )
     return value
-
-
-def is_text(value: object) -> bool:
-    """Whether this is a string that UTF-8 can say (JSON escapes allow lone surrogates)."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def quote(value: object) -> str:
@@ -72,8 +59,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice, _ = counts.most_common(1)[0]
-        raise CheckpointError(
-            f"the key {quote(twice)} stands twice, expected once; the file is damaged: fetch it "
-            "again"
-        )
+        raise ValueError(f"the key {quote(twice)} stands twice")
     return value

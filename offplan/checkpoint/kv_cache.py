@@ -24,26 +24,23 @@ def describe_kv_caches(
     ``layers`` are the layers' parameters; they decide where they disagree with the config.
     ``element_bytes`` is the size of what the model computes in.
     """
+    # Layers that read another layer's keys and values keep none of their own.
     num_own = len(layers) - architecture.num_sharing_layers
-    caches = []
-    unknown: list[int] = []
-    for index, parameters in enumerate(layers):
-        # Layers that read another layer's keys and values keep none of their own.
-        cache = (
-            _layer_cache(architecture, index, parameters, element_bytes)
-            if index < num_own
-            else KVCache()
-        )
-        if cache is None:
-            unknown.append(index)
-        caches.append(cache or KVCache())
+    caches = [
+        _layer_cache(architecture, index, parameters, element_bytes)
+        if index < num_own
+        else KVCache()
+        for index, parameters in enumerate(layers)
+    ]
+    unknown = [index for index, cache in enumerate(caches) if cache is None]
+    understood = [cache or KVCache() for cache in caches]
     if not unknown:
-        return caches, []
+        return understood, []
     note = (
         f"the cache of {len(unknown)} layers (the first is {unknown[0]}) was not understood "
         "and is counted as 0 bytes"
     )
-    return caches, [note]
+    return understood, [note]
 
 
 def _layer_cache(
@@ -86,19 +83,16 @@ def _elements_per_token(architecture: Architecture, parameters: Sequence[Paramet
 
 def _stored_heads(parameters: Sequence[Parameter]) -> int | None:
     """Return the rows of the key and value projections, where they are stored apart and whole."""
-    rows = {}
-    for part in ("k_proj", "v_proj"):
-        found = [
-            parameter.tensors[0]
-            for parameter in parameters
-            if parameter.name.endswith(f"attn.{part}.weight")
-        ]
-        if len(found) == 1 and found[0].dtype in _WHOLE and len(found[0].shape) == 2:
-            rows[part] = found[0].shape[0]
-    if "k_proj" not in rows:
-        return None
+    keys, values = (_rows(parameters, f"attn.{part}.weight") for part in ("k_proj", "v_proj"))
     # Without a value projection the keys serve as values, and are cached twice.
-    return rows["k_proj"] + rows.get("v_proj", rows["k_proj"])
+    return keys + (values or keys) if keys else None
+
+
+def _rows(parameters: Sequence[Parameter], end: str) -> int | None:
+    """Return the rows of the only matrix whose name ends so; None where it is packed."""
+    found = [parameter.tensors[0] for parameter in parameters if parameter.name.endswith(end)]
+    whole = len(found) == 1 and found[0].dtype in _WHOLE and len(found[0].shape) == 2
+    return found[0].shape[0] if whole else None
 
 
 def _linear_attention(architecture: Architecture, element_bytes: int) -> KVCache | None:

@@ -1,13 +1,12 @@
 """The stack of decoder layers, found from the tensors' names and shapes."""
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
-from offplan.checkpoint.experts import group_parameters
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.model import Parameter
 from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
 from offplan.errors import CheckpointError
 
@@ -70,22 +69,10 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     return Split(prefix, by_layer, tuple(outside), frozenset(not_loaded), tuple(notes))
 
 
-def layer_parameters(split: Split, num_experts: int | None) -> tuple[tuple[Parameter, ...], ...]:
-    """Group each layer's tensors into parameters sorted by name; raises CheckpointError."""
-    return tuple(
-        group_parameters(f"{split.prefix}.{index}", tensors, num_experts)
-        for index, tensors in enumerate(split.layers)
-    )
-
-
 def _choose_stack(tensors: tuple[TensorInfo, ...], architecture: Architecture) -> tuple[str, int]:
     """Return the prefix of the decoder's stack and the number of layers stored under it."""
     num_layers = architecture.num_layers
-    stacks = {
-        prefix: (len(found), num_bytes)
-        for prefix, (found, num_bytes) in _find_stacks(tensors).items()
-        if max(found) == len(found) - 1
-    }
+    stacks = _find_stacks(tensors)
     num_extra = architecture.num_prediction_layers
     fitting = [
         # An exact count before one with layers to spare, then the most bytes.
@@ -105,23 +92,27 @@ def _choose_stack(tensors: tuple[TensorInfo, ...], architecture: Architecture) -
     )
 
 
-def _find_stacks(tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[set[int], int]]:
-    """Collect the indices and the bytes under every ``<prefix>.<N>.`` of the names."""
-    indices: dict[str, set[int]] = {}
-    sizes: dict[str, int] = {}
+def _find_stacks(tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[int, int]]:
+    """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap."""
+    indices: defaultdict[str, set[int]] = defaultdict(set)
+    sizes: Counter[str] = Counter()
     for tensor in tensors:
         num_bytes = tensor.nbytes
         end = depth = 0
         for part in tensor.name.split(".")[:-1]:
             if end and is_index(part):
                 prefix = tensor.name[: end - 1]
-                indices.setdefault(prefix, set()).add(int(part))
-                sizes[prefix] = sizes.get(prefix, 0) + num_bytes
+                indices[prefix].add(int(part))
+                sizes[prefix] += num_bytes
                 depth += 1
                 if depth == _MAX_DEPTH:
                     break
             end += len(part) + 1
-    return {prefix: (found, sizes[prefix]) for prefix, found in indices.items()}
+    return {
+        prefix: (len(found), sizes[prefix])
+        for prefix, found in indices.items()
+        if max(found) == len(found) - 1
+    }
 
 
 def _index_in(prefix: str, name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -106,7 +107,10 @@ class Layer:
     @cached_property
     def segments(self) -> dict[str, int]:
         """Bytes by segment; they add up to ``nbytes``."""
-        return sum_by_segment(self.parameters)
+        sums: Counter[str] = Counter()
+        for parameter in self.parameters:
+            sums[parameter.segment] += parameter.nbytes
+        return dict(sums)
 
 
 @dataclass(frozen=True)
@@ -248,11 +252,3 @@ def owner(name: str) -> str:
     """Return the module of a weight: ``embed_tokens`` of ``model.embed_tokens.weight``."""
     module, _, last = name.rpartition(".")
     return module.rpartition(".")[2] if last == "weight" else ""
-
-
-def sum_by_segment(parameters: tuple[Parameter, ...]) -> dict[str, int]:
-    """Add up bytes by segment, in the order of the names."""
-    sums: dict[str, int] = {}
-    for parameter in parameters:
-        sums[parameter.segment] = sums.get(parameter.segment, 0) + parameter.nbytes
-    return sums

@@ -15,13 +15,6 @@ jetmoe lfm2 lfm2_moe lfm3 mamba minicpm3 modernbert-decoder mpt openai-gpt opt
 recurrent_gemma smollm3 starcoder2 trocr vaultgemma whisper xglm xlnet youtu zamba zamba2
 zaya
 """
-TIED_BY_DEFAULT = frozenset(_TIED.split())
-"""Model types whose head is the embedding unless the config says otherwise.
-
-Source: transformers 5.23, ``tie_word_embeddings`` of the config classes of all model types that
-have a causal language model and are neither masked nor encoder-decoder models.
-"""
-
 _UNTIED = """
 afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bitnet blt codegen cwm
 dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 dots3_note
@@ -35,10 +28,12 @@ olmo_hybrid olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen
 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text rwkv
 seed_oss solar_open stablelm xlstm
 """
-UNTIED_BY_DEFAULT = frozenset(_UNTIED.split())
-"""Model types whose head is a matrix of its own unless the config says otherwise; same source."""
+TIED_BY_DEFAULT = dict.fromkeys(_TIED.split(), True) | dict.fromkeys(_UNTIED.split(), False)
+"""Whether a model type's head is the embedding, not a matrix of its own, unless the config says.
 
-KNOWN_TYPES = TIED_BY_DEFAULT | UNTIED_BY_DEFAULT
+Source: transformers 5.23, ``tie_word_embeddings`` of the config classes of all model types that
+have a causal language model and are neither masked nor encoder-decoder models.
+"""
 
 CONV1D_TYPES = frozenset(("gpt-sw3", "gpt2", "openai-gpt"))
 """Model types whose layers store their matrices as [in, out].
@@ -53,12 +48,6 @@ Source: transformers 5.23, ``is_transposed`` of the experts' class, ``Llama4Text
 ``Transpose`` in the conversion mapping of ``qwen3_vl_moe``.
 """
 
-EXPERTS_INTERLEAVED = frozenset(("gpt_oss",))
-"""Model types whose fused gate and up projections alternate column by column.
-
-Source: transformers 5.23, ``is_concatenated=False`` of the experts' class.
-"""
-
 _SINKS = "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash"
 SINK_TYPES = frozenset(_SINKS.split())
 """Model types whose softmax has a learned sink for each head.
@@ -66,27 +55,10 @@ SINK_TYPES = frozenset(_SINKS.split())
 Source: transformers 5.23, ``self.sinks`` of the attention classes.
 """
 
-BIASED_TYPES = frozenset(("bloom", "cpmant", "mpt"))
-"""Model types that add a bias by distance to attention scores (ALiBi, buckets).
+SOFT_CAPS = {"gemma2": 50.0, "vaultgemma": 50.0}
+"""Caps of attention scores where the config names none.
 
-Source: transformers 5.23, ``build_alibi_tensor``, ``build_mpt_alibi_tensor`` and
-``CpmAntSegmentPositionEmbedding``; Falcon's is a switch in its config.
-"""
-
-SOFT_CAPS: dict[str, tuple[float | None, float | None]] = {
-    "beam": (None, 30.0),
-    "gemma2": (50.0, 30.0),
-    "gemma3n": (None, 30.0),
-    "gemma3n_text": (None, 30.0),
-    "inkling2_text": (None, 30.0),
-    "nanochat": (None, 15.0),
-    "recurrent_gemma": (None, 30.0),
-    "vaultgemma": (50.0, 30.0),
-}
-"""Caps of attention scores and of logits where the config names none.
-
-Source: transformers 5.23, ``attn_logit_softcapping``, ``final_logit_softcapping`` and
-``logits_soft_cap`` of the config classes.
+Source: transformers 5.23, ``attn_logit_softcapping`` of the config classes.
 """
 
 _FLOAT32 = """
@@ -162,74 +134,47 @@ class Pattern(NamedTuple):
 
 
 _SWITCHED = Pattern("s", 4096, switched=True)
-PATTERNS: dict[str, Pattern] = {
+_PATTERNS = {
     "afmoe": Pattern("sssf", 1024, every="global_attn_every_n_layers"),
-    "beam": Pattern("sssssf", 512, last="f"),
-    "blt": Pattern("s"),
-    "cohere2": Pattern("sssf", 4096, every="sliding_window_pattern"),
-    "cohere2_moe": Pattern("sssf", 4096, every="sliding_window_pattern"),
+    "beam gemma4 gemma4_text": Pattern("sssssf", 512, last="f"),
+    "blt doge ministral3 mixtral olmoe phi3 phi4_multimodal phimoe starcoder2": Pattern("s"),
+    "cohere2 cohere2_moe exaone4 exaone_moe": Pattern("sssf", 4096, every="sliding_window_pattern"),
     "cwm": Pattern("fsss", 8192),
-    "doge": Pattern("s"),
     "dots1": Pattern("s", 4096, first=62),
-    "dots3_note": Pattern("sssf", 512, head="ff"),
-    "dots3_note_text": Pattern("sssf", 512, head="ff"),
-    "exaone4": Pattern("sssf", 4096, every="sliding_window_pattern"),
-    "exaone_moe": Pattern("sssf", 4096, every="sliding_window_pattern"),
+    "dots3_note dots3_note_text": Pattern("sssf", 512, head="ff"),
     "flint": Pattern("sssf", 513, head="ff", last="f"),
-    "gemma2": Pattern("sf", 4096),
-    "gemma3": Pattern("sssssf", 4096, every="sliding_window_pattern"),
-    "gemma3_text": Pattern("sssssf", 4096, every="sliding_window_pattern"),
-    "gemma3n": Pattern("ssssf", 512),
-    "gemma3n_text": Pattern("ssssf", 512),
-    "gemma4": Pattern("sssssf", 512, last="f"),
-    "gemma4_text": Pattern("sssssf", 512, last="f"),
-    "gemma4_unified": Pattern("sssssf", 1024, last="f"),
-    "gemma4_unified_text": Pattern("sssssf", 1024, last="f"),
+    "gemma2 vaultgemma": Pattern("sf", 4096),
+    "gemma3 gemma3_text": Pattern("sssssf", 4096, every="sliding_window_pattern"),
+    "gemma3n gemma3n_text": Pattern("ssssf", 512),
+    "gemma4_unified gemma4_unified_text": Pattern("sssssf", 1024, last="f"),
     "gpt_neo": Pattern("fs", 256, key="window_size"),
     "gpt_oss": Pattern("sf", 128),
-    "granite_swa": Pattern("fsss", 128),
-    "granitemoe_swa": Pattern("fsss", 128),
+    "granite_swa granitemoe_swa": Pattern("fsss", 128),
     "inkling2_text": Pattern("sssss?", 1024, key="sliding_window_size"),
     "inkling_text": Pattern("sssss?", 512, key="sliding_window_size"),
     "kolibri1": Pattern("ssssf", 513),
     "lfm3": Pattern("?f?s", 256, head="?"),
-    "llama4": Pattern(
-        "kkkf", 8192, key="attention_chunk_size", every="no_rope_layer_interval", by_rotary=True
-    ),
-    "llama4_text": Pattern(
+    "llama4 llama4_text": Pattern(
         "kkkf", 8192, key="attention_chunk_size", every="no_rope_layer_interval", by_rotary=True
     ),
     "mimo_v2_flash": Pattern("sssssf", 129, head="fssssf"),
     "minimax": Pattern("sl"),
-    "ministral": Pattern("s", 4096),
-    "ministral3": Pattern("s"),
-    "mistral": Pattern("s", 4096),
-    "mixtral": Pattern("s"),
+    "ministral mistral": Pattern("s", 4096),
     "modernbert-decoder": Pattern(
         "fss", 128, key="local_attention", every="global_attn_every_n_layers"
     ),
     "olmo3": Pattern("sssf", 4096),
-    "olmo_hybrid": Pattern("lllf", every="full_attention_interval"),
-    "olmoe": Pattern("s"),
-    "phi3": Pattern("s"),
-    "phi4_multimodal": Pattern("s"),
-    "phimoe": Pattern("s"),
-    "qwen2": _SWITCHED._replace(first=28),
-    "qwen2_5_vl_text": _SWITCHED._replace(first=80),
+    "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next": Pattern(
+        "lllf", every="full_attention_interval"
+    ),
+    "qwen2 qwen3": _SWITCHED._replace(first=28),
+    "qwen2_5_vl_text qwen2_vl_text": _SWITCHED._replace(first=80),
     "qwen2_moe": Pattern("sf", 4096, switched=True, stop=28),
-    "qwen2_vl_text": _SWITCHED._replace(first=80),
-    "qwen3": _SWITCHED._replace(first=28),
-    "qwen3_5": Pattern("lllf", every="full_attention_interval"),
-    "qwen3_5_moe": Pattern("lllf", every="full_attention_interval"),
-    "qwen3_5_moe_text": Pattern("lllf", every="full_attention_interval"),
-    "qwen3_5_text": Pattern("lllf", every="full_attention_interval"),
     "qwen3_moe": _SWITCHED,
-    "qwen3_next": Pattern("lllf", every="full_attention_interval"),
     "recurrent_gemma": Pattern("lls", 2048, key="attention_window_size"),
     "smollm3": Pattern("fffs", switched=True, every="no_rope_layer_interval", by_rotary=True),
-    "starcoder2": Pattern("s"),
-    "vaultgemma": Pattern("sf", 4096),
 }
+PATTERNS = {name: pattern for names, pattern in _PATTERNS.items() for name in names.split()}
 """Layers with a window by model type; the others' attention always sees the whole context.
 
 Source: transformers 5.23, ``layer_types`` and ``sliding_window`` as the config classes fill them

@@ -1,6 +1,8 @@
 """The way in: a model from a folder, a ``config.json`` or the Hub."""
 
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from offplan.checkpoint.assemble import assemble
@@ -21,29 +23,27 @@ def open_model(
     source: str,
     *,
     revision: str | None = None,
+    name: str | None = None,
     on_progress: Progress | None = None,
 ) -> Model:
     """Read what a model is, without reading a weight.
 
     ``source`` is a folder with ``config.json`` and safetensors, the path of a ``config.json``
     alone, or a Hub id (``org/name``, or ``gpt2``); what exists on disk is taken first. ``revision``
-    is a branch, tag or commit, for the Hub only. ``on_progress`` hears (shards read, shards in
-    all).
+    is a branch, tag or commit, for the Hub only. ``name`` is what the model is called from here on,
+    in plans too; it is ``source`` if left out. ``on_progress`` hears (shards read, shards in all).
 
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
     """
-    return assemble(source, _read(source, revision, on_progress))
+    model = assemble(source, _read(source, revision, on_progress))
+    return model if name is None else replace(model, source=name)
 
 
 def _read(source: str, revision: str | None, on_progress: Progress | None) -> Stored:
     path = Path(source)
-    try:
-        is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError):
-        is_folder = exists = False
-    if not source:  # pathlib takes it for the working directory
-        is_folder = exists = False
+    # Not of the path: pathlib takes an empty name for the working directory.
+    is_folder, exists = os.path.isdir(source), os.path.exists(source)
     if exists and revision is not None:
         raise CheckpointError(
             f"{source}: found on disk, where there are no revisions, expected a Hub id with "

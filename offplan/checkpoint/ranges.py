@@ -2,7 +2,7 @@
 
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
@@ -11,7 +11,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     hf_raise_for_status,
 )
 
-from offplan.checkpoint.header_cache import CachedHeader
+from offplan.checkpoint.header_cache import ShardStart
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length
 from offplan.checkpoint.hub_errors import HTTPError
 
@@ -29,47 +29,34 @@ class Cut(Exception):
     """The connection ended before the bytes asked for had come."""
 
 
-class _Part(NamedTuple):
-    data: bytes
-    file_bytes: int | None
+def read_header(url: str, guess_bytes: int, where: str, stop: threading.Event) -> ShardStart:
+    """Read a safetensors file's length and JSON; ``guess_bytes`` are asked for at first.
 
-
-class RangeReader:
-    """Reads headers with ranged requests, through huggingface_hub's own session.
-
-    Safe to use from several threads. ``stop`` ends the waits of all of them.
+    The requests are ranged and go through huggingface_hub's own session; ``stop`` ends the waits
+    between them. Raises CheckpointError, naming ``where``, when the length cannot be right, and
+    what huggingface_hub and its HTTP client raise once the retries are used up.
     """
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-
-    def read_header(self, url: str, guess_bytes: int, where: str) -> CachedHeader:
-        """Read a safetensors file's length and JSON; ``guess_bytes`` are asked for at first.
-
-        Raises CheckpointError, naming ``where``, when the length cannot be right, and what
-        huggingface_hub and its HTTP client raise once the retries are used up.
-        """
-        data, file_bytes = self._read(url, 0, guess_bytes)
-        wanted = LENGTH_BYTES + header_length(data, file_bytes, where)
-        if len(data) < wanted:
-            rest = self._read(url, len(data), wanted)
-            data += rest.data
-            file_bytes = file_bytes or rest.file_bytes
-        return CachedHeader(data[:wanted], file_bytes)
-
-    def _read(self, url: str, first: int, end: int) -> _Part:
-        """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends), with retries."""
-        for wait_s in RETRY_WAITS_S:
-            try:
-                return _read_once(url, first, end)
-            except (HTTPError, Cut) as error:
-                retry_after_s = _retry_after_s(error)
-                if retry_after_s is None or self.stop.wait(max(wait_s, retry_after_s)):
-                    raise
-        return _read_once(url, first, end)
+    data, file_bytes = _read(url, 0, guess_bytes, stop)
+    wanted = LENGTH_BYTES + header_length(data, file_bytes, where)
+    if len(data) < wanted:
+        rest, total = _read(url, len(data), wanted, stop)
+        data, file_bytes = data + rest, file_bytes or total
+    return ShardStart(data[:wanted], file_bytes)
 
 
-def _read_once(url: str, first: int, end: int) -> _Part:
+def _read(url: str, first: int, end: int, stop: threading.Event) -> ShardStart:
+    """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends), with retries."""
+    for wait_s in RETRY_WAITS_S:
+        try:
+            return _read_once(url, first, end)
+        except (HTTPError, Cut) as error:
+            retry_after_s = _retry_after_s(error)
+            if retry_after_s is None or stop.wait(max(wait_s, retry_after_s)):
+                raise
+    return _read_once(url, first, end)
+
+
+def _read_once(url: str, first: int, end: int) -> ShardStart:
     headers = build_hf_headers(library_name="offplan")
     headers["Range"] = f"bytes={first}-{end - 1}"
     # A compressed answer would have ranges of its own.
@@ -97,15 +84,13 @@ def _read_once(url: str, first: int, end: int) -> _Part:
     present = wanted if file_bytes is None else min(wanted, skip + max(0, file_bytes - first))
     if len(data) < present:
         raise Cut(f"{len(data)} of {present} bytes came")
-    return _Part(bytes(data[skip:wanted]), file_bytes)
+    return ShardStart(bytes(data[skip:wanted]), file_bytes)
 
 
 def _file_bytes(response: Any, ranged: bool) -> int | None:
     """Return the size of the whole file as the answer states it."""
-    if ranged:
-        total = response.headers.get("Content-Range", "").rpartition("/")[2]
-    else:
-        total = response.headers.get("Content-Length", "")
+    stated = response.headers.get("Content-Range" if ranged else "Content-Length", "")
+    total = stated.rpartition("/")[2]
     return int(total) if total.isascii() and total.isdecimal() else None
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from offplan.checkpoint.config import read_count
-from offplan.checkpoint.model_types import KNOWN_TYPES, PATTERNS, Pattern
+from offplan.checkpoint.model_types import PATTERNS, TIED_BY_DEFAULT, Pattern
 from offplan.checkpoint.tensors import CONFIG_NAME
 
 
@@ -50,19 +50,14 @@ _NOTE = (
 )
 
 
-class Windows(NamedTuple):
-    """The layers' mixers and windows."""
+def read_windows(
+    text: Mapping[str, Any], model_type: str, num_layers: int
+) -> tuple[tuple[Mixer, ...], tuple[int | None, ...], tuple[str, ...]]:
+    """Read the layers' mixers and windows from a language model's config, else by its model type.
 
-    mixers: tuple[Mixer, ...]
-    """One a layer."""
-    tokens: tuple[int | None, ...]
-    """Tokens that each layer's attention sees at most; None where nothing hides the context."""
-    notes: tuple[str, ...] = ()
-    """Sentences on what the config leaves open."""
-
-
-def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> Windows:
-    """Read them from the language model's part of a config, else take the model type's own."""
+    A window is the tokens that a layer's attention sees at most, None where nothing hides the
+    context. What is returned last are sentences on what the config leaves open.
+    """
     pattern = PATTERNS.get(model_type)
     notes: tuple[str, ...] = ()
     mixers = _stated(text, pattern, num_layers)
@@ -71,13 +66,14 @@ def read_windows(text: Mapping[str, Any], model_type: str, num_layers: int) -> W
         if guessed is None and read_count(text, _WINDOW_KEY):
             notes = (_NOTE,)
         mixers = _repeat(text, guessed or Pattern("f"), num_layers)
+    known = pattern or Pattern("f")
     tokens = {
-        Mixer.SLIDING: _read_window(text, model_type, pattern),
-        Mixer.CHUNKED: _read_chunk(text, pattern),
+        Mixer.SLIDING: _read_window(text, model_type, known),
+        Mixer.CHUNKED: _read_chunk(text, known),
     }
     # a window that is switched off hides nothing
     seen = [Mixer.FULL if mixer in tokens and tokens[mixer] is None else mixer for mixer in mixers]
-    return Windows(tuple(seen), tuple(tokens.get(mixer) for mixer in seen), notes)
+    return tuple(seen), tuple(tokens.get(mixer) for mixer in seen), notes
 
 
 def _stated(
@@ -89,10 +85,7 @@ def _stated(
         names = _NAMES
         if pattern and pattern.first is None and not set("fk") & set(pattern.cycle):
             names = _NAMES | {"full_attention": Mixer.SLIDING}  # a window is every layer's
-        return [
-            names.get(kind, Mixer.UNKNOWN) if isinstance(kind, str) else Mixer.UNKNOWN
-            for kind in kinds[:num_layers]
-        ]
+        return [names.get(str(kind), Mixer.UNKNOWN) for kind in kinds[:num_layers]]
     rotary = text.get("no_rope_layers")  # despite its name, true where positions are rotary
     if pattern and pattern.by_rotary and isinstance(rotary, list) and len(rotary) >= num_layers:
         return [Mixer(pattern.cycle[0 if each else -1]) for each in rotary[:num_layers]]
@@ -103,7 +96,7 @@ def _guess(text: Mapping[str, Any], model_type: str) -> Pattern | None:
     """Make a pattern for a model type without one, None where the config says too little."""
     if read_count(text, "full_attention_interval"):
         return Pattern("lf", every="full_attention_interval")
-    if model_type in KNOWN_TYPES or text.get("use_sliding_window") is False:
+    if model_type in TIED_BY_DEFAULT or text.get("use_sliding_window") is False:
         return Pattern("f")
     if read_count(text, "sliding_window_pattern"):
         return Pattern("sf", every="sliding_window_pattern")
@@ -122,11 +115,9 @@ def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[
     letters = (pattern.head + cycle * (rest // len(cycle) + 1))[:num_layers]
     if pattern.last:
         letters = letters[:-1] + pattern.last
-    bound = text.get("max_window_layers")
-    if type(bound) is not int or bound < 0:
-        bound = None
     first, stop = pattern.first, pattern.stop
-    if bound is not None:
+    bound = text.get("max_window_layers")
+    if type(bound) is int and bound >= 0:
         first, stop = (each if each is None else bound for each in (first, stop))
     within = range(first or 0, num_layers if stop is None else stop)
     return [
@@ -134,15 +125,15 @@ def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[
     ]
 
 
-def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern | None) -> int | None:
+def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern) -> int | None:
     """Return the tokens of the sliding layers, None where windows are switched off."""
-    if pattern is not None and pattern.switched and text.get("use_sliding_window") is not True:
+    if pattern.switched and text.get("use_sliding_window") is not True:
         return None
-    key = pattern.key if pattern is not None else _WINDOW_KEY
+    key = pattern.key
     tokens = read_count(text, _WINDOW_KEY if _WINDOW_KEY in text else key)
     if model_type == "mimo_v2_flash" and (before := read_count(text, "sliding_window_size")):
         return before + 1  # which leaves out the token itself
-    if tokens is None and pattern is not None and not {key, _WINDOW_KEY} & text.keys():
+    if tokens is None and not {key, _WINDOW_KEY} & text.keys():
         tokens = pattern.tokens
     if tokens and key == "local_attention" and _WINDOW_KEY not in text:
         return tokens // 2  # which counts tokens on either side
@@ -151,7 +142,7 @@ def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern | No
     return tokens
 
 
-def _read_chunk(text: Mapping[str, Any], pattern: Pattern | None) -> int | None:
+def _read_chunk(text: Mapping[str, Any], pattern: Pattern) -> int | None:
     """Return the tokens of a chunk, None where there are no chunks."""
-    default = pattern is not None and pattern.key == _CHUNK_KEY and _CHUNK_KEY not in text
-    return pattern.tokens if pattern and default else read_count(text, _CHUNK_KEY)
+    default = pattern.key == _CHUNK_KEY and _CHUNK_KEY not in text
+    return pattern.tokens if default else read_count(text, _CHUNK_KEY)

@@ -1,11 +1,8 @@
 """``offplan analyze``: the model, the machine, and the plan that suits both."""
 
-from typing import TYPE_CHECKING
-
 from offplan.cli.options import (
     BatchOption,
     ContextOption,
-    Engine,
     EngineOption,
     ForceOption,
     GPUMemoryOption,
@@ -19,10 +16,10 @@ from offplan.cli.options import (
     PromptTokensOption,
     RevisionOption,
     SourceOption,
-    Store,
     StoreOption,
 )
 from offplan.cli.output import (
+    ProgressBar,
     check_writable,
     draw_report,
     print_json,
@@ -32,18 +29,13 @@ from offplan.cli.output import (
 )
 from offplan.errors import InfeasibleError, InputError
 
-if TYPE_CHECKING:
-    from offplan.checkpoint.model import Model
-    from offplan.cli.planning import Wishes
-    from offplan.report.analysis import Analysis
-
 
 def analyze(
     model: ModelArgument,
     machine: MachineOption = None,
     gpu_memory: GPUMemoryOption = None,
     host_memory: HostMemoryOption = None,
-    store: StoreOption = Store.HOST,
+    store: StoreOption = "host",
     batch: BatchOption = 1,
     prompt_tokens: PromptTokensOption = 512,
     output_tokens: OutputTokensOption = 128,
@@ -57,17 +49,35 @@ def analyze(
     engine: EngineOption = None,
 ) -> None:
     """Show a model's layers, the machine, and the plan for a workload and a budget."""
-    from offplan.cli.models import open_named_model
-    from offplan.cli.planning import read_wishes, read_workload
+    from offplan.asking import ask
+    from offplan.checkpoint.open import open_model
+    from offplan.cli.planning import note_budget, read_size, read_workload
+    from offplan.machines import find_machine, why_unmeasured
     from offplan.plan import dump_plan
-    from offplan.report.analysis import render_analysis
+    from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.payload import analyze_payload
 
     check_writable(output, svg, force=force)
+    gpu_bytes, host_bytes = read_size(gpu_memory), read_size(host_memory)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
-    wishes = read_wishes(workload, gpu_memory, host_memory)
-    named = open_named_model(model, revision, source)
-    analysis = _analyze(named, machine, wishes, store, engine)
+    found = open_model(
+        model, revision=revision, name=source, on_progress=ProgressBar("reading headers")
+    )
+    chosen = find_machine(machine, found, workload, store=store, on_stage=ProgressBar)
+    if chosen is None:
+        analysis = Analysis(found, None, unmeasured=why_unmeasured())
+    else:
+        question = ask(
+            found,
+            chosen,
+            workload,
+            gpu_memory=gpu_bytes,
+            host_memory=host_bytes,
+            store=store,
+            engine=engine,
+        )
+        note_budget(question, gpu_bytes)
+        analysis = analyze_question(question)
     if json:
         print_json(analyze_payload(analysis))
     else:
@@ -83,35 +93,3 @@ def analyze(
         raise kind(f"{output} was not written: there is no plan")
     write_file(output, dump_plan(analysis.result.plan), force=force)
     print_note(f"wrote {output}")
-
-
-def _analyze(
-    model: "Model", machine: str | None, wishes: "Wishes", store: Store, engine: Engine | None
-) -> "Analysis":
-    """Plan if there is a machine to plan for; a plan that does not exist is a finding too."""
-    from offplan.cli.planning import find_machine, unmeasured
-    from offplan.costs.crossovers import find_crossovers
-    from offplan.plan import Goal
-    from offplan.planner.make import make_plan
-    from offplan.question import Question
-    from offplan.report.analysis import Analysis
-
-    found = find_machine(machine, model, wishes.workload, store)
-    if found is None:
-        return Analysis(model, None, unmeasured=unmeasured())
-    planned = found.with_store(store)
-    try:
-        question = Question(
-            model,
-            found.profile,
-            wishes.workload,
-            wishes.budget(planned),
-            Goal(engine=None if engine is None else engine.value),
-            store.value,
-            machine,
-        )
-        result = make_plan(question)
-    except InfeasibleError as error:
-        return Analysis(model, found.profile, infeasible=error)
-    crossovers = find_crossovers(model, planned.profile, result.plan)
-    return Analysis(model, found.profile, result, crossovers)

@@ -16,14 +16,13 @@ from offplan.cli.options import (
     RevisionOption,
 )
 from offplan.cli.output import (
-    Progress,
+    ProgressBar,
     check_writable,
     print_json,
     print_note,
     print_report,
     write_file,
 )
-from offplan.errors import OffplanError
 
 
 def measure(
@@ -44,25 +43,22 @@ def measure(
 
     Everything is measured afresh, on the current GPU and, for what they share, the host's others.
     """
-    from offplan.cli.models import open_named_model
-    from offplan.cli.planning import has_gpu, measure_here, read_workload
-    from offplan.machine.measure import measure_machine
+    from offplan.checkpoint.open import open_model
+    from offplan.cli.planning import read_workload
     from offplan.machine.profile import dump_profile
+    from offplan.machines import measure_here, require_gpu
     from offplan.report.machine import render_machine
     from offplan.report.payload import JSON_VERSION, machine_payload
 
     check_writable(output, force=force)
-    if not has_gpu():
-        raise OffplanError(
-            "no CUDA device to measure here: measure where there is one, and give what -o writes "
-            "to --machine here"
-        )
-    if model is None:
-        profile = measure_machine(Progress("measuring the machine"), with_others=True)
-    else:
-        workload = read_workload(batch, prompt_tokens, output_tokens, context)
-        named = open_named_model(model, revision, None)
-        profile = measure_here(named, workload, afresh=True, with_others=True).profile
+    require_gpu()
+    workload = read_workload(batch, prompt_tokens, output_tokens, context)
+    timed = None
+    if model is not None:
+        timed = open_model(model, revision=revision, on_progress=ProgressBar("reading headers"))
+    profile = measure_here(
+        timed, workload, afresh=True, with_others=True, on_stage=ProgressBar
+    ).profile
     if output is not None:
         write_file(output, dump_profile(profile), force=force)
         print_note(f"wrote {output}")

@@ -1,32 +1,11 @@
 """Arguments and options that several commands share."""
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-class Objective(str, Enum):
-    """What a plan is to be best at."""
-
-    LATENCY = "latency"
-    THROUGHPUT = "throughput"
-
-
-class Store(str, Enum):
-    """Where what a plan offloads lies."""
-
-    HOST = "host"
-    PEER = "peer"
-
-
-class Engine(str, Enum):
-    """Whose flags a plan is to be said in."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
+from offplan.choices import EngineName, ObjectiveName, Store
 
 ModelArgument = Annotated[
     str,
@@ -81,7 +60,7 @@ ChosenBatchOption = Annotated[
     typer.Option(min=1, help="Sequences generated together. [default: 1, or what gives most]"),
 ]
 ObjectiveOption = Annotated[
-    Objective,
+    ObjectiveName,
     typer.Option(help="Time of a request, or tokens a second (which chooses the batch)."),
 ]
 MaxTTFTOption = Annotated[
@@ -95,6 +74,6 @@ FrontierOption = Annotated[
     typer.Option("--frontier", help="Show GPU memory against speed instead of one plan."),
 ]
 EngineOption = Annotated[
-    Engine | None,
+    EngineName | None,
     typer.Option("--for", help="Search only plans that this engine's flags can say."),
 ]

@@ -58,11 +58,11 @@ def print_note(text: str) -> None:
 _BAR_WIDTH = 30
 
 
-class Progress:
+class ProgressBar:
     """A bar on stderr, for people who watch: silent unless stderr is a terminal."""
 
     def __init__(self, what: str) -> None:
-        """``what`` is done: ``reading headers``."""
+        """Begin to show ``what`` is done: ``reading headers``."""
         self._what = what
         self._shown = -1
 
@@ -110,5 +110,5 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
 
 
 def _follow(path: Path) -> Path:
-    """Where a link leads, as far as it does: a file is replaced there, and the link stays."""
+    """Return where a link leads, as far as it does: a file is replaced there, the link stays."""
     return Path(os.path.realpath(path))

@@ -16,17 +16,15 @@ from offplan.cli.options import (
     MaxTPOTOption,
     MaxTTFTOption,
     ModelArgument,
-    Objective,
     ObjectiveOption,
     OutputOption,
     OutputTokensOption,
     PromptTokensOption,
     RevisionOption,
     SourceOption,
-    Store,
     StoreOption,
 )
-from offplan.cli.output import Progress, check_writable, print_json, print_report, write_file
+from offplan.cli.output import ProgressBar, check_writable, print_json, print_report, write_file
 from offplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ def plan(
     machine: MachineOption = None,
     gpu_memory: GPUMemoryOption = None,
     host_memory: HostMemoryOption = None,
-    store: StoreOption = Store.HOST,
+    store: StoreOption = "host",
     batch: ChosenBatchOption = None,
     prompt_tokens: PromptTokensOption = 512,
     output_tokens: OutputTokensOption = 128,
@@ -50,26 +48,20 @@ def plan(
     output: OutputOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
-    objective: ObjectiveOption = Objective.LATENCY,
+    objective: ObjectiveOption = "latency",
     max_ttft: MaxTTFTOption = None,
     max_tpot: MaxTPOTOption = None,
     frontier: FrontierOption = False,
     engine: EngineOption = None,
 ) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
-    from offplan import plan as plans
-    from offplan.cli.models import open_named_model
-    from offplan.cli.planning import (
-        find_machine,
-        read_wishes,
-        read_workload,
-        unmeasured,
-    )
-    from offplan.plan import Goal, dump_plan, plan_json
+    from offplan.asking import ask
+    from offplan.checkpoint.open import open_model
+    from offplan.cli.planning import note_budget, read_size, read_time, read_workload
+    from offplan.machines import find_machine, why_unmeasured
+    from offplan.plan import dump_plan, plan_json
     from offplan.planner.frontier import find_frontier
     from offplan.planner.make import make_plan
-    from offplan.question import Question
-    from offplan.units import parse_seconds
 
     if frontier and output is not None:
         raise InputError("--frontier shows many plans and writes none: leave --output out")
@@ -77,34 +69,35 @@ def plan(
         raise InputError(
             "--frontier shows plans whatever their times: leave --max-ttft and --max-tpot out"
         )
-    if frontier and objective is not Objective.LATENCY:
+    if frontier and objective != "latency":
         raise InputError("--frontier shows the plans of one batch: leave --objective out")
     check_writable(output, force=force)
-    ttft_s, tpot_s = (None if t is None else parse_seconds(t) for t in (max_ttft, max_tpot))
+    gpu_bytes, host_bytes = read_size(gpu_memory), read_size(host_memory)
+    ttft_s, tpot_s = read_time(max_ttft), read_time(max_tpot)
     workload = read_workload(batch or 1, prompt_tokens, output_tokens, context)
-    wishes = read_wishes(workload, gpu_memory, host_memory)
-    found = open_named_model(model, revision, source)
-    chosen = find_machine(machine, found, workload, store)
-    if chosen is None:
-        raise InputError(unmeasured())
-    chooses_batch = objective is Objective.THROUGHPUT and batch is None
-    question = Question(
-        found,
-        chosen.profile,
-        workload,
-        wishes.budget(chosen.with_store(store)),
-        Goal(
-            objective=plans.Objective.THROUGHPUT if chooses_batch else plans.Objective.LATENCY,
-            max_ttft=ttft_s,
-            max_tpot=tpot_s,
-            engine=None if engine is None else engine.value,
-        ),
-        store.value,
-        machine,
+    found = open_model(
+        model, revision=revision, name=source, on_progress=ProgressBar("reading headers")
     )
+    chosen = find_machine(machine, found, workload, store=store, on_stage=ProgressBar)
+    if chosen is None:
+        raise InputError(why_unmeasured())
+    question = ask(
+        found,
+        chosen,
+        workload,
+        gpu_memory=gpu_bytes,
+        host_memory=host_bytes,
+        store=store,
+        objective=objective
+        if batch is None
+        else "latency",  # which a named batch leaves to ask for
+        max_ttft_s=ttft_s,
+        max_tpot_s=tpot_s,
+        engine=engine,
+    )
+    note_budget(question, gpu_bytes)
     if frontier:
-        points = find_frontier(question, Progress("planning"))
-        _show_frontier(points, json=json)
+        _show_frontier(find_frontier(question, ProgressBar("planning")), json=json)
         return
     made = make_plan(question).plan
     if output is not None:

@@ -1,14 +1,12 @@
-"""A prompt as tokens, and tokens as text that appears while it is generated."""
+"""A text that appears on stdout while it is generated."""
 
-import contextlib
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import TextStreamer
 
-from offplan.checkpoint.config import text_config
 from offplan.checkpoint.model import Model
-from offplan.errors import InputError
+from offplan.prompts import find_end_tokens, load_tokenizer, read_prompt
 
 
 class Text:
@@ -19,20 +17,10 @@ class Text:
 
         Raises InputError if the model has no tokenizer, or the prompt no tokens.
         """
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                model.source,
-                revision=model.revision or "main",
-                trust_remote_code=False,  # left open, it would ask on the terminal
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"{model.source} has no tokenizer for --prompt: {reason}") from None
-        self.tokens: torch.Tensor = self._tokenizer(prompt, return_tensors="pt").input_ids
-        """int64, [1, tokens]."""
-        if not self.tokens.numel():
-            raise InputError("the prompt is empty: type some text, or leave --prompt out")
-        self.stop_tokens = _stop_tokens(model, self._tokenizer)
+        self._tokenizer: Any = load_tokenizer(model)
+        self.tokens: torch.Tensor = read_prompt(self._tokenizer, prompt)
+        """The prompt: int64, [1, tokens]."""
+        self.end_tokens = find_end_tokens(model, self._tokenizer)
         self._generated: list[int] = []
         self._streamer: Any = None
         if stream:
@@ -53,19 +41,5 @@ class Text:
 
     @property
     def generated(self) -> str:
-        """The continuation without special tokens."""
+        """The continuation as text, without special tokens."""
         return str(self._tokenizer.decode(self._generated, skip_special_tokens=True))
-
-
-def _stop_tokens(model: Model, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text, by the model's generation config, its config and its tokenizer."""
-    configs = model.config, text_config(model.config)
-    named = [*(config.get("eos_token_id") for config in configs), tokenizer.eos_token_id]
-    # chat models may name what ends a turn only there; not every model has one
-    with contextlib.suppress(OSError, ValueError):
-        generation = GenerationConfig.from_pretrained(
-            model.source, revision=model.revision or "main"
-        )
-        named.append(generation.eos_token_id)
-    tokens = [token for each in named for token in (each if isinstance(each, list) else [each])]
-    return frozenset(token for token in tokens if token is not None)

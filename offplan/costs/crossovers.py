@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
@@ -11,8 +12,8 @@ from offplan.costs.threshold import least_from_powers
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape
 from offplan.machine.profile import MachineProfile
-from offplan.placement import group_units
-from offplan.plan import Backend, PhasePrediction, Plan, Workload
+from offplan.placement import Phase, group_units
+from offplan.plan import Backend, Plan, Workload
 
 MOST_BATCH = 4096
 """Larger batches are not looked at."""
@@ -42,20 +43,15 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
     ``machine`` has the link to the plan's store.
     """
 
-    def phases(**changes: int) -> tuple[PhasePrediction, PhasePrediction]:
-        changed = plan.workload.model_copy(update=changes)
-        prediction = predict(model, machine, changed, plan.budget, plan.offload)
-        return prediction.prefill, prediction.decode
+    def computes_enough(phase: Phase, changed: str, value: int) -> bool:
+        workload = plan.workload.model_copy(update={changed: value})
+        prediction = predict(model, machine, workload, plan.budget, plan.offload)
+        figures = prediction.decode if phase is Phase.DECODE else prediction.prefill
+        return figures.compute_s >= figures.link_s
 
-    def computes(batch: int) -> bool:
-        decode = phases(batch=batch)[1]
-        return decode.compute_s >= decode.link_s
-
-    def hides(prompt_tokens: int) -> bool:
-        # prompts longer than the plan's are read in chunks of its size
-        prefill = phases(prompt_tokens=prompt_tokens)[0]
-        return prefill.compute_s >= prefill.link_s
-
+    computes = partial(computes_enough, Phase.DECODE, "batch")
+    # prompts longer than the plan's are read in chunks of its size
+    hides = partial(computes_enough, Phase.PREFILL, "prompt_tokens")
     moves = plan.prediction.decode.link_bytes > 0
     wins = _streaming_wins(model, machine, plan.workload)
     streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)

@@ -66,17 +66,16 @@ class ExportCheck:
         return self._can_say(of_all, 1) and self._can_say(offload.rules, offload.prefetch_step)
 
     def _can_say(self, rules: tuple[Rule, ...], prefetch_step: int) -> bool:
-        known = self._known.get((rules, prefetch_step))
-        if known is None:
+        asked = rules, prefetch_step
+        if asked not in self._known:
             # no engine's flag says the chunk
             offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
             try:
                 export_offload(offload, self.model, self.engine)
-                known = True
+                self._known[asked] = True
             except ExportError:
-                known = False
-            self._known[rules, prefetch_step] = known
-        return known
+                self._known[asked] = False
+        return self._known[asked]
 
 
 def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:

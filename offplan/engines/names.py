@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from offplan.checkpoint.model import Layer, Model, Parameter
 
 _EXPERT_WEIGHTS = {
-    "gate_proj": "w13",
-    "up_proj": "w13",
-    "gate_up_proj": "w13",
-    "down_proj": "w2",
-    "w1": "w13",
-    "w3": "w13",
-    "w2": "w2",
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "w13"),
+    **dict.fromkeys(("down_proj", "w2"), "w2"),
 }
 _UNCHANGED = frozenset(
     [

@@ -6,6 +6,7 @@ from offplan.checkpoint.model import Model
 from offplan.engines.names import EngineParameter, vllm_parameters
 from offplan.errors import ExportError
 from offplan.plan import Rule
+from offplan.segments import cover_names, list_runs, match_segments
 
 
 def vllm_segments(rule: Rule, model: Model) -> list[str]:
@@ -30,34 +31,14 @@ def choose_segments(
 ) -> list[str]:
     """Find few segments that match all of ``wanted`` and none of ``unwanted``.
 
-    The preferred ones are kept when they do; the rest is a greedy cover, shortest runs first
-    among equals, so the same names always give the same segments.
+    The preferred ones are kept when they do.
     """
-    if not _matched(preferred, unwanted) and _matched(preferred, wanted) == set(wanted):
+    fits = all(match_segments(preferred, name) for name in wanted)
+    if preferred and fits and not any(match_segments(preferred, name) for name in unwanted):
         return list(preferred)
-    runs = {run for name in wanted for run in _runs(name)}
-    candidates = {run: _matched([run], wanted) for run in runs if not _matched([run], unwanted)}
-    left = set(wanted)
-    segments: list[str] = []
-    while left:
-        best = min(candidates, key=lambda run: (-len(candidates[run] & left), len(run), run))
-        assert candidates[best] & left, "a whole name is a run that covers itself"
-        segments.append(best)
-        left -= candidates[best]
-    return sorted(segments)
-
-
-def _matched(segments: Sequence[str], names: Collection[str]) -> set[str]:
-    return {name for name in names if any(f".{s}." in f".{name}." for s in segments)}
-
-
-def _runs(name: str) -> list[str]:
-    parts = name.split(".")
-    return [
-        ".".join(parts[start:stop])
-        for start in range(len(parts))
-        for stop in range(start + 1, len(parts) + 1)
-    ]
+    found = cover_names(wanted, unwanted, {run for name in wanted for run in list_runs(name)})
+    assert found is not None, "a whole name is a run that covers itself"
+    return found
 
 
 def _known_name(parameter: EngineParameter) -> str:

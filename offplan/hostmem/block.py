@@ -6,6 +6,7 @@ Imports torch: for what runs or measures, never for planning.
 import contextlib
 import mmap
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,9 +84,16 @@ class HostBlock:
 def view_in_place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """View a HostBlock's bytes, or part of them, as a CUDA device reads them over the link.
 
-    The block has to live as long.
+    The block has to live as long. Source: CUDA array interface, version 3.
     """
-    return torch.as_tensor(_DeviceArray(tensor), device=device)
+    interface = {
+        "shape": (tensor.numel(),),
+        "typestr": "|u1",
+        "data": (tensor.data_ptr(), False),
+        "version": 3,
+    }
+    array = SimpleNamespace(tensor=tensor, __cuda_array_interface__=interface)
+    return torch.as_tensor(array, device=device)
 
 
 def _clear_error() -> None:
@@ -106,16 +114,3 @@ def _lock_limit() -> str:
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
-
-
-class _DeviceArray:
-    """Presents registered host memory as a CUDA array. Source: CUDA array interface, version 3."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.__cuda_array_interface__ = {
-            "shape": (tensor.numel(),),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -16,6 +14,7 @@ from offplan.machine.figure import Figure
 from offplan.records import Bytes, Flops, Rate, Record, Seconds, explain, load_yaml
 
 PROFILE_VERSION = 1
+_SHIPPED = Path(__file__).parent / "profiles"
 
 
 class LayerTime(Record):
@@ -154,10 +153,9 @@ class MachineProfile(Record):
 
     def find_in_place_read(self, shape: tuple[int, ...], tokens: int) -> float | None:
         """How often a product of exactly these reads its weight, if that was measured."""
-        for read in self.in_place_reads or ():
-            if (read.shape, read.tokens) == (shape, tokens):
-                return read.factor
-        return None
+        reads = self.in_place_reads or ()
+        found = (each.factor for each in reads if (each.shape, each.tokens) == (shape, tokens))
+        return next(found, None)
 
     def find_layer_time(
         self,
@@ -189,8 +187,7 @@ class PeerStoreProfile(MachineProfile):
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with offplan."""
-    files: Iterable[Any] = resources.files("offplan.machine").joinpath("profiles").iterdir()
-    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def load_profile(name: str) -> MachineProfile:
@@ -198,10 +195,7 @@ def load_profile(name: str) -> MachineProfile:
 
     Raises ProfileError, saying which names exist and which key is wrong.
     """
-    if name in shipped_profiles():
-        folder = resources.files("offplan.machine").joinpath("profiles")
-        return parse_profile(folder.joinpath(f"{name}.yaml").read_text("utf-8"), name)
-    path = Path(name)
+    path = _SHIPPED / f"{name}.yaml" if name in shipped_profiles() else Path(name)
     if not path.is_file():
         raise ProfileError(
             f"no machine profile {name!r}: it is neither a file nor one of "

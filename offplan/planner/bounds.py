@@ -6,8 +6,8 @@ rules share where they take parts of one layer, and for what the ring spares, of
 deducted. With one slot, copies and the layers that stream take turns: none overlaps another.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,8 +24,7 @@ ROUNDING_BYTES = 3
 """Sums of rounded bytes of two rules in one layer may exceed the rounded sum by less."""
 
 
-@dataclass(frozen=True)
-class Loads:
+class Loads(NamedTuple):
     """What rules take: arrays of an entry for each rule, or for each rule of a pair.
 
     ``copied``, ``read`` and the like are picoseconds, or bytes, all layers of the rule together;
@@ -43,9 +42,6 @@ class Loads:
     prompt_copied: Floats
     prompt_largest: Floats
     """The largest copy of one layer."""
-    prompt_read: Floats
-    prompt_compute: Floats
-    """Compute of the layers that stream."""
     step_turns: Floats
     step_copied: Floats
     step_largest: Floats
@@ -53,31 +49,44 @@ class Loads:
     step_spared: Floats
     """The most that a slot may hold of what decode reads of one layer: what prefill left there."""
     step_compute: Floats
+    prompt_read: Floats
+    prompt_compute: Floats
+    """Compute of the layers that stream; like what prompts read, it depends on the setting."""
 
-    def at(self, rows: Ints, setting: Ints) -> "Loads":
+
+_DEDUCTED = [[name in ("prompt_largest", "step_largest", "step_spared")] for name in Loads._fields]
+
+
+@dataclass(frozen=True)
+class LoadTable:
+    """The loads of all rules, in all settings."""
+
+    plain: Floats
+    """Figures that hold in every setting, [12, rules], in the order of ``Loads``."""
+    by_setting: Floats
+    """Figures that depend on the setting, [2, settings, rules]."""
+
+    @property
+    def columns(self) -> Loads:
+        """What every rule takes, in the first setting where that matters."""
+        return Loads(*self.plain, *self.by_setting[:, 0])
+
+    def at(self, rows: Ints, setting: Ints) -> Loads:
         """Select rules, each in a setting."""
-        return self._map(lambda name, c: c[setting, rows] if c.ndim > 1 else c[rows])
+        return Loads(*self.plain[:, rows], *self.by_setting[:, setting, rows])
 
-    def least_from(self, starts: Ints) -> "Loads":
+    def least_from(self, starts: Ints) -> "LoadTable":
         """Return what no rule from each one on up to the next start takes less than.
 
         Deductions are the most of any of them.
         """
 
-        def least(name: str, column: Floats) -> Floats:
-            best = np.maximum if name in _DEDUCTED else np.minimum
-            parts = np.split(column, starts[1:], axis=-1)
-            ends = [best.accumulate(part[..., ::-1], axis=-1)[..., ::-1] for part in parts]
-            return np.concatenate(ends, axis=-1)
+        def least(figures: Floats) -> Floats:
+            parts = np.split(figures[..., ::-1], len(self.plain[0]) - starts[:0:-1], axis=-1)
+            return np.concatenate([np.minimum.accumulate(p, -1) for p in parts], -1)[..., ::-1]
 
-        return self._map(least)
-
-    def _map(self, change: Callable[[str, Floats], Floats]) -> "Loads":
-        names = (each.name for each in fields(self))
-        return Loads(**{name: change(name, getattr(self, name)) for name in names})
-
-
-_DEDUCTED = frozenset({"prompt_largest", "step_largest", "step_spared"})
+        sign = np.where(_DEDUCTED[: len(self.plain)], -1.0, 1.0)
+        return LoadTable(sign * least(sign * self.plain), least(self.by_setting))
 
 
 @dataclass(frozen=True)
@@ -93,9 +102,9 @@ class Rules:
     """The patterns that cost the same, by number; the first has the smallest groups."""
     starts: Ints
     """The first rule of each option."""
-    times: Loads
+    times: LoadTable
     """What rules take, in picoseconds."""
-    traffic: Loads
+    traffic: LoadTable
     """What rules take, in bytes."""
 
     @cached_property
@@ -109,7 +118,7 @@ class Rules:
         return np.append(self.starts[1:], len(self.option))
 
     @cached_property
-    def least_times(self) -> Loads:
+    def least_times(self) -> LoadTable:
         """What no rule of the same option takes less than that takes as many bytes or more."""
         return self.times.least_from(self.starts)
 
@@ -139,7 +148,9 @@ def list_rules(space: Space, prices: Prices) -> Rules:
     )
 
 
-def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints, *, in_bytes: bool) -> Loads:
+def _sum_up(
+    space: Space, prices: Prices, layers: Ints, counts: Ints, *, in_bytes: bool
+) -> LoadTable:
     """Add up contents, [rules, kinds] by number, of so many layers of each kind."""
     contents, prompt_reads = prices.contents
 
@@ -159,25 +170,19 @@ def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints, *, in_byte
     if not in_bytes:
         copies = contents.prompt_copy_ps, contents.step_copy_ps
         reads = contents.step_read_ps
-    in_prompt = prompt_reads[:, int(in_bytes)].T
-    return Loads(
-        unit_bytes=total(contents.unit_bytes),
-        slab_bytes=total(contents.slab_bytes),
-        slot_bytes=most(np.maximum(prompt_span, step_span)),
-        prompt_turns=turns(prompt_span),
-        prompt_copied=total(copies[0]) - start_ps * turns(prompt_span),
-        prompt_largest=most(copies[0]),
-        prompt_read=np.stack([total(reads) for reads in in_prompt]),
-        prompt_compute=np.stack(
-            [turns(prompt_span, layer_ps[example]) for layer_ps in space.table.layer_ps]
-        ),
-        step_turns=turns(step_span),
-        step_copied=total(copies[1]) - start_ps * turns(step_span),
-        step_largest=most(copies[1]),
-        step_read=total(reads),
-        step_spared=most(np.where(prompt_span > 0, reads, 0)),
-        step_compute=turns(step_span, np.array(space.decode.layer_ps)[example]),
+    plain = (
+        *(total(contents.unit_bytes), total(contents.slab_bytes)),
+        most(np.maximum(prompt_span, step_span)),
+        *(turns(prompt_span), total(copies[0]) - start_ps * turns(prompt_span), most(copies[0])),
+        *(turns(step_span), total(copies[1]) - start_ps * turns(step_span), most(copies[1])),
+        *(total(reads), most(np.where(prompt_span > 0, reads, 0))),
+        turns(step_span, np.array(space.decode.layer_ps)[example]),
     )
+    by_setting = (
+        [total(read) for read in prompt_reads[:, int(in_bytes)].T],
+        [turns(prompt_span, layer_ps[example]) for layer_ps in space.table.layer_ps],
+    )
+    return LoadTable(np.array(plain), np.array(by_setting))
 
 
 class Crossing(NamedTuple):
@@ -189,8 +194,10 @@ class Crossing(NamedTuple):
     step_read: Floats
 
 
-def cross(rules: Sequence[Loads], num_slots: Ints, start: int) -> Crossing:
+def cross(rules: Sequence[Loads], num_slots: Ints, start: int, more: bool = False) -> Crossing:
     """Add up what the rules of each plan have cross; ``start`` is what each copy takes beside.
+
+    With ``more``, plans that have further rules take no less either.
 
     Of a prompt's copies decode has left as many as there are slots, where it streams; otherwise the
     layers that share a slot with none are not copied again: of n layers over K slots 2 K - n. That
@@ -204,12 +211,12 @@ def cross(rules: Sequence[Loads], num_slots: Ints, start: int) -> Crossing:
     prompt_owners, step_owners = (
         np.maximum(0, 2 * num_slots - turns) for turns in (prompt_turns, step_turns)
     )
-    found = np.where(step_turns > 0, num_slots, prompt_owners)
+    found = np.where((step_turns > 0) | more, num_slots, prompt_owners)
     copied = sum(rule.prompt_copied for rule in rules) + start * prompt_turns
     copied = copied - found * sum(rule.prompt_largest for rule in rules)
     copied_again = sum(rule.step_copied for rule in rules) + start * step_turns
     copied_again = copied_again - step_owners * sum(rule.step_largest for rule in rules)
-    kept = np.where(step_turns > 0, 0, num_slots)
+    kept = np.where((step_turns > 0) & (not more), 0, num_slots)
     return Crossing(
         prompt_copied=np.maximum(0, copied),
         prompt_read=np.add.reduce([rule.prompt_read for rule in rules]),
@@ -221,12 +228,13 @@ def cross(rules: Sequence[Loads], num_slots: Ints, start: int) -> Crossing:
 
 
 def bound_times(
-    space: Space, rules: Sequence[Loads], setting: Ints, num_slots: Ints
+    space: Space, rules: Sequence[Loads], setting: Ints, num_slots: Ints, more: bool = False
 ) -> tuple[Floats, Floats]:
-    """Bound the picoseconds of the prompt and of the decode step of each plan."""
-    prompt_copied, prompt_read, step_copied, step_read = cross(rules, num_slots, space.start_ps)
+    """Bound the picoseconds of each plan's prompt and decode step; ``more`` is as in ``cross``."""
+    crossing = cross(rules, num_slots, space.start_ps, more)
+    prompt_copied, prompt_read, step_copied, step_read = crossing
     table, row_ps = space.table, space.table.row_ps[setting]
-    if len(rules) > 1:  # what is rounded once for a plan was rounded for each rule
+    if len(rules) > 1 or more:  # what is rounded once for a plan was rounded for each rule
         byte_ps, layers = space.reading_ps(ROUNDING_BYTES), len(space.kind_of)
         slack_ps = layers * (table.num_chunks[setting] * byte_ps + ROUNDING_PS)
         prompt_read = np.maximum(0, prompt_read - slack_ps)

@@ -2,18 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 from offplan.checkpoint.model import Model
 from offplan.costs.roles import Role, role_of
 from offplan.placement import Unit
-from offplan.plan import match_segments
+from offplan.segments import cover_names, list_runs, match_segments
 
-_DENSE_ATOMS = (
-    frozenset({Role.QKV}),
-    frozenset({Role.ATTENTION_OUTPUT}),
-    frozenset({Role.GATE_UP}),
-    frozenset({Role.DOWN}),
+_DENSE_ATOMS = tuple(
+    frozenset({role}) for role in (Role.QKV, Role.ATTENTION_OUTPUT, Role.GATE_UP, Role.DOWN)
 )
 _MOE_ATOMS = (
     frozenset({Role.QKV, Role.ATTENTION_OUTPUT}),
@@ -53,11 +51,20 @@ def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
     names shorter; classes that would take the same are listed once.
     """
     roles = {p.name: role_of(p) for layer in model.layers for p in layer.parameters}
-    optional = {name for name, role in roles.items() if role is Role.OTHER}
+    return _list_classes(tuple(roles.items()), has_experts=model.experts is not None)
+
+
+@cache
+def _list_classes(
+    named: tuple[tuple[str, Role], ...], *, has_experts: bool
+) -> tuple[SegmentClass, ...]:
+    roles = dict(named)
+    optional = {name for name, role in named if role is Role.OTHER}
     classes: dict[frozenset[str], SegmentClass] = {frozenset(roles): SegmentClass(())}
-    for union in _role_unions(has_experts=model.experts is not None):
-        wanted = {name for name, role in roles.items() if role in union}
-        segments = _shortest_segments(wanted, optional, set(roles))
+    for union in _role_unions(has_experts):
+        wanted = {name for name, role in named if role in union}
+        runs = {run for name in wanted for run in _runs(name)}
+        segments = tuple(cover_names(wanted, roles.keys() - wanted - optional, runs) or ())
         if segments:
             taken = frozenset(name for name in roles if match_segments(segments, name))
             classes.setdefault(taken, SegmentClass(segments))
@@ -74,41 +81,7 @@ def _role_unions(has_experts: bool) -> list[frozenset[Role]]:
     return unions + [frozenset({role}) for role in Role if role is not Role.OTHER]
 
 
-def _shortest_segments(
-    wanted: set[str], optional: set[str], names: set[str]
-) -> tuple[str, ...] | None:
-    """Choose few and short segments that match all wanted names, and beside them optional ones.
-
-    Greedy: the segment that covers most, of the fewest parts. None when nothing is wanted, or the
-    names cannot be told apart.
-    """
-    allowed = wanted | optional
-    covers = {
-        segment: covered
-        for segment in sorted({run for name in wanted for run in _runs(name)})
-        if (matched := {name for name in names if match_segments((segment,), name)}) <= allowed
-        and (covered := matched & wanted)
-    }
-    chosen: list[str] = []
-    missing = set(wanted)
-    while missing:
-        best = min(
-            covers,
-            key=lambda s: (-len(covers[s] & missing), s.count("."), len(s), s),
-            default=None,
-        )
-        if best is None or not covers[best] & missing:
-            return None
-        chosen.append(best)
-        missing -= covers[best]
-    return tuple(sorted(chosen)) or None
-
-
 def _runs(name: str) -> Iterable[str]:
-    """Dotted runs of a name's parts, the tensor's own last part left out."""
-    parts = name.split(".")
-    if parts[-1] in _LEAF_PARTS and len(parts) > 1:
-        parts.pop()
-    for start in range(len(parts)):
-        for stop in range(start + 1, len(parts) + 1):
-            yield ".".join(parts[start:stop])
+    """List dotted runs of a name's parts, the tensor's own last part left out."""
+    owner, _, last = name.rpartition(".")
+    return list_runs(owner if owner and last in _LEAF_PARTS else name)

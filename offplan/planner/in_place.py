@@ -17,10 +17,11 @@ class InPlace(NamedTuple):
     """A plan that copies nothing."""
 
     setting: int
-    option: Option | None
-    rule: Rule | None
-    prompt_ps: int
-    step_ps: int
+    rules: tuple[Rule, ...]
+    rank: tuple[object, ...]
+    """What the rule takes, as ``Option.rank``; empty for a plan of no rule."""
+    times_ps: tuple[int, int]
+    """Picoseconds of the prompt, and of a decode step."""
     link_bytes: int
     """Bytes of one request that cross the link."""
     gpu_lack: float
@@ -28,21 +29,12 @@ class InPlace(NamedTuple):
     host_lack: float
 
 
-class _Reads(NamedTuple):
-    """What parameters of one layer take when they are read in place."""
-
-    slab_bytes: int
-    prompt_bytes: list[int]
-    """Bytes that a prompt reads, for each setting."""
-    step_bytes: int
-
-
 @dataclass(frozen=True)
 class InPlaceRules:
     """The plans of a space that copy nothing, for any budget."""
 
     space: Space
-    _reads: dict[tuple[Option, int, int], _Reads] = field(default_factory=dict)
+    _reads: dict[tuple[Option, int, int], tuple[int, list[int], int]] = field(default_factory=dict)
 
     def plans(self, room: Room) -> Iterator[InPlace]:
         """List the plan of no rule, and those of ``max_bytes`` that take as little as fits.
@@ -50,29 +42,52 @@ class InPlaceRules:
         More of it would only move more bytes, so no other ``max_bytes`` can be better.
         """
         for setting in range(len(self.space.settings)):
-            yield self._sum_up(room, setting, None, None, 0)
-            needed = int(room.lacking_bytes[setting])
-            for option in self._options if needed > 0 else ():
-                yield self._sum_up(room, setting, option, *self._take(option, needed))
-
-    @cached_property
-    def _options(self) -> tuple[Option, ...]:
-        read_always = (Backend.UVA, Backend.UVA)
-        return tuple(each for each in self.space.options if each[1:] == read_always)
+            yield self._plan(room, setting, None)
+            for option in self._sums if room.lacking_bytes[setting] > 0 else ():
+                yield self._plan(room, setting, option)
 
     @cached_property
     def _sums(self) -> dict[Option, list[int]]:
-        """Bytes of a class's first parameters, in layer then name order: of one, of two, ..."""
+        """Bytes of an option's first parameters, in layer then name order: of one, of two, ..."""
+        space = self.space
         return {
             option: list(
                 accumulate(
                     unit.nbytes
-                    for kind in self.space.kind_of
-                    for unit in self.space.taken[option.segment_class][kind]
+                    for kind in space.kind_of
+                    for unit in space.taken[option.segment_class][kind]
                 )
             )
-            for option in self._options
+            for option in space.options
+            if option.prefill is option.decode is Backend.UVA
         }
+
+    def _plan(self, room: Room, setting: int, option: Option | None) -> InPlace:
+        space, table = self.space, self.space.table
+        times = (table.resident_ps[setting] + table.row_ps[setting]).tolist()
+        crossing = table.row_bytes[setting].tolist()
+        rules: tuple[Rule, ...] = ()
+        rank: tuple[object, ...] = ()
+        host_bytes = off_gpu = 0
+        if option is not None:
+            rule, num_units = self._take(option, int(room.lacking_bytes[setting]))
+            rules, rank = (rule,), (*option.rank, rule.max_bytes)
+            off_gpu = self._sums[option][num_units - 1]
+            for (kind, of_layer), count in self._layers(option, num_units).items():
+                slab_bytes, prompt_bytes, step_bytes = self._read(option, kind, of_layer)
+                host_bytes += count * slab_bytes
+                for phase, num_bytes in enumerate((prompt_bytes[setting], step_bytes)):
+                    times[phase] += count * space.reading_ps(num_bytes)
+                    crossing[phase] += count * num_bytes
+        return InPlace(
+            setting,
+            rules,
+            rank,
+            times_ps=(times[0], times[1]),
+            link_bytes=sum(w * each for w, each in zip(space.weights, crossing, strict=True)),
+            gpu_lack=float(room.lacking_bytes[setting] - off_gpu),
+            host_lack=float(host_bytes - room.host_bytes[setting]),
+        )
 
     def _take(self, option: Option, needed: int) -> tuple[Rule, int]:
         """Take an option's first parameters until there are enough bytes; returns their number."""
@@ -83,46 +98,14 @@ class InPlaceRules:
             multiple = self.space.engine.max_bytes_unit
             max_bytes = -(-max_bytes // multiple) * multiple
             last = min(bisect_left(sums, max_bytes), len(sums) - 1)
-        rule = Rule(
-            cpu_offload_params=option.segment_class.segments,
-            max_bytes=max_bytes,
-            prefill=option.prefill,
-            decode=option.decode,
-        )
-        return rule, last + 1
-
-    def _sum_up(
-        self, room: Room, number: int, option: Option | None, rule: Rule | None, num_units: int
-    ) -> InPlace:
-        space, setting = self.space, self.space.settings[number]
-        times = [
-            setting.prefill.resident_ps + setting.row_ps[0],
-            space.decode.resident_ps + setting.row_ps[1],
-        ]
-        crossing, host_bytes, off_gpu = list(setting.row_bytes), 0, 0
-        if option is not None:
-            off_gpu = self._sums[option][num_units - 1]
-            # equal layers are read alike: only the last one may be taken in part
-            for (kind, of_layer), count in self._layers(option, num_units).items():
-                reads = self._read(option, kind, of_layer)
-                host_bytes += count * reads.slab_bytes
-                for phase, num_bytes in enumerate((reads.prompt_bytes[number], reads.step_bytes)):
-                    times[phase] += count * space.reading_ps(num_bytes)
-                    crossing[phase] += count * num_bytes
-        first, second = space.weights
-        return InPlace(
-            setting=number,
-            option=option,
-            rule=rule,
-            prompt_ps=times[0],
-            step_ps=times[1],
-            link_bytes=first * crossing[0] + second * crossing[1],
-            gpu_lack=float(room.lacking_bytes[number] - off_gpu),
-            host_lack=float(host_bytes - room.host_bytes[number]),
-        )
+        rule = option.rule(1, 1).model_dump(exclude={"group_size", "num_in_group"})
+        return Rule(**{**rule, "max_bytes": max_bytes}), last + 1
 
     def _layers(self, option: Option, num_units: int) -> Counter[tuple[int, int]]:
-        """Count the layers of each kind of which so many parameters are among the first ones."""
+        """Count the layers of each kind of which so many parameters are among the first ones.
+
+        Equal layers are read alike: only the last one may be taken in part.
+        """
         counts: Counter[tuple[int, int]] = Counter()
         for kind in self.space.kind_of:
             of_layer = min(num_units, len(self.space.taken[option.segment_class][kind]))
@@ -131,17 +114,15 @@ class InPlaceRules:
             num_units -= of_layer
         return counts
 
-    def _read(self, option: Option, kind: int, num_units: int) -> _Reads:
-        found = self._reads.get((option, kind, num_units))
-        if found is None:
-            space, rule = self.space, option.rule(1, 1)
-            units = space.taken[option.segment_class][kind][:num_units]
-            found = self._reads[option, kind, num_units] = _Reads(
-                build_slab((unit, rule) for unit in units).nbytes,
-                space.prompt_read_bytes(units),
-                space.step_read_bytes(units),
-            )
-        return found
+    def _read(self, option: Option, kind: int, num_units: int) -> tuple[int, list[int], int]:
+        """Bytes of a layer's slab, and that prompts, for each setting, and a step read of it."""
+        key, space = (option, kind, num_units), self.space
+        if key not in self._reads:
+            units, rule = space.taken[option.segment_class][kind][:num_units], option.rule(1, 1)
+            slab = build_slab((unit, rule) for unit in units)
+            reads = space.prompt_read_bytes(units), space.step_read_bytes(units)
+            self._reads[key] = (slab.nbytes, *reads)
+        return self._reads[key]
 
 
 def _roundest(low: int, high: int) -> int:

@@ -7,9 +7,9 @@ from offplan.costs.predict import predict
 from offplan.costs.threshold import least_that
 from offplan.costs.timeline import PS_PER_S
 from offplan.errors import InfeasibleError
-from offplan.plan import Basis, MachineRef, ModelRef, Objective, Offload, Plan
+from offplan.plan import Objective, Offload, Plan
 from offplan.planner.aims import NEVER, Fastest, Nearest, limits_ps
-from offplan.planner.explain import explain_infeasible, explain_plan
+from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.search import MAX_RULES, Searcher
 from offplan.planner.space import Room, Space, find_room
 from offplan.question import Question
@@ -21,11 +21,9 @@ RESOLUTION = 100
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan, and why it is this one."""
+    """A plan, and what it took to find it."""
 
     plan: Plan
-    reasons: tuple[str, ...]
-    """Sentences for people."""
     num_candidates: int
     """Plans of at most one rule that fit the budget."""
     num_priced: int
@@ -61,7 +59,9 @@ def make_plan(question: Question) -> PlanResult:
         # first, so that a request's time is never looked for among plans that are too slow
         room, aim = find_room(searcher.space, question.budget), Nearest(limits_ps(question.goal))
         nearest = searcher.find(room, aim)
-        if nearest.best is not None and nearest.best.value > 1:
+        if nearest.best is None:
+            raise explain_infeasible(searcher.space, question, nearest)
+        if nearest.best.value > 1:
             raise _unreachable(searcher, question, aim, nearest.best.offload)
     found = find_plan(searcher, question)
     assert found is not None, "a plan that keeps the targets fits"
@@ -81,16 +81,13 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         if search.gpu_lack or search.host_lack or (below_s == NEVER and not goal.targets):
             raise explain_infeasible(space, question, search)
         return None
-    floor = _find_floor(space, room)
-    plan = _write_plan(space, question, search.best.offload)
     return PlanResult(
-        plan=plan,
-        reasons=explain_plan(plan, floor, search, 1 if goal.engine else MAX_RULES),
+        plan=_write_plan(space, question, search.best.offload),
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,
         second_rule_gain=search.second_rule_gain,
         max_rules=1 if goal.engine else MAX_RULES,
-        floor=floor,
+        floor=_find_floor(space, room),
     )
 
 
@@ -104,29 +101,9 @@ def _find_floor(space: Space, room: Room) -> Floor:
 
 
 def _write_plan(space: Space, question: Question, offload: Offload) -> Plan:
-    model, machine, workload = question.model, space.machine, question.workload
-    return Plan(
-        model=ModelRef(
-            source=model.source,
-            revision=model.revision,
-            headers_sha256=model.headers_sha256,
-            dtype=model.dtype,
-        ),
-        workload=workload,
-        budget=question.budget,
-        goal=question.goal,
-        machine=MachineRef(
-            name=machine.name,
-            profile=question.profile,
-            link=machine.link,
-            h2d=machine.h2d.value,
-            uva=machine.uva.value,
-            basis=Basis(machine.basis),
-            fingerprint=machine.fingerprint,
-        ),
-        offload=offload,
-        prediction=predict(model, machine, workload, question.budget, offload),
-    )
+    workload, budget = question.workload, question.budget
+    prediction = predict(question.model, space.machine, workload, budget, offload)
+    return question.answer(offload, prediction)
 
 
 def _unreachable(

@@ -82,13 +82,12 @@ class Prices:
 
     def number(self, kind: int, options: tuple[int, ...]) -> int:
         """Number the content of a layer of a kind, of which rules of these options take a part."""
-        number = self._numbers.get((kind, options))
-        if number is None:
-            number = self._numbers[kind, options] = len(self._contents)
+        if (kind, options) not in self._numbers:
+            self._numbers[kind, options] = len(self._contents)
             content, reads = self._price(kind, [self.space.options[option] for option in options])
             self._contents.append(content)
             self._prompt_reads.append(reads)
-        return number
+        return self._numbers[kind, options]
 
     def _price(self, kind: int, options: list[Option]) -> tuple[Content, list[list[int]]]:
         space = self.space
@@ -127,14 +126,13 @@ class Prices:
 
     def _table(self, first: int, second: int) -> Ints:
         """Numbers of contents, [kinds, 4]: by whether the first and the second rule take it."""
-        found = self._tables.get((first, second))
-        if found is None:
+        if (first, second) not in self._tables:
             of_first, of_second = ((each,) if each != NO_RULE else () for each in (first, second))
             ways = ((), of_first, of_second, (*of_first, *of_second))
             kinds = range(len(self.space.units))
             numbers = [[self.number(kind, way) for way in ways] for kind in kinds]
-            found = self._tables[first, second] = np.array(numbers)
-        return found
+            self._tables[first, second] = np.array(numbers)
+        return self._tables[first, second]
 
     def _contents_of(self, candidates: Candidates) -> Ints:
         """Numbers of the contents, [candidates, layers]."""

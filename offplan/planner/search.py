@@ -31,11 +31,15 @@ BLOCK = 1024
 """Candidates priced together: enough to make an array's own cost a small share."""
 
 
+Rank = tuple[object, ...]
+"""Of equally good plans that of the least rank is chosen."""
+
+
 class Found(NamedTuple):
     """A plan and how good it is; of equally good ones that of the least rank is chosen."""
 
     value: Fraction
-    rank: tuple[object, ...]
+    rank: Rank
     """Rules, bytes that cross at least, slots, setting and what the rules take; less is first."""
     offload: Offload
 
@@ -151,17 +155,11 @@ class _Run:
             if not self._note(np.array([each.gpu_lack]), np.array([each.host_lack]))[0]:
                 continue
             self.search.num_candidates += 1
-            times = np.array([each.prompt_ps], float), np.array([each.step_ps], float)
-            value = self.aim.values(*times)[0]
-            if value > self._most or value == NEVER:
-                continue
-            rules = () if each.rule is None else (each.rule,)
-            what: tuple[object, ...] = ()
-            if each.option is not None:
-                what = (*each.option.rank, *(rule.max_bytes for rule in rules))
-            rank = (len(rules), each.link_bytes, 1, each.setting, *what)
-            exact = self.aim.exact(each.prompt_ps, Fraction(each.step_ps))
-            self._offer(exact, rank, partial(self._offload, each.setting, 1, rules))
+            value = self.aim.values(*np.array(each.times_ps, float).reshape(2, 1))[0]
+            if value <= self._most and value < NEVER:
+                rank = (len(each.rules), each.link_bytes, 1, each.setting, *each.rank)
+                exact = self.aim.exact(each.times_ps[0], Fraction(each.times_ps[1]))
+                self._offer(exact, rank, partial(self._offload, each.setting, 1, each.rules))
 
     def try_singles(self) -> None:
         """Try the plans of one rule."""
@@ -189,7 +187,7 @@ class _Run:
     def _single_rows(self) -> _Rows:
         """List the rules that fit alone, in each setting and with each ring."""
         rules, space = self.rules, self.space
-        turns = rules.times.prompt_turns
+        turns = rules.times.columns.prompt_turns
         found = []
         for num_slots in (0, *PREFETCH_STEPS):
             # with as many slots as layers every layer would own one: resident in all but name
@@ -213,13 +211,13 @@ class _Run:
                 traffic.prompt_copied + traffic.prompt_read + rows[:, 0],
                 traffic.step_copied + traffic.step_read + rows[:, 1],
             ]
-            weighed = np.average(link_bytes, axis=0, weights=space.weights)
+            weighed = np.dot(space.weights, link_bytes)
             alone = np.full(len(first), NO_RULE)
             found.append(_Rows(self.aim.values(*times), weighed, setting, slots, first, alone))
         joined = _join(found)
         return joined.choose(joined.bound < NEVER)
 
-    def _rank(self, rows: _Rows, row: int) -> tuple[object, ...]:
+    def _rank(self, rows: _Rows, row: int) -> Rank:
         """Return the rank of a row's first pattern."""
         option = self.space.options[self.rules.option[rows.first[row]]]
         slots = max(1, int(rows.num_slots[row]))
@@ -240,7 +238,7 @@ class _Run:
             rows.second[row],
         )
 
-        def rank(number: int) -> tuple[object, ...]:
+        def rank(number: int) -> Rank:
             return (*self._rank(rows, row[number])[:-1], int(numbers[number]))
 
         self._try(candidates, np.zeros(len(row)), rank)
@@ -262,23 +260,31 @@ class _Run:
             (self.aim.values(*resident.T) < self._most)
             & (np.maximum(0, room.lacking_bytes) <= room.host_bytes)
         )
-        streams = rules.times.prompt_turns > 0
+        columns = rules.times.columns
+        streams = columns.prompt_turns > 0
         found = [_Rows(*(np.zeros(0, dtype) for dtype in (float, float, int, int, int, int)))]
-        for option, (begin, end) in enumerate(zip(rules.starts, rules.ends, strict=True)):
-            partners = self.searcher.disjoint[option, rules.option] & (rules.option < option)
-            sizes = rules.times.unit_bytes[begin:end]
-            for num_slots in (0, *PREFETCH_STEPS):
+        for num_slots in (0, *PREFETCH_STEPS):
+            every = np.flatnonzero(~streams) if num_slots == 0 else np.arange(len(streams))
+            firsts, where = (each.ravel() for each in np.meshgrid(every, settings))
+            loads = rules.times.at(firsts, where)
+            alone = bound_times(space, [loads], where, np.full(len(where), num_slots), more=True)
+            alive = self.aim.values(*alone) < self._most
+            firsts, where = firsts[alive], where[alive]
+            for option, (begin, end) in enumerate(zip(rules.starts, rules.ends, strict=True)):
                 if streams[begin] and not num_slots:
                     continue
-                wanted = partners & ((streams | streams[begin]) if num_slots else ~streams)
-                first, setting = (
-                    each.ravel() for each in np.meshgrid(np.flatnonzero(wanted), settings)
-                )
+                partners = self.searcher.disjoint[option] & (np.arange(len(rules.starts)) < option)
+                wanted = partners[rules.option[firsts]]
+                if num_slots and not streams[begin]:
+                    wanted &= streams[firsts]
+                first, setting = firsts[wanted], where[wanted]
                 loads = rules.times.at(first, setting)
-                slot = np.maximum(loads.slot_bytes, rules.times.slot_bytes[begin:end].min())
+                slot = np.maximum(loads.slot_bytes, columns.slot_bytes[begin:end].min())
                 needed = room.lacking_bytes[setting] + num_slots * slot - loads.unit_bytes
-                second = begin + np.searchsorted(sizes, needed)
+                second = begin + np.searchsorted(columns.unit_bytes[begin:end], needed)
                 enough = second < end
+                if not enough.any():
+                    continue
                 first, setting, second = first[enough], setting[enough], second[enough]
                 slots = np.full(len(first), num_slots)
                 least = rules.least_times.at(second, setting)
@@ -292,12 +298,9 @@ class _Run:
     def _try_completions(self, rows: _Rows) -> None:
         """Try each row's rule with every second one of its option that may do."""
         rules, room = self.rules, self.room
-        ends = rules.ends[rules.option[rows.second]]
-        counts = ends - rows.second
+        counts = rules.ends[rules.option[rows.second]] - rows.second
         row = np.repeat(np.arange(len(counts)), counts)
-        second = (
-            rows.second[row] + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        )
+        second = (rows.second - np.cumsum(counts) + counts)[row] + np.arange(len(row))
         setting, slots, first = rows.setting[row], rows.num_slots[row], rows.first[row]
         both = [rules.times.at(each, setting) for each in (first, second)]
         ring = slots * np.maximum(*(each.slot_bytes for each in both))
@@ -321,23 +324,17 @@ class _Run:
                 rules.first_pattern[second[block]],
             )
             off_gpu, on_host, num_turns = self.prices.weigh(candidates)
-            keeps = (off_gpu >= room.lacking_bytes[candidates.setting]) & (
-                on_host <= room.host_bytes[candidates.setting]
-            )
+            keeps = off_gpu >= room.lacking_bytes[candidates.setting]
+            keeps &= on_host <= room.host_bytes[candidates.setting]
             keeps &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
             kept = candidates.choose(np.flatnonzero(keeps))
 
-            def rank(number: int, kept: Candidates = kept) -> tuple[object, ...]:
+            def rank(number: int, kept: Candidates = kept) -> Rank:
                 return (2, *(int(column[number]) for column in kept))
 
             self._try(kept, times[1][block[keeps]], rank)
 
-    def _try(
-        self,
-        candidates: Candidates,
-        step_ps: Floats,
-        rank_of: Callable[[int], tuple[object, ...]],
-    ) -> None:
+    def _try(self, candidates: Candidates, step_ps: Floats, rank_of: Callable[[int], Rank]) -> None:
         """Price candidates whose decode step takes at least ``step_ps``, and keep the best."""
         if not len(step_ps):
             return
@@ -367,7 +364,7 @@ class _Run:
 
     def _most_bytes(self, taken: list[int]) -> float:
         """Sort rules by what their classes hold, the most first."""
-        return -float(self.rules.times.unit_bytes[self.rules.ends[taken[0]] - 1])
+        return -float(self.rules.times.columns.unit_bytes[self.rules.ends[taken[0]] - 1])
 
     def _offload(self, setting: int, num_slots: int, rules: tuple[Rule, ...]) -> Offload:
         chosen = self.space.settings[setting]
@@ -385,9 +382,7 @@ class _Run:
         best = self.search.best
         return self.limit if best is None else float(best.value)
 
-    def _offer(
-        self, value: Fraction, rank: tuple[object, ...], write: Callable[[], Offload]
-    ) -> None:
+    def _offer(self, value: Fraction, rank: Rank, write: Callable[[], Offload]) -> None:
         """Keep a plan if it is the best so far, and an engine can say it."""
         best = self.search.best
         if value < self.limit and (best is None or (value, rank) < best[:2]):

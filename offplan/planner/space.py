@@ -11,7 +11,6 @@ A third rule was measured to buy at most 0.63 % (36 cases, median 0), less than 
 by. What an engine's flags are to say is one rule with one backend, and no host embedding.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,11 +89,7 @@ class Setting:
     """Bytes of the embedding, if it lies on the host."""
     row_bytes: tuple[int, int]
     """Bytes of embedding rows read in place: by a prompt, and by a decode step."""
-    row_ps: tuple[int, int]
-    """Picoseconds that reading them takes."""
     prefill: PassCompute
-    chunk_tokens: tuple[tuple[int, int], ...]
-    """New tokens over all sequences, and the number of chunks that have as many."""
 
 
 class SettingTable(NamedTuple):
@@ -204,16 +199,16 @@ class Space:
     @cached_property
     def table(self) -> SettingTable:
         """The figures of all settings as arrays."""
-        rows = [
-            (
-                *(each.row_ps, each.row_bytes, each.prefill.layer_ps),
-                each.prefill.outside_ps,
-                (each.prefill.resident_ps, self.decode.resident_ps),
-                len(each.prefill.shapes),
-            )
-            for each in self.settings
-        ]
-        return SettingTable(*map(np.array, zip(*rows, strict=True)))
+        settings = self.settings
+        prompts, step_ps = [each.prefill for each in settings], self.decode.resident_ps
+        return SettingTable(
+            row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
+            row_bytes=np.array([each.row_bytes for each in settings]),
+            layer_ps=np.array([each.layer_ps for each in prompts]),
+            outside_ps=np.array([each.outside_ps for each in prompts]),
+            resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
+            num_chunks=np.array([len(each.shapes) for each in prompts]),
+        )
 
     def _setting(self, prefill_chunk: int, host_embedding: TensorInfo | None) -> Setting:
         model, workload = self.question.model, self.question.workload
@@ -229,9 +224,7 @@ class Space:
             + activation_bytes(model, workload, prefill_chunk),
             host_bytes=host_bytes,
             row_bytes=(rows[0], rows[1]),
-            row_ps=(self.reading_ps(rows[0]), self.reading_ps(rows[1])),
             prefill=prompt,
-            chunk_tokens=tuple(Counter(shape.num_tokens for shape in prompt.shapes).items()),
         )
 
     def reading_ps(self, num_bytes: int) -> int:
@@ -240,12 +233,9 @@ class Space:
 
     def prompt_read_bytes(self, units: Sequence[Unit]) -> list[int]:
         """Bytes that prompts read of these units of one layer in place, for each setting."""
-        tokens = {num_tokens for each in self.settings for num_tokens, _ in each.chunk_tokens}
-        read = {num_tokens: self._read_bytes(units, num_tokens) for num_tokens in tokens}
-        return [
-            sum(count * read[num_tokens] for num_tokens, count in each.chunk_tokens)
-            for each in self.settings
-        ]
+        chunks = [[shape.num_tokens for shape in each.prefill.shapes] for each in self.settings]
+        read = {tokens: self._read_bytes(units, tokens) for tokens in set().union(*chunks)}
+        return [sum(map(read.__getitem__, tokens)) for tokens in chunks]
 
     def step_read_bytes(self, units: Sequence[Unit]) -> int:
         """Bytes that a decode step reads of these units of one layer in place."""

@@ -19,15 +19,15 @@ def plan_throughput(question: Question) -> PlanResult:
 
     Every power of two that fits is tried: memory spent on KV cache instead of weights may pay again
     after it did not, and where layer times were measured a larger batch may be the one that keeps a
-    target. Only memory ends it, of which a larger batch always takes more. Then steps of a half of
-    the best power, of a quarter and so on down to one are tried from the best so far, up and down.
+    target. Then steps of a half of the best power, of a quarter and so on down to one are tried,
+    up and down from the best so far.
     Raises InfeasibleError as ``make_plan`` does for a single sequence, when no batch has a plan.
     """
     best: PlanResult | None = None
     tried: set[int] = set()
 
-    def attempt(batch: int) -> bool:
-        """Keep the plan of a batch if it is the best; returns whether the batch fits."""
+    def attempt(batch: int) -> None:
+        """Keep the plan of a batch if it is the best."""
         nonlocal best
         tried.add(batch)
         sized = question.with_batch(batch)
@@ -36,14 +36,12 @@ def plan_throughput(question: Question) -> PlanResult:
         try:
             found = find_plan(Searcher(Space(sized)), sized, below_s)
         except InfeasibleError:
-            return False
+            return
         if found is not None and (best is None or _speed(found) > _speed(best)):
             best = found
-        return True
 
-    batch = 1
-    while batch <= MOST_BATCH and attempt(batch):
-        batch *= 2
+    for power in reversed(range(MOST_BATCH.bit_length())):  # the largest rules out most others
+        attempt(2**power)
     if best is None:
         goal = question.goal.model_copy(update={"objective": Objective.LATENCY})
         return make_plan(replace(question.with_batch(1), goal=goal))
@@ -53,10 +51,7 @@ def plan_throughput(question: Question) -> PlanResult:
         for other in (batch - step, batch + step):
             if other not in tried and other <= MOST_BATCH:
                 attempt(other)
-    chosen = (
-        f"batch {best.plan.workload.batch} gives most of those tried: {_speed(best):,.1f} tokens/s"
-    )
-    return replace(best, reasons=(*best.reasons, chosen))
+    return best
 
 
 def tokens_per_s(plan: Plan) -> float:

@@ -7,10 +7,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from offplan.checkpoint.model import Model
-from offplan.costs.crossovers import Crossovers
+from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.planner.make import PlanResult
+from offplan.planner.make import PlanResult, make_plan
+from offplan.question import Question
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
@@ -22,12 +23,25 @@ class Analysis:
 
     model: Model
     machine: MachineProfile | None
+    """The machine's figures; None where there was nothing to measure."""
     result: PlanResult | None = None
+    """The plan and its reasons; None where there is none."""
     crossovers: Crossovers | None = None
-    """Of the result."""
+    """Batches and prompts at which the plan's bottleneck changes; None where there is no plan."""
     infeasible: InfeasibleError | None = None
+    """Why no plan fits; None where one does."""
     unmeasured: str | None = None
-    """What could not be measured, so that nothing was planned."""
+    """What could not be measured, so that nothing was planned; None where all was."""
+
+
+def analyze_question(question: Question) -> Analysis:
+    """Plan for a question; that no plan fits is a finding like another."""
+    try:
+        result = make_plan(question)
+    except InfeasibleError as error:
+        return Analysis(question.model, question.machine, infeasible=error)
+    crossovers = find_crossovers(question.model, question.planned_machine, result.plan)
+    return Analysis(question.model, question.machine, result, crossovers)
 
 
 def render_analysis(analysis: Analysis) -> Iterator[RenderableType]:

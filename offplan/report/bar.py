@@ -16,12 +16,12 @@ class ShareBar:
     """A horizontal bar: block characters to an eighth of a column, ``#`` on ASCII terminals."""
 
     share: float
-    """From 0 to 1 of the width."""
+    """Part of the width that is drawn, from 0 to 1."""
     width: int
     """Columns of a whole bar."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw; the colour carries nothing that the length does not."""
+        """Draw the bar; the colour carries nothing that the length does not."""
         if options.ascii_only:
             text = "#" * round(self.share * self.width)
         else:

@@ -1,6 +1,6 @@
 """A benchmark of a plan: what was measured beside the prediction, the bound and other ways."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,8 @@ from offplan.report.table import make_table
 from offplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:  # they import torch
+    from offplan.benchmark import BenchResult
     from offplan.runtime.measuring.bench import BenchCost, PhaseCost, Spread
-    from offplan.runtime.measuring.versus import Measurement
 
 PHASES = {"decode": "Decode, a step", "prefill": "Prefill, the prompt"}
 """The phases as keys and as people read them."""
@@ -24,40 +24,21 @@ MOST_STALLED = 8
 
 
 @dataclass(frozen=True)
-class BenchResult:
-    """What one run of ``offplan bench`` measured."""
-
-    device: str
-    """What it ran on, as people call it: ``NVIDIA H200``, ``CPU``."""
-    batch: int
-    prompt_tokens: int
-    num_steps: int
-    """Decode steps that were timed in each request."""
-    num_repeats: int
-    """Requests that were timed."""
-    plan: "Measurement"
-    host_bytes: int
-    """Host memory of the process at its peak, libraries included, with the plan loaded."""
-    others: Mapping[str, "Measurement | str"]
-    """Other ways by name; a text says why one could not be measured."""
-
-
-@dataclass(frozen=True)
 class MeasuredPhase:
     """One phase of the plan as it was measured (decode: one step; prefill: the whole prompt)."""
 
     step: "Spread"
     link_bytes: int | None
-    """``Session.link_bytes``; None if kernels read weights in place, which nobody counts."""
+    """Bytes that crossed the link; None if kernels read weights in place, which nobody counts."""
     stall_s: float
-    """Time compute waited for the link."""
+    """Seconds that compute waited for the link."""
     compute_s: float
-    """Time with everything resident: measured if that ran too, else as predicted."""
+    """Seconds with everything resident: measured if that ran too, else as predicted."""
     bound_s: float | None
-    """max(compute, bytes over the link's measured rate); None where bytes are."""
+    """Seconds: max(compute, bytes over the link's measured rate); None where the bytes are."""
 
 
-def measured_phase(plan: Plan, result: BenchResult, phase: str) -> MeasuredPhase:
+def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPhase:
     """Bring the measurements of a phase (``decode`` or ``prefill``) together."""
     cost: PhaseCost = getattr(result.plan.cost, phase)
     resident = result.others.get("resident", "")
@@ -75,7 +56,7 @@ def measured_phase(plan: Plan, result: BenchResult, phase: str) -> MeasuredPhase
     return MeasuredPhase(cost.step, link_bytes, stall_s, compute_s, bound_s)
 
 
-def render_bench(plan: Plan, result: BenchResult) -> list[RenderableType]:
+def render_bench(plan: Plan, result: "BenchResult") -> list[RenderableType]:
     """Show everything, for people."""
     tables = [_render_phase(plan, result, phase) for phase in PHASES]
     parts: list[RenderableType] = [*tables, _render_machine(plan, result)]
@@ -86,7 +67,7 @@ def render_bench(plan: Plan, result: BenchResult) -> list[RenderableType]:
     return [*parts, Group(*map(Text, _notes(plan, result)))]
 
 
-def _render_phase(plan: Plan, result: BenchResult, phase: str) -> Table:
+def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     predicted: PhasePrediction = getattr(plan.prediction, phase)
     found = measured_phase(plan, result, phase)
     table = make_table(PHASES[phase], "what", "predicted", "measured", "ratio", "min", "max")
@@ -105,7 +86,7 @@ def _render_phase(plan: Plan, result: BenchResult, phase: str) -> Table:
     return table
 
 
-def _render_machine(plan: Plan, result: BenchResult) -> Table:
+def _render_machine(plan: Plan, result: "BenchResult") -> Table:
     table = make_table("Link and memory", "what", "predicted", "measured", "ratio")
     add = _Rows(table)
     decode = measured_phase(plan, result, "decode")
@@ -121,7 +102,7 @@ def _render_machine(plan: Plan, result: BenchResult) -> Table:
 
 
 def _render_stalls(cost: "BenchCost") -> Table | None:
-    """The layers that compute waited for the longest; None where it never did."""
+    """Show the layers that compute waited for the longest; None where it never did."""
     decode, prefill = cost.decode.stalls_s or {}, cost.prefill.stalls_s or {}
     layers = sorted(
         decode.keys() | prefill.keys(),
@@ -142,7 +123,7 @@ def _render_stalls(cost: "BenchCost") -> Table | None:
     return table
 
 
-def _render_others(result: BenchResult) -> Table:
+def _render_others(result: "BenchResult") -> Table:
     table = make_table(
         "Side by side", "way", "decode step", "x plan", "prefill", "x plan", "GPU memory"
     )
@@ -164,8 +145,8 @@ def _render_others(result: BenchResult) -> Table:
     return table
 
 
-def _notes(plan: Plan, result: BenchResult) -> list[str]:
-    """How the figures were obtained, and what keeps them from being comparable."""
+def _notes(plan: Plan, result: "BenchResult") -> list[str]:
+    """Say how the figures were obtained, and what keeps them from being comparable."""
     lines = [
         f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
         f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "

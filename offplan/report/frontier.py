@@ -44,7 +44,7 @@ def _render_table(points: Sequence[Point]) -> Table:
 
 
 def _render_plot(points: Sequence[Point]) -> Table:
-    """A bar of tokens/s for each budget."""
+    """Draw a bar of tokens/s for each budget."""
     most = max(tokens_per_s(point.plan) for point in points)
     plot = Table.grid("", "", "", padding=(0, 1))
     plot.columns[0].justify = plot.columns[2].justify = "right"
@@ -58,12 +58,12 @@ def _render_plot(points: Sequence[Point]) -> Table:
 
 
 def _basis(points: Sequence[Point]) -> str:
-    """How the figures were obtained: all points are of one machine and workload."""
+    """Return how the figures were obtained: all points are of one machine and workload."""
     return points[0].plan.prediction.basis.value
 
 
 def frontier_payload(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The points as JSON, the smallest budget first."""
+    """Return the points as JSON, the smallest budget first."""
     return [
         {
             "gpu_memory": point.plan.budget.gpu_memory,

@@ -56,7 +56,7 @@ def name_layers(layers: list[Layer]) -> str:
 
 
 def outside_segments(model: Model) -> dict[str, int]:
-    """Stored bytes outside the layers by name, the final part left out."""
+    """Add up the stored bytes outside the layers by name, the final part left out."""
     sums: dict[str, int] = {}
     for tensor in sorted(model.outside):
         segment = tensor.name.rpartition(".")[0] or tensor.name

@@ -10,11 +10,13 @@ from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, plan_json
 from offplan.planner.make import PlanResult
 from offplan.report.analysis import Analysis
-from offplan.report.bench import PHASES, BenchResult, measured_phase
+from offplan.report.bench import PHASES, measured_phase
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
+from offplan.report.why import explain_plan
 
 if TYPE_CHECKING:  # they import torch
+    from offplan.benchmark import BenchResult
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
 
@@ -22,7 +24,7 @@ JSON_VERSION = 1
 
 
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
-    """What ``analyze --json`` prints; ``plan`` is null if nothing fits or nothing was measured."""
+    """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured."""
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     return {
         "offplan": JSON_VERSION,
@@ -36,7 +38,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
 
 
 def model_payload(model: Model) -> dict[str, Any]:
-    """The model's keys: ``model``, ``layers``, ``outside_layers``, ``experts``, ``notes``."""
+    """Return its keys: ``model``, ``layers``, ``outside_layers``, ``experts``, ``notes``."""
     return {
         "model": {
             "source": model.source,
@@ -72,7 +74,7 @@ def model_payload(model: Model) -> dict[str, Any]:
 
 
 def experts_payload(model: Model) -> dict[str, int] | None:
-    """The routed experts; null for a dense model."""
+    """Return the routed experts; None for a dense model."""
     if model.experts is None:
         return None
     return {
@@ -83,15 +85,15 @@ def experts_payload(model: Model) -> dict[str, int] | None:
 
 
 def machine_payload(machine: MachineProfile) -> dict[str, Any]:
-    """The profile's own keys, and its fingerprint."""
+    """Return the profile's own keys, and its fingerprint."""
     return {**machine.model_dump(mode="json"), "fingerprint": machine.fingerprint}
 
 
 def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, Any]:
-    """Why it is this plan, and what no plan of its budget can beat."""
+    """Return why it is this plan, and what no plan of its budget can beat."""
     return {
         "basis": result.plan.prediction.basis.value,
-        "reasons": list(result.reasons),
+        "reasons": explain_plan(result),
         "num_candidates": result.num_candidates,
         "num_priced": result.num_priced,
         "second_rule_gain": result.second_rule_gain,
@@ -103,12 +105,12 @@ def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, 
 
 
 def infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
-    """Why nothing fits, and by how much."""
+    """Return why nothing fits, and how many bytes are missing."""
     return {"message": str(error), "shortfall_bytes": error.shortfall_bytes}
 
 
 def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, Any]:
-    """What ``run --json`` prints; ``text`` is the continuation of the prompt, if there was one."""
+    """Return what ``run --json`` prints; ``text`` is what followed a prompt, None without one."""
     predicted = plan_json(plan)["prediction"]
     return {
         "offplan": JSON_VERSION,
@@ -126,8 +128,8 @@ def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, An
     }
 
 
-def bench_payload(plan: Plan, result: BenchResult) -> dict[str, Any]:
-    """What ``bench --json`` prints; ``vs`` has the other ways, or why they were not measured."""
+def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
+    """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     predicted = plan_json(plan)["prediction"]
     return {
         "offplan": JSON_VERSION,
@@ -150,7 +152,7 @@ def bench_payload(plan: Plan, result: BenchResult) -> dict[str, Any]:
     }
 
 
-def _measured_payload(plan: Plan, result: BenchResult, phase: str) -> dict[str, Any]:
+def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str, Any]:
     found = measured_phase(plan, result, phase)
     cost: PhaseCost = getattr(result.plan.cost, phase)
     return {
@@ -172,7 +174,7 @@ def _step_payload(cost: "PhaseCost") -> dict[str, float]:
 
 
 def _way_payload(way: "Measurement | str") -> dict[str, Any]:
-    """One way to run the workload; the same keys whether it could be measured or not."""
+    """Return one way to run the workload, with the same keys whether it was measured or not."""
     if isinstance(way, str):
         return {"decode": None, "prefill": None, "gpu_memory": None, "why_not": way}
     return {

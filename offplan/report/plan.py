@@ -12,6 +12,7 @@ from offplan.costs.floor import Floor
 from offplan.plan import Backend, Basis, Plan, Rule
 from offplan.planner.make import PlanResult
 from offplan.report.table import make_table
+from offplan.report.why import explain_plan
 from offplan.units import format_bytes, format_seconds
 
 
@@ -24,7 +25,7 @@ def render_plan(result: PlanResult, crossovers: Crossovers) -> RenderableType:
     why = f"Why ({plan.prediction.basis.value})"
     return Group(
         *_render_list("Plan", describe_offload(plan)),
-        *_render_list(why, [*result.reasons, *describe_crossovers(crossovers)]),
+        *_render_list(why, [*explain_plan(result), *describe_crossovers(crossovers)]),
         Text(),
         _render_memory(plan),
         Text(),
@@ -51,7 +52,7 @@ def describe_crossovers(crossovers: Crossovers) -> list[str]:
     """Say where the bottleneck changes; nothing where it does not."""
     lines = []
     if crossovers.compute_bound_batch is not None:
-        lines.append(f"decode is held by compute from batch {crossovers.compute_bound_batch} on")
+        lines.append(f"decode is compute-bound from batch {crossovers.compute_bound_batch} on")
     if crossovers.streaming_batch is not None:
         batch = crossovers.streaming_batch
         lines.append(f"streaming experts beats reading them in place from batch {batch} on")

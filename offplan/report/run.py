@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -9,6 +10,12 @@ from rich.text import Text
 from offplan.plan import Backend, Basis, Plan
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # they import torch
+    import torch
+
+    from offplan.runtime.generate import Measured
+    from offplan.runtime.session import Session
 
 Show = Callable[[float], str]
 
@@ -20,19 +27,39 @@ class RunResult:
     device: str
     """What it ran on, as people call it: ``NVIDIA H200``, ``CPU``."""
     batch: int
+    """Sequences that were generated together."""
     prompt_tokens: int
+    """Tokens of each prompt."""
     output_tokens: int
     """Tokens of each sequence that were generated."""
     first_token_s: float
-    """From the prompt to the first token on the host."""
+    """Seconds from the prompt to the first token on the host."""
     step_s: float | None
-    """Median time of a further token; None if there was only one."""
+    """Median seconds of a further token; None if there was only one."""
     prefill_link_bytes: int
-    """``Session.link_bytes`` of the prompt."""
+    """Bytes that crossed the link for the prompt, as ``Session.link_bytes`` counts them."""
     decode_link_bytes: int | None
-    """The same of each further token, on average; None if there was only one token."""
+    """Bytes that crossed it in a decode step, on average; None if there was only one token."""
     gpu_bytes: int | None
-    """Taken on the card at the peak; None on the CPU."""
+    """Bytes taken on the card at the peak; None on the CPU."""
+
+
+def collect_result(session: "Session", prompt: "torch.Tensor", measured: "Measured") -> RunResult:
+    """Collect what ``generate`` did with a prompt (int64, [batch, tokens]) and what it cost."""
+    from offplan.runtime.device import device_name
+
+    batch, prompt_tokens = prompt.shape
+    return RunResult(
+        device=device_name(session.device),
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        output_tokens=len(measured.step_s) + 1,
+        first_token_s=measured.first_token_s,
+        step_s=measured.median_step_s if measured.step_s else None,
+        prefill_link_bytes=measured.prefill_link_bytes,
+        decode_link_bytes=measured.step_link_bytes,
+        gpu_bytes=session.gpu_bytes if session.device.type == "cuda" else None,
+    )
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:
@@ -72,7 +99,7 @@ def describe_basis(plan: Plan) -> list[str]:
 
 
 def _differences(plan: Plan, result: RunResult) -> list[str]:
-    """Why a figure on the left may have no match on the right."""
+    """Say why a figure on the left may have no match on the right."""
     workload, lines = plan.workload, describe_basis(plan)
     if result.device != plan.machine.name:
         lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")

@@ -1,8 +1,30 @@
-"""The device that a session runs on: made current, given a stream, waited for."""
+"""The device that a session runs on: found, made current, given a stream, waited for."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
+
+from offplan.errors import InputError
+
+
+def find_device(wanted: str | torch.device | None) -> torch.device:
+    """Find the device of this name, or the best there is; raises InputError if it is not here."""
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise InputError(f"{wanted!r} is not a device: write cuda, cuda:1 or cpu") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no {device} here: {torch.cuda.device_count()} GPUs are visible")
+    if device.type not in ("cuda", "cpu"):
+        raise InputError(f"offplan runs on cuda and cpu; {device} is neither")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device as people do: ``NVIDIA H200``, ``CPU``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -22,6 +22,13 @@ class Measured:
     """Bytes that crossed the link for the prompt, as ``Session.link_bytes`` counts them."""
     decode_link_bytes: int = 0
     """Bytes that crossed the link in all decode steps together."""
+    num_decodes: int = 0
+    """Decode steps that were begun: one more than were read where a token ended the text."""
+
+    @property
+    def step_link_bytes(self) -> int | None:
+        """Bytes that crossed the link in a decode step, on average; None where there was none."""
+        return self.decode_link_bytes // self.num_decodes if self.num_decodes else None
 
     @property
     def median_step_s(self) -> float:
@@ -34,14 +41,17 @@ def generate(
     session: Session,
     prompt: torch.Tensor,
     num_tokens: int,
-    measured: Measured,
+    measured: Measured | None = None,
     stop_tokens: frozenset[int] = frozenset(),
 ) -> Iterator[torch.Tensor]:
-    """Yield up to ``num_tokens`` greedy tokens for ``prompt`` ([batch, tokens], int64).
+    """Yield up to ``num_tokens`` greedy tokens that follow ``prompt`` (int64, [batch, tokens]).
 
     Each is int64 of shape [batch] on the CPU. Ends early once the first sequence makes one of
-    ``stop_tokens`` and the batch is 1. The next step is queued before a token is read.
+    ``stop_tokens`` and the batch is 1. ``measured`` is filled while tokens are taken. Runs on the
+    session's stream and waits for each token; the next step is queued before it is read. Raises
+    what ``Session.prefill`` and ``Session.decode`` raise, when the token in question is taken.
     """
+    measured = Measured() if measured is None else measured
     # Page-locked once, before anything is queued: a later allocation would wait for the device.
     on_gpu = session.device.type == "cuda"
     host = torch.empty(num_tokens, len(prompt), dtype=torch.int64, pin_memory=on_gpu)
@@ -58,6 +68,7 @@ def generate(
                 tokens = session.decode(tokens).argmax(-1, keepdim=True)
                 arrival = _Arrival(tokens, host[step + 1])
             measured.decode_link_bytes += session.link_bytes - moved
+            measured.num_decodes += 1
         token, now = arrived.wait()
         if step == 0:
             measured.first_token_s = now - began

@@ -15,7 +15,7 @@ from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.layers import require_triton
-from offplan.runtime.passes.link import Link, open_link
+from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.runner import ModelRunner
 
 NUM_WARMUP_STEPS = 2
@@ -66,7 +66,11 @@ class Session:
                 # loading ran on the default stream
                 self._stream = open_stream(self.device)
                 store = self.loaded.store
-                self.link = wrap_link(open_link(store.slots, store.slabs, self.device, late_copies))
+                if self.device.type == "cuda":
+                    link: Link = CudaLink(store.slots, store.slabs, self.device)
+                else:
+                    link = CpuLink(store.slots, store.slabs, late=late_copies)
+                self.link = wrap_link(link)
                 self.runner = ModelRunner(
                     self.loaded,
                     self.link,
@@ -96,10 +100,9 @@ class Session:
         self._closed = True
         with on_device(self.device):
             self.loaded.close()
-            if self._stream is not None:
-                # a device that failed says so again; the error already on its way is to be shown
-                with suppress(RuntimeError):
-                    torch.cuda.empty_cache()
+            # a device that failed says so again; the error already on its way is to be shown
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     @property
     def gpu_bytes(self) -> int:
@@ -126,7 +129,7 @@ class Session:
             for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
-        self.runner.sequences.length = 0
+        self.runner.length = 0
         if self._stream is not None:
             self._stream.synchronize()  # or the first request would wait for these steps
 

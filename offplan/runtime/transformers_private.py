@@ -4,58 +4,36 @@ Every name in this file was tried with transformers 5.17 and 5.23; try them agai
 version is allowed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
-from transformers.integrations.moe import ExpertsInterface
-from transformers.models.deepseek_v2 import modeling_deepseek_v2
-
-__all__ = [
-    "Concatenate",
-    "ExpertsInterface",
-    "MergeModulelist",
-    "Renaming",
-    "WeightConverter",
-    "apply_gate",
-    "choose_attention",
-    "compute_buffers",
-    "convert",
-    "modeling_deepseek_v2",
-]
+from transformers.core_model_loading import Concatenate as Concatenate
+from transformers.core_model_loading import MergeModulelist as MergeModulelist
+from transformers.core_model_loading import WeightConverter as WeightConverter
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling_deepseek_v2
 
 
-class Renaming:
-    """Transformers' own mapping from the names in a checkpoint to those of a model's state."""
+def rename(
+    skeleton: PreTrainedModel, names: Iterable[str]
+) -> Iterator[tuple[str, str | None, WeightConverter | None]]:
+    """Yield the parameter that each stored tensor belongs to, its converter's pattern and that.
 
-    def __init__(self, skeleton: PreTrainedModel) -> None:
-        transforms = get_model_conversion_mapping(skeleton)
-        self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
-        self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
-        self._prefix = skeleton.base_model_prefix
-        self._state = skeleton.state_dict()
-
-    def find(self, name: str) -> tuple[str, str | None]:
-        """Return the parameter that a stored tensor belongs to, and its converter's pattern."""
-        renamed, pattern = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._state
-        )
-        return renamed, pattern
-
-    def converter(self, pattern: str | None) -> WeightConverter | None:
-        """Return the converter with this pattern; None where a tensor is renamed and no more."""
-        return None if pattern is None else self._by_pattern[pattern]
+    The last two are None where the tensor is renamed and no more.
+    """
+    transforms = get_model_conversion_mapping(skeleton)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    prefix, state = skeleton.base_model_prefix, skeleton.state_dict()
+    for name in names:
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        yield renamed, pattern, None if pattern is None else by_pattern[pattern]
 
 
 def convert(

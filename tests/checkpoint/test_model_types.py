@@ -30,7 +30,7 @@ def known(names):
 def causal_types():
     """Decoder-only model types with a causal model, each with its class."""
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if name in model_types.KNOWN_TYPES and name in CONFIG_MAPPING:
+        if name in model_types.TIED_BY_DEFAULT and name in CONFIG_MAPPING:
             found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
             yield name, found[0] if isinstance(found, tuple) else found
 
@@ -51,10 +51,10 @@ def default_config(name, **changes):
         return None
 
 
-@pytest.mark.parametrize("default", [True, False])
-def test_ties(default):
-    names = model_types.TIED_BY_DEFAULT if default else model_types.UNTIED_BY_DEFAULT
-    assert {CONFIG_MAPPING[name].tie_word_embeddings for name in known(names)} == {default}
+def test_ties():
+    table = model_types.TIED_BY_DEFAULT
+    found = {name: CONFIG_MAPPING[name].tie_word_embeddings for name in known(table)}
+    assert found == {name: table[name] for name in found}
 
 
 def slides_everywhere(name):
@@ -128,11 +128,9 @@ def test_matrices_stored_the_other_way_round():
 
 def test_orientation_of_experts():
     transposed = {name for name in CAUSAL if "is_transposed=True" in source(name)}
-    interleaved = {name for name in CAUSAL if "is_concatenated=False" in source(name)}
     # these two say it otherwise: in code of their own, in what loading turns round
     own = {"llama4", "llama4_text"} | {"qwen3_vl_moe_text"}
     assert transposed | own == set(model_types.EXPERTS_IN_OUT)
-    assert interleaved == set(model_types.EXPERTS_INTERLEAVED)
 
 
 def test_llama4_experts_are_in_out():
@@ -154,32 +152,17 @@ def test_loading_turns_the_experts_of_qwen3_vl_moe_round():
     assert "Transpose(1, 2" in text[start : start + 700]
 
 
-@pytest.mark.parametrize(
-    ("table", "pattern"),
-    [
-        (model_types.SINK_TYPES, r"self\.sinks = "),
-        (
-            model_types.BIASED_TYPES | {"falcon"},
-            r"def build_(mpt_)?alibi|self\.position_bias = CpmAnt",
-        ),
-    ],
-)
-def test_what_scores_need(table, pattern):
-    assert {name for name in CAUSAL if re.search(pattern, source(name))} == set(known(table))
+def test_sinks():
+    found = {name for name in CAUSAL if "self.sinks = " in source(name)}
+    assert found == set(known(model_types.SINK_TYPES))
 
 
 def test_soft_caps():
     for name in CAUSAL:
         config = default_config(name)
-        caps = tuple(
-            next((v for key in keys if (v := getattr(config, key, None)) is not None), None)
-            for keys in (
-                ("attn_logit_softcapping",),
-                ("final_logit_softcapping", "logits_soft_cap"),
-            )
-        )
         if config is not None:
-            assert model_types.SOFT_CAPS.get(name, (None, None)) == caps, name
+            cap = getattr(config, "attn_logit_softcapping", None)
+            assert model_types.SOFT_CAPS.get(name) == cap, name
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from offplan.engines.export import export_offload, export_plan
 from offplan.errors import ExportError, InfeasibleError
 from offplan.plan import Goal, Offload
 from offplan.planner.make import make_plan
+from offplan.report.why import explain_plan
 from tests.costs.builders import make_machine
 from tests.engines.builders import deepseek, qwen3
 from tests.planner.brute_force import BruteForce
@@ -36,7 +37,7 @@ def test_a_plan_for_an_engine_can_be_exported(
     export_plan(result.plan, model, engine)
     assert result.max_rules == 1
     assert result.plan.prediction.objective_s >= free
-    assert f"only plans that {engine} can run were searched" in result.reasons
+    assert f"only plans that {engine} can run were searched" in explain_plan(result)
 
 
 def test_the_fastest_of_an_engine_is_found() -> None:

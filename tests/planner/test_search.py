@@ -10,6 +10,7 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Backend, Budget, Workload
 from offplan.planner.make import make_plan
 from offplan.question import Question
+from offplan.report.why import explain_plan
 from tests.costs.builders import DENSE, MOE, Shapes, make_machine, make_model
 from tests.planner.brute_force import BruteForce
 from tests.planner.cases import (
@@ -132,7 +133,7 @@ def test_what_fits_is_not_offloaded(name: str) -> None:
     assert result.plan.offload.rules == ()
     assert result.plan.prediction.decode.link_bytes == 0
     assert result.gap == pytest.approx(1)
-    assert "everything fits" in result.reasons[0]
+    assert "everything fits" in explain_plan(result)[0]
 
 
 def test_one_byte_too_few_offloads_something() -> None:
@@ -157,7 +158,7 @@ def test_an_embedding_on_the_host_spares_a_rule() -> None:
     assert plan.prediction.decode.link_bytes == row
     assert plan.prediction.prefill.link_bytes == 512 * row
     assert plan.prediction.host_memory_bytes == model.input_embedding.nbytes
-    assert any("input embedding" in reason for reason in result.reasons)
+    assert any("input embedding" in reason for reason in explain_plan(result))
 
 
 def test_a_tied_embedding_stays_on_the_gpu() -> None:
@@ -172,6 +173,6 @@ def test_a_second_rule_is_accounted_for() -> None:
     result = make_plan(ask(make_model([DENSE, MOE]), make_machine(uva=0.8e9), 0.7, SHORT))
     assert (len(result.plan.offload.rules), result.max_rules) == (2, 2)
     assert result.second_rule_gain > 1
-    reasons = " ".join(result.reasons)
+    reasons = " ".join(explain_plan(result))
     assert f"one rule takes {100 * (result.second_rule_gain - 1):.1f} % longer" in reasons
     assert "no plan of up to two rules is faster" in reasons

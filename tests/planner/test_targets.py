@@ -7,6 +7,7 @@ import pytest
 from offplan.errors import InfeasibleError
 from offplan.plan import Goal, Workload
 from offplan.planner.make import RESOLUTION, make_plan
+from offplan.report.why import explain_plan
 from offplan.units import format_bytes, format_seconds
 from tests.costs.builders import DENSE, MOE, make_machine, make_model, moe_model
 from tests.planner.brute_force import BruteForce, Priced
@@ -20,7 +21,7 @@ def test_targets_that_are_kept_change_nothing_but_the_goal() -> None:
     goal = Goal(max_ttft=60.0, max_tpot=60.0)
     kept, fastest = (make_plan(ask(MODEL, MACHINE, 0.5, goal=each)) for each in (goal, Goal()))
     assert kept.plan == fastest.plan.model_copy(update={"goal": goal})
-    assert "of the plans that keep --max-ttft 60 s and --max-tpot 60 s" in kept.reasons[-1]
+    assert "of the plans that keep --max-ttft 60 s and --max-tpot 60 s" in explain_plan(kept)[-1]
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.95])

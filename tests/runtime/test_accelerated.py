@@ -9,17 +9,31 @@ from transformers import AutoModelForCausalLM
 from offplan.checkpoint.open import open_model
 from offplan.runtime.measuring import accelerated
 from offplan.runtime.measuring.accelerated import bench_accelerate
+from offplan.runtime.measuring.bench import Bench
 from tests.runtime.conftest import save_tiny
-from tests.runtime.plans import group, offload
+from tests.runtime.plans import CONTEXT, group, offload
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3]])
 CPU = torch.device("cpu")
 
 
+def question(folder: Path, *segments: str) -> Bench:
+    return Bench(
+        model=open_model(str(folder)),
+        offload=offload(group(2, 1, *segments)),
+        context=CONTEXT,
+        device=CPU,
+        folder=folder,
+        prompt=PROMPT,
+        num_steps=3,
+        num_repeats=2,
+        used_before=0,
+    )
+
+
 def names(folder: Path, *segments: str) -> list[str]:
     """The modules that accelerate is given for a rule that takes every second layer."""
-    model, decision = open_model(str(folder)), offload(group(2, 1, *segments))
-    module, offloaded = accelerated._load(model, decision, CPU, folder, None)
+    module, offloaded = accelerated._load(question(folder, *segments), None)
     by_module = {id(part): name for name, part in module.named_modules()}
     return [by_module[id(part)] for part in accelerated._largest_modules(module, offloaded)]
 
@@ -48,25 +62,17 @@ def test_it_computes_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     expected = stock.generate(PROMPT, max_new_tokens=5, do_sample=False, eos_token_id=None)
     taken: list[torch.Tensor] = []
-    time_forward = accelerated.time_forward
+    time_requests = accelerated.time_requests
 
-    def note(device, prefill, decode, *counts):  # type: ignore[no-untyped-def]
+    def note(bench, prefill, decode, count):  # type: ignore[no-untyped-def]
         state = prefill()
         for _ in range(5):
             taken.append(state[0])
             state = decode(state)
-        return time_forward(device, prefill, decode, *counts)
+        return time_requests(bench, prefill, decode, count)
 
-    monkeypatch.setattr(accelerated, "time_forward", note)
-    cost = bench_accelerate(
-        open_model(str(checkpoint)),
-        offload(group(2, 1)),
-        PROMPT,
-        device=CPU,
-        folder=checkpoint,
-        num_steps=3,
-        num_repeats=2,
-    )
+    monkeypatch.setattr(accelerated, "time_requests", note)
+    cost = bench_accelerate(question(checkpoint))
     assert torch.equal(torch.cat(taken, dim=1), expected[:, PROMPT.shape[1] :])
     assert cost.decode.link_bytes is None
     assert 0 < cost.decode.step.min_s <= cost.decode.step.median_s <= cost.decode.step.max_s

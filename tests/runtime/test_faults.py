@@ -17,12 +17,13 @@ from offplan.errors import CheckpointError, MemoryLimitError
 from offplan.hostmem import limits
 from offplan.hostmem.block import HostBlock
 from offplan.hostmem.limits import host_room
+from offplan.runtime import session
 from offplan.runtime.device import let_go
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading import loaded
 from offplan.runtime.memory import store
-from offplan.runtime.passes import link, runner
+from offplan.runtime.passes import runner
 from offplan.runtime.session import Session
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload
@@ -222,8 +223,8 @@ PLACES: dict[str, tuple[object, str]] = {
     "filling": (loaded, "load_weights"),
     "checking": (loaded.LoadedModel, "_check"),
     "viewing": (HostBlock, "device_view"),
-    "link": (link, "CpuLink"),
-    "hooks": (runner, "Executor"),
+    "link": (session, "CpuLink"),
+    "taking layers over": (runner, "Executor"),
     "keeping latents": (runner, "keep_latents"),
 }
 

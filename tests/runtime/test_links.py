@@ -28,7 +28,7 @@ class Recorder:
 
 def test_a_serial_link_waits_for_every_copy_at_once() -> None:
     recorder = Recorder()
-    link = SerialLink(recorder)
+    link = SerialLink(recorder, CPU)
     for span in SPANS:
         link.copy(Copy(0, span))
     assert recorder.asked == [

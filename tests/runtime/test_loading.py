@@ -18,9 +18,10 @@ from offplan.errors import CheckpointError, PlanError
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
 from offplan.runtime import transformers_private
-from offplan.runtime.loading import staging
+from offplan.runtime.loading import loader, staging
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.places import assign
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory import store
@@ -55,11 +56,11 @@ def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule
     values = loaded_values(loaded)
     model = loaded.model
     num_read = 0
-    for target in map_tensors(build_skeleton(model), model).values():
+    for name, target in map_tensors(build_skeleton(model), model).items():
         for piece in target.pieces:
             with safe_open(checkpoint / str(piece.tensor.shard), framework="pt") as file:
                 stored = file.get_tensor(piece.tensor.name)
-            assert torch.equal(piece.select(values[target.name]), stored), piece.tensor.name
+            assert torch.equal(piece.select(values[name]), stored), piece.tensor.name
             num_read += stored.nbytes
     assert num_read == model.loaded_bytes == sum(value.nbytes for value in values.values())
 
@@ -208,9 +209,8 @@ def test_a_shard_cut_while_it_is_read_is_an_error(
 ) -> None:
     folder = save_tiny("qwen3", tmp_path)
     path = sorted(folder.glob("*.safetensors"))[-1]
-    monkeypatch.setattr(
-        "offplan.runtime.loading.loader._Readers.__enter__", lambda readers: cut(path) or readers
-    )
+    own = loader._reading
+    monkeypatch.setattr(loader, "_reading", lambda *opened: cut(path) or own(*opened))
     with pytest.raises(CheckpointError, match=r"the file ends at byte \d+, expected .* up to byte"):
         load(folder)
 
@@ -227,17 +227,17 @@ def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, .
 
     verify()
     for name, value in [*loaded_values(loaded).items()]:
-        by_phase = loaded._by_phase[Phase.DECODE]
+        by_phase = loaded.store.by_phase[Phase.DECODE]
         kept = by_phase.get(name)
         moved = torch.nn.Parameter(value.clone(), requires_grad=False)
         if kept is None:
-            loaded._assign({name: moved})
+            assign(loaded._places, {name: moved})
         else:
             by_phase[name] = moved
         with pytest.raises(PlanError, match=name):
             verify()
         if kept is None:
-            loaded._assign({name: torch.nn.Parameter(value, requires_grad=False)})
+            assign(loaded._places, {name: loaded.store.resident[name]})
         else:
             by_phase[name] = kept
     verify()

@@ -11,7 +11,8 @@ from offplan.errors import MemoryLimitError
 from offplan.hostmem import limits
 from offplan.plan import Offload, Rule
 from offplan.runtime.loading import loaded
-from offplan.runtime.memory.peer import PeerBlock, find_peer
+from offplan.runtime.memory.peer import find_peer
+from offplan.runtime.memory.store import allocate
 from offplan.runtime.session import Session
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 
@@ -97,7 +98,7 @@ def test_a_peer_that_fills_up_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "empty", refuse)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 100))
     with pytest.raises(MemoryLimitError, match=r"cuda:1 has no room for 60 B .* 7 B are free"):
-        PeerBlock(60, torch.device("cuda", 1))
+        allocate(60, torch.device("cuda", 1), "offloaded weights")
 
 
 RULES: dict[str, tuple[Rule, ...]] = {

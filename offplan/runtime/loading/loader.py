@@ -1,10 +1,10 @@
 """Weights are brought from safetensors files straight to where they live."""
 
-import contextlib
 import os
 import queue
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
-from offplan.runtime.loading.mapping import Conversion, Target
+from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.shards import Shards
 from offplan.runtime.loading.staging import Part, Reader, split_parts, stored_dtype
 
@@ -22,12 +22,12 @@ of memory; each costs two staging buffers."""
 
 
 def load_weights(
-    folder: Path,
+    folder: Path | None,
     targets: Mapping[str, Target],
     destinations: Mapping[str, torch.Tensor],
     on_progress: Progress | None = None,
 ) -> None:
-    """Fill every destination (by parameter name) from the files in ``folder``.
+    """Fill every destination (by parameter name) from the files in ``folder``; None for random.
 
     Tensors are read file by file in the order they are stored, in parts, by a few threads, each
     straight to its place; what is converted is staged one parameter at a time after that. On CUDA
@@ -36,107 +36,98 @@ def load_weights(
     Raises CheckpointError when a file is missing, cut short or changed, or a tensor is not what
     the model wants, and MemoryLimitError when there is no room for the staging buffers.
     """
-    straight = [target for target in targets.values() if target.conversion is None]
-    conversions = {id(t.conversion): t.conversion for t in targets.values() if t.conversion}
-    parts = _in_file_order(
-        (piece.tensor, piece.select(destinations[target.name]))
-        for target in straight
-        for piece in target.pieces
-    )
-    tensors = {piece.tensor for target in targets.values() for piece in target.pieces}
-    total = sum(tensor.nbytes for tensor in tensors)
+    if folder is None:
+        total = sum(destination.nbytes for destination in destinations.values())
+        filled = _fill_random(destinations)
+    else:
+        tensors = {piece.tensor for target in targets.values() for piece in target.pieces}
+        total = sum(tensor.nbytes for tensor in tensors)
+        filled = _fill_from_files(folder, tensors, targets, destinations)
     done = 0
-    with (
-        Shards(folder, tensors) as shards,
-        _Readers(shards, _cuda_devices(destinations)) as readers,
-    ):
-        for part in readers.read(parts):
-            done += part.nbytes
+    with closing(filled):  # or an error would leave threads that write to memory given back
+        for num_bytes in filled:
+            done += num_bytes
             if on_progress is not None:
                 on_progress(done, total)
+
+
+def _fill_from_files(
+    folder: Path,
+    tensors: Iterable[TensorInfo],
+    targets: Mapping[str, Target],
+    destinations: Mapping[str, torch.Tensor],
+) -> Generator[int, None, None]:
+    """Fill destinations from their stored ``tensors``; yield the bytes that each read has done."""
+    # two where a second GPU is the store
+    devices = {value.device for value in destinations.values() if value.is_cuda}
+    conversions = {id(t.conversion): t.conversion for t in targets.values() if t.conversion}
+    with closing(Shards(folder, tensors)) as shards, _reading(shards, devices) as read:
+        yield from read(
+            (piece.tensor, piece.select(destinations[name]))
+            for name, target in targets.items()
+            if target.conversion is None
+            for piece in target.pieces
+        )
         for conversion in conversions.values():
-            _convert(conversion, destinations, readers)
-            done += sum(tensor.nbytes for _, tensor in conversion.sources)
-            if on_progress is not None:
-                on_progress(done, total)
+            stored = [tensor for tensor, _ in conversion.sources]
+            staged = [torch.empty(tensor.shape, dtype=stored_dtype(tensor)) for tensor in stored]
+            num_bytes = sum(read(zip(stored, staged, strict=True)))
+            for name, value in conversion.convert(staged).items():
+                destinations[name].copy_(value)
+            yield num_bytes
 
 
-def _in_file_order(jobs: Iterable[tuple[TensorInfo, torch.Tensor]]) -> list[Part]:
-    parts = [part for tensor, view in jobs for part in split_parts(tensor, view)]
-    return sorted(parts, key=lambda part: (part.tensor.shard or "", part.offset))
+Jobs = Iterable[tuple[TensorInfo, torch.Tensor]]
+"""Stored tensors, and the view that each fills."""
 
 
-def _convert(
-    conversion: Conversion, destinations: Mapping[str, torch.Tensor], readers: "_Readers"
-) -> None:
-    """Stage a conversion's tensors, convert them and put the outcome where it lives."""
-    staged = [
-        torch.empty(tensor.shape, dtype=stored_dtype(tensor)) for _, tensor in conversion.sources
-    ]
-    stored = (tensor for _, tensor in conversion.sources)
-    for _ in readers.read(_in_file_order(zip(stored, staged, strict=True))):
-        pass
-    for name, value in conversion.convert(staged).items():
-        destinations[name].copy_(value)
+@contextmanager
+def _reading(
+    shards: Shards, devices: Collection[torch.device]
+) -> Iterator[Callable[[Jobs], Iterator[int]]]:
+    """Start a few threads, which end with the context.
+
+    Gives a function that reads jobs, begun in the order of the files, and yields the bytes of each
+    part once it is read. It raises the first error; leaving the context then begins no further
+    part.
+    """
+    idle: queue.SimpleQueue[Reader] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        # twice the threads: while a buffer is copied from, its thread fills the one idle longest
+        for _ in range(2 * NUM_THREADS):
+            idle.put(stack.enter_context(closing(Reader(shards, devices))))
+        threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offplan-load")
+        # threads end before the buffers that they fill are given back
+        stack.callback(threads.shutdown, cancel_futures=True)
+
+        def read_part(part: Part) -> int:
+            reader = idle.get()
+            try:
+                with on_device(part.view.device):  # a thread starts on the first GPU
+                    reader.read(part)
+            finally:
+                idle.put(reader)
+            return part.nbytes
+
+        def read(jobs: Jobs) -> Iterator[int]:
+            parts = [part for tensor, view in jobs for part in split_parts(tensor, view)]
+            parts.sort(key=lambda part: (part.tensor.shard or "", part.offset))
+            for future in as_completed([threads.submit(read_part, part) for part in parts]):
+                yield future.result()
+
+        yield read
 
 
-def _cuda_devices(destinations: Mapping[str, torch.Tensor]) -> set[torch.device]:
-    """Find the GPUs that tensors go to: two where the second one is the store."""
-    return {value.device for value in destinations.values() if value.is_cuda}
-
-
-class _Readers:
-    """A few threads with a reader each. Use as a context manager."""
-
-    def __init__(self, shards: Shards, devices: Collection[torch.device]) -> None:
-        self._idle: queue.SimpleQueue[Reader] = queue.SimpleQueue()
-        with contextlib.ExitStack() as stack:
-            for _ in range(NUM_THREADS):
-                reader = Reader(shards, devices)
-                stack.callback(reader.close)
-                self._idle.put(reader)
-            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offplan-load")
-            # threads end before the buffers that they fill are given back
-            stack.callback(self._threads.shutdown, cancel_futures=True)
-            self._closing = stack.pop_all()
-
-    def __enter__(self) -> "_Readers":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._closing.close()
-
-    def read(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Read all parts, begun in their order; yield each once it is read.
-
-        The first error is raised; leaving the context then begins no further part.
-        """
-        futures = [self._threads.submit(self._read, part) for part in parts]
-        for future in as_completed(futures):
-            yield future.result()
-
-    def _read(self, part: Part) -> Part:
-        reader = self._idle.get()
-        try:
-            with on_device(part.view.device):  # a thread starts on the first GPU
-                reader.read(part)
-        finally:
-            self._idle.put(reader)
-        return part
-
-
-def fill_random(destinations: Mapping[str, torch.Tensor], on_progress: Progress | None) -> None:
+def _fill_random(destinations: Mapping[str, torch.Tensor]) -> Generator[int, None, None]:
     """Fill every destination with random weights: ones for norms, N(0, 0.02) elsewhere.
 
     The same block of random numbers is tiled from a different start for each tensor, since drawing
     tens of gigabytes would take minutes; routers and experts still differ from one another. Where
-    a plan puts a parameter changes none of its numbers.
+    a plan puts a parameter changes none of its numbers. Yields the bytes of each tensor.
     """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2**22, generator=generator) * 0.02
     blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-    total = sum(destination.nbytes for destination in destinations.values())
-    done = 0
     for number, (name, destination) in enumerate(sorted(destinations.items())):
         if destination.ndim == 1 and "norm" in name:
             destination.fill_(1.0)
@@ -144,13 +135,7 @@ def fill_random(destinations: Mapping[str, torch.Tensor], on_progress: Progress 
             key = (destination.device, destination.dtype)
             if key not in blocks:
                 blocks[key] = noise.to(*key)
-            _tile(destination.view(-1), blocks[key], start=number * 1_000_003 % noise.numel())
-        done += destination.nbytes
-        if on_progress is not None:
-            on_progress(done, total)
-
-
-def _tile(flat: torch.Tensor, block: torch.Tensor, start: int) -> None:
-    rolled = block.roll(-start)
-    for piece in flat.split(rolled.numel()):
-        piece.copy_(rolled[: piece.numel()])
+            rolled = blocks[key].roll(-(number * 1_000_003 % noise.numel()))
+            for piece in destination.view(-1).split(rolled.numel()):
+                piece.copy_(rolled[: piece.numel()])
+        yield destination.nbytes

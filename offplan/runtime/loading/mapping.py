@@ -12,10 +12,13 @@ from offplan.errors import CheckpointError
 from offplan.runtime.transformers_private import (
     Concatenate,
     MergeModulelist,
-    Renaming,
     WeightConverter,
     convert,
+    rename,
 )
+
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Stored types that become the model's own by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Piece:
         return view.narrow(axis, self.part * size, size)
 
 
+Source = tuple[TensorInfo, str]
+"""A stored tensor and the converter's pattern that it matches; empty without a converter."""
+
+
 @dataclass(frozen=True)
 class Conversion:
     """Operations of transformers that make parameters of stored tensors where views will not do."""
@@ -49,21 +56,18 @@ class Conversion:
     skeleton: PreTrainedModel
     name: str
     """The parameter that the tensors are renamed to; the first one where there are several."""
-    sources: tuple[tuple[str, TensorInfo], ...]
-    """The converter's pattern that each stored tensor matches, and the tensor."""
+    sources: tuple["Source", ...]
 
     def convert(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the sources' values, given in their order; returns values by parameter name."""
-        patterns = (pattern for pattern, _ in self.sources)
-        sources = zip(patterns, tensors, strict=True)
+        sources = zip((pattern for _, pattern in self.sources), tensors, strict=True)
         return convert(self.converter, self.skeleton, self.name, sources)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One parameter of the model and the stored tensors that fill it."""
+    """The stored tensors that fill one parameter of the model."""
 
-    name: str
     pieces: tuple[Piece, ...]
     """Stored tensors that fill it or, with a conversion, that it is made of."""
     conversion: Conversion | None = None
@@ -73,34 +77,37 @@ class Target:
 def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     """Find for every parameter the stored tensors that fill it, by transformers' own mapping.
 
-    Returns targets by parameter name. Raises CheckpointError when parameters stay unfilled or
-    stored tensors have nowhere to go.
+    Returns targets by parameter name. Raises CheckpointError when parameters stay unfilled, stored
+    tensors have nowhere to go, or their headers say that they do not fill their places.
     """
-    renaming = Renaming(skeleton)
-    state = skeleton.state_dict()
-
-    sources: dict[str, list[tuple[TensorInfo, str | None]]] = {}
+    state = skeleton.state_dict(keep_vars=True)
+    sources: dict[str, list[Source]] = {}
+    converters: dict[str, WeightConverter | None] = {}
     unused: list[str] = []
-    for tensor in _loaded_tensors(model):
-        name, pattern = renaming.find(tensor.name)
+    stored = list(_loaded_tensors(model))
+    renamed = rename(skeleton, (tensor.name for tensor in stored))
+    for tensor, (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
-            sources.setdefault(name, []).append((tensor, pattern))
+            sources.setdefault(name, []).append((tensor, pattern or ""))
+            converters.setdefault(name, converter)
         else:
             unused.append(tensor.name)
     targets: dict[str, Target] = {}
     for name, found in sources.items():
-        converter = renaming.converter(found[0][1])
-        if converter is None or _makes_views(converter, found):
-            targets[name] = _make_target(name, found, converter)
+        converter = converters[name]
+        pieces = _find_pieces(converter, found)
+        if converter is None or pieces is not None:
+            targets[name] = Target(pieces or ())
         else:
-            conversion = Conversion(
-                converter, skeleton, name, tuple((p or "", tensor) for tensor, p in found)
-            )
+            conversion = Conversion(converter, skeleton, name, tuple(found))
             targets |= _convert_targets(conversion, state)
-    tied = _tied_names(skeleton)
-    missing = [name for name in state if name not in targets and not tied[name] & targets.keys()]
+    filled = {id(state[name]) for name in targets}  # a tie has two names and one tensor
+    missing = [name for name, tensor in state.items() if id(tensor) not in filled]
     if missing or unused:
         raise CheckpointError(_describe_mismatch(model.source, missing, unused))
+    for name, target in targets.items():
+        if target.conversion is None:
+            _check_headers(name, target, state[name])
     return targets
 
 
@@ -111,32 +118,47 @@ def _loaded_tensors(model: Model) -> Iterator[TensorInfo]:
     yield from model.loaded_outside
 
 
-def _tied_names(skeleton: PreTrainedModel) -> dict[str, set[str]]:
-    """Find the names that share a tensor, for every entry of the state, itself included."""
-    names: dict[int, set[str]] = {}
-    for name, tensor in skeleton.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), set()).add(name)
-    return {name: group for group in names.values() for name in group}
+def _find_pieces(
+    converter: WeightConverter | None, found: list[Source]
+) -> tuple[Piece, ...] | None:
+    """Find the view of one parameter that each stored tensor fills: stacked, concatenated or both.
 
-
-def _makes_views(converter: WeightConverter, found: list[tuple[TensorInfo, str | None]]) -> bool:
-    """Whether each stored tensor fills a view of one parameter: stacked, concatenated or both."""
+    None where views will not do.
+    """
+    if converter is None:
+        return tuple(Piece(tensor) for tensor, _ in found)
+    parts: dict[str, list[TensorInfo]] = {}
+    for tensor, pattern in found:
+        parts.setdefault(pattern, []).append(tensor)
     operations = [type(operation) for operation in converter.operations]
     if operations == [Concatenate]:
-        one_each = len({pattern for _, pattern in found}) == len(found)
+        one_each = len(parts) == len(found)
     elif operations in ([MergeModulelist], [MergeModulelist, Concatenate]):
         one_each = converter.operations[0].dim == 0
     else:
-        return False
+        return None
     # parts of unequal size are not where Piece.select looks for them
-    return one_each and len({tensor.shape for tensor, _ in found}) == 1
+    if not one_each or len({tensor.shape for tensor, _ in found}) > 1:
+        return None
+    order = [pattern for pattern in converter.source_patterns if pattern in parts]
+    return tuple(
+        Piece(
+            tensor,
+            index=index if MergeModulelist in operations else None,
+            axis=converter.operations[-1].dim if Concatenate in operations else None,
+            part=order.index(pattern),
+            num_parts=len(order),
+        )
+        for pattern, tensors in parts.items()
+        for index, tensor in enumerate(tensors)
+    )
 
 
 def _convert_targets(
     conversion: Conversion, state: Mapping[str, torch.Tensor]
 ) -> dict[str, Target]:
     """Find what a conversion fills, by converting shapes alone."""
-    tensors = [tensor for _, tensor in conversion.sources]
+    tensors = [tensor for tensor, _ in conversion.sources]
     operations = ", ".join(type(o).__name__ for o in conversion.converter.operations)
     try:
         made = conversion.convert(torch.empty(t.shape, device="meta") for t in tensors)
@@ -153,43 +175,39 @@ def _convert_targets(
                 f"makes {name} {list(value.shape)}; the model wants "
                 f"{'no such parameter' if expected is None else list(expected)}"
             )
-    pieces = tuple(Piece(tensor) for tensor in tensors)
-    return {name: Target(name, pieces, conversion) for name in made}
-
-
-def _make_target(
-    name: str, found: list[tuple[TensorInfo, str | None]], converter: WeightConverter | None
-) -> Target:
-    if converter is None:
-        return Target(name, tuple(Piece(tensor) for tensor, _ in found))
-    operations = [type(operation) for operation in converter.operations]
-    stacked = operations[0] is MergeModulelist
-    parts: dict[str, list[TensorInfo]] = {}
-    for tensor, source_pattern in found:
-        parts.setdefault(source_pattern or "", []).append(tensor)
-    joined = operations[-1] is Concatenate
-    order = [p for p in converter.source_patterns if p in parts]
-    pieces = [
-        Piece(
-            tensor,
-            index=index if stacked else None,
-            axis=converter.operations[-1].dim if joined else None,
-            part=order.index(source_pattern),
-            num_parts=len(order),
-        )
-        for source_pattern, tensors in parts.items()
-        for index, tensor in enumerate(tensors)
-    ]
-    return Target(name, tuple(pieces))
+    return dict.fromkeys(made, Target(tuple(map(Piece, tensors)), conversion))
 
 
 def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> str:
     def some(names: list[str]) -> str:
         return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
-    told = []
-    if missing:
-        told.append(f"nothing fills {some(missing)}")
-    if unused:
-        told.append(f"nothing takes {some(unused)}")
+    kinds = {"fills": missing, "takes": unused}
+    told = [f"nothing {verb} {some(names)}" for verb, names in kinds.items() if names]
     return f"{source} does not match transformers' class for it: {'; '.join(told)}"
+
+
+def _check_headers(name: str, target: Target, wanted: torch.Tensor) -> None:
+    """Check stored sizes, shapes and types against the model's parameter ``wanted``.
+
+    Raises CheckpointError naming the first tensor that does not fill its place.
+    """
+    found = sum(piece.tensor.num_elements for piece in target.pieces)
+    if found != wanted.numel():  # first: a smaller parameter may have nothing to select
+        raise CheckpointError(
+            f"{name}: found {found} elements in {len(target.pieces)} stored tensors, expected "
+            f"{wanted.numel()}, {list(wanted.shape)}; config.json belongs to another model, or the "
+            "checkpoint is incomplete"
+        )
+    for piece in target.pieces:
+        tensor, shape = piece.tensor, tuple(piece.select(wanted).shape)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.name} has the shape {tensor.shape}; the model wants {shape}: the "
+                "config is not that of these weights"
+            )
+        if wanted.is_floating_point() != (tensor.dtype in FLOATS):
+            raise CheckpointError(
+                f"{tensor.name} is stored as {tensor.dtype}; the model wants {wanted.dtype}, "
+                "which it cannot be read as: fetch a checkpoint in bf16, f16 or f32"
+            )

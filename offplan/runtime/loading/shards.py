@@ -10,7 +10,7 @@ from offplan.errors import CheckpointError
 
 
 class Shards:
-    """The safetensors files that hold the given tensors. Use as a context manager.
+    """The safetensors files that hold the given tensors, to be closed.
 
     Bytes are read, not mapped: mapped pages count as the process's memory until they are unmapped,
     so a file would stand beside its copy.
@@ -24,21 +24,20 @@ class Shards:
         """
         self._folder = folder
         self._files: dict[str, int] = {}
+        by_shard: dict[str, list[TensorInfo]] = {}
+        for tensor in tensors:
+            if tensor.shard is None:
+                raise CheckpointError(
+                    f"{folder} has no weights, only a config: give a folder with safetensors "
+                    "files, or --dummy-weights"
+                )
+            by_shard.setdefault(tensor.shard, []).append(tensor)
         try:
-            by_shard: dict[str, list[TensorInfo]] = {}
-            for tensor in tensors:
-                by_shard.setdefault(_shard_of(tensor, folder), []).append(tensor)
             for shard, expected in by_shard.items():
                 self._open(shard, expected)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "Shards":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; nobody may be reading."""
@@ -50,20 +49,21 @@ class Shards:
 
         Raises CheckpointError when the file ends before, or cannot be read.
         """
-        file = self._files[_shard_of(tensor, self._folder)]
+        path = self._folder / str(tensor.shard)
+        file = self._files[str(tensor.shard)]
         done = 0
         while done < len(memory):
             try:
                 count = os.preadv(file, [memory[done:]], tensor.offset + start + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self._path(tensor)}: {tensor.name} cannot be read ({error.strerror}); check "
+                    f"{path}: {tensor.name} cannot be read ({error.strerror}); check "
                     "the disk, or fetch the file again"
                 ) from None
             if count == 0:
                 found = tensor.offset + start + done
                 raise CheckpointError(
-                    f"{self._path(tensor)}: the file ends at byte {found}, expected {tensor.name} "
+                    f"{path}: the file ends at byte {found}, expected {tensor.name} "
                     f"up to byte {tensor.offset + tensor.nbytes}; it was cut short while it was "
                     "read: fetch it again"
                 )
@@ -83,18 +83,6 @@ class Shards:
             self._files[shard] = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-
-    def _path(self, tensor: TensorInfo) -> Path:
-        return self._folder / str(tensor.shard)
-
-
-def _shard_of(tensor: TensorInfo, folder: Path) -> str:
-    if tensor.shard is None:
-        raise CheckpointError(
-            f"{folder} has no weights, only a config: give a folder with safetensors files, or "
-            "--dummy-weights"
-        )
-    return tensor.shard
 
 
 def _describe(tensor: TensorInfo | None) -> str:

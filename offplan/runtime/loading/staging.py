@@ -49,15 +49,13 @@ def split_parts(tensor: TensorInfo, destination: torch.Tensor) -> list[Part]:
 
 def _split(view: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     """Cut a view into views of ``limit`` elements at most, in row-major order."""
-    if view.numel() <= limit:
-        yield view
-    elif view.is_contiguous():
+    if view.is_contiguous():
         yield from view.view(-1).split(limit)
-    else:
-        num_rows = limit * view.shape[0] // view.numel()
-        for rows in view.split(max(num_rows, 1)):
-            # one row alone may still be too long
-            yield from [rows] if num_rows else _split(rows[0], limit)
+    elif num_rows := limit * view.shape[0] // view.numel():
+        yield from view.split(num_rows)
+    else:  # one row alone may still be too long
+        for row in view:
+            yield from _split(row, limit)
 
 
 def stored_dtype(tensor: TensorInfo) -> torch.dtype:
@@ -75,27 +73,25 @@ def stored_dtype(tensor: TensorInfo) -> torch.dtype:
 class Reader:
     """Brings parts to their place, one at a time: for one thread.
 
-    What lies in host memory as it is stored is read in place. The rest goes through two buffers of
-    PART_BYTES each; copies to a CUDA device run on a stream of the reader's own, so that the next
-    read overlaps them.
+    What lies in host memory as it is stored is read in place. The rest goes through a buffer of
+    PART_BYTES; copies to a CUDA device run on a stream of the reader's own, so that another
+    reader's next read overlaps them.
     """
 
     def __init__(self, shards: Shards, devices: Collection[torch.device]) -> None:
-        """Set the buffers aside (untouched pages take no memory); raises MemoryLimitError.
+        """Set the buffer aside (untouched pages take no memory); raises MemoryLimitError.
 
         ``devices`` are the CUDA devices of the destinations. Its stream on each begins after the
         work that is queued on the current one, which may still read the memory that the
         destinations were given.
         """
         self._shards = shards
-        self._block = HostBlock(2 * PART_BYTES, pin=bool(devices))
-        self._buffers = self._block.tensor.split(PART_BYTES)
-        self._next = 0
+        self._block = HostBlock(PART_BYTES, pin=bool(devices))
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
         # of the device that the buffer was last copied to, by which an event is recorded
-        self._copied: list[torch.cuda.Event | None] = [None for _ in self._buffers]
+        self._copied: torch.cuda.Event | None = None
 
     def read(self, part: Part) -> None:
         """Fill the part's view, or queue the copy that does; raises CheckpointError."""
@@ -104,20 +100,17 @@ class Reader:
         if view.device.type == "cpu" and view.dtype == dtype and view.is_contiguous():
             self._shards.read(part.tensor, part.start, _bytes_of(view))
             return
-        number = self._next
-        self._next = (number + 1) % len(self._buffers)
-        copied = self._copied[number]
-        if copied is not None:
-            copied.synchronize()
-        buffer = self._buffers[number][: part.nbytes]
+        if self._copied is not None:
+            self._copied.synchronize()
+        buffer = self._block.tensor[: part.nbytes]
         self._shards.read(part.tensor, part.start, _bytes_of(buffer))
         stream = self._streams.get(view.device)
         with torch.cuda.stream(stream):
             view.copy_(buffer.view(dtype).view(view.shape), non_blocking=True)
-        self._copied[number] = stream.record_event() if stream is not None else None
+        self._copied = stream.record_event() if stream is not None else None
 
     def close(self) -> None:
-        """Wait for the copies and give the buffers back."""
+        """Wait for the copies and give the buffer back."""
         for stream in self._streams.values():
             stream.synchronize()
         self._block.close()

@@ -1,25 +1,21 @@
 """The same model under accelerate's CPU offloading: what a user would otherwise have."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.placement import place
-from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
 from offplan.runtime.faults import memory_limits
-from offplan.runtime.loading.loader import fill_random, load_weights
+from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.places import Places, materialise_buffers
-from offplan.runtime.loading.precheck import verify_headers
+from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
-from offplan.runtime.measuring.bench import BenchCost, time_forward
+from offplan.runtime.measuring.bench import Bench, BenchCost, PhaseCost, Spread, time_requests
 
 
 def require_accelerate() -> Any:
@@ -34,56 +30,43 @@ def require_accelerate() -> Any:
 
 
 @memory_limits("running the model under accelerate")
-def bench_accelerate(
-    model: Model,
-    offload: Offload,
-    prompt: torch.Tensor,
-    *,
-    device: torch.device,
-    folder: Path | None,
-    num_steps: int,
-    num_repeats: int,
-    on_progress: Progress | None = None,
-) -> BenchCost:
+def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> BenchCost:
     """Measure a stock transformers model whose offloaded modules accelerate brings in.
 
     The modules are those that hold the plan's offloaded parameters, whole decoder layers where
-    all of a layer is offloaded. ``folder`` holds the model's files, None for random weights.
+    all of a layer is offloaded. The first request is not timed.
 
     Raises InputError where accelerate is not installed, MemoryLimitError, and what loading raises.
     """
     cpu_offload = require_accelerate()
-    with on_device(device):
-        module, offloaded = _load(model, offload, device, folder, on_progress)
+    with on_device(bench.device):
+        module, offloaded = _load(bench, on_progress)
     for part in _largest_modules(module, offloaded):
-        cpu_offload(part, execution_device=device)
-    prompt = prompt.to(device)
+        cpu_offload(part, execution_device=bench.device)
+    prompt = bench.prompt.to(bench.device)
 
     def step(tokens: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         output = module(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
 
-    with torch.inference_mode(), on_device(device):
-        return time_forward(
-            device, lambda: step(prompt, None), lambda s: step(*s), num_steps, num_repeats
+    with torch.inference_mode(), on_device(bench.device):
+        prefill_s, step_s = time_requests(
+            bench, lambda: step(prompt, None), lambda state: step(*state), bench.num_repeats + 1
         )
+    return BenchCost(
+        prefill=PhaseCost(Spread.of(prefill_s[1:]), None, None),
+        decode=PhaseCost(Spread.of(step_s[bench.num_steps :]), None, None),
+    )
 
 
-def _load(
-    model: Model,
-    offload: Offload,
-    device: torch.device,
-    folder: Path | None,
-    on_progress: Progress | None,
-) -> tuple[Any, set[nn.Parameter]]:
+def _load(bench: Bench, on_progress: Progress | None) -> tuple[Any, set[nn.Parameter]]:
     """Load a stock model; also return its offloaded parameters: they are on the CPU."""
-    module = build_skeleton(model)
+    module = build_skeleton(bench.model)
     module.set_attn_implementation("sdpa")
-    targets = map_tensors(module, model)
-    placement = place(model, offload)
+    targets = map_tensors(module, bench.model)
     stored = {
         tensor.name
-        for slab in placement.slabs
+        for slab in place(bench.model, bench.offload).slabs
         for entry in slab.entries
         for parameter in entry.unit.parameters
         for tensor in parameter.tensors
@@ -94,20 +77,14 @@ def _load(
         if any(piece.tensor.name in stored for piece in target.pieces)
     }
     state = module.state_dict()
-    verify_headers(targets, state)
-    destinations = {
-        name: torch.empty_like(state[name], device="cpu" if name in on_host else device)
-        for name in targets
-    }
-    materialise_buffers(module, device)
-    if folder is None:
-        fill_random(destinations, on_progress)
-    else:
-        load_weights(folder, targets, destinations, on_progress)
-    places = Places(module)
-    parameters = {n: nn.Parameter(v, requires_grad=False) for n, v in destinations.items()}
-    for name, parameter in parameters.items():
-        places.assign(name, parameter)
+    parameters: dict[str, nn.Parameter] = {}
+    for name in targets:
+        device = torch.device("cpu") if name in on_host else bench.device
+        value = torch.empty_like(state[name], device=device)
+        parameters[name] = nn.Parameter(value, requires_grad=False)
+    materialise_buffers(module, bench.device)
+    load_weights(bench.folder, targets, parameters, on_progress)
+    assign(find_places(module), parameters)
     return module, {parameters[name] for name in on_host}
 
 

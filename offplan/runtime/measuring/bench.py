@@ -3,15 +3,18 @@
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.placement import Phase
+from offplan.plan import Offload
 from offplan.runtime.device import settle
-from offplan.runtime.measuring.moments import Moment, mark, seconds_between
+from offplan.runtime.measuring.moments import mark, seconds_between
 from offplan.runtime.measuring.timed_link import TimedLink
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.schedule import Copy, Wait, slots_of
@@ -55,41 +58,65 @@ class BenchCost:
     """Rate of the plan's own copies, no compute beside them; None if it makes none."""
 
 
-@dataclass
-class Timings:
-    """Seconds of requests as they are taken; each request adds its own."""
+@dataclass(frozen=True)
+class Bench:
+    """The question that all ways of running a workload have in common."""
 
-    prefill_s: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
+    model: Model
+    offload: Offload
+    """The plan's decision."""
+    context: int
+    """Tokens a sequence may reach."""
+    device: torch.device
+    folder: Path | None
+    """Holds the model's files; None for random weights."""
+    prompt: torch.Tensor
+    """int64, [batch, tokens]."""
+    num_steps: int
+    """Decode steps that are timed in each request."""
+    num_repeats: int
+    """Requests that are timed."""
+    used_before: int
+    """Bytes in use on the card before the process took any."""
 
-    def add(self, moments: Sequence[Moment], steps: Sequence[Moment]) -> None:
-        """Add the two moments around a prompt, and those around and between decode steps."""
-        self.prefill_s.append(seconds_between(*moments))
-        self.step_s += [seconds_between(a, b) for a, b in itertools.pairwise(steps)]
 
+def bench_session(session: Session, bench: Bench) -> BenchCost:
+    """Measure requests in a session whose link is a TimedLink.
 
-def bench_session(
-    session: Session, timed: TimedLink, prompt: torch.Tensor, num_steps: int, num_repeats: int
-) -> BenchCost:
-    """Measure ``num_repeats`` requests of ``prompt`` (int64, [batch, tokens]) and their steps.
-
-    ``timed`` is the link that times waits in ``session``; it records in one more request, so that
-    its events are in no timed step. Compilation, capture and the steps before the ring is steady
-    are left out. The ring is left in no known state: nothing but ``close`` may follow.
+    That records in one more request, so that its events are in no timed step. Compilation, capture
+    and the steps before the ring is steady are left out. The ring is left in no known state:
+    nothing but ``close`` may follow.
 
     Raises InputError when the context has no room for the steps, MemoryLimitError.
     """
+    prompt, num_steps, timed = bench.prompt, bench.num_steps, session.link
+    assert isinstance(timed, TimedLink)
     check_room(session.context, prompt.shape[1], num_steps)
     session.warm_up(*prompt.shape)
-    timings = Timings()
-    for _ in range(num_repeats):
-        prefill_bytes, decode_bytes = _time_request(session, prompt, num_steps, timings)
-    prefill_stalls, decode_stalls = _time_stalls(session, timed, prompt, num_steps)
-    return BenchCost(
-        prefill=PhaseCost(Spread.of(timings.prefill_s), prefill_bytes, prefill_stalls),
-        decode=PhaseCost(Spread.of(timings.step_s), decode_bytes // num_steps, decode_stalls),
-        link_bytes_per_s=time_link(session),
-    )
+
+    def prefill() -> torch.Tensor:
+        return session.prefill(prompt).argmax(-1, keepdim=True)
+
+    def decode(tokens: torch.Tensor) -> torch.Tensor:
+        return session.decode(tokens).argmax(-1, keepdim=True)
+
+    with session.stream():
+        prefill_s, step_s = time_requests(bench, prefill, decode, bench.num_repeats)
+        moved = session.link_bytes
+        timed.start()
+        tokens = prefill()
+        stalls, num_bytes = timed.stop(), session.link_bytes - moved
+        prefill_cost = PhaseCost(Spread.of(prefill_s), num_bytes, stalls)
+        for _ in range(NUM_WARMUP_STEPS):
+            tokens = decode(tokens)
+        moved = session.link_bytes
+        timed.start()
+        for _ in range(num_steps):
+            tokens = decode(tokens)
+        stalls = {layer: seconds / num_steps for layer, seconds in timed.stop().items()}
+        num_bytes = (session.link_bytes - moved) // num_steps
+    decode_cost = PhaseCost(Spread.of(step_s), num_bytes, stalls)
+    return BenchCost(prefill_cost, decode_cost, link_bytes_per_s=time_link(session))
 
 
 def check_room(context: int, prompt_tokens: int, num_steps: int) -> None:
@@ -101,49 +128,6 @@ def check_room(context: int, prompt_tokens: int, num_steps: int) -> None:
             f"timed ones exceed the plan's context of {context}: lower --steps, or plan with a "
             "larger --context"
         )
-
-
-def _time_request(
-    session: Session, prompt: torch.Tensor, num_steps: int, timings: Timings
-) -> tuple[int, int]:
-    """Time one request from an idle device; return bytes moved for the prompt and the steps."""
-    device = session.device
-    settle(device)
-    with session.stream():
-        start = session.link_bytes
-        began = mark(device)
-        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
-        read = mark(device)
-        prefill_bytes = session.link_bytes - start
-        for _ in range(NUM_WARMUP_STEPS):
-            tokens = session.decode(tokens).argmax(-1, keepdim=True)
-        start = session.link_bytes
-        steps = [mark(device)]
-        for _ in range(num_steps):
-            tokens = session.decode(tokens).argmax(-1, keepdim=True)
-            steps.append(mark(device))
-        decode_bytes = session.link_bytes - start
-    settle(device)
-    timings.add((began, read), steps)
-    return prefill_bytes, decode_bytes
-
-
-def _time_stalls(
-    session: Session, timed: TimedLink, prompt: torch.Tensor, num_steps: int
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Return seconds of stalls by layer: the prompt's, and a decode step's on average."""
-    settle(session.device)
-    with session.stream():
-        timed.start()
-        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
-        prefill = timed.stop()
-        for _ in range(NUM_WARMUP_STEPS):
-            tokens = session.decode(tokens).argmax(-1, keepdim=True)
-        timed.start()
-        for _ in range(num_steps):
-            tokens = session.decode(tokens).argmax(-1, keepdim=True)
-        decode = timed.stop()
-    return prefill, {layer: seconds / num_steps for layer, seconds in decode.items()}
 
 
 def time_link(session: Session) -> float | None:
@@ -171,34 +155,28 @@ def time_link(session: Session) -> float | None:
     return statistics.median(rates)
 
 
-def time_forward(
-    device: torch.device,
-    prefill: Callable[[], Any],
-    decode: Callable[[Any], Any],
-    num_steps: int,
-    num_repeats: int,
-) -> BenchCost:
-    """Measure requests of a model that offplan does not run.
+def time_requests(
+    bench: Bench, prefill: Callable[[], Any], decode: Callable[[Any], Any], num_requests: int
+) -> tuple[list[float], list[float]]:
+    """Time requests, each from an idle device: seconds of each prompt, and of each decode step.
 
     ``prefill`` begins a request and returns a state, ``decode`` turns a state into the next one;
-    both run on the current stream. The first request is not timed.
+    both run on the current stream. The steps before the ring is steady are left out.
     """
-    timings = Timings()
-    for repeat in range(num_repeats + 1):
-        settle(device)
-        began = mark(device)
+    prefill_s: list[float] = []
+    step_s: list[float] = []
+    for _ in range(num_requests):
+        settle(bench.device)
+        began = mark(bench.device)
         state = prefill()
-        read = mark(device)
+        read = mark(bench.device)
         for _ in range(NUM_WARMUP_STEPS):
             state = decode(state)
-        steps = [mark(device)]
-        for _ in range(num_steps):
+        steps = [mark(bench.device)]
+        for _ in range(bench.num_steps):
             state = decode(state)
-            steps.append(mark(device))
-        settle(device)
-        if repeat:
-            timings.add((began, read), steps)
-    return BenchCost(
-        prefill=PhaseCost(Spread.of(timings.prefill_s), None, None),
-        decode=PhaseCost(Spread.of(timings.step_s), None, None),
-    )
+            steps.append(mark(bench.device))
+        settle(bench.device)
+        prefill_s.append(seconds_between(began, read))
+        step_s += itertools.starmap(seconds_between, itertools.pairwise(steps))
+    return prefill_s, step_s

@@ -1,27 +1,24 @@
 """Measures how long this model's layers compute on this machine, run as the runtime runs them."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from offplan.checkpoint.model import Model
 from offplan.machine.measure_products import measure_in_place_reads
+from offplan.machine.measure_time import NUM_SAMPLES, time_work
 from offplan.machine.profile import InPlaceRead, LayerTime
 from offplan.placement import group_units
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
-from offplan.runtime.device import settle
-from offplan.runtime.measuring.moments import mark, seconds_between
 from offplan.runtime.passes.runner import MAX_CAPTURED_CHUNKS
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 READ_ONCE_TOKENS, MAX_IN_PLACE_TOKENS = 128, 4096
 """Tokens, over all sequences, of the prompts whose products are timed in place: more than the
 first, no more than the second."""
-NUM_SAMPLES = 5
-"""Timed samples of each piece of work; their median counts."""
 REPEATS = 4
 """Times a layer is run in a row: enough to make what begins and ends a row a small share."""
 
@@ -118,16 +115,11 @@ def _time_prefill(
     long as the host needs to launch them: they are taken through a layer as a request's are.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
-    time = _time_captured if captured else _time_launched
+    time = _time_captured if captured else partial(_median_seconds, repeats=REPEATS)
     with session.stream(), torch.inference_mode():
         layers = session.runner.prompt_layers(prompt.to(session.device))
         each = [time(session, layer) for layer in layers]
     return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
-
-
-def _time_launched(session: Session, work: Callable[[], object]) -> float:
-    """Return the seconds of work that the host launches, again and again."""
-    return _median_seconds(session, lambda: [work() for _ in range(REPEATS)]) / REPEATS
 
 
 def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
@@ -136,7 +128,7 @@ def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
     Only the number of them counts, not what they were: attention reads the cache up to there.
     """
     with session.stream():
-        session.runner.sequences.set_length(filled)
+        session.runner.set_length(filled)
     # equal tokens would all be sent to the same experts
     tokens = torch.randint(session.loaded.vocabulary_size, (batch, 1), device=session.device)
     step = _median_seconds(session, lambda: session.decode(tokens))
@@ -157,13 +149,8 @@ def _time_captured(session: Session, work: Callable[[], object]) -> float:
     return _median_seconds(session, graph.replay) / REPEATS
 
 
-def _median_seconds(session: Session, work: Callable[[], object]) -> float:
-    samples = []
+def _median_seconds(session: Session, work: Callable[[], object], repeats: int = 1) -> float:
     with session.stream():
-        for _ in range(NUM_WARMUP_STEPS + NUM_SAMPLES):
-            began = mark(session.device)
+        for _ in range(NUM_WARMUP_STEPS - 1):
             work()
-            ended = mark(session.device)
-            settle(session.device)
-            samples.append(seconds_between(began, ended))
-    return statistics.median(samples[NUM_WARMUP_STEPS:])
+        return time_work(work, repeats).seconds  # which warms up once

@@ -1,11 +1,16 @@
 """Links for measuring: one that times what compute waits for, one that overlaps nothing."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from offplan.runtime.device import settle
 from offplan.runtime.measuring.moments import Moment, mark, seconds_between
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Wait
+
+Op = TypeVar("Op", Copy, Wait)
 
 
 class TimedLink:
@@ -19,8 +24,8 @@ class TimedLink:
         """Pass everything on to ``link``; nothing is recorded before ``start``."""
         self._link = link
         self._device = device
-        self._recording = False
-        self._waits: list[tuple[int, Moment, Moment]] = []
+        self._waits: list[tuple[int, Moment, Moment]] | None = None
+        """Layer, beginning and end of each wait; None while nothing is recorded."""
 
     @property
     def bytes_moved(self) -> int:
@@ -29,54 +34,38 @@ class TimedLink:
 
     def copy(self, op: Copy) -> None:
         """Queue a copy."""
-        if not self._recording or self._device.type == "cuda":
-            self._link.copy(op)
-            return
-        before = mark(self._device)
-        self._link.copy(op)
-        self._waits.append((op.span.layer, before, mark(self._device)))
+        self._ask(self._link.copy, op, timed=self._device.type != "cuda")
 
     def wait(self, op: Wait) -> None:
         """Wait for a slot, and note for how long if recording."""
-        if not self._recording:
-            self._link.wait(op)
+        self._ask(self._link.wait, op)
+
+    def _ask(self, ask: Callable[[Op], None], op: Op, *, timed: bool = True) -> None:
+        if self._waits is None or not timed:
+            ask(op)
             return
         before = mark(self._device)
-        self._link.wait(op)
+        ask(op)
         self._waits.append((op.span.layer, before, mark(self._device)))
 
     def start(self) -> None:
         """Record from now on."""
         self._waits = []
-        self._recording = True
 
     def stop(self) -> dict[int, float]:
         """Stop recording; return the seconds compute waited, by layer. Synchronises the device."""
-        self._recording = False
+        waits, self._waits = self._waits or [], None
         settle(self._device)
         stalls: dict[int, float] = {}
-        for layer, before, after in self._waits:
+        for layer, before, after in waits:
             stalls[layer] = stalls.get(layer, 0.0) + seconds_between(before, after)
-        self._waits = []
         return stalls
 
 
-class SerialLink:
-    """A link that compute joins after every copy: what offloading costs without overlap."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes copied so far."""
-        return self._link.bytes_moved
+class SerialLink(TimedLink):
+    """A timed link that compute joins after every copy: what offloading costs without overlap."""
 
     def copy(self, op: Copy) -> None:
         """Queue a copy and make compute issued from now on wait for it."""
-        self._link.copy(op)
-        self._link.wait(Wait(op.slot, op.span))
-
-    def wait(self, op: Wait) -> None:
-        """Wait for a slot, whose copy compute has already waited for."""
-        self._link.wait(op)
+        super().copy(op)
+        self.wait(Wait(op.slot, op.span))

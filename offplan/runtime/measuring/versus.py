@@ -2,41 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from offplan.checkpoint.model import Model
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.measuring.accelerated import bench_accelerate
+from offplan.runtime.measuring.bench import Bench as Bench
 from offplan.runtime.measuring.bench import BenchCost, bench_session
 from offplan.runtime.measuring.timed_link import SerialLink, TimedLink
 from offplan.runtime.memory.gpu_memory import bytes_in_use, return_memory
-from offplan.runtime.passes.link import Link
 from offplan.runtime.session import Session
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The question that all ways have in common."""
-
-    model: Model
-    offload: Offload
-    """The plan's decision."""
-    context: int
-    """Tokens a sequence may reach."""
-    device: torch.device
-    folder: Path | None
-    """Holds the model's files; None for random weights."""
-    prompt: torch.Tensor
-    """int64, [batch, tokens]."""
-    num_steps: int
-    """Decode steps that are timed in each request."""
-    num_repeats: int
-    """Requests that are timed."""
-    used_before: int
-    """Bytes in use on the card before the process took any."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +24,13 @@ class Measurement:
 
 def measure_plan(bench: Bench, on_progress: Progress | None = None) -> Measurement:
     """Run the plan as it stands. Raises what Session and ``bench_session`` raise."""
-    return _measure(bench, bench.offload, lambda link: link, on_progress)
+    return _measure(bench, bench.offload, TimedLink, on_progress)
 
 
 def measure_resident(bench: Bench, on_progress: Progress | None = None) -> Measurement:
     """Run with every weight on the device: what compute alone takes."""
     everything = bench.offload.model_copy(update={"rules": (), "embeddings": "device"})
-    return _measure(bench, everything, lambda link: link, on_progress)
+    return _measure(bench, everything, TimedLink, on_progress)
 
 
 def measure_serial(bench: Bench, on_progress: Progress | None = None) -> Measurement:
@@ -68,16 +42,7 @@ def measure_serial(bench: Bench, on_progress: Progress | None = None) -> Measure
 def measure_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measurement:
     """Run the stock model with the plan's parameters on the host, by accelerate."""
     return_memory(bench.device)
-    cost = bench_accelerate(
-        bench.model,
-        bench.offload,
-        bench.prompt,
-        device=bench.device,
-        folder=bench.folder,
-        num_steps=bench.num_steps,
-        num_repeats=bench.num_repeats,
-        on_progress=on_progress,
-    )
+    cost = bench_accelerate(bench, on_progress)
     # its allocator has given nothing back yet
     return Measurement(cost, _taken(bench, bytes_in_use(bench.device)))
 
@@ -91,17 +56,8 @@ WAYS: dict[str, Callable[[Bench, Progress | None], Measurement]] = {
 
 
 def _measure(
-    bench: Bench,
-    offload: Offload,
-    wrap: Callable[[Link], Link],
-    on_progress: Progress | None,
+    bench: Bench, offload: Offload, link_type: type[TimedLink], on_progress: Progress | None
 ) -> Measurement:
-    timed: list[TimedLink] = []
-
-    def wrap_link(link: Link) -> Link:
-        timed.append(TimedLink(link, bench.device))
-        return wrap(timed[0])
-
     # of the way before: at its own end a frame, or an error on its way, still holds its session
     return_memory(bench.device)
     with Session(
@@ -111,10 +67,9 @@ def _measure(
         device=bench.device,
         folder=bench.folder,
         on_progress=on_progress,
-        wrap_link=wrap_link,
+        wrap_link=lambda link: link_type(link, bench.device),
     ) as session:
-        steps, repeats = bench.num_steps, bench.num_repeats
-        cost = bench_session(session, timed[0], bench.prompt, steps, repeats)
+        cost = bench_session(session, bench)
         return Measurement(cost, _taken(bench, session.memory.in_use))
 
 

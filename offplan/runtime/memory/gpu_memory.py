@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from offplan.runtime.device import settle
+
 
 def bytes_in_use(device: torch.device) -> int:
     """Return the bytes in use on the card by all processes; 0 on the CPU.
@@ -61,13 +63,10 @@ class PeakMemory:
 
     def release(self, drop: Callable[[], object]) -> None:
         """Give the card what ``drop`` lets go of, once it is done with it, and what is cached."""
-        if self._device.type != "cuda":
-            drop()
-            return
         self._peak = self.in_use  # of all that came before
-        torch.cuda.synchronize(self._device)
+        settle(self._device)
         drop()
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing where CUDA was never used
 
 
 def return_memory(device: torch.device) -> None:
@@ -78,5 +77,4 @@ def return_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.compiler.reset()
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # nothing where CUDA was never used

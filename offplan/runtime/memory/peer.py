@@ -1,36 +1,9 @@
-"""Memory of another GPU as the store: found, checked and taken."""
+"""Another GPU whose memory is the store: found and checked."""
 
 import torch
 
 from offplan.errors import MemoryLimitError
 from offplan.units import format_bytes
-
-
-class PeerBlock:
-    """A block of another GPU's memory, in place of a HostBlock: its bytes can only be copied."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Take ``num_bytes`` on ``device``; raises MemoryLimitError when it has no room."""
-        self.nbytes = num_bytes
-        self.tensor: torch.Tensor
-        """The block's bytes on its own device, uint8 of shape [nbytes]."""
-        try:
-            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            free = torch.cuda.mem_get_info(device)[0]
-            raise MemoryLimitError(
-                f"{device} has no room for {format_bytes(num_bytes)} of offloaded weights; "
-                f"{format_bytes(free)} are free. Close what else uses it, or plan with "
-                "`store: host`"
-            ) from error
-
-    def device_view(self, device: torch.device) -> torch.Tensor:
-        """Return the bytes where they lie: a plan has no kernel read them in place."""
-        return self.tensor
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
 def find_peer(device: torch.device, num_bytes: int) -> torch.device:

@@ -1,23 +1,24 @@
 """Weights live in one arena on the device and in a slab of the store for each layer."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from offplan.errors import MemoryLimitError, PlanError
 from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, Placement, SlabEntry, Span, align
 from offplan.runtime.device import on_device
-from offplan.runtime.memory.peer import PeerBlock
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
 
 _REMEDY = "plan with a smaller --host-memory"
+_EMBEDDING = -1
+"""Stands for the layer of an input embedding on the host, which is in no slab."""
 
 
 def reads_over_link(device: torch.device) -> bool:
@@ -25,27 +26,13 @@ def reads_over_link(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """A parameter as the model wants it, and what it is made of."""
+def allocate(
+    num_bytes: int, device: torch.device, what: str, remedy: str = "a smaller --gpu-memory"
+) -> torch.Tensor:
+    """Take bytes on a device; raises MemoryLimitError naming ``what`` they were for.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored: tuple[str, ...]
-    """Names of the stored tensors that fill it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in memory."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def view(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
-        """View it in ``memory`` (bytes, shape [n]) at ``offset``."""
-        return memory[offset : offset + self.nbytes].view(self.dtype).view(self.shape)
-
-
-def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
-    """Take bytes on the device; raises MemoryLimitError naming ``what`` they were for."""
+    ``remedy`` is what the error then says to plan with.
+    """
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch's out of memory, or the host's own
@@ -53,9 +40,15 @@ def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
             device.type == "cuda"
         )
         raise MemoryLimitError(
-            f"the device has no room for {format_bytes(num_bytes)} of {what}{free}. Close what "
-            "else uses it, or plan with a smaller --gpu-memory"
+            f"{device} has no room for {format_bytes(num_bytes)} of {what}{free}. Close what "
+            f"else uses it, or plan with {remedy}"
         ) from error
+
+
+def view_as(wanted: torch.Tensor, memory: torch.Tensor, offset: int) -> nn.Parameter:
+    """View ``memory``, bytes of shape [n], from ``offset`` on as a parameter like ``wanted``."""
+    view = memory[offset : offset + wanted.nbytes].view(wanted.dtype).view(wanted.shape)
+    return nn.Parameter(view, requires_grad=False)
 
 
 class WeightStore:
@@ -64,36 +57,35 @@ class WeightStore:
     def __init__(
         self,
         placement: Placement,
-        tensors: Mapping[str, TensorSpec],
+        wanted: Mapping[str, torch.Tensor],
+        stored: Mapping[str, Sequence[str]],
         device: torch.device,
         peer: torch.device | None = None,
     ) -> None:
         """Allocate everything; nothing is loaded yet, nor page-locked.
 
-        ``tensors`` are the model's, by parameter name. Slabs lie on ``peer``, another CUDA device,
+        ``wanted`` are the model's tensors by parameter name, on the meta device, and ``stored``
+        the names of the stored tensors that fill each. Slabs lie on ``peer``, another CUDA device,
         or in host memory. Raises PlanError where a plan places part of what is loaded as one, and
         MemoryLimitError.
         """
-        self.device = device
-        self.peer = peer
-        self._blocks: dict[int, HostBlock | PeerBlock] = {}
-        self._embedding: HostBlock | None = None
-        owner = {stored: name for name, tensor in tensors.items() for stored in tensor.stored}
-        offloaded = {
-            _name_of(entry, owner, tensors): (slab.layer, entry)
+        self.device, self.peer = device, peer
+        self._placement, self._wanted = placement, wanted
+        self._blocks: dict[int, HostBlock] = {}
+        """Host memory by layer."""
+        owner = {tensor: name for name, tensors in stored.items() for tensor in tensors}
+        self._places = {
+            _name_of(entry, owner, stored, wanted): (slab.layer, entry.offset)
             for slab in placement.slabs
             for entry in slab.entries
         }
-        embedding = placement.host_embedding
-        by_row = owner[embedding.name] if embedding is not None else None
-        self._placement, self._tensors = placement, tensors
-        self._entries, self._by_row = offloaded, by_row
-        self.resident: dict[str, torch.Tensor] = {}
+        """Layer, and offset in its slab, of what is off the device, by parameter name."""
+        self.resident: dict[str, nn.Parameter] = {}
         """Views of the arena by parameter name."""
-        self.offloaded: dict[str, torch.Tensor] = {}
+        self.offloaded: dict[str, nn.Parameter] = {}
         """Views of the slabs, and of the input embedding's host memory, by parameter name: weights
         off the device are loaded into them."""
-        self.by_phase: dict[Phase, dict[str, torch.Tensor]] = {phase: {} for phase in Phase}
+        self.by_phase: dict[Phase, dict[str, nn.Parameter]] = {phase: {} for phase in Phase}
         """Views that each phase computes with, by parameter name, once all is page-locked."""
         self.arena = torch.empty(0, dtype=torch.uint8)
         """Bytes of all resident weights, on the device."""
@@ -101,28 +93,30 @@ class WeightStore:
         """Slots of the ring, each of bytes on the device."""
         self.slabs: dict[int, torch.Tensor] = {}
         """Bytes of each slab by layer."""
+        embedding = placement.host_embedding and owner[placement.host_embedding.name]
+        if embedding is not None:
+            self._places[embedding] = _EMBEDDING, 0
+        host_block = partial(HostBlock, pin=False, remedy=_REMEDY)
         try:
-            on_host = offloaded.keys() | {by_row}
-            self._allocate_resident({n: t for n, t in tensors.items() if n not in on_host})
+            self._allocate_resident()
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
-            host_block = partial(HostBlock, pin=False, remedy=_REMEDY)
+            if embedding is not None:
+                self._blocks[_EMBEDDING] = host_block(wanted[embedding].nbytes)
             for slab in placement.slabs:
                 if peer is None:
-                    self._blocks[slab.layer] = host_block(slab.nbytes)
+                    block = self._blocks[slab.layer] = host_block(slab.nbytes)
+                    self.slabs[slab.layer] = block.tensor
                 else:
-                    self._blocks[slab.layer] = PeerBlock(slab.nbytes, peer)
-            if by_row is not None:
-                self._embedding = host_block(tensors[by_row].nbytes)
+                    what, remedy = "offloaded weights", "`store: host`"
+                    self.slabs[slab.layer] = allocate(slab.nbytes, peer, what, remedy)
         except BaseException:
             self.close()
             raise
-        self.slabs = {layer: block.tensor for layer, block in self._blocks.items()}
-        for name, (layer, entry) in offloaded.items():
-            self.offloaded[name] = tensors[name].view(self.slabs[layer], entry.offset)
-        if by_row is not None and self._embedding is not None:
-            self.offloaded[by_row] = tensors[by_row].view(self._embedding.tensor, 0)
+        for name, (layer, offset) in self._places.items():
+            memory = self._blocks[layer].tensor if layer in self._blocks else self.slabs[layer]
+            self.offloaded[name] = view_as(wanted[name], memory, offset)
 
     @contextmanager
     def page_locking(self) -> Iterator[Callable[[], object]]:
@@ -147,33 +141,30 @@ class WeightStore:
     def _page_lock(self, stop: threading.Event) -> None:
         if not reads_over_link(self.device):
             return
-        blocks = [self._embedding, *self._blocks.values()]
         with on_device(self.device):
-            for block in reversed(blocks):
-                if isinstance(block, HostBlock) and not stop.is_set():
+            for block in reversed(self._blocks.values()):
+                if not stop.is_set():
                     block.pin()
 
-    def _views(self, phase: Phase) -> dict[str, torch.Tensor]:
+    def _views(self, phase: Phase) -> dict[str, nn.Parameter]:
         """View what is off the device where this phase reads it: in a slot, or where it lies."""
-        in_place = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
+        on_host = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
+        in_place = self.slabs | on_host  # a plan has no kernel read a peer's memory
         slots = slots_read(self._placement, phase)
         views = {}
-        for name, (layer, entry) in self._entries.items():
-            tensor = self._tensors[name]
+        for name, (layer, offset) in self._places.items():
+            wanted = self._wanted[name]
             slot, span = slots.get(layer, (0, Span(layer, 0, 0)))
-            if span.start <= entry.offset and entry.offset + entry.unit.nbytes <= span.stop:
-                views[name] = tensor.view(self.slots[slot], entry.offset - span.start)
+            if span.start <= offset and offset + wanted.nbytes <= span.stop:
+                views[name] = view_as(wanted, self.slots[slot], offset - span.start)
             else:
-                views[name] = tensor.view(in_place[layer], entry.offset)
-        if self._by_row is not None and self._embedding is not None:
-            table = self._embedding.device_view(self.device)
-            views[self._by_row] = self._tensors[self._by_row].view(table, 0)
+                views[name] = view_as(wanted, in_place[layer], offset)
         return views
 
     @property
     def embedding(self) -> torch.Tensor | None:
         """Bytes of the input embedding on the host, if it lies there."""
-        return self._embedding.tensor if self._embedding is not None else None
+        return self._blocks[_EMBEDDING].tensor if _EMBEDDING in self._blocks else None
 
     def close(self) -> None:
         """Give all memory back; the device must be idle. Views held elsewhere keep what they see.
@@ -188,40 +179,39 @@ class WeightStore:
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
-        if self._embedding is not None:
-            self._embedding.close()
 
-    def _allocate_resident(self, wanted: Mapping[str, TensorSpec]) -> None:
-        total = sum(align(tensor.nbytes) for tensor in wanted.values())
+    def _allocate_resident(self) -> None:
+        tensors = {n: tensor for n, tensor in self._wanted.items() if n not in self._places}
+        total = sum(align(tensor.nbytes) for tensor in tensors.values())
         # one block: the allocator would round thousands of tensors up, beyond what was planned
         self.arena = allocate(total, self.device, "resident weights")
         offset = 0
-        for name, tensor in wanted.items():
-            self.resident[name] = tensor.view(self.arena, offset)
+        for name, tensor in tensors.items():
+            self.resident[name] = view_as(tensor, self.arena, offset)
             offset += align(tensor.nbytes)
 
 
 def _name_of(
     entry: SlabEntry,
     owner: Mapping[str, str],
-    tensors: Mapping[str, TensorSpec],
+    stored: Mapping[str, Sequence[str]],
+    wanted: Mapping[str, torch.Tensor],
 ) -> str:
     """Find the parameter that a slab's entry is loaded as; raises PlanError for part of one."""
-    stored = [tensor for p in entry.unit.parameters for tensor in p.tensors]
-    names = {owner[tensor.name] for tensor in stored}
+    own = [tensor.name for p in entry.unit.parameters for tensor in p.tensors]
+    names = {owner[tensor] for tensor in own}
     name = min(names)
-    alone = len(names) == 1 and len(tensors[name].stored) == len(stored)
-    if not alone:
+    if len(names) > 1 or len(stored[name]) != len(own):
         raise PlanError(
             f"layer {entry.unit.layer}: {entry.unit.name} is loaded together with other "
             f"parameters ({', '.join(sorted(names))}); name all of them in "
             "cpu_offload_params or none"
         )
-    if tensors[name].nbytes != entry.unit.nbytes:
+    if wanted[name].nbytes != entry.unit.nbytes:
         raise PlanError(
             f"layer {entry.unit.layer}: {entry.unit.name} is stored in "
             f"{format_bytes(entry.unit.nbytes)} and used in "
-            f"{format_bytes(tensors[name].nbytes)}; a parameter that is split or changes type "
+            f"{format_bytes(wanted[name].nbytes)}; a parameter that is split or changes type "
             "when it is loaded cannot be offloaded"
         )
     return name

@@ -27,7 +27,12 @@ class ExpertKernels:
 
     def choose(self, phase: Phase, num_tokens: int) -> None:
         """Set the module up for passes of so many tokens, over all sequences."""
-        name = self._name(phase, num_tokens)
+        # a decode step is captured
+        must_not_wait = phase is Phase.DECODE and not self._groups_freely
+        if num_tokens * self._num_chosen <= self._few_pairs or (self._own and must_not_wait):
+            name = self._own
+        else:
+            name = "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
         if name != self._current:
             self._module.set_experts_implementation(name)
             self._current = name
@@ -35,13 +40,6 @@ class ExpertKernels:
     def can_capture(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens, over all sequences, never waits for the host."""
         return self._groups_freely or num_tokens * self._num_chosen <= self._few_pairs
-
-    def _name(self, phase: Phase, num_tokens: int) -> str:
-        # a decode step is captured
-        must_not_wait = phase is Phase.DECODE and not self._groups_freely
-        if num_tokens * self._num_chosen <= self._few_pairs or (self._own and must_not_wait):
-            return self._own
-        return "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
 
 
 def groups_freely(dtype: str, device: torch.device) -> bool:

@@ -4,8 +4,8 @@ What is done to a layer is done once, and undone with the model.
 """
 
 import importlib.util
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ class DecoderLayers:
         self.cache: LayerCaches | None = None
         """The cache of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
-        self._detour: Callable[[int, Call], torch.Tensor] | None = None
+        self.call: Callable[[int, Call], torch.Tensor] = self.step
+        """What is done where the model calls a layer, whose index it is told."""
         if compiled:
             compile_as_real(layers)
         # set for each call and taken back after it: what else the process compiles keeps its limit
@@ -72,7 +73,7 @@ class DecoderLayers:
         return len(self._steps)
 
     def step(self, index: int, call: Call) -> torch.Tensor:
-        """Run one layer, compiled where it is; hooks are not called.
+        """Run one layer, compiled where it is.
 
         Raises CheckpointError for a layer that returns more than hidden states.
         """
@@ -94,22 +95,22 @@ class DecoderLayers:
                 raise _AllNoted
             return call.hidden
 
-        with suppress(_AllNoted):
-            self._with_detour(note, forward)
+        with suppress(_AllNoted), self._calling(note):
+            forward()
         return calls
 
     def finish(self, hidden: torch.Tensor, forward: Callable[[], Any]) -> Any:
         """Return what ``forward`` makes of ``hidden`` as the last layer's output."""
-        return self._with_detour(lambda *_: hidden, forward)
-
-    def _with_detour(
-        self, detour: Callable[[int, Call], torch.Tensor], forward: Callable[[], Any]
-    ) -> Any:
-        self._detour = detour
-        try:
+        with self._calling(lambda *_: hidden):
             return forward()
+
+    @contextmanager
+    def _calling(self, call: Callable[[int, Call], torch.Tensor]) -> Iterator[None]:
+        own, self.call = self.call, call
+        try:
+            yield
         finally:
-            self._detour = None
+            self.call = own
 
     def forget_from(self, position: int) -> None:
         """Clear the cache from ``position`` on.
@@ -129,6 +130,6 @@ class DecoderLayers:
                     "be made and exported"
                 )
             arguments |= dict.fromkeys(names, self.cache.of_layer(index))
-            return (self._detour or self.step)(index, Call(hidden_states, arguments))
+            return self.call(index, Call(hidden_states, arguments))
 
         return forward

@@ -41,7 +41,7 @@ class Passes:
         """
         phase = schedule.phase
         captured = self._captured.get(phase)
-        is_same = captured is not None and captured.shape == tokens.shape
+        is_same = captured is not None and captured.tokens.shape == tokens.shape
         if captured is not None and is_same and may_capture and captured.schedule == schedule:
             return captured.replay(tokens)
         in_the_way = captured is not None and phase is Phase.PREFILL
@@ -92,24 +92,20 @@ class _CapturedForward:
         ``beside`` is a pass that never runs at the same time: both use the same temporary memory.
         """
         self.schedule = schedule
-        self._tokens = tokens.clone()
+        self.tokens = tokens.clone()
+        """What the pass reads, [batch, new]."""
         self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
 
         def run() -> None:
-            self._logits = forward(self._tokens)
+            self._logits = forward(self.tokens)
 
         self._pass = executor.capture(schedule, run, self._pool)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the tokens, [batch, new]."""
-        return self._tokens.shape
 
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the pass; returns logits, [batch, vocabulary].
 
         The next replay overwrites them, of this pass or of one ``beside`` it.
         """
-        self._tokens.copy_(tokens)
+        self.tokens.copy_(tokens)
         self._pass.replay()
         return self._logits

@@ -1,14 +1,13 @@
-"""Runs a model by a schedule: hooks around the layers carry out its copies and waits."""
+"""Runs a model by a schedule: around its layers the copies and waits are carried out."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
+from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Operation, Schedule, Wait
 
@@ -16,24 +15,22 @@ from offplan.schedule import Copy, Operation, Schedule, Wait
 class Executor:
     """Interleaves the operations of a schedule with the layers of a model.
 
-    The hooks are installed once and removed by ``close``; between passes they do nothing.
+    Layers are taken over once; between passes nothing is carried out around them.
     """
 
-    def __init__(self, layers: nn.ModuleList, link: Link) -> None:
+    def __init__(self, layers: DecoderLayers, link: Link) -> None:
         self._link = link
         self._before: dict[int, list[Operation]] = {}
         self._after: dict[int, list[Operation]] = {}
+        self._carry_out = partial(carry_out, link)
         self._apply: Callable[[list[Operation]], None] = self._carry_out
-        self._handles = []
-        for index, layer in enumerate(layers):
-            before, after = partial(self.before, index), partial(self.after, index)
-            self._handles.append(layer.register_forward_pre_hook(before))
-            self._handles.append(layer.register_forward_hook(after))
+        self._layers = layers
+        layers.call = self._step
 
     def run(self, schedule: Schedule, forward: Callable[[], Any]) -> Any:
         """Call ``forward``, which must run every layer in order, by the schedule.
 
-        A layer is run by calling its module, or between calls of ``before`` and ``after``.
+        A layer is run by the model, or between calls of ``before`` and ``after``.
         """
         try:
             if start := self._split(schedule):
@@ -58,31 +55,21 @@ class Executor:
             self._apply = self._carry_out
         return captured
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context in which layers may be called without running: their hooks do nothing."""
-        waiting = self._before, self._after
-        self._before, self._after = {}, {}
-        try:
-            yield
-        finally:
-            self._before, self._after = waiting
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def before(self, index: int, *_: Any) -> None:
-        """Carry out what precedes a layer; its hook, or a caller that runs the layer alone."""
+    def before(self, index: int) -> None:
+        """Carry out what precedes a layer."""
         if operations := self._before.pop(index, None):
             self._apply(operations)
 
-    def after(self, index: int, *_: Any) -> None:
+    def after(self, index: int) -> None:
         """Carry out what follows a layer."""
         if operations := self._after.pop(index, None):
             self._apply(operations)
+
+    def _step(self, index: int, call: Call) -> torch.Tensor:
+        self.before(index)
+        hidden = self._layers.step(index, call)
+        self.after(index)
+        return hidden
 
     def _split(self, schedule: Schedule) -> list[Operation]:
         """Sort operations by the layer they precede or follow; return the copies before any layer.
@@ -100,9 +87,6 @@ class Executor:
             else:
                 copies = self._after.setdefault(op.layer, [])
         return start
-
-    def _carry_out(self, operations: list[Operation]) -> None:
-        carry_out(self._link, operations)
 
 
 def carry_out(link: Link, operations: list[Operation]) -> None:

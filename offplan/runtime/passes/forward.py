@@ -6,31 +6,34 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from offplan.runtime.model.caches import Position
 from offplan.runtime.model.filled import Filled, FindFilled, Way, filled_before
 from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.passes.sequences import Sequences
 from offplan.runtime.transformers_private import choose_attention
 
 
 class Forward:
     """Runs every layer of a model, or notes what each of them would be run with.
 
-    Works on the current stream and synchronises nothing; moves no weights, which the executor's
-    hooks do.
+    Works on the current stream and synchronises nothing; moves no weights, which the executor does.
     """
 
     def __init__(
         self,
         module: PreTrainedModel,
         layers: DecoderLayers,
-        sequences: Sequences,
+        position: Position,
+        context: int,
         find_filled: FindFilled,
     ) -> None:
-        """``find_filled`` says how attention is told what a step reads of the cache."""
+        """Run for caches of ``context`` tokens, filled up to ``position``.
+
+        ``find_filled`` says how attention is told what a step reads of the cache.
+        """
         self._module = module
         self.layers = layers
-        self.position = sequences.position
-        self._context = sequences.context
+        self.position = position
+        self._context = context
         self._find_filled = find_filled
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

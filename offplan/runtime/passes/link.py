@@ -104,18 +104,3 @@ class CpuLink:
             source = self._slabs[op.span.layer][op.span.start : op.span.stop]
             self._slots[op.slot][: op.span.nbytes].copy_(source)
             self.bytes_moved += op.span.nbytes
-
-
-def open_link(
-    slots: list[torch.Tensor],
-    slabs: Mapping[int, torch.Tensor],
-    device: torch.device,
-    late_copies: bool,
-) -> Link:
-    """Return the link that fills these slots, each of bytes, from the slabs of each layer.
-
-    ``late_copies`` is for the CPU. Copies are ordered behind the work queued on current streams.
-    """
-    if device.type == "cuda":
-        return CudaLink(slots, slabs, device)
-    return CpuLink(slots, slabs, late=late_copies)

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 
+from offplan.errors import InputError
 from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
-from offplan.runtime.model.caches import LayerCaches
+from offplan.runtime.model.caches import LayerCaches, Position
 from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
@@ -20,8 +21,7 @@ from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.passes.link import Link
-from offplan.runtime.passes.schedules import Schedules
-from offplan.runtime.passes.sequences import Sequences
+from offplan.schedule import Schedule, build_pass, empty_ring
 
 MAX_CAPTURED_TOKENS = 4096
 """Tokens of a chunk, over all sequences, up to which prompts are captured: a longer one keeps the
@@ -50,37 +50,46 @@ class ModelRunner:
         chunk: int,
         capture: bool,
     ) -> None:
-        """Take the model over: hooks, caches of ``context`` tokens, compiled layers.
+        """Take the model over: its layers, compiled, and caches of ``context`` tokens.
 
         Prompts are read in chunks of ``chunk`` tokens. ``capture`` (CUDA only) captures what is
         captured; what that takes is given back through ``memory``.
         """
         model, module, device = loaded.model, loaded.module, loaded.store.device
-        layers = decoder_layers(module)
-        self.sequences = Sequences(device, context)
-        self._loaded, self._memory = loaded, memory
+        self._loaded, self._memory, self._context = loaded, memory, context
         self._chunk, self._capture = chunk, capture
+        self._batch = 0
+        """Number of sequences that the cache is allocated for; 0 while it is not."""
+        self.length = 0
+        """Tokens of each sequence; 0 where none is begun."""
+        self._position = Position(device)
         self._rows_read = 0
         """Rows of the input embedding that passes have read."""
         self._expansions = keep_latents(module)
-        self.layers = DecoderLayers(layers, compiled=capture)
-        self._executor = Executor(layers, link)
+        self.layers = DecoderLayers(decoder_layers(module), compiled=capture)
+        self._executor = Executor(self.layers, link)
         find = find_filled(model, module, context) if capture else filled_mask
-        self.forward = Forward(module, self.layers, self.sequences, find)
+        self.forward = Forward(module, self.layers, self._position, context, find)
         self._experts: ExpertKernels | None = None
         if model.experts is not None:
             self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)
-        self._schedules = Schedules(loaded.placement, len(self.layers))
+        self._ring = empty_ring(loaded.placement)
+        # schedules soon repeat, and of 64 layers one takes 0.6 ms to make
+        self._build = cache(partial(build_pass, loaded.placement, len(self.layers)))
 
     def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
 
-        Returns logits, [batch, vocabulary], which the next pass overwrites. Raises what
-        ``Sequences.check_prompt`` raises.
+        Returns logits, [batch, vocabulary], which the next pass overwrites. Raises
+        InputError for a prompt that is empty or beyond the context.
         """
-        self.sequences.check_prompt(prompt)
         batch, num_tokens = prompt.shape
+        if not batch or not 0 < num_tokens <= self._context:
+            raise InputError(
+                f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
+                f"context is {self._context}"
+            )
         with self._whole_or_afresh():
             self._allocate_cache(batch)
             self.layers.forget_from(num_tokens)
@@ -89,31 +98,45 @@ class ModelRunner:
                 self._rows_read += batch
             self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk))
             logits = self._passes.run(
-                self._schedules.next(Phase.PREFILL, Phase.DECODE),
+                self._next_schedule(Phase.PREFILL),
                 self._forward_prompt,
                 prompt.to(self._loaded.store.device),
                 may_capture=self.captures_prompt(batch, num_tokens),
             )
-            self.sequences.set_length(num_tokens)
+            self.set_length(num_tokens)
         return logits
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
 
-        Returns logits, [batch, vocabulary], which the next pass overwrites. Raises what
-        ``Sequences.check_tokens`` raises.
+        Returns logits, [batch, vocabulary], which the next pass overwrites. Raises
+        InputError for tokens that are not one for each sequence, or beyond the context, ValueError
+        where no sequence is begun.
         """
-        self.sequences.check_tokens(tokens)
+        if not self.length:
+            raise ValueError("decode before prefill")
+        if self.length >= self._context:
+            raise InputError(f"the sequences have reached the context of {self._context} tokens")
+        if tokens.shape != (self._batch, 1):
+            raise InputError(
+                f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
+            )
         with self._whole_or_afresh():
-            self._rows_read += self.sequences.batch
-            self._enter(Phase.DECODE, self.sequences.batch)
-            schedule = self._schedules.next(Phase.DECODE, Phase.DECODE)
+            self._rows_read += self._batch
+            self._enter(Phase.DECODE, self._batch)
+            schedule = self._next_schedule(Phase.DECODE)
             steady = schedule.before == schedule.after
             logits = self._passes.run(
                 schedule, self.forward.step, tokens, may_capture=self._capture and steady
             )
-            self.sequences.extend()
+            self._position.tensor.add_(1)
+            self.length += 1
         return logits
+
+    def set_length(self, num_tokens: int) -> None:
+        """Say that the cache holds so many tokens; queued on the current stream."""
+        self._position.tensor.fill_(num_tokens)
+        self.length = num_tokens
 
     @property
     def embedding_bytes(self) -> int:
@@ -140,10 +163,9 @@ class ModelRunner:
         return [partial(chunks.try_layer, index) for index in range(len(self.layers))]
 
     def close(self) -> None:
-        """Give back graphs and caches and remove the hooks; the device must be idle."""
-        self._executor.close()
+        """Give back graphs and caches; the device must be idle."""
         self._forget_cache()
-        self.sequences.length = 0
+        self.length = 0
 
     @contextmanager
     def _whole_or_afresh(self) -> Iterator[None]:
@@ -154,18 +176,23 @@ class ModelRunner:
         try:
             yield
         except BaseException:
-            self._schedules.forget()
+            self._ring = empty_ring(self._loaded.placement)
             self._forget_passes()
-            self.sequences.length = 0
+            self.length = 0
             raise
+
+    def _next_schedule(self, phase: Phase) -> Schedule:
+        """Return the next pass's schedule, which finds the ring as the pass before has left it."""
+        schedule = self._build(phase, self._ring, Phase.DECODE)
+        self._ring = schedule.after
+        return schedule
 
     def _forward_prompt(self, tokens: torch.Tensor) -> torch.Tensor:
         chunks = tokens.split(self._chunk, dim=1)
         if len(chunks) == 1:
             with as_compiled_for(tokens.shape[1], self._chunk):
                 return self.forward.chunk(tokens, 0, tokens.shape[1])
-        with self._executor.paused():
-            prompt = ChunkedPrompt(chunks, self.forward)
+        prompt = ChunkedPrompt(chunks, self.forward)
         for index in range(len(self.layers)):
             self._executor.before(index)
             prompt.run_layer(index)
@@ -178,20 +205,19 @@ class ModelRunner:
             self._experts.choose(phase, num_tokens)
 
     def _allocate_cache(self, batch: int) -> None:
-        sequences = self.sequences
-        if batch == sequences.batch:
+        if batch == self._batch:
             return
-        sequences.batch = 0  # until all of the cache is there
+        self._batch = 0  # until all of the cache is there
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        self.layers.cache = LayerCaches(len(self.layers), sequences.context, sequences.position)
+        self.layers.cache = LayerCaches(len(self.layers), self._context, self._position)
         with torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.
             device = self._loaded.store.device
             self.forward.chunk(torch.zeros(batch, 1, dtype=torch.int64, device=device), 0, 1)
-        sequences.batch = batch
+        self._batch = batch
 
     def _forget_cache(self) -> None:
         self._forget_passes()  # graphs write to it
@@ -205,8 +231,7 @@ class ModelRunner:
             expansion.forget()
 
     def _forget_rows(self) -> None:
-        position = self.sequences.position
-        position.rows = position.tensor  # a captured prompt's lie in its memory
+        self._position.rows = self._position.tensor  # a captured prompt's lie in its memory
 
     def _give_back(self, drop: Callable[[], object]) -> None:
         """Give the device what ``drop`` lets go of, once it is done with it, and what is cached."""

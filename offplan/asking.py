@@ -1,0 +1,102 @@
+"""Questions to the planner: asked by a caller, or asked again as a plan file records them."""
+
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from offplan.checkpoint.model import Model
+from offplan.choices import EngineName, ObjectiveName, Store
+from offplan.errors import InputError
+from offplan.machines import Machine, load_machine
+from offplan.plan import Budget, Goal, Objective, Plan, Workload
+from offplan.planned import open_planned_model
+from offplan.progress import Progress
+from offplan.question import Question
+from offplan.records import explain
+
+
+def ask(
+    model: Model,
+    machine: Machine,
+    workload: Workload | None = None,
+    *,
+    gpu_memory: int | None = None,
+    host_memory: int | None = None,
+    store: Store = "host",
+    objective: ObjectiveName = "latency",
+    max_ttft_s: float | None = None,
+    max_tpot_s: float | None = None,
+    engine: EngineName | None = None,
+) -> Question:
+    """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
+
+    ``workload`` is what the plan is optimised for, the default one if left out. ``gpu_memory`` and
+    ``host_memory`` are bytes: all that the process may take on the card, context included (what is
+    free if left out), and what weights may take of the store (what it has if left out); no more
+    than the machine has is planned with. ``store`` is ``host``, or ``peer`` for the memory of a
+    second GPU. The objective ``throughput`` chooses the batch, whatever the workload's.
+    ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first token and of each further one, at
+    most. ``engine`` limits the search to plans that its flags can say.
+
+    Raises InputError for a limit below zero and for an engine beside the store ``peer``, and
+    ProfileError where the link to a second GPU is not known.
+    """
+    free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
+    try:
+        budget = Budget(gpu_memory=free, host_memory=host_memory)
+        goal = Goal(
+            objective=Objective(objective),
+            max_ttft=max_ttft_s,
+            max_tpot=max_tpot_s,
+            engine=engine,
+        )
+    except ValidationError as error:
+        where, why = explain(error)
+        raise InputError(f"{where}: {why}") from None
+    workload = workload or Workload()
+    return Question(model, machine.profile, workload, budget, goal, store, machine.profile_name)
+
+
+def ask_again(
+    plan: Plan,
+    *,
+    model: Model | str | None = None,
+    machine: Machine | None = None,
+    on_progress: Progress | None = None,
+) -> Question:
+    """Ask the question that a plan answers, as its file records it.
+
+    From the same profile, ``make_plan`` makes the same plan of it, byte for byte. ``model`` is the
+    plan's model, opened already or where it is to be read instead of where the plan says;
+    ``machine`` takes the place of the one that the plan names. ``on_progress`` hears (shards read,
+    shards in all).
+
+    Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
+    where the plan's profile is gone or not valid, and InputError for a plan whose machine was
+    measured and kept in no profile, unless ``machine`` is given.
+    """
+    if machine is None:
+        machine = _find_machine(plan)
+    found = open_planned_model(plan, model, on_progress)
+    # a local copy goes by the name that the plan has for it
+    named = replace(found, source=plan.model.source, revision=plan.model.revision)
+    return Question(
+        named,
+        machine.profile,
+        plan.workload,
+        plan.budget,
+        plan.goal,
+        plan.offload.store,
+        machine.profile_name,
+    )
+
+
+def _find_machine(plan: Plan) -> Machine:
+    name = plan.machine.profile
+    if name is None:
+        raise InputError(
+            f"the plan was made from figures measured on {plan.machine.name}, which no profile "
+            "keeps (machine.profile is null): measure that machine again, or name a profile of it "
+            "with --machine"
+        )
+    return load_machine(name)

@@ -1,0 +1,123 @@
+"""``bench_plan``: what a plan takes on this machine, beside other ways to run its workload."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.weights import find_weights
+from offplan.errors import InputError, OffplanError
+from offplan.hostmem.limits import peak_host_bytes
+from offplan.plan import Plan, Workload
+from offplan.planned import open_planned_model
+from offplan.progress import Stages, silent
+from offplan.prompts import random_prompt
+from offplan.runtime.device import device_name, find_device
+from offplan.runtime.measuring.accelerated import require_accelerate
+from offplan.runtime.measuring.bench import check_room
+from offplan.runtime.measuring.versus import WAYS, Bench, Measurement, measure_plan
+from offplan.runtime.memory.gpu_memory import bytes_in_use
+from offplan.runtime.session import NUM_WARMUP_STEPS
+
+DEFAULT_STEPS = 20
+"""Decode steps that are timed in each request, where the context has room for them."""
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What one benchmark of a plan measured."""
+
+    device: str
+    """What it ran on, as people call it: ``NVIDIA H200``, ``CPU``."""
+    batch: int
+    """Sequences of each request."""
+    prompt_tokens: int
+    """Tokens of each prompt."""
+    num_steps: int
+    """Decode steps that were timed in each request."""
+    num_repeats: int
+    """Requests that were timed."""
+    plan: Measurement
+    """Time and memory that the plan took."""
+    host_bytes: int
+    """Host memory of the process at its peak, libraries included, with the plan loaded."""
+    others: Mapping[str, Measurement | str]
+    """Other ways by name; a text says why one could not be measured."""
+
+
+def bench_plan(
+    plan: Plan,
+    *,
+    others: Sequence[str] = (),
+    model: Model | str | None = None,
+    num_steps: int | None = None,
+    num_repeats: int = 5,
+    device: str | torch.device | None = None,
+    dummy_weights: bool = False,
+    on_stage: Stages = silent,
+) -> BenchResult:
+    """Measure a plan's workload on random tokens: time, bytes moved, stalls and memory.
+
+    ``others`` are further ways to run it, of WAYS: ``resident``, ``serial``, ``accelerate``; one
+    that fails does not take the others with it. In each of ``num_repeats`` requests ``num_steps``
+    decode steps are timed (DEFAULT_STEPS where they fit, if left out). ``model``, ``device``,
+    ``dummy_weights`` and ``on_stage`` are as in ``open_session``.
+
+    Raises what ``open_session`` raises, and InputError for a way that there is not, a model whose
+    vocabulary is not known, and more steps than the context has room for.
+    """
+    found = open_planned_model(plan, model, on_stage("reading headers"))
+    num_steps = num_steps or _default_steps(plan.workload)
+    check_room(plan.workload.context, plan.workload.prompt_tokens, num_steps)
+    _check_ways(others)
+    chosen = find_device(device)
+    setup = Bench(
+        model=found,
+        offload=plan.offload,
+        context=plan.workload.context,
+        device=chosen,
+        folder=None if dummy_weights else find_weights(found),
+        prompt=random_prompt(found, plan.workload),
+        num_steps=num_steps,
+        num_repeats=num_repeats,
+        used_before=bytes_in_use(chosen),
+    )
+    return _measure(setup, others, on_stage)
+
+
+def _default_steps(workload: Workload) -> int:
+    room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
+    return max(1, min(DEFAULT_STEPS, room))
+
+
+def _check_ways(names: Sequence[str]) -> None:
+    """Check what the plan is to be compared with, before anything is loaded."""
+    unknown = [name for name in names if name not in WAYS]
+    if unknown:
+        raise InputError(f"{unknown[0]!r} is not a way to run a plan: name {', '.join(WAYS)}")
+    if "accelerate" in names:
+        require_accelerate()
+
+
+def _measure(setup: Bench, names: Sequence[str], on_stage: Stages) -> BenchResult:
+    # first, so that the peaks that only grow are the plan's own
+    plan = measure_plan(setup, on_stage("loading"))
+    host_bytes = peak_host_bytes()
+    others: dict[str, Measurement | str] = {}
+    for name in names:
+        try:
+            others[name] = WAYS[name](setup, on_stage(f"loading, {name}"))
+        except OffplanError as error:
+            others[name] = " ".join(str(error).split())
+    batch, prompt_tokens = setup.prompt.shape
+    return BenchResult(
+        device=device_name(setup.device),
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        num_steps=setup.num_steps,
+        num_repeats=setup.num_repeats,
+        plan=plan,
+        host_bytes=host_bytes,
+        others=others,
+    )

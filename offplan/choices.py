@@ -1,0 +1,10 @@
+"""Words of which one is chosen, the same in a plan, in a call and on the command line."""
+
+from typing import Literal
+
+Store = Literal["host", "peer"]
+"""Where what is offloaded lies: in pinned host memory, or in that of a second GPU."""
+ObjectiveName = Literal["latency", "throughput"]
+"""What a plan is best at: the time of one request, or tokens a second."""
+EngineName = Literal["vllm", "sglang"]
+"""Another engine whose flags can say a plan."""

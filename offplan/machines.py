@@ -1,0 +1,143 @@
+"""Machines to plan for: one that a profile describes, or the one at hand, measured."""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from offplan.checkpoint.model import Model
+from offplan.choices import Store
+from offplan.errors import OffplanError
+from offplan.machine.profile import MachineProfile, load_profile, shipped_profiles
+from offplan.plan import Workload
+from offplan.progress import Stages, silent
+
+MOST_TIMED = 8192
+"""Tokens of the largest chunk whose layers are timed; a larger one's times are scaled from it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine to plan for."""
+
+    profile: MachineProfile
+    free_gpu_bytes: int
+    """Bytes of GPU memory that a process can have: all of it, or what nobody else has taken."""
+    profile_name: str | None = None
+    """The name or file that the profile was read from; None where it was measured."""
+
+
+def load_machine(name: str) -> Machine:
+    """Take the machine that a profile describes, all of its GPU memory free.
+
+    ``name`` is that of a profile that comes with offplan, such as ``h200-pcie5``, or a file that
+    ``offplan measure`` wrote. Raises ProfileError where there is none, or it is not valid.
+    """
+    profile = load_profile(name)
+    return Machine(profile, profile.gpu_memory.value, name)
+
+
+def measure_here(
+    model: Model | None = None,
+    workload: Workload | None = None,
+    *,
+    afresh: bool = False,
+    with_others: bool = False,
+    on_stage: Stages = silent,
+) -> Machine:
+    """Measure this machine on its current CUDA device, and a model's layers at a workload.
+
+    Without a ``model`` only the machine is measured: link, memory, matrix products. With one, each
+    kind of its layers is timed too, on random weights at the shapes of ``workload`` (the default
+    one if left out), and how often its products read weights in place. Times of layers are kept on
+    disk, and found there where nothing that they depend on has changed, unless all is to be
+    measured ``afresh``. ``with_others`` also uses the host's other GPUs: the link while all of them
+    copy, and a second one's memory as a store. ``on_stage`` hears what begins.
+
+    Takes a minute or so, nearly all of the GPU's memory in turns, and synchronises the device.
+    Raises OffplanError where there is no CUDA device, and MemoryLimitError.
+    """
+    require_gpu()
+    import torch
+
+    from offplan.machine.measure import measure_machine
+    from offplan.runtime.memory.gpu_memory import bytes_in_use
+
+    # asked before this process has a context on the card, which the budget is to include
+    used = bytes_in_use(torch.device("cuda"))
+    profile = measure_machine(on_stage("measuring the machine"), with_others=with_others)
+    if model is not None:
+        profile = _add_model(profile, model, workload or Workload(), on_stage, afresh=afresh)
+    return Machine(profile, profile.gpu_memory.value - used)
+
+
+def _add_model(
+    profile: MachineProfile, model: Model, workload: Workload, on_stage: Stages, *, afresh: bool
+) -> MachineProfile:
+    """Add to a profile what a model's layers take on its machine, the one at hand."""
+    from huggingface_hub import constants
+
+    from offplan.machine.layer_cache import LayerTimeCache
+    from offplan.planner.space import prefill_chunks
+    from offplan.runtime.measuring.layer_key import layer_times_key
+    from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
+
+    chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
+    key = layer_times_key(model, workload, chunks)
+    kept = LayerTimeCache(Path(constants.HF_HOME), key)
+    times = None if afresh else kept.load()
+    if times is None:
+        times = measure_layer_times(model, workload, chunks, on_stage("measuring the layers"))
+        kept.store(times)
+    rate, progress = profile.uva.value, on_stage("measuring reads in place")
+    reads = measure_model_reads(model, workload, chunks, rate, progress)
+    return profile.model_copy(update={"layer_times": times, "in_place_reads": reads})
+
+
+def find_machine(
+    name: str | None,
+    model: Model,
+    workload: Workload,
+    *,
+    store: Store = "host",
+    on_stage: Stages = silent,
+) -> Machine | None:
+    """Take the machine of this profile, else the one at hand; None where that has no GPU.
+
+    The host's other GPUs are measured only where the ``store`` is one of them. Raises what
+    ``load_machine`` and ``measure_here`` raise.
+    """
+    if name is not None:
+        return load_machine(name)
+    if not has_gpu():
+        return None
+    return measure_here(model, workload, with_others=store == "peer", on_stage=on_stage)
+
+
+def has_gpu() -> bool:
+    """Whether a CUDA device can be measured; imports torch only where there is a driver."""
+    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        ctypes.CDLL(driver)
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def require_gpu() -> None:
+    """Raise OffplanError where there is no CUDA device to measure."""
+    if not has_gpu():
+        raise OffplanError(
+            "no CUDA device to measure here: measure where there is one, and give what -o writes "
+            "to --machine here"
+        )
+
+
+def why_unmeasured() -> str:
+    """Say what is missing for a plan where there is neither a GPU nor a profile."""
+    return (
+        "no GPU here and no --machine: link bandwidth and compute were not measured, so nothing "
+        f"is planned; --machine takes a profile's file or one of {', '.join(shipped_profiles())}"
+    )

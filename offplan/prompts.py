@@ -1,0 +1,61 @@
+"""Prompts as tokens: a text by the model's tokenizer, or a workload's number of random ones."""
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from offplan.checkpoint.model import Model
+from offplan.errors import InputError
+from offplan.plan import Workload
+
+
+def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
+    """Draw a workload's prompts, the same ones every time: int64, [batch, tokens], on the CPU.
+
+    Raises InputError for a model whose vocabulary is not known.
+    """
+    vocabulary = model.architecture.vocabulary_size
+    if vocabulary is None:
+        raise InputError(f"the config of {model.source} has no vocab_size to draw tokens from")
+    generator = torch.Generator().manual_seed(0)
+    shape = workload.batch, workload.prompt_tokens
+    return torch.randint(vocabulary, shape, generator=generator)
+
+
+def load_tokenizer(model: Model) -> Any:
+    """Load a model's tokenizer, which transformers reads from where the model was read.
+
+    Raises InputError where there is none that can be read without running code of its own.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            model.source,
+            revision=model.revision or "main",
+            trust_remote_code=False,  # left open, it would ask on the terminal
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{model.source} has no tokenizer for --prompt: {reason}") from None
+
+
+def read_prompt(tokenizer: Any, text: str) -> torch.Tensor:
+    """Turn a text into tokens: int64, [1, tokens]; raises InputError where there are none."""
+    tokens: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    if not tokens.numel():
+        raise InputError("the prompt is empty: type some text, or leave --prompt out")
+    return tokens
+
+
+def find_end_tokens(model: Model, tokenizer: Any) -> frozenset[int]:
+    """Return tokens that end a text, by the model's config, generation config and tokenizer."""
+    named = [*model.architecture.end_tokens, tokenizer.eos_token_id]
+    # chat models may name what ends a turn only there; not every model has one
+    with contextlib.suppress(OSError, ValueError):
+        generation = GenerationConfig.from_pretrained(
+            model.source, revision=model.revision or "main"
+        )
+        ends = generation.eos_token_id
+        named += ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in named if token is not None)

@@ -1,0 +1,74 @@
+"""Why a plan is the one: sentences for people."""
+
+from collections.abc import Iterator
+
+from offplan.plan import Backend, Objective, Prediction, Rule
+from offplan.planner.make import PlanResult
+from offplan.planner.throughput import tokens_per_s
+from offplan.units import format_bytes, format_seconds
+
+
+def explain_plan(result: PlanResult) -> list[str]:
+    """Say why a plan is the best one, in sentences."""
+    plan, goal = result.plan, result.plan.goal
+    reasons = [*_explain_offload(result)]
+    if goal.targets:
+        reasons.append(f"of the plans that keep {goal.targets}, this is the fastest")
+    if goal.engine:
+        reasons.append(f"only plans that {goal.engine} can run were searched")
+    if goal.objective is Objective.THROUGHPUT:
+        speed = f"{tokens_per_s(plan):,.1f} tokens/s"
+        reasons.append(f"batch {plan.workload.batch} gives most of those tried: {speed}")
+    return reasons
+
+
+def _explain_offload(result: PlanResult) -> Iterator[str]:
+    plan, prediction = result.plan, result.plan.prediction
+    memory = prediction.gpu_memory
+    if not plan.offload.rules and plan.offload.embeddings == "device":
+        yield (
+            f"everything fits: {format_bytes(memory.total_bytes)} of "
+            f"{format_bytes(plan.budget.gpu_memory)}, so nothing is offloaded"
+        )
+        return
+    yield (
+        f"at least {format_bytes(result.floor.missing_bytes)} of weights do not fit "
+        f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
+        f"plan keeps {_describe_places(prediction)}"
+    )
+    yield (
+        f"{result.num_candidates} plans of one rule fit; {result.num_priced} plans were priced, "
+        "and bounds rule out the others"
+    )
+    if len(plan.offload.rules) > 1:
+        yield f"the best plan of one rule takes {100 * (result.second_rule_gain - 1):.1f} % longer"
+    if result.max_rules > 1:
+        yield "no plan of up to two rules is faster"
+    if plan.offload.embeddings == "host":
+        yield (
+            "of the input embedding only a row a token is read, so it lies on the host and leaves "
+            "its place to layers; no engine's flag says that"
+        )
+    for name, phase in (("prefill", prediction.prefill), ("decode", prediction.decode)):
+        bottleneck = "compute-bound" if phase.compute_s >= phase.link_s else "link-bound"
+        # only what nobody in the pass waits for can be under way after its end
+        ahead = " (the next step's copies included)" if phase.link_s > phase.step_s else ""
+        yield (
+            f"{name} is {bottleneck}: {format_seconds(phase.compute_s)} of compute, "
+            f"{format_seconds(phase.link_s)} of link{ahead}, {format_seconds(phase.step_s)} in all"
+        )
+    yield from (_explain_backends(rule) for rule in plan.offload.rules if rule.is_mixed)
+
+
+def _describe_places(prediction: Prediction) -> str:
+    """Say how many bytes of weights lie where, off the GPU."""
+    places = (("host", prediction.host_memory_bytes), ("peer", prediction.peer_memory_bytes))
+    return " and ".join(f"{format_bytes(size)} on the {name}" for name, size in places if size)
+
+
+def _explain_backends(rule: Rule) -> str:
+    """Say why a rule has one backend for a prompt and another for a decode step."""
+    what = " and ".join(rule.cpu_offload_params) or "all parameters of its layers"
+    if rule.decode is Backend.UVA:
+        return f"a prompt needs all of {what} and copies it; a decode step reads its part in place"
+    return f"a decode step copies {what} ahead of its layers; a prompt reads it in place"

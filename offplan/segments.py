@@ -1,0 +1,46 @@
+"""Segments: dotted runs of a parameter's name, how they match names and cover them."""
+
+from collections.abc import Collection, Iterator
+
+
+def match_segments(segments: Collection[str], name: str) -> bool:
+    """Whether a segment is a dotted run of ``name``; no segments match everything.
+
+    Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
+    """
+    return not segments or any(f".{segment}." in f".{name}." for segment in segments)
+
+
+def list_runs(name: str) -> Iterator[str]:
+    """List the dotted runs of a name's parts."""
+    parts = name.split(".")
+    for start in range(len(parts)):
+        for stop in range(start + 1, len(parts) + 1):
+            yield ".".join(parts[start:stop])
+
+
+def cover_names(
+    wanted: Collection[str], unwanted: Collection[str], runs: Collection[str]
+) -> list[str] | None:
+    """Choose few and short ``runs`` that match all of ``wanted`` and none of ``unwanted``.
+
+    Greedy: the run that covers most, of the fewest parts, so the same names always give the same
+    segments. None where the names cannot be told apart.
+    """
+    covers = {
+        run: {name for name in wanted if match_segments([run], name)}
+        for run in runs
+        if not any(match_segments([run], name) for name in unwanted)
+    }
+    chosen, missing = [], set(wanted)
+    while missing:
+        best = min(
+            covers,
+            key=lambda run: (-len(covers[run] & missing), run.count("."), len(run), run),
+            default="",
+        )
+        if not covers.get(best, set()) & missing:
+            return None
+        chosen.append(best)
+        missing -= covers[best]
+    return sorted(chosen)

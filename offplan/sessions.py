@@ -1,0 +1,52 @@
+"""``open_session``: from a plan to a loaded model that runs by it."""
+
+import torch
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.weights import find_weights
+from offplan.errors import InputError
+from offplan.plan import Plan
+from offplan.planned import open_planned_model
+from offplan.progress import Stages, silent
+from offplan.runtime.device import find_device
+from offplan.runtime.session import Session
+
+
+def open_session(
+    plan: Plan,
+    *,
+    model: Model | str | None = None,
+    device: str | torch.device | None = None,
+    dummy_weights: bool = False,
+    on_stage: Stages = silent,
+) -> Session:
+    """Load a plan's model as the plan says, ready to ``generate``; close it, or use ``with``.
+
+    ``model`` is the plan's model, opened already or where it is to be read instead of where the
+    plan says. ``device`` is ``cuda``, ``cuda:1`` or ``cpu``; left out, it is a GPU if there is one.
+    ``dummy_weights`` are random, and none are read. ``on_stage`` hears what begins.
+
+    Raises CheckpointError, HubError and DriftError where the model is not the plan's, InputError
+    for a device that is not here and a model without weights, MemoryLimitError, and what Session
+    raises, with whatever was taken until then given back.
+    """
+    found = open_planned_model(plan, model, on_stage("reading headers"))
+    chosen = find_device(device)
+    return Session(
+        found,
+        plan.offload,
+        context=plan.workload.context,
+        device=chosen,
+        folder=None if dummy_weights else find_weights(found),
+        on_progress=on_stage("loading"),
+    )
+
+
+def check_context(plan: Plan, prompt_tokens: int, num_tokens: int) -> None:
+    """Raise InputError unless a prompt and so many new tokens fit the context of a plan."""
+    context = plan.workload.context
+    if prompt_tokens + num_tokens > context:
+        raise InputError(
+            f"{prompt_tokens} prompt tokens and {num_tokens} new ones exceed the plan's context "
+            f"of {context}: lower --max-new-tokens, or plan with a larger --context"
+        )

@@ -1,0 +1,268 @@
+"""The pages say what the code does: options, links, and the numbers of the worked example."""
+
+import json
+import re
+from collections.abc import Iterator
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from docs import make_cli_reference
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
+from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
+from offplan.costs.memory import (
+    MARGIN,
+    attention_bytes,
+    hidden_bytes,
+    logits_bytes,
+    mlp_bytes,
+    waiting_bytes,
+)
+from offplan.costs.predict import predict
+from offplan.costs.timeline import to_seconds
+from offplan.costs.work import PassShape, decode_shape, prefill_shapes
+from offplan.machine.profile import MachineProfile, load_profile
+from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, Slab, place
+from offplan.plan import Plan, Prediction, load_plan
+from offplan.planner.search import MAX_RULES
+from offplan.planner.space import BACKENDS, PREFETCH_STEPS, PREFILL_CHUNKS
+from offplan.schedule import Compute, Copy, build_steady_request, slots_of
+from tests.cli import CLI, ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PLAN = ROOT / "plans" / "qwen3-8b-h200-12gib.yaml"
+WALKED = (DOCS / "reading-a-plan.md").read_text("utf-8")
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", CODE_BLOCK.sub("", page.read_text("utf-8")), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {each.replace(" ", "-") for each in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    text = CODE_BLOCK.sub("", page.read_text("utf-8"))
+    for target in LINK.findall(text):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(file), f"{page.name}: no heading for {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text("utf-8")
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert pages <= set(LINK.findall(index))
+
+
+def test_the_reference_is_what_the_commands_declare() -> None:
+    written = make_cli_reference.PAGE.read_text("utf-8")
+    assert written == make_cli_reference.render_page(), "run python docs/make_cli_reference.py"
+
+
+@pytest.mark.parametrize("command", make_cli_reference.list_commands())
+def test_the_reference_has_every_option(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CLI(monkeypatch, capsys)(command, "--help").out.partition("Options:")[2]
+    listed = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", shown, re.MULTILINE))
+    rows = make_cli_reference.list_rows(make_cli_reference.list_commands()[command])
+    assert listed - {"--help"} == {name for row in rows for name in OPTION.findall(row.name)}
+
+
+def test_pages_name_no_unknown_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declared = {
+        name
+        for function in make_cli_reference.list_commands().values()
+        for row in make_cli_reference.list_rows(function)
+        for name in OPTION.findall(row.name)
+    }
+    for page in DOCS.glob("*.md"):
+        named = set(OPTION.findall(page.read_text("utf-8")))
+        assert named <= declared | {"--help", "--version"}, page.name
+
+
+def test_the_glossary_is_sorted() -> None:
+    text = (DOCS / "glossary.md").read_text("utf-8")
+    terms = [term.lower() for term in re.findall(r"^\*\*(.+?)\*\*", text, re.MULTILINE)]
+    assert len(terms) > 40
+    assert terms == sorted(set(terms))
+    used = set(re.findall(r"(?<!\*)\*(\w[^*]*)\*(?!\*)", text)) - {"italics"}
+    known = {term.partition(",")[0] for term in terms}
+    singular = {re.sub(r"^copies$", "copy", word.lower()).removesuffix("s") for word in used}
+    assert singular <= {term.removesuffix("s") for term in known} | {"in place"}
+
+
+class Walk:
+    """What the worked example computes, by the code that plans and runs."""
+
+    def __init__(self) -> None:
+        self.plan: Plan = load_plan(PLAN)
+        config = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
+        self.model: Model = open_model(str(config))
+        self.machine: MachineProfile = load_profile(self.plan.machine.profile or "")
+        self.placement: Placement = place(self.model, self.plan.offload)
+        self.slab: Slab = self.placement.by_layer[9]
+        workload, budget = self.plan.workload, self.plan.budget
+        self.prediction: Prediction = predict(
+            self.model, self.machine, workload, budget, self.plan.offload
+        )
+
+    def sizes(self) -> Iterator[int]:
+        """Bytes that the page names."""
+        model, memory = self.model, self.prediction.gpu_memory
+        embedding = self.placement.host_embedding
+        assert embedding is not None
+        first, *second = self.slab.entries
+        yield from (model.loaded_bytes, embedding.nbytes, self.plan.budget.gpu_memory)
+        yield from (first.unit.nbytes, 36 * first.unit.nbytes, self.placement.slot_bytes)
+        taken = sum(entry.unit.nbytes for entry in second)
+        yield from (taken, 7 * taken, 4 * taken)
+        yield from (memory.resident_bytes, memory.ring_bytes, memory.kv_cache_bytes)
+        yield from (memory.activation_bytes, memory.overhead_bytes, memory.total_bytes)
+        yield memory.overhead_bytes - self.machine.gpu_overhead.value
+        yield self.plan.budget.gpu_memory - memory.total_bytes
+        yield from (self.placement.slab_bytes, self.prediction.host_memory_bytes)
+        (prompt,) = prefill_shapes(self.plan.workload, self.plan.offload.prefill_chunk)
+        layer = model.layers[0]
+        yield from (hidden_bytes(model, prompt), mlp_bytes(model, layer, prompt))
+        yield from (logits_bytes(model, prompt), waiting_bytes(model, self.plan.workload, prompt))
+        step = PassShape(Phase.DECODE, 1, 1, self.plan.workload.context)
+        assert attention_bytes(model, layer, step) < mlp_bytes(model, layer, step)
+        yield hidden_bytes(model, step) + mlp_bytes(model, layer, step) + logits_bytes(model, step)
+
+    def times(self) -> Iterator[str]:
+        """Times that the page names, as it names them."""
+        machine, workload = self.machine, self.plan.workload
+        first, *second = self.slab.entries
+        compute = ModelCompute(self.model, machine)
+        step = compute.price(decode_shape(workload))
+        prompt = compute.price(*prefill_shapes(workload, self.plan.offload.prefill_chunk))
+        copy_s = machine.copy_seconds(first.unit.nbytes)
+        taken = sum(entry.unit.nbytes for entry in second)
+        yield f"= {copy_s * 1e6:,.1f} us"
+        yield f"takes {taken / machine.uva.value * 1e6:,.1f} us"
+        yield f"computes for {step.layer_ps[9] / 1e6:.1f} us"
+        yield f"| {36 * copy_s * 1e3:.3f} |"
+        yield f"| {7 * taken / machine.uva.value * 1e3:.3f} |"
+        yield f"+ {step.outside_ps / 1e6:.1f} us"
+        yield f"= {to_seconds(step.resident_ps) * 1e3:.3f} ms"
+        decode, prefill = self.prediction.decode, self.prediction.prefill
+        assert decode.step_s == decode.bound_s == decode.link_s
+        yield f"| link | | {decode.link_s * 1e3:.3f} |"
+        yield f"busy for {prefill.link_s * 1e3:.2f} ms"
+        yield f"bound is {prefill.bound_s * 1e3:.2f} ms"
+        assert prefill.link_s - prefill.bound_s == pytest.approx(2 * copy_s)
+        waits = [prompt.layer_ps[0], prompt.layer_ps[35], prompt.outside_ps]
+        assert prefill.step_s - prefill.bound_s == pytest.approx(sum(waits) * 1e-12)
+        yield f"takes {(prefill.step_s - prefill.bound_s) * 1e3:.2f} ms more"
+        yield f"({waits[0] * 1e-9:.2f} ms)"
+        yield f"({waits[1] * 1e-9:.2f} + {waits[2] * 1e-9:.2f} ms)"
+        yield f"{prefill.step_s * 1e3:.2f} ms + 128 x {decode.step_s * 1e3:.3f} ms"
+        yield f"= {self.prediction.objective_s:.3f} s"
+
+
+@pytest.fixture(scope="module")
+def walk() -> Walk:
+    return Walk()
+
+
+def test_the_walk_shows_the_plan() -> None:
+    assert f"```yaml\n{PLAN.read_text('utf-8')}```\n" in WALKED
+
+
+def test_the_walk_names_the_bytes(walk: Walk) -> None:
+    assert not [size for size in walk.sizes() if f"{size:,}" not in WALKED]
+
+
+def test_the_walk_names_the_times(walk: Walk) -> None:
+    text = " ".join(WALKED.split())
+    assert not [time for time in walk.times() if time not in text]
+
+
+def test_the_walk_shows_the_slab(walk: Walk) -> None:
+    rows = [
+        f"| {entry.offset:,} | `{entry.unit.name}` | {entry.prefill.value} | {entry.decode.value} |"
+        for entry in walk.slab.entries
+    ]
+    assert "\n".join(rows) in WALKED
+    in_second = [layer.index for layer in walk.model.layers if layer.index % 5 == 4]
+    assert in_second == [4, 9, 14, 19, 24, 29, 34]
+
+
+def test_the_walk_follows_the_ring(walk: Walk) -> None:
+    request = build_steady_request(walk.placement, len(walk.model.layers))
+    for phase, schedule in ((Phase.PREFILL, request.prefill), (Phase.DECODE, request.decode)):
+        assert slots_of(walk.placement, phase)[9][0] == 1
+        following: dict[int, int] = {}
+        ran = -1
+        for operation in schedule.operations:
+            if isinstance(operation, Compute):
+                ran = operation.layer
+            elif isinstance(operation, Copy):
+                following[ran] = operation.span.layer
+        assert (following[7], following[9], following[35]) == (9, 11, 1)
+        assert len(following) == 36
+
+
+def test_the_cost_model_names_the_constants() -> None:
+    text = " ".join((DOCS / "cost-model.md").read_text("utf-8").split())
+    results = json.loads((ROOT / "benchmarks/results/predictions-h200.json").read_text("utf-8"))
+    ratios = [
+        [case[what]["ratio"] for case in results["cases"]]
+        for what in ("prefill", "decode", "gpu_memory")
+    ]
+    ttft, tpot, memory = (f"{min(each):.3f} to {max(each):.3f}" for each in ratios)
+    for stated in (
+        f"matmul rate x {MATMUL_EFFICIENCY})",
+        f"else {UVA_SLOWDOWN} |",
+        f"never less than rows / {TILE_ROWS}",
+        f"a margin of {100 * MARGIN:.0f} % of the budget",
+        f"on a {ALIGNMENT_BYTES}-byte boundary",
+        f"rings of {PREFETCH_STEPS[0]} to {PREFETCH_STEPS[-1]} slots",
+        f"chunks of {PREFILL_CHUNKS[0]:,} tokens down to {PREFILL_CHUNKS[-1]}",
+        f"{len(results['cases'])} plans of two models",
+        f"took {ttft} of the predicted time to the first token",
+        f"{tpot} of the predicted time a token",
+        f"{memory} of the predicted GPU memory",
+    ):
+        assert stated in text
+    assert MAX_RULES == 2, "the page says: no rule, one or two"
+    assert len(BACKENDS) == 3, "the page names three pairs of backends"
+
+
+def test_every_room_is_described() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    rooms = [path.parent.name for path in (ROOT / "offplan").glob("*/__init__.py")]
+    assert rooms
+    assert not [room for room in rooms if f"| `{room}/` |" not in text]
+
+
+def test_every_dependency_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
+    pinned = {canonicalize_name(pin.name): pin for pin in pins if not pin.marker}
+    pinned |= {
+        canonicalize_name(pin.name): pin for pin in pins if pin.marker and pin.marker.evaluate()
+    }
+    for each in map(Requirement, requires("offplan") or ()):
+        (version,) = pinned[canonicalize_name(each.name)].specifier
+        assert each.specifier.contains(version.version), f"{each} is pinned to {version.version}"

@@ -1,0 +1,173 @@
+"""The library: its names, what importing it loads, and that it does what the README shows."""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import offplan
+from offplan.asking import ask, ask_again
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.choices import EngineName, ObjectiveName
+from offplan.engines.export import ENGINES
+from offplan.errors import DriftError, InputError, ProfileError
+from offplan.machine.profile import load_profile
+from offplan.machines import Machine, load_machine
+from offplan.plan import Objective, Workload, dump_plan, load_plan
+from offplan.planner.make import make_plan
+from tests.cli import ROOT, TINY_MOE
+
+SMALL = Workload(prompt_tokens=32, output_tokens=96, context=256)
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return open_model(str(TINY_MOE), name="plans/tiny-moe")
+
+
+def names_for_type_checkers() -> set[str]:
+    """Names that ``offplan/__init__.py`` imports where only type checkers look."""
+    tree = ast.parse(Path(offplan.__file__).read_text("utf-8"))
+    blocks = (node for node in tree.body if isinstance(node, ast.If))
+    imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
+    return {alias.name for node in imports for alias in node.names}
+
+
+def test_every_name_is_exported_typed_and_documented() -> None:
+    assert offplan.__doc__ is not None
+    documented = re.findall(r"^``(\w+)``", offplan.__doc__, re.MULTILINE)
+    assert sorted(documented) == sorted(offplan.__all__)
+    assert names_for_type_checkers() == set(offplan.__all__)
+    assert set(offplan.__all__) <= set(dir(offplan))
+
+
+@pytest.mark.parametrize("name", offplan.__all__)
+def test_every_name_imports_and_explains_itself(name: str) -> None:
+    found = getattr(offplan, name)
+    assert found.__name__ == name
+    assert inspect.getdoc(found)
+    with pytest.raises(ModuleNotFoundError):  # a module of that name would come in its place
+        importlib.import_module(f"offplan.{name}")
+
+
+def test_other_names_are_errors() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'fly'"):
+        offplan.fly  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import offplan", "torch transformers numpy pydantic yaml rich typer huggingface_hub"),
+        ("from offplan import *", ""),
+        ("import offplan; offplan.make_plan; offplan.load_machine; offplan.ask_again", "torch"),
+        ("import offplan; offplan.load_plan", "torch transformers numpy rich typer"),
+    ],
+)
+def test_importing_loads_no_more_than_is_asked_for(code: str, absent: str) -> None:
+    script = f"{code}\nimport sys; print(*sys.modules)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert not {name.partition(".")[0] for name in done.stdout.split()} & set(absent.split())
+
+
+def test_it_is_typed() -> None:
+    assert Path(offplan.__file__).with_name("py.typed").exists()
+
+
+def test_choices_are_those_there_are() -> None:
+    assert set(get_args(EngineName)) == set(ENGINES)
+    assert set(get_args(ObjectiveName)) == {objective.value for objective in Objective}
+
+
+def test_the_example_of_the_readme() -> None:
+    section = (ROOT / "README.md").read_text("utf-8").split("\n## As a library\n")[1]
+    code, shown = re.findall(r"^```\w*\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:2]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    assert printed.getvalue() == shown
+
+
+def test_a_plan_is_made_again_from_its_file() -> None:
+    path = ROOT / "plans" / "tiny-moe.yaml"
+    again = make_plan(ask_again(load_plan(path))).plan
+    assert dump_plan(again) == path.read_text("utf-8")
+
+
+def test_a_plan_is_made_again_with_all_that_was_asked(model: Model, tmp_path: Path) -> None:
+    question = ask(
+        model,
+        load_machine("cpu"),
+        SMALL,
+        gpu_memory=MIB + 12_345,
+        host_memory=MIB,
+        objective="throughput",
+        max_ttft_s=10.0,
+        max_tpot_s=0.0123456789,
+        engine="vllm",
+    )
+    plan = make_plan(question).plan
+    assert plan.workload.batch > 1  # which the objective chose
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_plan(plan), "utf-8")
+    again = make_plan(ask_again(load_plan(path))).plan
+    assert dump_plan(again) == path.read_text("utf-8")
+
+
+def test_a_local_copy_keeps_the_plans_name_for_it(model: Model) -> None:
+    plan = make_plan(ask(model, load_machine("cpu"), SMALL, gpu_memory=MIB)).plan
+    elsewhere = plan.model.model_copy(update={"source": "me/tiny", "revision": "a" * 40})
+    plan = plan.model_copy(update={"model": elsewhere})
+    assert dump_plan(make_plan(ask_again(plan, model=str(TINY_MOE))).plan) == dump_plan(plan)
+    with pytest.raises(DriftError, match="plan it again"):
+        ask_again(plan, model="tests/models/qwen3-8b/config.json")
+
+
+def test_a_measured_machine_is_not_found_again(model: Model) -> None:
+    measured = Machine(load_profile("cpu"), MIB)
+    plan = make_plan(ask(model, measured, SMALL)).plan
+    assert (plan.budget.gpu_memory, plan.machine.profile) == (MIB, None)
+    with pytest.raises(InputError, match=r"measured on CPU, .* name a profile of it"):
+        ask_again(plan)
+    assert make_plan(ask_again(plan, machine=measured)).plan == plan
+    gone = plan.machine.model_copy(update={"profile": "gone.yaml"})
+    with pytest.raises(ProfileError, match=r"no machine profile 'gone\.yaml'"):
+        ask_again(plan.model_copy(update={"machine": gone}))
+
+
+def test_no_more_is_planned_with_than_there_is(model: Model) -> None:
+    machine = load_machine("cpu")
+    question = ask(model, machine, gpu_memory=2**60)
+    assert question.budget.gpu_memory == machine.profile.gpu_memory.value
+    assert question == ask(model, machine, Workload())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu_memory": -1}, "gpu_memory: -1 is not a size"),
+        ({"max_ttft_s": -0.1}, "max_ttft: -0.1 is not a time"),
+        ({"engine": "vllm", "store": "peer"}, "leave one of them out"),
+        ({"engine": "llama.cpp"}, "no engine 'llama.cpp'"),
+        ({"store": "peer"}, "has no `peer`"),
+    ],
+)
+def test_what_cannot_be_asked(model: Model, arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        ask(model, load_machine("cpu"), **arguments)  # type: ignore[arg-type]
