@@ -1,5 +1,6 @@
 """The tables by model type say what the installed transformers does."""
 
+import functools
 import inspect
 import re
 import sys
@@ -27,20 +28,24 @@ def known(names):
     return [name for name in names if name in CONFIG_MAPPING]
 
 
-def causal_types():
-    """Decoder-only model types with a causal model, each with its class."""
-    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if name in model_types.TIED_BY_DEFAULT and name in CONFIG_MAPPING:
-            found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
-            yield name, found[0] if isinstance(found, tuple) else found
+CAUSAL = [
+    name
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if name in model_types.TIED_BY_DEFAULT and name in CONFIG_MAPPING
+]
+"""Decoder-only model types with a causal model."""
 
 
-CAUSAL = dict(causal_types())
+def causal_class(name):
+    """The causal model of a type; its file is imported here, as all of them take seconds."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
+    return found[0] if isinstance(found, tuple) else found
 
 
+@functools.cache
 def source(name):
     """The file that the causal model of a type is written in."""
-    return inspect.getsource(sys.modules[CAUSAL[name].__module__])
+    return inspect.getsource(sys.modules[causal_class(name).__module__])
 
 
 def default_config(name, **changes):
@@ -173,6 +178,6 @@ def test_soft_caps():
     ],
 )
 def test_what_stays_in_float32(table, attribute):
-    found = {name: tuple(getattr(model, attribute, None) or ()) for name, model in CAUSAL.items()}
+    found = {name: tuple(getattr(causal_class(name), attribute, None) or ()) for name in CAUSAL}
     kept = {name: set(parts) for name, parts in found.items() if parts}
     assert kept == {name: set(table[name]) for name in known(table) if name in CAUSAL}
