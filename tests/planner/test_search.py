@@ -59,7 +59,7 @@ def test_one_rule_equals_brute_force(name: str, share: float, h2d: float) -> Non
         ([DENSE] * 3, 0.1, 10e9, 2),
         ([DENSE, MOE], 0.7, 1e9, 2),
         ([FEW_DENSE] * 5, 0.6, 5e9, 2),
-        ([FEW_DENSE] * 4, 0.8, 5e9, 1),
+        ([FEW_DENSE] * 3, 0.8, 5e9, 1),
         ([FEW_DENSE, FEW_MOE] * 2, 0.4, 5e9, 2),
         ([FEW_MOE] * 5, 0.2, 5e9, 2),
     ],
