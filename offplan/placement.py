@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The first parameter's shape as stored; routed experts' with their number, fused or not."""
+        """The first parameter's shape as stored; that of routed experts with their number."""
         tensors = self.parameters[0].tensors
         shape = tuple(tensors[0].shape)
         return (len(tensors), *shape) if self.is_expert and len(shape) == 2 else shape

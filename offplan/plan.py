@@ -94,8 +94,8 @@ class Budget(Record):
     gpu_memory: ExactBytes
     """All that the process takes on the card, context included."""
     host_memory: ExactBytes | None = None
-    """Bytes of the store, pinned host memory or a second GPU's, where an embedding that stays on the
-    host takes none of it; null is unlimited."""
+    """Bytes of the store: pinned host memory, or a second GPU's, where an embedding that stays on
+    the host takes none of it; null is unlimited."""
 
 
 class Objective(str, Enum):

@@ -40,7 +40,7 @@ class PassTimes:
     outside_ps: int
     """After the last layer: head and whatever else lies outside the layers."""
     uva_ps: tuple[int, ...]
-    """Picoseconds of each layer's reading weights in place, once for each chunk, before it computes."""
+    """Picoseconds each layer reads weights in place, once for each chunk, before it computes."""
     uva_slowdown: float
     """What reading takes of a pass that copies too, as a multiple."""
     uva_bytes: int
