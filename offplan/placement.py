@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its first parameter as stored; of routed experts with their number, fused or not."""
+        """The first parameter's shape as stored; that of routed experts with their number."""
         tensors = self.parameters[0].tensors
         shape = tuple(tensors[0].shape)
         return (len(tensors), *shape) if self.is_expert and len(shape) == 2 else shape
@@ -122,7 +122,7 @@ class Placement:
     """Where every parameter of the layers lives. What is in no slab is resident."""
 
     slabs: tuple[Slab, ...]
-    """In the order of the layers; layers with nothing offloaded have none."""
+    """The slabs in the order of the layers; layers with nothing offloaded have none."""
     num_slots: int
     """Slots in the ring: no more than there are layers to stream."""
     slot_bytes: int

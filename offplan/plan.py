@@ -61,7 +61,7 @@ class ModelRef(Record):
     """Commit on the Hub; null off the Hub."""
     headers_sha256: str
     dtype: str
-    """As torch names it: ``bfloat16``."""
+    """The type that most bytes are stored in, as torch names it: ``bfloat16``."""
 
 
 class Workload(Record):
@@ -94,8 +94,8 @@ class Budget(Record):
     gpu_memory: ExactBytes
     """All that the process takes on the card, context included."""
     host_memory: ExactBytes | None = None
-    """Of the store: pinned host memory, or a second GPU's, where an embedding that stays on the
-    host takes none of it; null is unlimited."""
+    """Bytes of the store: pinned host memory, or a second GPU's, where an embedding that stays on
+    the host takes none of it; null is unlimited."""
 
 
 class Objective(str, Enum):
@@ -133,7 +133,7 @@ class MachineRef(Record):
     """The profile's name or file, as ``--machine`` takes it; null where it was measured."""
     link: str
     h2d: Rate
-    """From the store to the device, DMA of a large block."""
+    """Bytes a second from the store to the device, by DMA of a large block."""
     uva: Rate
     """Kernels reading pinned host memory in place."""
     basis: Basis
@@ -253,7 +253,7 @@ class Prediction(Record):
     host_memory_bytes: Bytes = Field(alias="host_memory")
     """Weights there: an input embedding read by row, and the slabs where the host is the store."""
     peer_memory_bytes: Bytes = Field(default=0, alias="peer_memory")
-    """Of the second GPU: the slabs, where it is the store."""
+    """Bytes of the slabs on the second GPU, where it is the store."""
 
 
 class Plan(Record):

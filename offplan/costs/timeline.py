@@ -36,11 +36,11 @@ class PassTimes:
     """How long each operation of one pass takes, in whole picoseconds."""
 
     compute_ps: tuple[int, ...]
-    """By layer, all chunks, with everything resident."""
+    """Picoseconds of each layer, all chunks, with everything resident."""
     outside_ps: int
     """After the last layer: head and whatever else lies outside the layers."""
     uva_ps: tuple[int, ...]
-    """By layer: reading weights in place, once for each chunk, before it computes."""
+    """Picoseconds each layer reads weights in place, once for each chunk, before it computes."""
     uva_slowdown: float
     """What reading takes of a pass that copies too, as a multiple."""
     uva_bytes: int

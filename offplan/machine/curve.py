@@ -49,9 +49,9 @@ def _check_rereads(points: tuple[Reread, ...]) -> tuple[Reread, ...]:
 
 
 Curve = Annotated[tuple[CopyRate, ...], Field(min_length=1), AfterValidator(_check_curve)]
-"""By increasing size."""
+"""The points by increasing size."""
 Rereads = Annotated[tuple[Reread, ...], Field(min_length=2), AfterValidator(_check_rereads)]
-"""By increasing rows."""
+"""The points by increasing rows."""
 
 
 class Fit(NamedTuple):

@@ -38,7 +38,7 @@ class InPlaceRead(Record):
     """How often one product reads its weight, which lies in host memory."""
 
     shape: tuple[int, ...] = Field(min_length=2, max_length=3)
-    """Of the weight, [out, in], or of all routed experts' weights, [experts, out, in]."""
+    """The weight's, [out, in], or that of all routed experts' weights, [experts, out, in]."""
     tokens: int = Field(ge=1)
     """Over all sequences; of routed experts those before routing."""
     factor: float = Field(ge=1)
@@ -106,9 +106,9 @@ class MachineProfile(Record):
     peer: Figure[Rate] | None = None
     """Device memory of a second GPU to this one, one large DMA."""
     peer_latency: Figure[Seconds] | None = None
-    """As ``copy_latency``, from that GPU."""
+    """Seconds of one DMA from that GPU beside those of its bytes."""
     in_place_reads: tuple[InPlaceRead, ...] | None = None
-    """Of a model's own products, where it was measured too; else ``uva_rereads`` tells."""
+    """Reads by a model's own products, where it was measured too; else ``uva_rereads`` tells."""
     layer_times: tuple[LayerTime, ...] = ()
     """Measured on this machine; a roofline estimates what is not here."""
 

@@ -19,7 +19,7 @@ _MOE_ATOMS = (
     frozenset({Role.EXPERTS_GATE_UP}),
     frozenset({Role.EXPERTS_DOWN}),
 )
-"""With routed experts the rest is small: attention and the dense MLP are taken whole in unions."""
+"""Beside routed experts the rest is small: attention and dense MLP are taken whole in unions."""
 
 _LEAF_PARTS = frozenset(
     (

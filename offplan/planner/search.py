@@ -32,7 +32,7 @@ BLOCK = 1024
 
 
 Rank = tuple[object, ...]
-"""Of equally good plans that of the least rank is chosen."""
+"""What decides between equally good plans: the least rank is chosen."""
 
 
 class Found(NamedTuple):
