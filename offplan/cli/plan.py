@@ -81,6 +81,8 @@ def plan(
     chosen = find_machine(machine, found, workload, store=store, on_stage=ProgressBar)
     if chosen is None:
         raise InputError(why_unmeasured())
+    if batch is not None:  # a named batch leaves none to be chosen
+        objective = "latency"
     question = ask(
         found,
         chosen,
@@ -88,9 +90,7 @@ def plan(
         gpu_memory=gpu_bytes,
         host_memory=host_bytes,
         store=store,
-        objective=objective
-        if batch is None
-        else "latency",  # which a named batch leaves to ask for
+        objective=objective,
         max_ttft_s=ttft_s,
         max_tpot_s=tpot_s,
         engine=engine,

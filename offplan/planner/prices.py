@@ -107,10 +107,8 @@ class Prices:
         in_prefill = [unit for unit, rule in chosen if rule.prefill is Backend.UVA]
         in_decode = [unit for unit, rule in chosen if rule.decode is Backend.UVA]
         never = [unit for unit, rule in chosen if rule.prefill is rule.decode is Backend.UVA]
-        prompt_reads, step_read = (
-            space.prompt_read_bytes(in_prefill),
-            space.step_read_bytes(in_decode),
-        )
+        prompt_reads = space.prompt_read_bytes(in_prefill)
+        step_read = space.step_read_bytes(in_decode)
         content = Content(
             unit_bytes=sum(unit.nbytes for unit, _ in chosen),
             slab_bytes=slab.nbytes,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from offplan.engines.export import ExportCheck
 from offplan.plan import Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
-from offplan.planner.bounds import Rules, bound_times, cross, list_rules
+from offplan.planner.bounds import Loads, Rules, bound_times, cross, list_rules
 from offplan.planner.in_place import InPlaceRules
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
@@ -204,7 +204,8 @@ class _Run:
             )
             self.search.num_candidates += sum(len(rules.patterns[rule]) for rule in first[fits])
             first, setting, slots = first[fits], setting[fits], slots[fits]
-            times = bound_times(space, [rules.times.at(first, setting)], setting, slots)
+            loads = Loads(*(column[fits] for column in loads))
+            times = bound_times(space, [loads], setting, slots)
             traffic = cross([rules.traffic.at(first, setting)], slots, 0)
             rows = space.table.row_bytes[setting]
             link_bytes = [
@@ -286,11 +287,11 @@ class _Run:
                 if not enough.any():
                     continue
                 first, setting, second = first[enough], setting[enough], second[enough]
+                loads = Loads(*(column[enough] for column in loads))
                 slots = np.full(len(first), num_slots)
-                least = rules.least_times.at(second, setting)
-                both = [rules.times.at(first, setting), least]
+                both = [loads, rules.least_times.at(second, setting)]
                 bound = self.aim.values(*bound_times(space, both, setting, slots))
-                on_host = both[0].slab_bytes + least.slab_bytes <= room.host_bytes[setting]
+                on_host = sum(each.slab_bytes for each in both) <= room.host_bytes[setting]
                 rows = _Rows(bound, bound, setting, slots, first, second)
                 found.append(rows.choose((bound < self._most) & on_host))
         return _join(found)

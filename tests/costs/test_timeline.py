@@ -13,11 +13,9 @@ from offplan.plan import Backend
 from offplan.schedule import (
     Compute,
     Copy,
-    RequestSchedule,
     Schedule,
     Wait,
-    build_request,
-    empty_ring,
+    build_steady_request,
 )
 from tests.costs.builders import DENSE, dense_model, make_model, place_rules, rule
 from tests.costs.strategies import odd_models, place_or_skip, rule_lists
@@ -34,16 +32,11 @@ def pass_times(
     return PassTimes(tuple(compute), 0, tuple(uva), slowdown, sum(uva), copy_ps)
 
 
-def steady_request(placement: Placement, num_layers: int) -> RequestSchedule:
-    first = build_request(placement, num_layers, empty_ring(placement))
-    return build_request(placement, num_layers, first.decode.after)
-
-
 def price_equal(num_slabs: int, group: int, num_slots: int, compute: int, copy: int) -> PhaseTimes:
     num_layers = num_slabs * group
     model = dense_model(num_layers)
     placement = place_rules(model, [rule("mlp", group=(group, 1))], num_slots)
-    request = steady_request(placement, num_layers)
+    request = build_steady_request(placement, num_layers)
     return price_decode(request.decode, pass_times([compute] * num_layers, copy, [0] * num_layers))
 
 
@@ -114,7 +107,7 @@ def test_steady_step_is_what_many_steps_come_to(
     compute = data.draw(st.lists(st.integers(1, 9), min_size=num_layers, max_size=num_layers))
     copies = data.draw(st.lists(st.integers(1, 30), min_size=num_layers, max_size=num_layers))
     times = pass_times(compute, dict(enumerate(copies)), [0] * num_layers)
-    schedule = steady_request(placement, num_layers).decode
+    schedule = build_steady_request(placement, num_layers).decode
     # small whole numbers settle soon; 60 is a multiple of every period up to 6
     ends = run_decode(schedule, times, 460)
     assert price_decode(schedule, times).step_ps == Fraction(ends[-1] - ends[-61], 60)
@@ -125,7 +118,7 @@ def test_bounds_and_monotony_hold(data: st.DataObject, model: Model, prefetch_st
     """step >= bound, step >= compute, and a faster link or GPU never hurts, UVA mixed in or not."""
     num_layers = len(model.layers)
     placement = place_or_skip(model, data.draw(rule_lists(num_layers)), prefetch_step)
-    request = steady_request(placement, num_layers)
+    request = build_steady_request(placement, num_layers)
     durations = st.lists(st.integers(1, 40), min_size=num_layers, max_size=num_layers)
     compute, copies = data.draw(durations), data.draw(durations)
     reads = {
@@ -162,15 +155,15 @@ def test_reading_in_place_delays_what_is_copied_meanwhile() -> None:
         rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA),
     ]
     placement = place_rules(dense_model(4), rules, 2)
-    request = steady_request(placement, 4)
+    request = build_steady_request(placement, 4)
     placement_without = place_rules(dense_model(4), rules[1:], 2)
     assert not [op for op in request.decode.operations if isinstance(op, Copy)]  # both own a slot
     times = pass_times([1, 1, 1, 1], 100, [10, 10, 10, 10])
-    one_slot = steady_request(place_rules(dense_model(4), rules, 1), 4)
+    one_slot = build_steady_request(place_rules(dense_model(4), rules, 1), 4)
     decode = price_decode(one_slot.decode, times)
     assert decode.link_ps == 2 * 100 + 4 * 10
     assert decode.step_ps >= decode.link_ps
-    in_place = steady_request(placement_without, 4)
+    in_place = build_steady_request(placement_without, 4)
     assert price_decode(in_place.decode, times).step_ps == 4 * (1 + 10)
 
 
@@ -179,21 +172,21 @@ def test_reading_is_slower_where_copies_are_waited_for() -> None:
     times = pass_times([100] * 4, 30, [10] * 4, slowdown=1.5)
     # a prompt has nothing to copy before its second layer; a step is taken to copy all the time
     for rules, prompt, step in (([in_place], 40, 40), ([in_place, rule("mlp")], 10 + 3 * 15, 60)):
-        request = steady_request(place_rules(dense_model(4), rules, 2), 4)
+        request = build_steady_request(place_rules(dense_model(4), rules, 2), 4)
         assert price_prefill(request.prefill, times).step_ps == 400 + prompt
         assert price_decode(request.decode, times).step_ps == 400 + step
 
 
 def test_reading_is_slower_only_until_all_is_copied() -> None:
     rules = [rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA), rule("mlp")]
-    request = steady_request(place_rules(dense_model(4), rules, 2), 4)
+    request = build_steady_request(place_rules(dense_model(4), rules, 2), 4)
     times = pass_times([100] * 4, 3, [10] * 4, slowdown=1.5)
     assert price_prefill(request.prefill, times).step_ps == 400 + 10 + 3 * 13
 
 
 def test_prefill_streams_once_a_prompt_and_starts_with_a_warm_ring() -> None:
     placement = place_rules(dense_model(4), [rule("mlp")], 2)
-    request = steady_request(placement, 4)
+    request = build_steady_request(placement, 4)
     prefill = price_prefill(request.prefill, pass_times([1] * 4, 100, [0] * 4))
     assert prefill.link_ps == 4 * 100
     assert prefill.bound_ps == (4 - 2) * 100  # two layers are there at the start
@@ -204,7 +197,7 @@ def test_prefill_streams_once_a_prompt_and_starts_with_a_warm_ring() -> None:
 
 def test_resident_passes_take_their_compute() -> None:
     placement = place_rules(dense_model(3), [], 1)
-    request = steady_request(placement, 3)
+    request = build_steady_request(placement, 3)
     times = PassTimes((5, 6, 7), 4, (0, 0, 0), 1.0, 0, lambda span: 0)
     assert price_decode(request.decode, times).step_ps == 22
     assert price_prefill(request.prefill, times).step_ps == 22
