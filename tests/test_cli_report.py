@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
 from offplan.plan import Plan, parse_plan
-from offplan.planner.make import PlanResult
+from offplan.planner.find import PlanResult
 from offplan.report.payload import run_payload
 from offplan.report.plan import describe_offload, render_plan
 from offplan.report.run import RunResult, render_run

@@ -7,7 +7,7 @@ from offplan.costs.memory import MARGIN
 from offplan.costs.threshold import least_that
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest
-from offplan.planner.make import find_plan
+from offplan.planner.find import find_plan
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
 from offplan.progress import Progress

@@ -1,30 +1,28 @@
 """The batch that gives most tokens a second."""
 
-from dataclasses import replace
-
 from offplan.errors import InfeasibleError
-from offplan.plan import Objective, Plan
+from offplan.plan import Plan
 from offplan.planner.aims import NEVER
-from offplan.planner.make import PlanResult, find_plan, make_plan
+from offplan.planner.find import PlanResult, find_floor_of, find_plan
 from offplan.planner.search import Searcher
-from offplan.planner.space import Space
+from offplan.planner.space import Space, find_room
 from offplan.question import Question
 
 MOST_BATCH = 4096
 """Larger batches are not tried."""
 
 
-def plan_throughput(question: Question) -> PlanResult:
+def plan_throughput(question: Question) -> PlanResult | None:
     """Find a batch whose plan gives most tokens a second within the targets.
 
     Every power of two that fits is tried: memory spent on KV cache instead of weights may pay again
     after it did not, and where layer times were measured a larger batch may be the one that keeps a
     target. Then steps of a half of the best power, of a quarter and so on down to one are tried,
-    up and down from the best so far.
-    Raises InfeasibleError as ``make_plan`` does for a single sequence, when no batch has a plan.
+    up and down from the best so far. None where no batch has a plan.
     """
     best: PlanResult | None = None
     tried: set[int] = set()
+    layers_bytes = question.model.loaded_bytes - question.model.outside_bytes
 
     def attempt(batch: int) -> None:
         """Keep the plan of a batch if it is the best."""
@@ -33,18 +31,21 @@ def plan_throughput(question: Question) -> PlanResult:
         sized = question.with_batch(batch)
         tokens = batch * question.workload.output_tokens
         below_s = NEVER if best is None else tokens / tokens_per_s(best.plan)
+        space = Space(sized)
+        room = find_room(space, sized.budget)
+        if room.lacking_bytes.min() > layers_bytes:
+            return  # not even without a layer on the GPU
+        if find_floor_of(space, room).objective_s >= below_s:
+            return  # no plan can be as fast
         try:
-            found = find_plan(Searcher(Space(sized)), sized, below_s)
+            best = find_plan(Searcher(space), sized, below_s) or best
         except InfeasibleError:
             return
-        if found is not None and (best is None or _speed(found) > _speed(best)):
-            best = found
 
     for power in reversed(range(MOST_BATCH.bit_length())):  # the largest rules out most others
         attempt(2**power)
     if best is None:
-        goal = question.goal.model_copy(update={"objective": Objective.LATENCY})
-        return make_plan(replace(question.with_batch(1), goal=goal))
+        return None
     step = best.plan.workload.batch
     while step := step // 2:
         batch = best.plan.workload.batch
@@ -58,7 +59,3 @@ def tokens_per_s(plan: Plan) -> float:
     """Output tokens of all sequences a second over the whole request, prompt included."""
     workload = plan.workload
     return workload.batch * workload.output_tokens / plan.prediction.objective_s
-
-
-def _speed(result: PlanResult) -> float:
-    return tokens_per_s(result.plan)

@@ -10,7 +10,8 @@ from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.planner.make import PlanResult, make_plan
+from offplan.planner.find import PlanResult
+from offplan.planner.make import make_plan
 from offplan.question import Question
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model

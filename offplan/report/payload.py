@@ -8,7 +8,7 @@ from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, plan_json
-from offplan.planner.make import PlanResult
+from offplan.planner.find import PlanResult
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
 from offplan.report.model import outside_segments

@@ -10,7 +10,7 @@ from rich.text import Text
 from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
 from offplan.plan import Backend, Basis, Plan, Rule
-from offplan.planner.make import PlanResult
+from offplan.planner.find import PlanResult
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
 from offplan.units import format_bytes, format_seconds

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from offplan.plan import Backend, Objective, Prediction, Rule
-from offplan.planner.make import PlanResult
+from offplan.planner.find import PlanResult
 from offplan.planner.throughput import tokens_per_s
 from offplan.units import format_bytes, format_seconds
 
