@@ -4,31 +4,25 @@ from typing import Annotated
 
 import typer
 
-from offplan.cli.options import (
-    DeviceOption,
-    DummyWeightsOption,
-    JsonOption,
-    LocalModelOption,
-    PlanArgument,
-)
-from offplan.cli.output import ProgressBar, print_json, print_report
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, print_result
 
 
 def bench(
-    plan: PlanArgument,
+    plan: options.Plan,
     vs: Annotated[
         str | None,
         typer.Option(help="Also measure resident, serial, accelerate: names with commas between."),
     ] = None,
-    model: LocalModelOption = None,
+    model: options.LocalModel = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Decode steps timed in each request. [default: 20 if they fit]"),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Requests timed.")] = 5,
-    dummy_weights: DummyWeightsOption = False,
-    device: DeviceOption = None,
-    json: JsonOption = False,
+    dummy_weights: options.DummyWeights = False,
+    device: options.Device = None,
+    json: options.Json = False,
 ) -> None:
     """Measure a plan's workload: time, bytes moved, stalls and memory, beside the prediction."""
     from offplan.plan import load_plan
@@ -52,10 +46,7 @@ def bench(
         dummy_weights=dummy_weights,
         on_stage=ProgressBar,
     )
-    if json:
-        print_json(bench_payload(loaded, result))
-    else:
-        print_report(*render_bench(loaded, result))
+    print_result(bench_payload(loaded, result), *render_bench(loaded, result), json=json)
 
 
 def _split_names(names: str | None) -> list[str]:

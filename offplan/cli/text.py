@@ -1,5 +1,6 @@
 """A text that appears on stdout while it is generated."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,20 +23,16 @@ class Text:
         """The prompt: int64, [1, tokens]."""
         self.end_tokens = find_end_tokens(model, self._tokenizer)
         self._generated: list[int] = []
-        self._streamer: Any = None
-        if stream:
-            self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True)
+        self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True) if stream else None
 
-    def add(self, token: torch.Tensor) -> None:
-        """Append a token, int64 of shape [1]."""
-        if self._streamer is not None:
-            if not self._generated:
-                self._streamer.put(self.tokens)
-            self._streamer.put(token)
-        self._generated.append(int(token[0]))
-
-    def end(self) -> None:
-        """Print what is left of the last word."""
+    def follow(self, tokens: Iterable[torch.Tensor]) -> None:
+        """Take the tokens that continue the prompt as they come, each int64 of shape [1]."""
+        for token in tokens:
+            if self._streamer is not None:
+                if not self._generated:
+                    self._streamer.put(self.tokens)
+                self._streamer.put(token)
+            self._generated.append(int(token[0]))
         if self._streamer is not None:
             self._streamer.end()
 

@@ -1,15 +1,15 @@
 """A benchmark of a plan: what was measured beside the prediction, the bound and other ways."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.plan import Backend, PhasePrediction, Plan
-from offplan.report.run import describe_basis, format_ratio
+from offplan.plan import PhasePrediction, Plan
+from offplan.report.run import add_comparison, format_ratio, list_differences, reads_in_place
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_rate, format_seconds
 
@@ -46,8 +46,7 @@ def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPha
     compute_s = predicted.compute_s
     if not isinstance(resident, str):
         compute_s = getattr(resident.cost, phase).step.median_s
-    in_place = any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules)
-    link_bytes = None if in_place else cost.link_bytes
+    link_bytes = None if reads_in_place(plan, phase) else cost.link_bytes
     rate = result.plan.cost.link_bytes_per_s
     bound_s = None
     if link_bytes is not None:
@@ -71,7 +70,7 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     predicted: PhasePrediction = getattr(plan.prediction, phase)
     found = measured_phase(plan, result, phase)
     table = make_table(PHASES[phase], "what", "predicted", "measured", "ratio", "min", "max")
-    add = _Rows(table)
+    add = partial(add_comparison, table)
     step = found.step
     add("time", predicted.step_s, step.median_s, format_seconds, step.min_s, step.max_s)
     add("bound", predicted.bound_s, found.bound_s, format_seconds)
@@ -88,7 +87,7 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
 
 def _render_machine(plan: Plan, result: "BenchResult") -> Table:
     table = make_table("Link and memory", "what", "predicted", "measured", "ratio")
-    add = _Rows(table)
+    add = partial(add_comparison, table)
     decode = measured_phase(plan, result, "decode")
     add("link, copies alone", plan.machine.h2d, result.plan.cost.link_bytes_per_s, format_rate)
     if decode.link_bytes:
@@ -155,30 +154,7 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
     measured = not isinstance(result.others.get("resident", ""), str)
     compute = "measured with everything resident" if measured else "as predicted"
     lines.append(f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.")
-    lines += describe_basis(plan)
     lines.append("Host memory: predicted for the weights, measured for the whole process.")
-    if result.device != plan.machine.name:
-        lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")
-    if any(Backend.UVA in (rule.prefill, rule.decode) for rule in plan.offload.rules):
-        lines.append("What kernels read in place over the link cannot be counted.")
+    lines += list_differences(plan, result)
     lines += [f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)]
     return lines
-
-
-class _Rows:
-    """Adds rows of predicted and measured figures to a table."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def __call__(
-        self,
-        name: str,
-        predicted: float | None,
-        measured: float | None,
-        show: Callable[[float], str],
-        *spread: float,
-    ) -> None:
-        ratio = None if measured is None or not predicted else measured / predicted
-        figures = ["-" if value is None else show(value) for value in (predicted, measured)]
-        self._table.add_row(name, *figures, format_ratio(ratio), *map(show, spread))

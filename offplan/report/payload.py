@@ -20,14 +20,11 @@ if TYPE_CHECKING:  # they import torch
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
 
-JSON_VERSION = 1
-
 
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured."""
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     return {
-        "offplan": JSON_VERSION,
         **model_payload(analysis.model),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else plan_json(result.plan),
@@ -111,36 +108,32 @@ def infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
 
 def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, Any]:
     """Return what ``run --json`` prints; ``text`` is what followed a prompt, None without one."""
-    predicted = plan_json(plan)["prediction"]
+    measured = result.measured
+    decode = {"step_s": measured.median_step_s, "link_bytes": measured.step_link_bytes}
+    prefill = {"step_s": measured.first_token_s, "link_bytes": measured.prefill_link_bytes}
+    memory = {"total_bytes": result.gpu_bytes}
     return {
-        "offplan": JSON_VERSION,
         "device": result.device,
         "batch": result.batch,
         "prompt_tokens": result.prompt_tokens,
-        "output_tokens": result.output_tokens,
+        "output_tokens": len(measured.step_s) + 1,
         "text": text,
-        "predicted": {key: predicted[key] for key in ("decode", "prefill", "gpu_memory")},
-        "measured": {
-            "decode": {"step_s": result.step_s, "link_bytes": result.decode_link_bytes},
-            "prefill": {"step_s": result.first_token_s, "link_bytes": result.prefill_link_bytes},
-            "gpu_memory": {"total_bytes": result.gpu_bytes},
-        },
+        "predicted": _predicted_payload(plan),
+        "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
     }
 
 
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
-    predicted = plan_json(plan)["prediction"]
     return {
-        "offplan": JSON_VERSION,
         "device": result.device,
         "batch": result.batch,
         "prompt_tokens": result.prompt_tokens,
         "num_steps": result.num_steps,
         "num_repeats": result.num_repeats,
         "predicted": {
-            **{key: predicted[key] for key in ("decode", "prefill", "gpu_memory")},
-            "host_memory": {"weights_bytes": predicted["host_memory_bytes"]},
+            **_predicted_payload(plan),
+            "host_memory": {"weights_bytes": plan.prediction.host_memory_bytes},
         },
         "measured": {
             **{phase: _measured_payload(plan, result, phase) for phase in PHASES},
@@ -150,6 +143,11 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
         },
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }
+
+
+def _predicted_payload(plan: Plan) -> dict[str, Any]:
+    predicted = plan_json(plan)["prediction"]
+    return {key: predicted[key] for key in (*PHASES, "gpu_memory")}
 
 
 def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str, Any]:
