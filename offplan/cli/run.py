@@ -32,7 +32,7 @@ def run(
     from offplan.cli.text import Text
     from offplan.prompts import random_prompt
     from offplan.report.payload import run_payload
-    from offplan.report.run import collect_result, render_run
+    from offplan.report.run import RunResult, render_run
     from offplan.runtime.device import device_name, find_device
     from offplan.runtime.generate import Measured, generate
     from offplan.sessions import check_context, open_session
@@ -54,7 +54,9 @@ def run(
                 pass
         else:
             text.follow(generate(session, tokens, num_tokens, measured, text.end_tokens))
-        result = collect_result(session, tokens, measured)
+        batch, prompt_tokens = tokens.shape
+        taken = session.gpu_bytes or None
+        result = RunResult(device_name(chosen), batch, prompt_tokens, taken, measured)
     if text is not None and not json:
         print()
     payload = run_payload(loaded, result, None if text is None else text.generated)

@@ -76,12 +76,8 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     add("bound", predicted.bound_s, found.bound_s, format_seconds)
     add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
     add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
-    over = None if not found.bound_s else step.median_s / found.bound_s
-    table.add_row(
-        "time / bound",
-        format_ratio(predicted.step_s / predicted.bound_s if predicted.bound_s else None),
-        format_ratio(over),
-    )
+    over = format_ratio(predicted.step_s, predicted.bound_s)
+    table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
     return table
 
 
@@ -136,9 +132,9 @@ def _render_others(result: "BenchResult") -> Table:
         table.add_row(
             name,
             format_seconds(decode),
-            format_ratio(decode / plan.decode.step.median_s),
+            format_ratio(decode, plan.decode.step.median_s),
             format_seconds(prefill),
-            format_ratio(prefill / plan.prefill.step.median_s),
+            format_ratio(prefill, plan.prefill.step.median_s),
             "-" if way.gpu_bytes is None else format_bytes(way.gpu_bytes),
         )
     return table

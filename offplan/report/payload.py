@@ -29,7 +29,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else plan_json(result.plan),
         "why": None if result is None else why_payload(result, analysis.crossovers),
-        "infeasible": None if infeasible is None else infeasible_payload(infeasible),
+        "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
     }
 
@@ -65,19 +65,8 @@ def model_payload(model: Model) -> dict[str, Any]:
             "tied": sorted(model.tied),
             "not_loaded": sorted(model.not_loaded),
         },
-        "experts": experts_payload(model),
+        "experts": None if model.experts is None else dataclasses.asdict(model.experts),
         "notes": list(model.notes),
-    }
-
-
-def experts_payload(model: Model) -> dict[str, int] | None:
-    """Return the routed experts; None for a dense model."""
-    if model.experts is None:
-        return None
-    return {
-        "num_experts": model.experts.num_experts,
-        "num_experts_per_token": model.experts.num_experts_per_token,
-        "bytes_per_expert": model.experts.bytes_per_expert,
     }
 
 
@@ -101,7 +90,7 @@ def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, 
     }
 
 
-def infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
+def _infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
     """Return why nothing fits, and how many bytes are missing."""
     return {"message": str(error), "shortfall_bytes": error.shortfall_bytes}
 

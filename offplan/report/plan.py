@@ -21,7 +21,8 @@ def render_plan(result: PlanResult, crossovers: Crossovers) -> RenderableType:
     plan = result.plan
     estimated = plan.prediction.basis is Basis.ESTIMATED
     request_s = format_seconds(plan.prediction.objective_s)
-    request = f"A request takes {request_s}{', estimated' * estimated}: {_speed(plan)}."
+    speed = f"{plan.workload.batch / plan.prediction.decode.step_s:,.1f} tokens/s in decode"
+    request = f"A request takes {request_s}{', estimated' * estimated}: {speed}."
     why = f"Why ({plan.prediction.basis.value})"
     return Group(
         *_render_list("Plan", describe_offload(plan)),
@@ -124,8 +125,3 @@ def _render_prediction(plan: Plan, floor: Floor) -> Table:
     crossing = map(format_bytes, (prefill.link_bytes, decode.link_bytes))
     table.add_row("over the link", *crossing)
     return table
-
-
-def _speed(plan: Plan) -> str:
-    step = plan.prediction.decode.step_s
-    return f"{plan.workload.batch / step:,.1f} tokens/s in decode" if step else "no decode"

@@ -14,11 +14,8 @@ from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # they import torch
-    import torch
-
     from offplan.benchmark import BenchResult
     from offplan.runtime.generate import Measured
-    from offplan.runtime.session import Session
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,6 @@ class RunResult:
     """Bytes taken on the card at the peak; None on the CPU."""
     measured: "Measured"
     """Times and bytes over the link, of the prompt and of each further token."""
-
-
-def collect_result(session: "Session", prompt: "torch.Tensor", measured: "Measured") -> RunResult:
-    """Collect what ``generate`` did with a prompt (int64, [batch, tokens]) and what it cost."""
-    from offplan.runtime.device import device_name
-
-    batch, prompt_tokens = prompt.shape
-    return RunResult(
-        device_name(session.device), batch, prompt_tokens, session.gpu_bytes or None, measured
-    )
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:
@@ -72,15 +59,18 @@ def add_comparison(
     *spread: float,
 ) -> None:
     """Add a row: a figure as predicted and as measured, their ratio, and the spread if any."""
-    ratio = None if measured is None or not predicted else measured / predicted
     figures = ["-" if value is None else show(value) for value in (predicted, measured)]
-    table.add_row(name, *figures, format_ratio(ratio), *map(show, spread))
+    table.add_row(name, *figures, format_ratio(measured, predicted), *map(show, spread))
 
 
-def format_ratio(ratio: float | None) -> str:
-    """Print measured over predicted: three decimals where a percent matters, none where not."""
-    if ratio is None:
+def format_ratio(value: float | None, base: float | None) -> str:
+    """Print how many times ``base`` a value is: three decimals where a percent matters, else none.
+
+    Prints a dash where one of them is not known, or there is nothing to compare with.
+    """
+    if value is None or not base:
         return "-"
+    ratio = value / base
     return f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
