@@ -25,20 +25,19 @@ def bench(
     json: options.Json = False,
 ) -> None:
     """Measure a plan's workload: time, bytes moved, stalls and memory, beside the prediction."""
-    from offplan.plan import load_plan
-    from offplan.planned import open_planned_model
+    from offplan.cli.planning import open_plan
 
     # before torch is imported, which takes seconds: the mistakes that need none
-    loaded = load_plan(plan)
-    found = open_planned_model(loaded, model, ProgressBar("reading headers"))
+    loaded, found = open_plan(plan, model)
 
     from offplan.benchmark import bench_plan
     from offplan.report.bench import render_bench
     from offplan.report.payload import bench_payload
 
+    names = [] if vs is None else [name.strip() for name in vs.split(",")]
     result = bench_plan(
         loaded,
-        others=_split_names(vs),
+        others=list(dict.fromkeys(names)),  # each once
         model=found,
         num_steps=steps,
         num_repeats=repeats,
@@ -47,8 +46,3 @@ def bench(
         on_stage=ProgressBar,
     )
     print_result(bench_payload(loaded, result), *render_bench(loaded, result), json=json)
-
-
-def _split_names(names: str | None) -> list[str]:
-    """Split names at their commas, each taken once."""
-    return [] if names is None else list(dict.fromkeys(name.strip() for name in names.split(",")))

@@ -22,12 +22,10 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run a plan: generate text, then show predicted against measured."""
-    from offplan.plan import load_plan
-    from offplan.planned import open_planned_model
+    from offplan.cli.planning import open_plan
 
     # before torch is imported, which takes seconds: the mistakes that need none
-    loaded = load_plan(plan)
-    found = open_planned_model(loaded, model, ProgressBar("reading headers"))
+    loaded, found = open_plan(plan, model)
 
     from offplan.cli.text import Text
     from offplan.prompts import random_prompt
@@ -49,15 +47,17 @@ def run(
             print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
         session.warm_up(*tokens.shape)
         measured = Measured()
+        continuation = None
         if text is None:
             for _ in generate(session, tokens, num_tokens, measured):
                 pass
         else:
-            text.follow(generate(session, tokens, num_tokens, measured, text.end_tokens))
+            made = generate(session, tokens, num_tokens, measured, text.end_tokens)
+            continuation = text.follow(made)
         batch, prompt_tokens = tokens.shape
         taken = session.gpu_bytes or None
         result = RunResult(device_name(chosen), batch, prompt_tokens, taken, measured)
     if text is not None and not json:
         print()
-    payload = run_payload(loaded, result, None if text is None else text.generated)
+    payload = run_payload(loaded, result, continuation)
     print_result(payload, render_run(loaded, result), json=json)

@@ -22,21 +22,20 @@ class Text:
         self.tokens: torch.Tensor = read_prompt(self._tokenizer, prompt)
         """The prompt: int64, [1, tokens]."""
         self.end_tokens = find_end_tokens(model, self._tokenizer)
-        self._generated: list[int] = []
         self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True) if stream else None
 
-    def follow(self, tokens: Iterable[torch.Tensor]) -> None:
-        """Take the tokens that continue the prompt as they come, each int64 of shape [1]."""
+    def follow(self, tokens: Iterable[torch.Tensor]) -> str:
+        """Take the tokens that continue the prompt as they come, each int64 of shape [1].
+
+        Returns the continuation as text, without special tokens.
+        """
+        generated: list[int] = []
         for token in tokens:
             if self._streamer is not None:
-                if not self._generated:
+                if not generated:
                     self._streamer.put(self.tokens)
                 self._streamer.put(token)
-            self._generated.append(int(token[0]))
+            generated.append(int(token[0]))
         if self._streamer is not None:
             self._streamer.end()
-
-    @property
-    def generated(self) -> str:
-        """The continuation as text, without special tokens."""
-        return str(self._tokenizer.decode(self._generated, skip_special_tokens=True))
+        return str(self._tokenizer.decode(generated, skip_special_tokens=True))

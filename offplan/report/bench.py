@@ -32,10 +32,10 @@ class MeasuredPhase:
     """Bytes that crossed the link; None if kernels read weights in place, which nobody counts."""
     stall_s: float
     """Seconds that compute waited for the link."""
-    compute_s: float
-    """Seconds with everything resident: measured if that ran too, else as predicted."""
     bound_s: float | None
     """Seconds: max(compute, bytes over the link's measured rate); None where the bytes are."""
+    compute_s: float
+    """Seconds with everything resident: measured if that ran too, else as predicted."""
 
 
 def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPhase:
@@ -48,11 +48,10 @@ def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPha
         compute_s = getattr(resident.cost, phase).step.median_s
     link_bytes = None if reads_in_place(plan, phase) else cost.link_bytes
     rate = result.plan.cost.link_bytes_per_s
-    bound_s = None
-    if link_bytes is not None:
-        bound_s = max(compute_s, link_bytes / rate) if rate else compute_s
+    link_s = link_bytes / rate if link_bytes and rate else 0.0
+    bound_s = None if link_bytes is None else max(compute_s, link_s)
     stall_s = sum((cost.stalls_s or {}).values())
-    return MeasuredPhase(cost.step, link_bytes, stall_s, compute_s, bound_s)
+    return MeasuredPhase(cost.step, link_bytes, stall_s, bound_s, compute_s)
 
 
 def render_bench(plan: Plan, result: "BenchResult") -> list[RenderableType]:
@@ -123,10 +122,9 @@ def _render_others(result: "BenchResult") -> Table:
         "Side by side", "way", "decode step", "x plan", "prefill", "x plan", "GPU memory"
     )
     plan = result.plan.cost
-    ways = {"plan": result.plan, **result.others}
-    for name, way in ways.items():
+    for name, way in {"plan": result.plan, **result.others}.items():
         if isinstance(way, str):
-            table.add_row(name, "-", "-", "-", "-", "-")
+            table.add_row(name, *["-"] * 5)
             continue
         decode, prefill = way.cost.decode.step.median_s, way.cost.prefill.step.median_s
         table.add_row(
@@ -142,15 +140,14 @@ def _render_others(result: "BenchResult") -> Table:
 
 def _notes(plan: Plan, result: "BenchResult") -> list[str]:
     """Say how the figures were obtained, and what keeps them from being comparable."""
-    lines = [
-        f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
-        f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "
-        "warm-up excluded."
-    ]
     measured = not isinstance(result.others.get("resident", ""), str)
     compute = "measured with everything resident" if measured else "as predicted"
-    lines.append(f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.")
-    lines.append("Host memory: predicted for the weights, measured for the whole process.")
-    lines += list_differences(plan, result)
-    lines += [f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)]
-    return lines
+    return [
+        f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
+        f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "
+        "warm-up excluded.",
+        f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.",
+        "Host memory: predicted for the weights, measured for the whole process.",
+        *list_differences(plan, result),
+        *(f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)),
+    ]

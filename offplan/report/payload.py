@@ -1,7 +1,8 @@
 """The JSON that scripts read: versioned, plain numbers, the same keys every time."""
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers
@@ -19,6 +20,9 @@ if TYPE_CHECKING:  # they import torch
     from offplan.benchmark import BenchResult
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
+
+dump = TypeAdapter(Any).dump_python
+"""Turns a record into a dictionary of its fields, less those excluded; None stays None."""
 
 
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def model_payload(model: Model) -> dict[str, Any]:
             "tied": sorted(model.tied),
             "not_loaded": sorted(model.not_loaded),
         },
-        "experts": None if model.experts is None else dataclasses.asdict(model.experts),
+        "experts": dump(model.experts),
         "notes": list(model.notes),
     }
 
@@ -80,13 +84,9 @@ def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, 
     return {
         "basis": result.plan.prediction.basis.value,
         "reasons": explain_plan(result),
-        "num_candidates": result.num_candidates,
-        "num_priced": result.num_priced,
-        "second_rule_gain": result.second_rule_gain,
-        "max_rules": result.max_rules,
-        "floor": dataclasses.asdict(result.floor),
+        **dump(result, exclude={"plan"}),
         "gap": result.gap,
-        "crossovers": None if crossovers is None else dataclasses.asdict(crossovers),
+        "crossovers": dump(crossovers),
     }
 
 
@@ -102,9 +102,7 @@ def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, An
     prefill = {"step_s": measured.first_token_s, "link_bytes": measured.prefill_link_bytes}
     memory = {"total_bytes": result.gpu_bytes}
     return {
-        "device": result.device,
-        "batch": result.batch,
-        "prompt_tokens": result.prompt_tokens,
+        **dump(result, include={"device", "batch", "prompt_tokens"}),
         "output_tokens": len(measured.step_s) + 1,
         "text": text,
         "predicted": _predicted_payload(plan),
@@ -115,11 +113,7 @@ def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, An
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
-        "device": result.device,
-        "batch": result.batch,
-        "prompt_tokens": result.prompt_tokens,
-        "num_steps": result.num_steps,
-        "num_repeats": result.num_repeats,
+        **dump(result, exclude={"plan", "host_bytes", "others"}),
         "predicted": {
             **_predicted_payload(plan),
             "host_memory": {"weights_bytes": plan.prediction.host_memory_bytes},
@@ -140,14 +134,10 @@ def _predicted_payload(plan: Plan) -> dict[str, Any]:
 
 
 def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str, Any]:
-    found = measured_phase(plan, result, phase)
     cost: PhaseCost = getattr(result.plan.cost, phase)
     return {
         **_step_payload(cost),
-        "link_bytes": found.link_bytes,
-        "stall_s": found.stall_s,
-        "bound_s": found.bound_s,
-        "compute_s": found.compute_s,
+        **dump(measured_phase(plan, result, phase), exclude={"step"}),
         "stalls": [
             {"layer": layer, "stall_s": seconds}
             for layer, seconds in sorted((cost.stalls_s or {}).items())
