@@ -137,7 +137,7 @@ estimated.
 def test_plan() -> None:
     floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
     result = PlanResult(make_plan(SPLIT), 9, 2, 1.0, 2, floor)
-    assert show(render_plan(result, Crossovers(40, 32, None))) == PLAN
+    assert show(*render_plan(result, Crossovers(40, 32, None))) == PLAN
 
 
 MEASURED = Measured(0.341, [0.0343] * 127, 15 * GIB, round(1.4 * GIB), num_decodes=1)

@@ -45,11 +45,11 @@ def analyze_question(question: Question) -> Analysis:
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show everything, part by part."""
-    parts = [render_model(analysis.model)]
+    parts = render_model(analysis.model)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:
-        parts.append(render_plan(analysis.result, analysis.crossovers))
+        parts += render_plan(analysis.result, analysis.crossovers)
     if analysis.infeasible is not None:
         parts.append(Text(f"Infeasible: {analysis.infeasible}"))
     if analysis.unmeasured is not None:

@@ -22,17 +22,10 @@ _NAME_WIDTH = 38
 _MAX_BAR_WIDTH = 24
 
 
-def render_model(model: Model) -> RenderableType:
+def render_model(model: Model) -> list[RenderableType]:
     """Show the model in tables: layers, segments, and what else planning counts."""
-    return Group(
-        _render_heading(model),
-        Text(),
-        _render_layers(model),
-        Text(),
-        _render_segments(model),
-        Text(),
-        *_render_facts(model),
-    )
+    tables = [_render_layers(model), _render_segments(model)]
+    return [_render_heading(model), *tables, Group(*_render_facts(model))]
 
 
 def group_layers(layers: tuple[Layer, ...]) -> list[list[Layer]]:
