@@ -1,16 +1,17 @@
 """What reports look like in a terminal of their width."""
 
-from rich.console import Console, RenderableType
+import io
 
-from offplan.report.table import WIDTH
+from rich.console import RenderableType
+
+from offplan.cli.output import print_report
 
 
-def show(part: RenderableType) -> str:
-    """Render a part of a report as plain text."""
-    console = Console(width=WIDTH, highlight=False)
-    with console.capture() as captured:
-        console.print(part)
-    return strip_lines(captured.get())
+def show(*parts: RenderableType) -> str:
+    """Render parts of a report as plain text."""
+    file = io.StringIO()
+    print_report(*parts, file=file)
+    return strip_lines(file.getvalue())
 
 
 def strip_lines(text: str) -> str:

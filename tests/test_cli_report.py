@@ -9,6 +9,7 @@ from offplan.planner.find import PlanResult
 from offplan.report.payload import run_payload
 from offplan.report.plan import describe_offload, render_plan
 from offplan.report.run import RunResult, render_run
+from offplan.runtime.generate import Measured
 from tests.rendering import show
 
 GIB = 2**30
@@ -136,7 +137,10 @@ estimated.
 def test_plan() -> None:
     floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
     result = PlanResult(make_plan(SPLIT), 9, 2, 1.0, 2, floor)
-    assert show(render_plan(result, Crossovers(40, 32, None))) == PLAN
+    assert show(*render_plan(result, Crossovers(40, 32, None))) == PLAN
+
+
+MEASURED = Measured(0.341, [0.0343] * 127, 15 * GIB, round(1.4 * GIB), num_decodes=1)
 
 
 def make_result(**changes: object) -> RunResult:
@@ -144,12 +148,8 @@ def make_result(**changes: object) -> RunResult:
         "device": "NVIDIA H200",
         "batch": 1,
         "prompt_tokens": 512,
-        "output_tokens": 128,
-        "first_token_s": 0.341,
-        "step_s": 0.0343,
-        "prefill_link_bytes": 15 * GIB,
-        "decode_link_bytes": round(1.4 * GIB),
         "gpu_bytes": 15 * GIB,
+        "measured": MEASURED,
     }
     return RunResult(**(values | changes))  # type: ignore[arg-type]
 
@@ -189,14 +189,14 @@ def test_run() -> None:
 
 
 def test_run_elsewhere_says_what_differs() -> None:
-    result = make_result(
-        device="CPU", prompt_tokens=7, first_token_s=31.3, step_s=None, gpu_bytes=None
-    )
+    measured = Measured(31.3, prefill_link_bytes=15 * GIB)
+    result = make_result(device="CPU", prompt_tokens=7, gpu_bytes=None, measured=measured)
     assert show(render_run(make_plan(SPLIT), result)) == RUN_ELSEWHERE
 
 
 def test_run_json() -> None:
     payload = run_payload(make_plan(STREAMED), make_result(), "text")
+    assert payload["output_tokens"] == 128
     assert payload["predicted"]["decode"]["step_s"] == 0.034
     assert payload["measured"] == {
         "decode": {"step_s": 0.0343, "link_bytes": round(1.4 * GIB)},

@@ -37,6 +37,8 @@ def test_the_shipped_plan_in_json(cli: CLI) -> None:
     data = json.loads(out)
     assert code == 0
     assert f"Weights{data['text']}" == WEIGHTS
+    facts = ["device", "batch", "prompt_tokens", "output_tokens"]
+    assert list(data) == ["offplan", *facts, "text", "predicted", "measured"]
     assert (data["device"], data["prompt_tokens"]) == ("CPU", len("Weights"))
     assert data["measured"]["decode"]["step_s"] > 0
     assert data["predicted"]["decode"]["step_s"] > 0

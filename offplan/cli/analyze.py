@@ -1,52 +1,27 @@
 """``offplan analyze``: the model, the machine, and the plan that suits both."""
 
-from offplan.cli.options import (
-    BatchOption,
-    ContextOption,
-    EngineOption,
-    ForceOption,
-    GPUMemoryOption,
-    HostMemoryOption,
-    JsonOption,
-    MachineOption,
-    ModelArgument,
-    OutputOption,
-    OutputTokensOption,
-    PictureOption,
-    PromptTokensOption,
-    RevisionOption,
-    SourceOption,
-    StoreOption,
-)
-from offplan.cli.output import (
-    ProgressBar,
-    check_writable,
-    draw_report,
-    print_json,
-    print_note,
-    print_report,
-    write_file,
-)
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, check_writable, draw_report, print_result, save_file
 from offplan.errors import InfeasibleError, InputError
 
 
 def analyze(
-    model: ModelArgument,
-    machine: MachineOption = None,
-    gpu_memory: GPUMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    store: StoreOption = "host",
-    batch: BatchOption = 1,
-    prompt_tokens: PromptTokensOption = 512,
-    output_tokens: OutputTokensOption = 128,
-    context: ContextOption = 4096,
-    revision: RevisionOption = None,
-    source: SourceOption = None,
-    output: OutputOption = None,
-    svg: PictureOption = None,
-    force: ForceOption = False,
-    json: JsonOption = False,
-    engine: EngineOption = None,
+    model: options.Model,
+    machine: options.Machine = None,
+    gpu_memory: options.GPUMemory = None,
+    host_memory: options.HostMemory = None,
+    store: options.Store = "host",
+    batch: options.Batch = 1,
+    prompt_tokens: options.PromptTokens = 512,
+    output_tokens: options.OutputTokens = 128,
+    context: options.Context = 4096,
+    revision: options.Revision = None,
+    source: options.Source = None,
+    output: options.Output = None,
+    svg: options.Picture = None,
+    force: options.Force = False,
+    json: options.Json = False,
+    engine: options.Engine = None,
 ) -> None:
     """Show a model's layers, the machine, and the plan for a workload and a budget."""
     from offplan.asking import ask
@@ -78,18 +53,13 @@ def analyze(
         )
         note_budget(question, gpu_bytes)
         analysis = analyze_question(question)
-    if json:
-        print_json(analyze_payload(analysis))
-    else:
-        print_report(*render_analysis(analysis))
+    report = render_analysis(analysis)
+    print_result(analyze_payload(analysis), *report, json=json)
     if svg is not None:
-        picture = draw_report(f"offplan analyze {model}", *render_analysis(analysis))
-        write_file(svg, picture, force=force)
-        print_note(f"wrote {svg}")
+        save_file(svg, draw_report(f"offplan analyze {model}", *report), force=force)
     if output is None:
         return
     if analysis.result is None:
         kind = InfeasibleError if analysis.infeasible else InputError
         raise kind(f"{output} was not written: there is no plan")
-    write_file(output, dump_plan(analysis.result.plan), force=force)
-    print_note(f"wrote {output}")
+    save_file(output, dump_plan(analysis.result.plan), force=force)

@@ -4,47 +4,40 @@ from typing import Annotated
 
 import typer
 
-from offplan.cli.options import (
-    DeviceOption,
-    DummyWeightsOption,
-    JsonOption,
-    LocalModelOption,
-    PlanArgument,
-)
-from offplan.cli.output import ProgressBar, print_json, print_report
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, print_result
 
 
 def bench(
-    plan: PlanArgument,
+    plan: options.Plan,
     vs: Annotated[
         str | None,
         typer.Option(help="Also measure resident, serial, accelerate: names with commas between."),
     ] = None,
-    model: LocalModelOption = None,
+    model: options.LocalModel = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Decode steps timed in each request. [default: 20 if they fit]"),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Requests timed.")] = 5,
-    dummy_weights: DummyWeightsOption = False,
-    device: DeviceOption = None,
-    json: JsonOption = False,
+    dummy_weights: options.DummyWeights = False,
+    device: options.Device = None,
+    json: options.Json = False,
 ) -> None:
     """Measure a plan's workload: time, bytes moved, stalls and memory, beside the prediction."""
-    from offplan.plan import load_plan
-    from offplan.planned import open_planned_model
+    from offplan.cli.planning import open_plan
 
     # before torch is imported, which takes seconds: the mistakes that need none
-    loaded = load_plan(plan)
-    found = open_planned_model(loaded, model, ProgressBar("reading headers"))
+    loaded, found = open_plan(plan, model)
 
     from offplan.benchmark import bench_plan
     from offplan.report.bench import render_bench
     from offplan.report.payload import bench_payload
 
+    names = [] if vs is None else [name.strip() for name in vs.split(",")]
     result = bench_plan(
         loaded,
-        others=_split_names(vs),
+        others=list(dict.fromkeys(names)),  # each once
         model=found,
         num_steps=steps,
         num_repeats=repeats,
@@ -52,12 +45,4 @@ def bench(
         dummy_weights=dummy_weights,
         on_stage=ProgressBar,
     )
-    if json:
-        print_json(bench_payload(loaded, result))
-    else:
-        print_report(*render_bench(loaded, result))
-
-
-def _split_names(names: str | None) -> list[str]:
-    """Split names at their commas, each taken once."""
-    return [] if names is None else list(dict.fromkeys(name.strip() for name in names.split(",")))
+    print_result(bench_payload(loaded, result), *render_bench(loaded, result), json=json)

@@ -6,24 +6,21 @@ from typing import Annotated
 import typer
 
 from offplan.choices import EngineName
-from offplan.cli.options import JsonOption, LocalModelOption, PlanArgument
-from offplan.cli.output import ProgressBar, print_json, print_note
+from offplan.cli import options
+from offplan.cli.output import JSON_VERSION, print_json, print_note
 
 
 def export(
-    plan: PlanArgument,
+    plan: options.Plan,
     engine: Annotated[EngineName, typer.Option(help="Whose flags.")],
-    model: LocalModelOption = None,
-    json: JsonOption = False,
+    model: options.LocalModel = None,
+    json: options.Json = False,
 ) -> None:
     """Print the flags that make an engine do what a plan says, or say why it cannot."""
+    from offplan.cli.planning import open_plan
     from offplan.engines.export import export_notes, export_plan
-    from offplan.plan import load_plan
-    from offplan.planned import open_planned_model
-    from offplan.report.payload import JSON_VERSION
 
-    loaded = load_plan(plan)
-    found = open_planned_model(loaded, model, ProgressBar("reading headers"))
+    loaded, found = open_plan(plan, model)
     flags = export_plan(loaded, found, engine)
     notes = export_notes(loaded, found, engine)
     if json:

@@ -14,6 +14,7 @@ from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
 from offplan.cli.export import export
 from offplan.cli.measure import measure
+from offplan.cli.output import print_note
 from offplan.cli.plan import plan
 from offplan.cli.run import run
 from offplan.cli.schema import schema
@@ -66,18 +67,13 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: better than no report
     try:
         app(prog_name="offplan")
-    except OffplanError as error:
-        _fail(error, error.exit_code)
-    except OSError as error:  # a full disk, a lost network share: not ours, and no traceback helps
-        _fail(error, OffplanError.exit_code)
+    # an OSError is a full disk or a lost network share: not ours, and no traceback helps
+    except (OffplanError, OSError) as error:
+        print_note(" ".join(str(error).split()))
+        sys.exit(error.exit_code if isinstance(error, OffplanError) else OffplanError.exit_code)
     except (KeyboardInterrupt, SystemExit) as ended:
         # typer has made an exit of a Ctrl-C inside a command
         if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
             raise
-        print("offplan: interrupted", file=sys.stderr)
+        print_note("interrupted")
         sys.exit(INTERRUPTED)
-
-
-def _fail(error: Exception, exit_code: int) -> None:
-    print(f"offplan: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(exit_code)

@@ -5,24 +5,8 @@ from typing import Annotated
 
 import typer
 
-from offplan.cli.options import (
-    BatchOption,
-    ContextOption,
-    ForceOption,
-    JsonOption,
-    OutputOption,
-    OutputTokensOption,
-    PromptTokensOption,
-    RevisionOption,
-)
-from offplan.cli.output import (
-    ProgressBar,
-    check_writable,
-    print_json,
-    print_note,
-    print_report,
-    write_file,
-)
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, check_writable, print_result, save_file
 
 
 def measure(
@@ -30,14 +14,14 @@ def measure(
         str | None,
         typer.Argument(metavar="[MODEL]", help="Also time this model's layers, at the workload."),
     ] = None,
-    batch: BatchOption = 1,
-    prompt_tokens: PromptTokensOption = 512,
-    output_tokens: OutputTokensOption = 128,
-    context: ContextOption = 4096,
-    revision: RevisionOption = None,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    json: JsonOption = False,
+    batch: options.Batch = 1,
+    prompt_tokens: options.PromptTokens = 512,
+    output_tokens: options.OutputTokens = 128,
+    context: options.Context = 4096,
+    revision: options.Revision = None,
+    output: options.Output = None,
+    force: options.Force = False,
+    json: options.Json = False,
 ) -> None:
     """Measure this machine and print its profile; plans can be made from it elsewhere.
 
@@ -48,7 +32,7 @@ def measure(
     from offplan.machine.profile import dump_profile
     from offplan.machines import measure_here, require_gpu
     from offplan.report.machine import render_machine
-    from offplan.report.payload import JSON_VERSION, machine_payload
+    from offplan.report.payload import machine_payload
 
     check_writable(output, force=force)
     require_gpu()
@@ -60,11 +44,8 @@ def measure(
         timed, workload, afresh=True, with_others=True, on_stage=ProgressBar
     ).profile
     if output is not None:
-        write_file(output, dump_profile(profile), force=force)
-        print_note(f"wrote {output}")
-    if json:
-        print_json({"offplan": JSON_VERSION, "machine": machine_payload(profile)})
-    elif output is None:
-        sys.stdout.write(dump_profile(profile))
+        save_file(output, dump_profile(profile), force=force)
+    if json or output is not None:
+        print_result({"machine": machine_payload(profile)}, render_machine(profile), json=json)
     else:
-        print_report(render_machine(profile))
+        sys.stdout.write(dump_profile(profile))

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -15,34 +14,38 @@ from offplan.files import write_whole
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-
-def print_report(*parts: "RenderableType") -> None:
-    """Print tables to stdout, an empty line between them."""
-    _print_parts(parts, sys.stdout, record=False)
+JSON_VERSION = 1
 
 
-def draw_report(title: str, *parts: "RenderableType") -> str:
-    """Return what ``print_report`` prints as a picture: an SVG with a ``title`` over it."""
-    from rich._export_format import CONSOLE_SVG_FORMAT
-
-    # Rich's own names a font to be fetched: a picture that is opened should ask nobody.
-    layout = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    layout = layout.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas")
-    console = _print_parts(parts, io.StringIO(), record=True)
-    return console.export_svg(title=title, code_format=layout)
+def print_result(payload: dict[str, Any], *parts: "RenderableType", json: bool) -> None:
+    """Print a result to stdout: for scripts its ``payload``, versioned, else tables for people."""
+    if json:
+        print_json({"offplan": JSON_VERSION, **payload})
+    else:
+        print_report(*parts)
 
 
-def _print_parts(parts: "Sequence[RenderableType]", file: IO[str], *, record: bool) -> "Console":
+def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> "Console":
+    """Print tables, an empty line between them, to ``file`` or stdout; returns the console."""
     from rich.console import Console
 
     from offplan.report.table import WIDTH
 
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False, file=file, record=record)
+    console = Console(width=WIDTH, highlight=False, file=file, record=True)
     for number, part in enumerate(parts):
         if number:
             console.print()
         console.print(part)
     return console
+
+
+def draw_report(title: str, *parts: "RenderableType") -> str:
+    """Return what ``print_report`` prints as a picture: an SVG with a ``title`` over it."""
+    picture = print_report(*parts, file=io.StringIO()).export_svg(title=title)
+    # Rich's style names a font to be fetched: a picture that is opened should ask nobody.
+    style, end, drawing = picture.partition("</style>")
+    style = re.sub(r"@font-face \{.*?\}\s*", "", style, flags=re.DOTALL)
+    return style.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas") + end + drawing
 
 
 def print_json(payload: dict[str, Any]) -> None:
@@ -107,6 +110,12 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
     """
     check_writable(path, force=force)
     write_whole(_follow(path), text.encode())
+
+
+def save_file(path: Path, text: str, *, force: bool) -> None:
+    """Write a file as ``write_file`` does, and say so."""
+    write_file(path, text, force=force)
+    print_note(f"wrote {path}")
 
 
 def _follow(path: Path) -> Path:

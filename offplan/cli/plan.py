@@ -1,58 +1,32 @@
 """``offplan plan``: just the plan, on stdout."""
 
 import sys
-from typing import TYPE_CHECKING
 
-from offplan.cli.options import (
-    ChosenBatchOption,
-    ContextOption,
-    EngineOption,
-    ForceOption,
-    FrontierOption,
-    GPUMemoryOption,
-    HostMemoryOption,
-    JsonOption,
-    MachineOption,
-    MaxTPOTOption,
-    MaxTTFTOption,
-    ModelArgument,
-    ObjectiveOption,
-    OutputOption,
-    OutputTokensOption,
-    PromptTokensOption,
-    RevisionOption,
-    SourceOption,
-    StoreOption,
-)
-from offplan.cli.output import ProgressBar, check_writable, print_json, print_report, write_file
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, check_writable, print_json, print_result, write_file
 from offplan.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from offplan.planner.frontier import Point
 
 
 def plan(
-    model: ModelArgument,
-    machine: MachineOption = None,
-    gpu_memory: GPUMemoryOption = None,
-    host_memory: HostMemoryOption = None,
-    store: StoreOption = "host",
-    batch: ChosenBatchOption = None,
-    prompt_tokens: PromptTokensOption = 512,
-    output_tokens: OutputTokensOption = 128,
-    context: ContextOption = 4096,
-    revision: RevisionOption = None,
-    source: SourceOption = None,
-    output: OutputOption = None,
-    force: ForceOption = False,
-    json: JsonOption = False,
-    objective: ObjectiveOption = "latency",
-    max_ttft: MaxTTFTOption = None,
-    max_tpot: MaxTPOTOption = None,
-    frontier: FrontierOption = False,
-    engine: EngineOption = None,
+    model: options.Model,
+    machine: options.Machine = None,
+    gpu_memory: options.GPUMemory = None,
+    host_memory: options.HostMemory = None,
+    store: options.Store = "host",
+    batch: options.ChosenBatch = None,
+    prompt_tokens: options.PromptTokens = 512,
+    output_tokens: options.OutputTokens = 128,
+    context: options.Context = 4096,
+    revision: options.Revision = None,
+    source: options.Source = None,
+    output: options.Output = None,
+    force: options.Force = False,
+    json: options.Json = False,
+    objective: options.Objective = "latency",
+    max_ttft: options.MaxTTFT = None,
+    max_tpot: options.MaxTPOT = None,
+    frontier: options.Frontier = False,
+    engine: options.Engine = None,
 ) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.asking import ask
@@ -62,6 +36,7 @@ def plan(
     from offplan.plan import dump_plan, plan_json
     from offplan.planner.frontier import find_frontier
     from offplan.planner.make import make_plan
+    from offplan.report.frontier import frontier_payload, render_frontier
 
     if frontier and output is not None:
         raise InputError("--frontier shows many plans and writes none: leave --output out")
@@ -97,7 +72,8 @@ def plan(
     )
     note_budget(question, gpu_bytes)
     if frontier:
-        _show_frontier(find_frontier(question, ProgressBar("planning")), json=json)
+        points = find_frontier(question, ProgressBar("planning"))
+        print_result({"frontier": frontier_payload(points)}, render_frontier(points), json=json)
         return
     made = make_plan(question).plan
     if output is not None:
@@ -106,13 +82,3 @@ def plan(
         print_json(plan_json(made))
     elif output is None:
         sys.stdout.write(dump_plan(made))
-
-
-def _show_frontier(points: "Sequence[Point]", *, json: bool) -> None:
-    from offplan.report.frontier import frontier_payload, render_frontier
-    from offplan.report.payload import JSON_VERSION
-
-    if json:
-        print_json({"offplan": JSON_VERSION, "frontier": frontier_payload(points)})
-    else:
-        print_report(render_frontier(points))

@@ -1,5 +1,6 @@
 """A text that appears on stdout while it is generated."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,25 +22,20 @@ class Text:
         self.tokens: torch.Tensor = read_prompt(self._tokenizer, prompt)
         """The prompt: int64, [1, tokens]."""
         self.end_tokens = find_end_tokens(model, self._tokenizer)
-        self._generated: list[int] = []
-        self._streamer: Any = None
-        if stream:
-            self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True)
+        self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True) if stream else None
 
-    def add(self, token: torch.Tensor) -> None:
-        """Append a token, int64 of shape [1]."""
-        if self._streamer is not None:
-            if not self._generated:
-                self._streamer.put(self.tokens)
-            self._streamer.put(token)
-        self._generated.append(int(token[0]))
+    def follow(self, tokens: Iterable[torch.Tensor]) -> str:
+        """Take the tokens that continue the prompt as they come, each int64 of shape [1].
 
-    def end(self) -> None:
-        """Print what is left of the last word."""
+        Returns the continuation as text, without special tokens.
+        """
+        generated: list[int] = []
+        for token in tokens:
+            if self._streamer is not None:
+                if not generated:
+                    self._streamer.put(self.tokens)
+                self._streamer.put(token)
+            generated.append(int(token[0]))
         if self._streamer is not None:
             self._streamer.end()
-
-    @property
-    def generated(self) -> str:
-        """The continuation as text, without special tokens."""
-        return str(self._tokenizer.decode(self._generated, skip_special_tokens=True))
+        return str(self._tokenizer.decode(generated, skip_special_tokens=True))

@@ -1,6 +1,5 @@
 """The whole report of ``analyze``: the model, the machine, the plan or why there is none."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import RenderableType
@@ -45,14 +44,15 @@ def analyze_question(question: Question) -> Analysis:
     return Analysis(question.model, question.machine, result, crossovers)
 
 
-def render_analysis(analysis: Analysis) -> Iterator[RenderableType]:
+def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show everything, part by part."""
-    yield render_model(analysis.model)
+    parts = render_model(analysis.model)
     if analysis.machine is not None:
-        yield render_machine(analysis.machine)
+        parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:
-        yield render_plan(analysis.result, analysis.crossovers)
+        parts += render_plan(analysis.result, analysis.crossovers)
     if analysis.infeasible is not None:
-        yield Text(f"Infeasible: {analysis.infeasible}")
+        parts.append(Text(f"Infeasible: {analysis.infeasible}"))
     if analysis.unmeasured is not None:
-        yield Text(f"Not planned: {analysis.unmeasured}")
+        parts.append(Text(f"Not planned: {analysis.unmeasured}"))
+    return parts

@@ -1,15 +1,15 @@
 """A benchmark of a plan: what was measured beside the prediction, the bound and other ways."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.plan import Backend, PhasePrediction, Plan
-from offplan.report.run import describe_basis, format_ratio
+from offplan.plan import PhasePrediction, Plan
+from offplan.report.run import add_comparison, format_ratio, list_differences, reads_in_place
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_rate, format_seconds
 
@@ -32,10 +32,10 @@ class MeasuredPhase:
     """Bytes that crossed the link; None if kernels read weights in place, which nobody counts."""
     stall_s: float
     """Seconds that compute waited for the link."""
-    compute_s: float
-    """Seconds with everything resident: measured if that ran too, else as predicted."""
     bound_s: float | None
     """Seconds: max(compute, bytes over the link's measured rate); None where the bytes are."""
+    compute_s: float
+    """Seconds with everything resident: measured if that ran too, else as predicted."""
 
 
 def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPhase:
@@ -46,14 +46,12 @@ def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPha
     compute_s = predicted.compute_s
     if not isinstance(resident, str):
         compute_s = getattr(resident.cost, phase).step.median_s
-    in_place = any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules)
-    link_bytes = None if in_place else cost.link_bytes
+    link_bytes = None if reads_in_place(plan, phase) else cost.link_bytes
     rate = result.plan.cost.link_bytes_per_s
-    bound_s = None
-    if link_bytes is not None:
-        bound_s = max(compute_s, link_bytes / rate) if rate else compute_s
+    link_s = link_bytes / rate if link_bytes and rate else 0.0
+    bound_s = None if link_bytes is None else max(compute_s, link_s)
     stall_s = sum((cost.stalls_s or {}).values())
-    return MeasuredPhase(cost.step, link_bytes, stall_s, compute_s, bound_s)
+    return MeasuredPhase(cost.step, link_bytes, stall_s, bound_s, compute_s)
 
 
 def render_bench(plan: Plan, result: "BenchResult") -> list[RenderableType]:
@@ -71,24 +69,20 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     predicted: PhasePrediction = getattr(plan.prediction, phase)
     found = measured_phase(plan, result, phase)
     table = make_table(PHASES[phase], "what", "predicted", "measured", "ratio", "min", "max")
-    add = _Rows(table)
+    add = partial(add_comparison, table)
     step = found.step
     add("time", predicted.step_s, step.median_s, format_seconds, step.min_s, step.max_s)
     add("bound", predicted.bound_s, found.bound_s, format_seconds)
     add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
     add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
-    over = None if not found.bound_s else step.median_s / found.bound_s
-    table.add_row(
-        "time / bound",
-        format_ratio(predicted.step_s / predicted.bound_s if predicted.bound_s else None),
-        format_ratio(over),
-    )
+    over = format_ratio(predicted.step_s, predicted.bound_s)
+    table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
     return table
 
 
 def _render_machine(plan: Plan, result: "BenchResult") -> Table:
     table = make_table("Link and memory", "what", "predicted", "measured", "ratio")
-    add = _Rows(table)
+    add = partial(add_comparison, table)
     decode = measured_phase(plan, result, "decode")
     add("link, copies alone", plan.machine.h2d, result.plan.cost.link_bytes_per_s, format_rate)
     if decode.link_bytes:
@@ -128,18 +122,17 @@ def _render_others(result: "BenchResult") -> Table:
         "Side by side", "way", "decode step", "x plan", "prefill", "x plan", "GPU memory"
     )
     plan = result.plan.cost
-    ways = {"plan": result.plan, **result.others}
-    for name, way in ways.items():
+    for name, way in {"plan": result.plan, **result.others}.items():
         if isinstance(way, str):
-            table.add_row(name, "-", "-", "-", "-", "-")
+            table.add_row(name, *["-"] * 5)
             continue
         decode, prefill = way.cost.decode.step.median_s, way.cost.prefill.step.median_s
         table.add_row(
             name,
             format_seconds(decode),
-            format_ratio(decode / plan.decode.step.median_s),
+            format_ratio(decode, plan.decode.step.median_s),
             format_seconds(prefill),
-            format_ratio(prefill / plan.prefill.step.median_s),
+            format_ratio(prefill, plan.prefill.step.median_s),
             "-" if way.gpu_bytes is None else format_bytes(way.gpu_bytes),
         )
     return table
@@ -147,38 +140,14 @@ def _render_others(result: "BenchResult") -> Table:
 
 def _notes(plan: Plan, result: "BenchResult") -> list[str]:
     """Say how the figures were obtained, and what keeps them from being comparable."""
-    lines = [
-        f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
-        f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "
-        "warm-up excluded."
-    ]
     measured = not isinstance(result.others.get("resident", ""), str)
     compute = "measured with everything resident" if measured else "as predicted"
-    lines.append(f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.")
-    lines += describe_basis(plan)
-    lines.append("Host memory: predicted for the weights, measured for the whole process.")
-    if result.device != plan.machine.name:
-        lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")
-    if any(Backend.UVA in (rule.prefill, rule.decode) for rule in plan.offload.rules):
-        lines.append("What kernels read in place over the link cannot be counted.")
-    lines += [f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)]
-    return lines
-
-
-class _Rows:
-    """Adds rows of predicted and measured figures to a table."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def __call__(
-        self,
-        name: str,
-        predicted: float | None,
-        measured: float | None,
-        show: Callable[[float], str],
-        *spread: float,
-    ) -> None:
-        ratio = None if measured is None or not predicted else measured / predicted
-        figures = ["-" if value is None else show(value) for value in (predicted, measured)]
-        self._table.add_row(name, *figures, format_ratio(ratio), *map(show, spread))
+    return [
+        f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
+        f"{result.num_repeats} prompts and {result.num_repeats * result.num_steps} decode steps, "
+        "warm-up excluded.",
+        f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.",
+        "Host memory: predicted for the weights, measured for the whole process.",
+        *list_differences(plan, result),
+        *(f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)),
+    ]

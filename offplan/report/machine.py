@@ -16,15 +16,17 @@ def render_machine(machine: MachineProfile) -> Table:
     """Show the figures that plans are made from."""
     table = make_table(f"{machine.name}, {machine.link}", "figure", "value", "basis")
     for name, figure, show in _figures(machine):
-        spread = "" if figure.spread is None else f", spread {figure.spread:.1%}"
-        table.add_row(name, show(figure.value), figure.basis + spread)
+        if figure is not None:
+            spread = "" if figure.spread is None else f", spread {figure.spread:.1%}"
+            table.add_row(name, show(figure.value), figure.basis + spread)
     if machine.layer_times:
         table.add_row("compute of layers", f"{len(machine.layer_times)} times", "measured")
     return table
 
 
-def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any], Callable[[Any], str]]]:
-    figures: list[tuple[str, Figure[Any], Callable[[Any], str]]] = [
+def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any] | None, Callable[[Any], str]]]:
+    """Name the figures, those that not every profile has behind those that all have."""
+    return [
         ("host to device, DMA", machine.h2d, units.format_rate),
         ("latency of a copy", machine.copy_latency, units.format_seconds),
         ("host memory read in place", machine.uva, units.format_rate),
@@ -33,8 +35,6 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any], Callable[[
         ("overhead of a layer", machine.layer_overhead, units.format_seconds),
         ("GPU memory", machine.gpu_memory, units.format_bytes),
         ("context, libraries, graphs", machine.gpu_overhead, units.format_bytes),
-    ]
-    optional: list[tuple[str, Figure[Any] | None, Callable[[Any], str]]] = [
         ("the same beside copies", machine.uva_beside_copies, units.format_rate),
         ("re-reads in place", machine.uva_rereads, _show_last_reread),
         ("host to device, all GPUs", machine.h2d_concurrent, _show_slowest),
@@ -43,8 +43,6 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any], Callable[[
         ("pinning host memory", machine.pinning, units.format_rate),
         ("NUMA node", machine.numa_node, str),
     ]
-    figures += [(name, figure, show) for name, figure, show in optional if figure is not None]
-    return figures
 
 
 def _show_last_reread(points: Rereads) -> str:

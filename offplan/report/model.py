@@ -1,5 +1,6 @@
 """The model: its layers, what they are made of, what lies outside them."""
 
+from collections import Counter
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -21,17 +22,10 @@ _NAME_WIDTH = 38
 _MAX_BAR_WIDTH = 24
 
 
-def render_model(model: Model) -> RenderableType:
+def render_model(model: Model) -> list[RenderableType]:
     """Show the model in tables: layers, segments, and what else planning counts."""
-    return Group(
-        _render_heading(model),
-        Text(),
-        _render_layers(model),
-        Text(),
-        _render_segments(model),
-        Text(),
-        *_render_facts(model),
-    )
+    tables = [_render_layers(model), _render_segments(model)]
+    return [_render_heading(model), *tables, Group(*_render_facts(model))]
 
 
 def group_layers(layers: tuple[Layer, ...]) -> list[list[Layer]]:
@@ -55,12 +49,11 @@ def name_layers(layers: list[Layer]) -> str:
     return ", ".join(ranges)
 
 
-def outside_segments(model: Model) -> dict[str, int]:
+def outside_segments(model: Model) -> Counter[str]:
     """Add up the stored bytes outside the layers by name, the final part left out."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for tensor in sorted(model.outside):
-        segment = tensor.name.rpartition(".")[0] or tensor.name
-        sums[segment] = sums.get(segment, 0) + tensor.nbytes
+        sums[tensor.name.rpartition(".")[0] or tensor.name] += tensor.nbytes
     return sums
 
 
@@ -91,38 +84,36 @@ def _render_segments(model: Model) -> Table:
     """Show where the bytes are: a row and a bar for each segment, the largest first."""
     sums, counts = _sum_segments(model)
     limit = MIN_SHARE * model.total_bytes
-    shown = sorted((name for name in sums if sums[name] >= limit), key=lambda n: (-sums[n], n))
-    rest = [size for name, size in sums.items() if name not in shown]
-    rows = [(name, str(counts.get(name, "")), sums[name]) for name in shown]
-    if rest:
-        rows.append((f"{len(rest)} smaller ones", "", sum(rest)))
-    most = max((size for _, _, size in rows), default=0)
+    names = sorted(sums, key=lambda name: (-sums[name], name))
+    rows = [(_shorten(n), str(counts[n] or ""), sums[n]) for n in names if sums[n] >= limit]
+    if rest := names[len(rows) :]:
+        rows.append((f"{len(rest)} smaller ones", "", sum(sums[name] for name in rest)))
+    sizes = [size for _, _, size in rows]
+    most = max(sizes, default=0)
     # What names and figures leave of the width.
-    names = [_shorten(name) for name, _, _ in rows]
-    width = min(WIDTH - _FIGURES_WIDTH - max(map(len, names), default=0), _MAX_BAR_WIDTH)
-    unit, figures = format_bytes_alike([size for _, _, size in rows])
+    longest = max((len(name) for name, _, _ in rows), default=0)
+    width = min(WIDTH - _FIGURES_WIDTH - longest, _MAX_BAR_WIDTH)
+    unit, figures = format_bytes_alike(sizes)
     table = make_table("Segments", "segment", "layers", f"all, {unit}", "share")
     table.add_column(no_wrap=True)
-    for name, (_, count, size), figure in zip(names, rows, figures, strict=True):
+    for (name, count, size), figure in zip(rows, figures, strict=True):
         share = size / model.total_bytes if model.total_bytes else 0.0
         bar = ShareBar(size / most if most else 0.0, width)
         table.add_row(name, count, figure, f"{share:.1%}", bar)
     return table
 
 
-def _sum_segments(model: Model) -> tuple[dict[str, int], dict[str, int]]:
+def _sum_segments(model: Model) -> tuple[Counter[str], Counter[str]]:
     """Add up each segment's bytes over all layers, and count its layers."""
-    sums: dict[str, int] = {}
-    counts: dict[str, int] = {}
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for layer in model.layers:
-        for name, size in layer.segments.items():
-            sums[name] = sums.get(name, 0) + size
-            counts[name] = counts.get(name, 0) + 1
+        sums.update(layer.segments)
+        counts.update(list(layer.segments))
     for name, size in outside_segments(model).items():
         # The blocks of a vision tower, or the experts of a prediction layer, are one row.
         parts = ("*" if is_index(part) else part for part in name.split("."))
-        merged = f"outside: {'.'.join(parts)}"
-        sums[merged] = sums.get(merged, 0) + size
+        sums[f"outside: {'.'.join(parts)}"] += size
     return sums, counts
 
 

@@ -1,7 +1,8 @@
 """The JSON that scripts read: versioned, plain numbers, the same keys every time."""
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers
@@ -20,19 +21,19 @@ if TYPE_CHECKING:  # they import torch
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
 
-JSON_VERSION = 1
+dump = TypeAdapter(Any).dump_python
+"""Turns a record into a dictionary of its fields, less those excluded; None stays None."""
 
 
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured."""
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     return {
-        "offplan": JSON_VERSION,
         **model_payload(analysis.model),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else plan_json(result.plan),
         "why": None if result is None else why_payload(result, analysis.crossovers),
-        "infeasible": None if infeasible is None else infeasible_payload(infeasible),
+        "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
     }
 
@@ -68,19 +69,8 @@ def model_payload(model: Model) -> dict[str, Any]:
             "tied": sorted(model.tied),
             "not_loaded": sorted(model.not_loaded),
         },
-        "experts": experts_payload(model),
+        "experts": dump(model.experts),
         "notes": list(model.notes),
-    }
-
-
-def experts_payload(model: Model) -> dict[str, int] | None:
-    """Return the routed experts; None for a dense model."""
-    if model.experts is None:
-        return None
-    return {
-        "num_experts": model.experts.num_experts,
-        "num_experts_per_token": model.experts.num_experts_per_token,
-        "bytes_per_expert": model.experts.bytes_per_expert,
     }
 
 
@@ -94,53 +84,39 @@ def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, 
     return {
         "basis": result.plan.prediction.basis.value,
         "reasons": explain_plan(result),
-        "num_candidates": result.num_candidates,
-        "num_priced": result.num_priced,
-        "second_rule_gain": result.second_rule_gain,
-        "max_rules": result.max_rules,
-        "floor": dataclasses.asdict(result.floor),
+        **dump(result, exclude={"plan"}),
         "gap": result.gap,
-        "crossovers": None if crossovers is None else dataclasses.asdict(crossovers),
+        "crossovers": dump(crossovers),
     }
 
 
-def infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
+def _infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
     """Return why nothing fits, and how many bytes are missing."""
     return {"message": str(error), "shortfall_bytes": error.shortfall_bytes}
 
 
 def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, Any]:
     """Return what ``run --json`` prints; ``text`` is what followed a prompt, None without one."""
-    predicted = plan_json(plan)["prediction"]
+    measured = result.measured
+    decode = {"step_s": measured.median_step_s, "link_bytes": measured.step_link_bytes}
+    prefill = {"step_s": measured.first_token_s, "link_bytes": measured.prefill_link_bytes}
+    memory = {"total_bytes": result.gpu_bytes}
     return {
-        "offplan": JSON_VERSION,
-        "device": result.device,
-        "batch": result.batch,
-        "prompt_tokens": result.prompt_tokens,
-        "output_tokens": result.output_tokens,
+        **dump(result, include={"device", "batch", "prompt_tokens"}),
+        "output_tokens": len(measured.step_s) + 1,
         "text": text,
-        "predicted": {key: predicted[key] for key in ("decode", "prefill", "gpu_memory")},
-        "measured": {
-            "decode": {"step_s": result.step_s, "link_bytes": result.decode_link_bytes},
-            "prefill": {"step_s": result.first_token_s, "link_bytes": result.prefill_link_bytes},
-            "gpu_memory": {"total_bytes": result.gpu_bytes},
-        },
+        "predicted": _predicted_payload(plan),
+        "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
     }
 
 
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
-    predicted = plan_json(plan)["prediction"]
     return {
-        "offplan": JSON_VERSION,
-        "device": result.device,
-        "batch": result.batch,
-        "prompt_tokens": result.prompt_tokens,
-        "num_steps": result.num_steps,
-        "num_repeats": result.num_repeats,
+        **dump(result, exclude={"plan", "host_bytes", "others"}),
         "predicted": {
-            **{key: predicted[key] for key in ("decode", "prefill", "gpu_memory")},
-            "host_memory": {"weights_bytes": predicted["host_memory_bytes"]},
+            **_predicted_payload(plan),
+            "host_memory": {"weights_bytes": plan.prediction.host_memory_bytes},
         },
         "measured": {
             **{phase: _measured_payload(plan, result, phase) for phase in PHASES},
@@ -152,15 +128,16 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     }
 
 
+def _predicted_payload(plan: Plan) -> dict[str, Any]:
+    predicted = plan_json(plan)["prediction"]
+    return {key: predicted[key] for key in (*PHASES, "gpu_memory")}
+
+
 def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str, Any]:
-    found = measured_phase(plan, result, phase)
     cost: PhaseCost = getattr(result.plan.cost, phase)
     return {
         **_step_payload(cost),
-        "link_bytes": found.link_bytes,
-        "stall_s": found.stall_s,
-        "bound_s": found.bound_s,
-        "compute_s": found.compute_s,
+        **dump(measured_phase(plan, result, phase), exclude={"step"}),
         "stalls": [
             {"layer": layer, "stall_s": seconds}
             for layer, seconds in sorted((cost.stalls_s or {}).items())

@@ -16,24 +16,18 @@ from offplan.report.why import explain_plan
 from offplan.units import format_bytes, format_seconds
 
 
-def render_plan(result: PlanResult, crossovers: Crossovers) -> RenderableType:
+def render_plan(result: PlanResult, crossovers: Crossovers) -> list[RenderableType]:
     """Show the rules, why they were chosen, the memory terms and the prediction."""
     plan = result.plan
     estimated = plan.prediction.basis is Basis.ESTIMATED
     request_s = format_seconds(plan.prediction.objective_s)
-    request = f"A request takes {request_s}{', estimated' * estimated}: {_speed(plan)}."
+    speed = f"{plan.workload.batch / plan.prediction.decode.step_s:,.1f} tokens/s in decode"
+    request = f"A request takes {request_s}{', estimated' * estimated}: {speed}."
     why = f"Why ({plan.prediction.basis.value})"
-    return Group(
-        *_render_list("Plan", describe_offload(plan)),
-        *_render_list(why, [*explain_plan(result), *describe_crossovers(crossovers)]),
-        Text(),
-        _render_memory(plan),
-        Text(),
-        _render_prediction(plan, result.floor),
-        Text(),
-        Text(request),
-        Text(describe_gap(result)),
-    )
+    decision = _render_list("Plan", describe_offload(plan))
+    reasons = _render_list(why, [*explain_plan(result), *describe_crossovers(crossovers)])
+    tables = [_render_memory(plan), _render_prediction(plan, result.floor)]
+    return [Group(*decision, *reasons), *tables, Group(Text(request), Text(describe_gap(result)))]
 
 
 def describe_gap(result: PlanResult) -> str:
@@ -50,16 +44,15 @@ def describe_gap(result: PlanResult) -> str:
 
 def describe_crossovers(crossovers: Crossovers) -> list[str]:
     """Say where the bottleneck changes; nothing where it does not."""
-    lines = []
-    if crossovers.compute_bound_batch is not None:
-        lines.append(f"decode is compute-bound from batch {crossovers.compute_bound_batch} on")
-    if crossovers.streaming_batch is not None:
-        batch = crossovers.streaming_batch
-        lines.append(f"streaming experts beats reading them in place from batch {batch} on")
-    if crossovers.hiding_prompt is not None:
-        tokens = "prompt token" if crossovers.hiding_prompt == 1 else "prompt tokens"
-        lines.append(f"prefill hides its copies from {crossovers.hiding_prompt} {tokens} on")
-    return lines
+    batch, streaming = crossovers.compute_bound_batch, crossovers.streaming_batch
+    prompt = crossovers.hiding_prompt
+    tokens = "prompt token" if prompt == 1 else "prompt tokens"
+    changes = [
+        (batch, f"decode is compute-bound from batch {batch} on"),
+        (streaming, f"streaming experts beats reading them in place from batch {streaming} on"),
+        (prompt, f"prefill hides its copies from {prompt} {tokens} on"),
+    ]
+    return [sentence for least, sentence in changes if least is not None]
 
 
 STORES = {"host": "host", "peer": "second GPU"}
@@ -124,8 +117,3 @@ def _render_prediction(plan: Plan, floor: Floor) -> Table:
     crossing = map(format_bytes, (prefill.link_bytes, decode.link_bytes))
     table.add_row("over the link", *crossing)
     return table
-
-
-def _speed(plan: Plan) -> str:
-    step = plan.prediction.decode.step_s
-    return f"{plan.workload.batch / step:,.1f} tokens/s in decode" if step else "no decode"

@@ -31,10 +31,10 @@ class Measured:
         return self.decode_link_bytes // self.num_decodes if self.num_decodes else None
 
     @property
-    def median_step_s(self) -> float:
-        """Seconds of the median decode step, the first NUM_WARMUP_STEPS left out."""
+    def median_step_s(self) -> float | None:
+        """Seconds of the median decode step after NUM_WARMUP_STEPS; None where there was none."""
         steady = self.step_s[NUM_WARMUP_STEPS:] or self.step_s
-        return statistics.median(steady) if steady else 0.0
+        return statistics.median(steady) if steady else None
 
 
 def generate(

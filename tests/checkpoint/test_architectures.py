@@ -4,15 +4,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.report.model import render_model
-from offplan.report.table import WIDTH
 from tests.checkpoint.architectures import MODELS
+from tests.rendering import show
 
 QKVO = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
 MLP = "mlp.gate_proj mlp.up_proj mlp.down_proj"
@@ -194,11 +193,9 @@ def test_saved_model_is_understood(saved, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_report_fits_eighty_columns(saved, name):
-    console = Console(width=WIDTH, highlight=False)
-    with console.capture() as captured:
-        console.print(render_model(replace(open_model(str(saved(name)[0])), source=name)))
-    lines = captured.get().splitlines()
-    assert max(map(len, map(str.rstrip, lines))) <= 80
+    model = replace(open_model(str(saved(name)[0])), source=name)
+    lines = show(*render_model(model)).splitlines()
+    assert max(map(len, lines)) <= 80
     # No name was folded: each segment's row has its share.
     start = lines.index(next(line for line in lines if line.startswith("segment "))) + 2
     rows = lines[start : lines.index("", start)] if "" in lines[start:] else lines[start:]
