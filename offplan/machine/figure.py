@@ -4,7 +4,7 @@ from typing import Generic, TypeVar
 
 from pydantic import Field
 
-from offplan.records import Record
+from offplan.records import Basis, Record
 
 Value = TypeVar("Value")
 
@@ -14,7 +14,7 @@ class Figure(Record, Generic[Value]):
 
     value: Value
     """The median, where it was measured several times."""
-    basis: str = Field(pattern="^(measured|reported|datasheet|estimated)$")
+    basis: Basis
     source: str = Field(min_length=1)
     samples: int | None = Field(None, ge=1)
     """How many times it was measured; of a table, each of its entries."""

@@ -7,7 +7,7 @@ from offplan.costs.predict import predict
 from offplan.costs.threshold import least_that
 from offplan.costs.timeline import PS_PER_S
 from offplan.errors import InfeasibleError
-from offplan.plan import Objective, Offload, Plan
+from offplan.plan import Offload, Plan
 from offplan.planner.aims import NEVER, Fastest, Nearest, limits_ps
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.search import MAX_RULES, Searcher
@@ -50,7 +50,7 @@ def make_plan(question: Question) -> PlanResult:
     InfeasibleError when no plan fits, with the shortfall, and when none keeps the targets, with the
     nearest (exactly: no plan's worse excess is less) and the GPU memory that would do.
     """
-    if question.goal.objective is Objective.THROUGHPUT:
+    if question.goal.objective == "throughput":
         from offplan.planner.throughput import plan_throughput  # it makes plans of its own
 
         return plan_throughput(question)

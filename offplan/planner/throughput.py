@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from offplan.errors import InfeasibleError
-from offplan.plan import Objective, Plan
+from offplan.plan import Plan
 from offplan.planner.aims import NEVER
 from offplan.planner.make import PlanResult, find_plan, make_plan
 from offplan.planner.search import Searcher
@@ -43,7 +43,7 @@ def plan_throughput(question: Question) -> PlanResult:
     for power in reversed(range(MOST_BATCH.bit_length())):  # the largest rules out most others
         attempt(2**power)
     if best is None:
-        goal = question.goal.model_copy(update={"objective": Objective.LATENCY})
+        goal = question.goal.model_copy(update={"objective": "latency"})
         return make_plan(replace(question.with_batch(1), goal=goal))
     step = best.plan.workload.batch
     while step := step // 2:

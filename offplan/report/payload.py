@@ -7,7 +7,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan, plan_json
+from offplan.plan import Plan
 from offplan.planner.make import PlanResult
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
@@ -30,7 +30,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "offplan": JSON_VERSION,
         **model_payload(analysis.model),
         "machine": None if machine is None else machine_payload(machine),
-        "plan": None if result is None else plan_json(result.plan),
+        "plan": None if result is None else result.plan.model_dump(mode="json"),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
@@ -92,7 +92,7 @@ def machine_payload(machine: MachineProfile) -> dict[str, Any]:
 def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, Any]:
     """Return why it is this plan, and what no plan of its budget can beat."""
     return {
-        "basis": result.plan.prediction.basis.value,
+        "basis": result.plan.prediction.basis,
         "reasons": explain_plan(result),
         "num_candidates": result.num_candidates,
         "num_priced": result.num_priced,
@@ -111,7 +111,7 @@ def infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
 
 def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, Any]:
     """Return what ``run --json`` prints; ``text`` is what followed a prompt, None without one."""
-    predicted = plan_json(plan)["prediction"]
+    predicted = plan.prediction.model_dump(mode="json")
     return {
         "offplan": JSON_VERSION,
         "device": result.device,
@@ -130,7 +130,7 @@ def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, An
 
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
-    predicted = plan_json(plan)["prediction"]
+    predicted = plan.prediction.model_dump(mode="json")
     return {
         "offplan": JSON_VERSION,
         "device": result.device,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offplan.plan import Backend, Basis, Plan
+from offplan.plan import Backend, Plan
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
@@ -94,7 +94,7 @@ def format_ratio(ratio: float | None) -> str:
 
 def describe_basis(plan: Plan) -> list[str]:
     """Say where a prediction rests on estimates; nothing where it was measured."""
-    estimated = plan.prediction.basis is Basis.ESTIMATED
+    estimated = plan.prediction.basis == "estimated"
     return ["Predicted with estimated times of the layers."] * estimated
 
 
