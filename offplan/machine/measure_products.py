@@ -32,7 +32,8 @@ def measure_in_place_reads(
     """
     reads: list[InPlaceRead] = []
     with pinned(PINNED_BYTES) as host:
-        memory = view_in_place(host, torch.device("cuda")).view(torch.bfloat16)
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory = view_in_place(host, device).view(torch.bfloat16)
         for number, (shape, tokens) in enumerate(products):
             weight = _cut(memory, shape)
             seconds = time_work(_product(weight, shape, tokens, pairs_per_token)).seconds
