@@ -178,20 +178,13 @@ def place(model: Model, offload: Offload) -> Placement:
     Raises PlanError for a rule that takes nothing, for one that splits what the runtime fuses, and
     for an embedding that cannot lie on the host.
     """
-    return place_units(list(map(group_units, model.layers)), model, offload)
-
-
-def place_units(
-    units_by_layer: Sequence[Sequence[Unit]], model: Model, offload: Offload
-) -> Placement:
-    """Do what ``place`` does, for a caller that places the same units many times."""
     rules = offload.rules
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []
-    for units in units_by_layer:
+    for layer in model.layers:
         chosen: list[tuple[Unit, Rule]] = []
-        for unit in units:
+        for unit in group_units(layer):
             number = _first_rule(unit, rules, left)
             if number is not None:
                 unused.discard(number)

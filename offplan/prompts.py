@@ -30,10 +30,9 @@ def load_tokenizer(model: Model) -> Any:
     Raises InputError where there is none that can be read without running code of its own.
     """
     try:
+        # whether to trust code, left open, would be asked on the terminal
         return AutoTokenizer.from_pretrained(
-            model.source,
-            revision=model.revision or "main",
-            trust_remote_code=False,  # left open, it would ask on the terminal
+            model.source, revision=model.revision or "main", trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]

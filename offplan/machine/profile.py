@@ -3,18 +3,32 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import Field
 
 from offplan.errors import ProfileError
 from offplan.machine.curve import Curve, Rereads
-from offplan.machine.figure import Figure
 from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml
 
 PROFILE_VERSION = 1
 _SHIPPED = Path(__file__).parent / "profiles"
+
+Value = TypeVar("Value")
+
+
+class Figure(Record, Generic[Value]):
+    """A number, how it was obtained and where it comes from."""
+
+    value: Value
+    """The median, where it was measured several times."""
+    basis: Basis
+    source: str = Field(min_length=1)
+    samples: int | None = Field(None, ge=1)
+    """How many times it was measured; of a table, each of its entries."""
+    spread: float | None = Field(None, ge=0)
+    """(largest - smallest) / median of the samples; of a table, each entry has its own."""
 
 
 class LayerTime(Record):
