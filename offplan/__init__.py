@@ -80,9 +80,8 @@ if not TYPE_CHECKING:  # type checkers are to see the names above, and no others
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+        found: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return found
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

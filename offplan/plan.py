@@ -284,19 +284,19 @@ def dump_plan(plan: Plan) -> str:
     Quantities are rounded to four digits, sizes that must be exact are printed exactly.
     """
     data = plan.dump_with_units()
-    offload = data["offload"]
-    for section in (data["goal"], *offload["rules"]):
-        for key in [key for key, value in section.items() if value is None]:
-            del section[key]
-    for key, default in (("embeddings", "device"), ("store", "host")):
-        if offload[key] == default:
-            del offload[key]
-    if not plan.prediction.peer_memory_bytes:
-        del data["prediction"]["peer_memory"]
+    for key in ("goal", "offload", "prediction"):
+        data[key] = _leave_out_usual(data[key])
+    data["offload"]["rules"] = list(map(_leave_out_usual, data["offload"]["rules"]))
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
         lines += _dump_section(key, section)
     return "\n".join(lines) + "\n"
+
+
+def _leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is null, and what most plans would say alike."""
+    usual = (("embeddings", "device"), ("store", "host"), ("peer_memory", "0 B"))
+    return {k: v for k, v in section.items() if v is not None and (k, v) not in usual}
 
 
 def _dump_section(key: str, section: dict[str, Any]) -> list[str]:

@@ -20,8 +20,7 @@ def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
     if vocabulary is None:
         raise InputError(f"the config of {model.source} has no vocab_size to draw tokens from")
     generator = torch.Generator().manual_seed(0)
-    shape = workload.batch, workload.prompt_tokens
-    return torch.randint(vocabulary, shape, generator=generator)
+    return torch.randint(vocabulary, (workload.batch, workload.prompt_tokens), generator=generator)
 
 
 def load_tokenizer(model: Model) -> Any:

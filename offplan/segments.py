@@ -33,12 +33,12 @@ def cover_names(
         if not any(match_segments([run], name) for name in unwanted)
     }
     chosen, missing = [], set(wanted)
+
+    def rank(run: str) -> tuple[int, int, int, str]:
+        return -len(covers[run] & missing), run.count("."), len(run), run
+
     while missing:
-        best = min(
-            covers,
-            key=lambda run: (-len(covers[run] & missing), run.count("."), len(run), run),
-            default="",
-        )
+        best = min(covers, key=rank, default="")
         if not covers.get(best, set()) & missing:
             return None
         chosen.append(best)

@@ -47,11 +47,6 @@ class LayerTime(Record):
     """Whether the chunk is one of several of a prompt."""
     seconds: Seconds
 
-    @property
-    def key(self) -> tuple[str, str, int, int, int, bool]:
-        """What was timed, for ``find_layer_time``."""
-        return self.layer, self.phase, self.batch, self.tokens, self.context, self.is_part
-
 
 class InPlaceRead(Record):
     """How often one product reads its weight, which lies in host memory."""
@@ -173,14 +168,6 @@ class MachineProfile(Record):
         """How often a product of exactly these reads its weight, if that was measured."""
         reads = self.in_place_reads or ()
         found = (each.factor for each in reads if (each.shape, each.tokens) == (shape, tokens))
-        return next(found, None)
-
-    def find_layer_time(
-        self, layer: str, phase: str, batch: int, tokens: int, context: int, is_part: bool = False
-    ) -> float | None:
-        """The measured time of exactly this layer at exactly this shape, in seconds, if any."""
-        wanted = (layer, phase, batch, tokens, context, is_part)
-        found = (time.seconds for time in self.layer_times if time.key == wanted)
         return next(found, None)
 
 
