@@ -28,7 +28,7 @@ A record given a value that it does not allow raises pydantic's ValidationError,
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # "as" exports a name from here
+if TYPE_CHECKING:  # with "as", a type checker lets others import the name from here
     from offplan.asking import ask as ask
     from offplan.asking import ask_again as ask_again
     from offplan.benchmark import bench_plan as bench_plan
@@ -80,8 +80,7 @@ if not TYPE_CHECKING:  # type checkers are to see the names above, and no others
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        found: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        return found
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

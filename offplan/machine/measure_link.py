@@ -84,6 +84,7 @@ def measure_in_place() -> dict[str, object]:
     reads = measure_in_place_reads([(shape, rows) for rows in REREAD_ROWS], 0, rate)
     factors = [{"rows": read.tokens, "factor": read.factor} for read in reads]
     how = f"reading {format_bytes(PINNED_BYTES)} of pinned memory in place"
+    again = f"with {format_bytes(REREAD_BYTES)} read in place"
     return {
         "uva": figure(rate, f"matrix-vector product {how}", once.spread),
         "uva_beside_copies": figure(
@@ -92,9 +93,7 @@ def measure_in_place() -> dict[str, object]:
             f"matrix-vector products of {format_bytes(BESIDE_BYTES)} each, while copies are queued",
             beside.spread,
         ),
-        "uva_rereads": table(
-            factors, f"bf16 products with {format_bytes(REREAD_BYTES)} read in place, beside uva"
-        ),
+        "uva_rereads": table(factors, f"bf16 products {again}, beside uva"),
     }
 
 
