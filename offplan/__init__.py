@@ -28,41 +28,26 @@ A record given a value that it does not allow raises pydantic's ValidationError,
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from offplan.asking import ask, ask_again
-    from offplan.benchmark import bench_plan
-    from offplan.checkpoint.open import open_model
-    from offplan.engines.export import export_plan
-    from offplan.errors import OffplanError
-    from offplan.machines import load_machine, measure_here
-    from offplan.plan import Plan, Workload, dump_plan, load_plan
-    from offplan.planner.frontier import find_frontier
-    from offplan.planner.make import make_plan
-    from offplan.question import Question
-    from offplan.runtime.generate import generate
-    from offplan.sessions import open_session
+if TYPE_CHECKING:  # with "as", a type checker lets others import the name from here
+    from offplan.asking import ask as ask
+    from offplan.asking import ask_again as ask_again
+    from offplan.benchmark import bench_plan as bench_plan
+    from offplan.checkpoint.open import open_model as open_model
+    from offplan.engines.export import export_plan as export_plan
+    from offplan.errors import OffplanError as OffplanError
+    from offplan.machines import load_machine as load_machine
+    from offplan.machines import measure_here as measure_here
+    from offplan.plan import Plan as Plan
+    from offplan.plan import Workload as Workload
+    from offplan.plan import dump_plan as dump_plan
+    from offplan.plan import load_plan as load_plan
+    from offplan.planner.frontier import find_frontier as find_frontier
+    from offplan.planner.make import make_plan as make_plan
+    from offplan.question import Question as Question
+    from offplan.runtime.generate import generate as generate
+    from offplan.sessions import open_session as open_session
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "OffplanError",
-    "Plan",
-    "Question",
-    "Workload",
-    "ask",
-    "ask_again",
-    "bench_plan",
-    "dump_plan",
-    "export_plan",
-    "find_frontier",
-    "generate",
-    "load_machine",
-    "load_plan",
-    "make_plan",
-    "measure_here",
-    "open_model",
-    "open_session",
-]
 
 _HOMES = {
     "OffplanError": "errors",
@@ -85,6 +70,8 @@ _HOMES = {
 }
 """The module of each public name."""
 
+__all__ = list(_HOMES)
+
 if not TYPE_CHECKING:  # type checkers are to see the names above, and no others
 
     def __getattr__(name: str) -> object:
@@ -93,9 +80,7 @@ if not TYPE_CHECKING:  # type checkers are to see the names above, and no others
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -8,7 +8,7 @@ from offplan.checkpoint.model import Model
 from offplan.choices import EngineName, ObjectiveName, Store
 from offplan.errors import InputError
 from offplan.machines import Machine, load_machine
-from offplan.plan import Budget, Goal, Objective, Plan, Workload
+from offplan.plan import Budget, Goal, Plan, Workload
 from offplan.planned import open_planned_model
 from offplan.progress import Progress
 from offplan.question import Question
@@ -44,12 +44,7 @@ def ask(
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
         budget = Budget(gpu_memory=free, host_memory=host_memory)
-        goal = Goal(
-            objective=Objective(objective),
-            max_ttft=max_ttft_s,
-            max_tpot=max_tpot_s,
-            engine=engine,
-        )
+        goal = Goal(objective=objective, max_ttft=max_ttft_s, max_tpot=max_tpot_s, engine=engine)
     except ValidationError as error:
         where, why = explain(error)
         raise InputError(f"{where}: {why}") from None
@@ -76,27 +71,16 @@ def ask_again(
     measured and kept in no profile, unless ``machine`` is given.
     """
     if machine is None:
-        machine = _find_machine(plan)
+        profile = plan.machine.profile
+        if profile is None:
+            raise InputError(
+                f"the plan was made from figures measured on {plan.machine.name}, which no profile "
+                "keeps (machine.profile is null): measure that machine again, or name a profile of "
+                "it with --machine"
+            )
+        machine = load_machine(profile)
     found = open_planned_model(plan, model, on_progress)
     # a local copy goes by the name that the plan has for it
     named = replace(found, source=plan.model.source, revision=plan.model.revision)
-    return Question(
-        named,
-        machine.profile,
-        plan.workload,
-        plan.budget,
-        plan.goal,
-        plan.offload.store,
-        machine.profile_name,
-    )
-
-
-def _find_machine(plan: Plan) -> Machine:
-    name = plan.machine.profile
-    if name is None:
-        raise InputError(
-            f"the plan was made from figures measured on {plan.machine.name}, which no profile "
-            "keeps (machine.profile is null): measure that machine again, or name a profile of it "
-            "with --machine"
-        )
-    return load_machine(name)
+    asked = plan.workload, plan.budget, plan.goal, plan.offload.store
+    return Question(named, machine.profile, *asked, machine.profile_name)

@@ -9,13 +9,12 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError, OffplanError
 from offplan.hostmem.limits import peak_host_bytes
-from offplan.plan import Plan, Workload
+from offplan.plan import Plan
 from offplan.planned import open_planned_model
 from offplan.progress import Stages, silent
 from offplan.prompts import random_prompt
 from offplan.runtime.device import device_name, find_device
 from offplan.runtime.measuring.accelerated import require_accelerate
-from offplan.runtime.measuring.bench import check_room
 from offplan.runtime.measuring.versus import WAYS, Bench, Measurement, measure_plan
 from offplan.runtime.memory.gpu_memory import bytes_in_use
 from offplan.runtime.session import NUM_WARMUP_STEPS
@@ -68,27 +67,40 @@ def bench_plan(
     vocabulary is not known, and more steps than the context has room for.
     """
     found = open_planned_model(plan, model, on_stage("reading headers"))
-    num_steps = num_steps or _default_steps(plan.workload)
-    check_room(plan.workload.context, plan.workload.prompt_tokens, num_steps)
+    workload = plan.workload
+    room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
+    num_steps = num_steps or max(1, min(DEFAULT_STEPS, room))
+    if room < num_steps:
+        raise InputError(
+            f"{workload.prompt_tokens} prompt tokens, {NUM_WARMUP_STEPS} steps of warm-up and "
+            f"{num_steps} timed ones exceed the plan's context of {workload.context}: lower "
+            "--steps, or plan with a larger --context"
+        )
     _check_ways(others)
     chosen = find_device(device)
     setup = Bench(
         model=found,
         offload=plan.offload,
-        context=plan.workload.context,
+        context=workload.context,
         device=chosen,
         folder=None if dummy_weights else find_weights(found),
-        prompt=random_prompt(found, plan.workload),
+        prompt=random_prompt(found, workload),
         num_steps=num_steps,
         num_repeats=num_repeats,
         used_before=bytes_in_use(chosen),
     )
-    return _measure(setup, others, on_stage)
-
-
-def _default_steps(workload: Workload) -> int:
-    room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
-    return max(1, min(DEFAULT_STEPS, room))
+    # first, so that the peaks that only grow are the plan's own
+    measured, host_bytes = measure_plan(setup, on_stage("loading")), peak_host_bytes()
+    return BenchResult(
+        device=device_name(chosen),
+        batch=workload.batch,
+        prompt_tokens=workload.prompt_tokens,
+        num_steps=num_steps,
+        num_repeats=num_repeats,
+        plan=measured,
+        host_bytes=host_bytes,
+        others={name: _measure_way(name, setup, on_stage) for name in others},
+    )
 
 
 def _check_ways(names: Sequence[str]) -> None:
@@ -100,24 +112,9 @@ def _check_ways(names: Sequence[str]) -> None:
         require_accelerate()
 
 
-def _measure(setup: Bench, names: Sequence[str], on_stage: Stages) -> BenchResult:
-    # first, so that the peaks that only grow are the plan's own
-    plan = measure_plan(setup, on_stage("loading"))
-    host_bytes = peak_host_bytes()
-    others: dict[str, Measurement | str] = {}
-    for name in names:
-        try:
-            others[name] = WAYS[name](setup, on_stage(f"loading, {name}"))
-        except OffplanError as error:
-            others[name] = " ".join(str(error).split())
-    batch, prompt_tokens = setup.prompt.shape
-    return BenchResult(
-        device=device_name(setup.device),
-        batch=batch,
-        prompt_tokens=prompt_tokens,
-        num_steps=setup.num_steps,
-        num_repeats=setup.num_repeats,
-        plan=plan,
-        host_bytes=host_bytes,
-        others=others,
-    )
+def _measure_way(name: str, setup: Bench, on_stage: Stages) -> Measurement | str:
+    """Run the workload in another way, or say why it could not be."""
+    try:
+        return WAYS[name](setup, on_stage(f"loading, {name}"))
+    except OffplanError as error:
+        return " ".join(str(error).split())

@@ -147,11 +147,6 @@ class Placement:
         """GPU memory of the ring."""
         return self.num_slots * self.slot_bytes
 
-    @cached_property
-    def by_layer(self) -> dict[int, Slab]:
-        """Slabs by the index of their layer."""
-        return {slab.layer: slab for slab in self.slabs}
-
     def spans(self, phase: Phase) -> list[Span]:
         """What the phase streams, in the order of the layers."""
         return _spans(self.slabs, phase)
@@ -178,20 +173,13 @@ def place(model: Model, offload: Offload) -> Placement:
     Raises PlanError for a rule that takes nothing, for one that splits what the runtime fuses, and
     for an embedding that cannot lie on the host.
     """
-    return place_units(list(map(group_units, model.layers)), model, offload)
-
-
-def place_units(
-    units_by_layer: Sequence[Sequence[Unit]], model: Model, offload: Offload
-) -> Placement:
-    """Do what ``place`` does, for a caller that places the same units many times."""
     rules = offload.rules
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []
-    for units in units_by_layer:
+    for layer in model.layers:
         chosen: list[tuple[Unit, Rule]] = []
-        for unit in units:
+        for unit in group_units(layer):
             number = _first_rule(unit, rules, left)
             if number is not None:
                 unused.discard(number)
@@ -264,16 +252,13 @@ def align(num_bytes: int) -> int:
 def _describe_unused(number: int, rule: Rule, model: Model) -> str:
     segments = sorted({segment for layer in model.layers for segment in layer.segments})
     if rule.cpu_offload_params and not any(rule.matches(f"{name}.weight") for name in segments):
-        found = ", ".join(segments)
         return (
             f"rule {number + 1} matches nothing: no parameter of {model.source} has the segment "
-            f"{list(rule.cpu_offload_params)}; its segments are {found}"
+            f"{list(rule.cpu_offload_params)}; its segments are {', '.join(segments)}"
         )
-    what = (
-        f"max_bytes {format_bytes(rule.max_bytes)}"
-        if rule.max_bytes is not None
-        else f"group_size {rule.group_size}, num_in_group {rule.num_in_group}"
-    )
+    what = f"group_size {rule.group_size}, num_in_group {rule.num_in_group}"
+    if rule.max_bytes is not None:
+        what = f"max_bytes {format_bytes(rule.max_bytes)}"
     return (
         f"rule {number + 1} takes nothing: {what} selects no layer of {len(model.layers)} that "
         "has its segments, or an earlier rule takes them all"

@@ -9,21 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from offplan.choices import Store
+from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
-from offplan.records import (
-    YAML_CONTEXT,
-    Bytes,
-    ExactBytes,
-    ExactSeconds,
-    Rate,
-    Record,
-    Seconds,
-    explain,
-    load_yaml,
-)
+from offplan.records import Basis, Bytes, ExactBytes, ExactSeconds, Rate, Record, Seconds, load_yaml
 from offplan.segments import match_segments
 from offplan.units import format_bytes, format_seconds
 
@@ -41,15 +31,6 @@ class Backend(str, Enum):
     """Copied by DMA into a slot of the ring before its layer runs."""
     UVA = "uva"
     """Read in place by the kernels, over the link."""
-
-
-class Basis(str, Enum):
-    """How a figure was obtained."""
-
-    MEASURED = "measured"
-    REPORTED = "reported"
-    DATASHEET = "datasheet"
-    ESTIMATED = "estimated"
 
 
 class ModelRef(Record):
@@ -98,19 +79,12 @@ class Budget(Record):
     the host takes none of it; null is unlimited."""
 
 
-class Objective(str, Enum):
-    """What a plan is to be best at."""
-
-    LATENCY = "latency"
-    """The time of one request at the workload's batch."""
-    THROUGHPUT = "throughput"
-    """Tokens a second; the plan's batch was chosen for it."""
-
-
 class Goal(Record):
     """What a plan is asked to be best at, and what it must keep beside the budget."""
 
-    objective: Objective = Objective.LATENCY
+    objective: ObjectiveName = "latency"
+    """``latency``: the time of one request at the workload's batch; ``throughput``: tokens a
+    second, the plan's batch being chosen for it."""
     max_ttft_s: ExactSeconds | None = Field(default=None, alias="max_ttft")
     """Seconds to the first token, at most; null where any time will do."""
     max_tpot_s: ExactSeconds | None = Field(default=None, alias="max_tpot")
@@ -301,11 +275,7 @@ def parse_plan(data: Any, name: str) -> Plan:
         raise PlanError(
             f"{name} is a plan of version {data['offplan']!r}; this offplan reads {PLAN_VERSION}"
         )
-    try:
-        return Plan.model_validate(data)
-    except ValidationError as error:
-        where, why = explain(error)
-        raise PlanError(f"{name}: {where or 'plan'}: {why}") from None
+    return Plan.check(data, name, "plan", PlanError)
 
 
 def dump_plan(plan: Plan) -> str:
@@ -313,19 +283,20 @@ def dump_plan(plan: Plan) -> str:
 
     Quantities are rounded to four digits, sizes that must be exact are printed exactly.
     """
-    data = plan.model_dump(mode="json", by_alias=True, exclude_none=False, context=YAML_CONTEXT)
-    rules = [{k: v for k, v in rule.items() if v is not None} for rule in data["offload"]["rules"]]
-    data["offload"]["rules"] = rules
-    data["goal"] = {key: value for key, value in data["goal"].items() if value is not None}
-    for key, default in (("embeddings", "device"), ("store", "host")):
-        if data["offload"][key] == default:
-            del data["offload"][key]
-    if not plan.prediction.peer_memory_bytes:
-        del data["prediction"]["peer_memory"]
+    data = plan.dump_with_units()
+    for key in ("goal", "offload", "prediction"):
+        data[key] = _leave_out_usual(data[key])
+    data["offload"]["rules"] = list(map(_leave_out_usual, data["offload"]["rules"]))
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
         lines += _dump_section(key, section)
     return "\n".join(lines) + "\n"
+
+
+def _leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is null, and what most plans would say alike."""
+    usual = (("embeddings", "device"), ("store", "host"), ("peer_memory", "0 B"))
+    return {k: v for k, v in section.items() if v is not None and (k, v) not in usual}
 
 
 def _dump_section(key: str, section: dict[str, Any]) -> list[str]:
@@ -346,13 +317,3 @@ def _dump_section(key: str, section: dict[str, Any]) -> list[str]:
 def _flow(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan with plain numbers under the keys that scripts rely on."""
-    return plan.model_dump(mode="json")
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON schema of a plan, for editors."""
-    return Plan.model_json_schema(by_alias=True)

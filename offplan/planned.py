@@ -19,18 +19,10 @@ def open_planned_model(
     Raises CheckpointError, HubError, and DriftError if the headers, or the type that the model
     computes in, are not those of the plan.
     """
-    if isinstance(model, Model):
-        found = model
-    elif model is not None:
-        found = open_model(model, on_progress=on_progress)
-    else:
-        source, revision = plan.model.source, plan.model.revision
-        found = open_model(source, revision=revision, on_progress=on_progress)
-    _check_drift(plan, found)
-    return found
-
-
-def _check_drift(plan: Plan, model: Model) -> None:
+    if model is None:
+        model = open_model(plan.model.source, revision=plan.model.revision, on_progress=on_progress)
+    elif isinstance(model, str):
+        model = open_model(model, on_progress=on_progress)
     if model.headers_sha256 != plan.model.headers_sha256:
         raise DriftError(
             f"the plan was made for headers {plan.model.headers_sha256[:12]} of "
@@ -42,3 +34,4 @@ def _check_drift(plan: Plan, model: Model) -> None:
             f"the plan was made for {plan.model.dtype}; {model.source} computes in {model.dtype}: "
             "plan it again"
         )
+    return model

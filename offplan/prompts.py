@@ -20,8 +20,7 @@ def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
     if vocabulary is None:
         raise InputError(f"the config of {model.source} has no vocab_size to draw tokens from")
     generator = torch.Generator().manual_seed(0)
-    shape = workload.batch, workload.prompt_tokens
-    return torch.randint(vocabulary, shape, generator=generator)
+    return torch.randint(vocabulary, (workload.batch, workload.prompt_tokens), generator=generator)
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -30,10 +29,9 @@ def load_tokenizer(model: Model) -> Any:
     Raises InputError where there is none that can be read without running code of its own.
     """
     try:
+        # whether to trust code, left open, would be asked on the terminal
         return AutoTokenizer.from_pretrained(
-            model.source,
-            revision=model.revision or "main",
-            trust_remote_code=False,  # left open, it would ask on the terminal
+            model.source, revision=model.revision or "main", trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]

@@ -8,17 +8,7 @@ from offplan.choices import Store
 from offplan.engines.export import ENGINES
 from offplan.errors import InputError
 from offplan.machine.profile import MachineProfile
-from offplan.plan import (
-    Basis,
-    Budget,
-    Goal,
-    MachineRef,
-    ModelRef,
-    Offload,
-    Plan,
-    Prediction,
-    Workload,
-)
+from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
 
 
 @dataclass(frozen=True)
@@ -64,8 +54,7 @@ class Question:
 
     def with_gpu_memory(self, num_bytes: int) -> "Question":
         """Ask the same with another budget of GPU memory."""
-        budget = Budget(gpu_memory=num_bytes, host_memory=self.budget.host_memory)
-        return replace(self, budget=budget)
+        return replace(self, budget=self.budget.model_copy(update={"gpu_memory": num_bytes}))
 
     def with_batch(self, batch: int) -> "Question":
         """Ask the same for another number of sequences."""
@@ -73,14 +62,9 @@ class Question:
 
     def answer(self, offload: Offload, prediction: Prediction) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""
-        model, machine = self.model, self.planned_machine
+        machine = self.planned_machine
         return Plan(
-            model=ModelRef(
-                source=model.source,
-                revision=model.revision,
-                headers_sha256=model.headers_sha256,
-                dtype=model.dtype,
-            ),
+            model=ModelRef.model_validate(self.model, from_attributes=True),
             workload=self.workload,
             budget=self.budget,
             goal=self.goal,
@@ -90,7 +74,7 @@ class Question:
                 link=machine.link,
                 h2d=machine.h2d.value,
                 uva=machine.uva.value,
-                basis=Basis(machine.basis),
+                basis=machine.basis,
                 fingerprint=machine.fingerprint,
             ),
             offload=offload,

@@ -1,24 +1,20 @@
 """What plans and machine profiles are made of: YAML, checked records, quantities with units."""
 
 import re
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SerializationInfo,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from typing_extensions import Self
 
 from offplan import units
 from offplan.errors import InputError
 
-YAML_CONTEXT = {"human": True}
-"""Passed to ``model_dump`` to print quantities with units instead of plain numbers."""
+Basis = Literal["measured", "reported", "datasheet", "estimated"]
+"""How a figure was obtained, the most certain way first."""
+_WITH_UNITS = {"with units": True}
+"""Context in which quantities are dumped with units instead of as plain numbers."""
 
 
 class Record(BaseModel):
@@ -26,35 +22,46 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
+    def dump_with_units(self) -> dict[str, Any]:
+        """Return what a YAML file says of the record: its keys there, and quantities with units."""
+        return self.model_dump(mode="json", by_alias=True, context=_WITH_UNITS)
 
-def _quantity(parse: Any, show: Any) -> tuple[BeforeValidator, PlainSerializer]:
-    def read(value: Any) -> Any:
+    @classmethod
+    def check(cls, data: Any, name: str, whole: str, error: type[InputError]) -> Self:
+        """Make the record of a file's data.
+
+        Raises ``error``, which says ``name``, the key that is wrong or else ``whole``, and why.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as refused:
+            where, why = explain(refused)
+            raise error(f"{name}: {where or whole}: {why}") from None
+
+
+def _read(parse: Callable[[Any], float]) -> BeforeValidator:
+    def read(value: Any) -> float:
         try:
             return parse(value)
         except InputError as error:  # pydantic reports the field's path with it
             raise ValueError(str(error)) from None
 
-    def write(value: float, info: SerializationInfo) -> Any:
-        return show(value) if info.context == YAML_CONTEXT else value
-
-    return BeforeValidator(read), PlainSerializer(write)
+    return BeforeValidator(read)
 
 
-_read_bytes, _show_bytes = _quantity(units.parse_bytes, units.format_bytes)
-_, _show_bytes_exact = _quantity(units.parse_bytes, units.format_bytes_exact)
-_read_rate, _show_rate = _quantity(units.parse_rate, units.format_rate)
-_read_flops, _show_flops = _quantity(units.parse_flops, units.format_flops)
-_read_seconds, _show_seconds = _quantity(units.parse_seconds, units.format_seconds)
-_, _show_seconds_exact = _quantity(units.parse_seconds, units.format_seconds_exact)
+def _show(show: Callable[[Any], str]) -> PlainSerializer:
+    return PlainSerializer(lambda value, info: show(value) if info.context else value)
 
-Bytes = Annotated[int, _read_bytes, _show_bytes, Field(ge=0)]
+
+Bytes = Annotated[int, _read(units.parse_bytes), _show(units.format_bytes), Field(ge=0)]
 """A size: four significant digits in a plan."""
-ExactBytes = Annotated[int, _read_bytes, _show_bytes_exact, Field(ge=0)]
+ExactBytes = Annotated[int, _read(units.parse_bytes), _show(units.format_bytes_exact), Field(ge=0)]
 """A size that must read back as it was written."""
-Rate = Annotated[float, _read_rate, _show_rate, Field(gt=0)]
-Flops = Annotated[float, _read_flops, _show_flops, Field(gt=0)]
-Seconds = Annotated[float, _read_seconds, _show_seconds, Field(ge=0)]
-ExactSeconds = Annotated[float, _read_seconds, _show_seconds_exact, Field(ge=0)]
+Rate = Annotated[float, _read(units.parse_rate), _show(units.format_rate), Field(gt=0)]
+Flops = Annotated[float, _read(units.parse_flops), _show(units.format_flops), Field(gt=0)]
+_read_seconds = _read(units.parse_seconds)
+Seconds = Annotated[float, _read_seconds, _show(units.format_seconds), Field(ge=0)]
+ExactSeconds = Annotated[float, _read_seconds, _show(units.format_seconds_exact), Field(ge=0)]
 """A duration that must read back as it was written."""
 
 

@@ -13,13 +13,8 @@ the last turns of prefill left there.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
 
 from offplan.placement import Phase, Placement, Span
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -50,9 +45,6 @@ Operation = Copy | Wait | Compute
 Ring = tuple[Span | None, ...]
 """What each slot holds, or is being filled with; None for a slot never used."""
 
-Number = TypeVar("Number", int, "NDArray[np.int64]")
-"""An int, or an array of ints: the ring's arithmetic is the same for one plan and for many."""
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -69,16 +61,6 @@ class Schedule:
         return sum(op.span.nbytes for op in self.operations if isinstance(op, Copy))
 
 
-def slot_of(turn: Number, num_slots: Number) -> Number:
-    """Return the slot that a turn uses; ``num_slots`` are no more than there are turns."""
-    return turn % num_slots
-
-
-def successor(turn: Number, num_slots: Number) -> Number:
-    """Return the next turn that uses the same slot, if the pass has as many."""
-    return turn + num_slots
-
-
 def empty_ring(placement: Placement) -> Ring:
     """Return the ring before anything was copied."""
     return (None,) * placement.num_slots
@@ -88,7 +70,7 @@ def slots_of(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]]:
     """Return slot and span of every layer that streams in this phase, by layer index."""
     spans = placement.spans(phase)
     num_slots = min(placement.num_slots, len(spans))
-    return {span.layer: (slot_of(turn, num_slots), span) for turn, span in enumerate(spans)}
+    return {span.layer: (turn % num_slots, span) for turn, span in enumerate(spans)}
 
 
 def kept_after_prefill(placement: Placement) -> dict[int, tuple[int, Span]]:
@@ -132,7 +114,7 @@ def build_pass(
             operations.append(Compute(layer))
             continue
         turn = turn_of[layer]
-        slot, later = slot_of(turn, num_slots), successor(turn, num_slots)
+        slot, later = turn % num_slots, turn + num_slots
         operations += [Wait(slot, spans[turn]), Compute(layer)]
         if later < len(spans):
             fill(slot, spans[later])

@@ -1,6 +1,7 @@
 """Segments: dotted runs of a parameter's name, how they match names and cover them."""
 
 from collections.abc import Collection, Iterator
+from itertools import combinations
 
 
 def match_segments(segments: Collection[str], name: str) -> bool:
@@ -14,9 +15,8 @@ def match_segments(segments: Collection[str], name: str) -> bool:
 def list_runs(name: str) -> Iterator[str]:
     """List the dotted runs of a name's parts."""
     parts = name.split(".")
-    for start in range(len(parts)):
-        for stop in range(start + 1, len(parts) + 1):
-            yield ".".join(parts[start:stop])
+    for start, stop in combinations(range(len(parts) + 1), 2):
+        yield ".".join(parts[start:stop])
 
 
 def cover_names(
@@ -33,12 +33,12 @@ def cover_names(
         if not any(match_segments([run], name) for name in unwanted)
     }
     chosen, missing = [], set(wanted)
+
+    def rank(run: str) -> tuple[int, int, int, str]:
+        return -len(covers[run] & missing), run.count("."), len(run), run
+
     while missing:
-        best = min(
-            covers,
-            key=lambda run: (-len(covers[run] & missing), run.count("."), len(run), run),
-            default="",
-        )
+        best = min(covers, key=rank, default="")
         if not covers.get(best, set()) & missing:
             return None
         chosen.append(best)

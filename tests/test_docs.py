@@ -119,7 +119,7 @@ class Walk:
         self.model: Model = open_model(str(config))
         self.machine: MachineProfile = load_profile(self.plan.machine.profile or "")
         self.placement: Placement = place(self.model, self.plan.offload)
-        self.slab: Slab = self.placement.by_layer[9]
+        self.slab: Slab = next(slab for slab in self.placement.slabs if slab.layer == 9)
         workload, budget = self.plan.workload, self.plan.budget
         self.prediction: Prediction = predict(
             self.model, self.machine, workload, budget, self.plan.offload

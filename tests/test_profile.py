@@ -51,13 +51,6 @@ def test_copies_cost_latency_and_rate() -> None:
     assert 2**26 / profile.copy_seconds(2**26) == pytest.approx(55.4e9, rel=0.01)
 
 
-def test_layer_time_is_found_by_its_shape() -> None:
-    machine = make_machine(layer_times=[TIME])
-    assert machine.find_layer_time("x", "decode", 1, 1, 64) == 0.5
-    assert machine.find_layer_time("x", "decode", 2, 1, 64) is None
-    assert machine.find_layer_time("x", "prefill", 1, 1, 64) is None
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -33,7 +33,7 @@ def plan(
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import note_budget, read_size, read_time, read_workload
     from offplan.machines import find_machine, why_unmeasured
-    from offplan.plan import dump_plan, plan_json
+    from offplan.plan import dump_plan
     from offplan.planner.frontier import find_frontier
     from offplan.planner.make import make_plan
     from offplan.report.frontier import frontier_payload, render_frontier
@@ -79,6 +79,6 @@ def plan(
     if output is not None:
         write_file(output, dump_plan(made), force=force)
     if json:
-        print_json(plan_json(made))
+        print_json(made.model_dump(mode="json"))
     elif output is None:
         sys.stdout.write(dump_plan(made))

@@ -5,6 +5,6 @@ from offplan.cli.output import print_json
 
 def schema() -> None:
     """Print the JSON schema of a plan file, for editors."""
-    from offplan.plan import json_schema
+    from offplan.plan import Plan
 
-    print_json(json_schema())
+    print_json(Plan.model_json_schema())

@@ -120,13 +120,11 @@ def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> Com
 def _measured_or(
     machine: MachineProfile, key: str, shape: PassShape, estimate: Callable[[PassShape], float]
 ) -> ComputeTime:
-    phase = shape.phase.value
-    exact = machine.find_layer_time(
-        key, phase, shape.batch, shape.tokens, shape.context, is_part=shape.is_part
-    )
-    if exact is not None:
-        return ComputeTime(exact, measured=True)
-    others = [time for time in machine.layer_times if (time.layer, time.phase) == (key, phase)]
+    wanted = key, shape.phase.value
+    others = [time for time in machine.layer_times if (time.layer, time.phase) == wanted]
+    for time in others:
+        if PassShape(shape.phase, time.batch, time.tokens, time.context, time.is_part) == shape:
+            return ComputeTime(time.seconds, measured=True)
     # chunks of a longer prompt launch more, and may not be captured where a whole one is
     others = [time for time in others if time.is_part == shape.is_part] or others
     if not others:

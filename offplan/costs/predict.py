@@ -18,7 +18,7 @@ from offplan.costs.timeline import (
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement, Span, place
-from offplan.plan import Basis, Budget, Offload, Prediction, Workload
+from offplan.plan import Budget, Offload, Prediction, Workload
 from offplan.schedule import build_steady_request
 
 
@@ -87,7 +87,7 @@ def predict(
     on_peer = placement.slab_bytes if offload.store == "peer" else 0
     return Prediction(
         objective=to_seconds(times.objective_ps(workload.output_tokens)),
-        basis=Basis.MEASURED if prompt.measured and decode.measured else Basis.ESTIMATED,
+        basis="measured" if prompt.measured and decode.measured else "estimated",
         prefill=times.prefill.predict(),
         decode=times.decode.predict(),
         gpu_memory=predict_gpu_memory(

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.costs.timeline import largest_cycle_mean
-from offplan.schedule import slot_of, successor
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -78,12 +77,12 @@ class PassTable:
     @cached_property
     def slot(self) -> Ints:
         """The slot of each layer that streams, [candidates, layers]."""
-        return slot_of(self.turn, np.maximum(self.num_slots, 1))
+        return self.turn % np.maximum(self.num_slots, 1)
 
     @cached_property
     def later(self) -> Ints:
         """The turn after each layer's in the same slot, [candidates, layers]."""
-        return successor(self.turn, self.num_slots)
+        return self.turn + self.num_slots
 
     @cached_property
     def is_last(self) -> Bools:

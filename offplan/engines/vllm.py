@@ -50,11 +50,11 @@ def _uva_bytes(rule: Rule, placement: Placement, model: Model) -> int:
     """Bytes to give vLLM, which reads parameters in place from layer 0 on and skips none."""
     if rule.max_bytes is not None:
         return rule.max_bytes
-    last = placement.slabs[-1].layer
+    offloaded = [slab.layer for slab in placement.slabs]
     skipped = [
         layer.index
-        for layer in model.layers[:last]
-        if layer.index not in placement.by_layer
+        for layer in model.layers[: offloaded[-1]]
+        if layer.index not in offloaded
         and any(rule.matches(parameter.name) for parameter in layer.parameters)
     ]
     if skipped:

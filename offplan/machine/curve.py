@@ -1,7 +1,7 @@
 """The link's curve by size, and the line that plans are priced by."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field
@@ -79,9 +79,8 @@ def fit_latency(curve: Sequence[CopyRate], bytes_per_s: float) -> Fit:
         return max(abs(latency_s - rest) / seconds for rest, seconds in left)
 
     candidates = {0.0}
-    for rest_a, seconds_a in left:
-        for rest_b, seconds_b in left:
-            crossing = (rest_a * seconds_b + rest_b * seconds_a) / (seconds_a + seconds_b)
-            candidates.add(max(0.0, crossing))
+    for (rest_a, seconds_a), (rest_b, seconds_b) in product(left, repeat=2):
+        crossing = (rest_a * seconds_b + rest_b * seconds_a) / (seconds_a + seconds_b)
+        candidates.add(max(0.0, crossing))
     best = min(candidates, key=lambda latency_s: (error(latency_s), latency_s))
     return Fit(best, error(best))

@@ -1,13 +1,14 @@
 """Measures the link of the current CUDA device: DMA by size, and kernels that read in place."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch.nn.functional import linear
 
 from offplan.hostmem.block import view_in_place
 from offplan.machine.curve import FIT_FROM_BYTES, CopyRate, fit_latency
 from offplan.machine.measure_host import PINNED_BYTES, pinned
+from offplan.machine.measure_products import measure_in_place_reads
 from offplan.machine.measure_time import Timing, figure, table, time_work
 from offplan.units import format_bytes
 
@@ -21,19 +22,17 @@ REREAD_BYTES = 128 * 2**20
 """Bytes of the weight that products read in place: more than any GPU's cache holds."""
 _COLUMNS = 4096
 
-CopyBytes = Callable[[int], object]
-"""A call queues a copy of so many bytes on the current stream."""
 
+def copy_curve(copy: Callable[[int], object], *, queued: bool = True) -> list[CopyRate]:
+    """Time copies of each of ``CURVE_BYTES``, alone on the link.
 
-def copy_curve(copy: CopyBytes, *, queued: bool = True) -> list[CopyRate]:
-    """Time copies of each of ``CURVE_BYTES``, alone on the link."""
-
-    def measure(size: int) -> CopyRate:
-        repeats = max(1, min(50, 2**26 // size))
-        timing = time_work(lambda: copy(size), repeats, queued=queued)
-        return CopyRate(bytes=size, rate=size / timing.seconds, spread=timing.spread)
-
-    return [measure(size) for size in CURVE_BYTES]
+    ``copy`` queues a copy of so many bytes on the current stream.
+    """
+    curve = []
+    for size in CURVE_BYTES:
+        timing = time_work(partial(copy, size), max(1, min(50, 2**26 // size)), queued=queued)
+        curve.append(CopyRate(bytes=size, rate=size / timing.seconds, spread=timing.spread))
+    return curve
 
 
 def describe_dma(curve: list[CopyRate], rate: str, latency: str) -> dict[str, object]:
@@ -81,14 +80,11 @@ def measure_in_place() -> dict[str, object]:
         once = time_work(lambda: weight @ vector)
         rate = PINNED_BYTES / once.seconds
         beside = _time_beside_copies(host, weight, vector)
-        part = weight[: REREAD_BYTES // (2 * _COLUMNS)]
-        factors: list[dict[str, float]] = []
-        for rows in REREAD_ROWS:
-            crossed = _time_product(rows, part) * rate / part.nbytes
-            # no byte crosses less than once, and noise must not make more rows read less
-            least = factors[-1]["factor"] if factors else 1.0
-            factors.append({"rows": rows, "factor": max(least, crossed)})
+    shape = (REREAD_BYTES // (2 * _COLUMNS), _COLUMNS)
+    reads = measure_in_place_reads([(shape, rows) for rows in REREAD_ROWS], 0, rate)
+    factors = [{"rows": read.tokens, "factor": read.factor} for read in reads]
     how = f"reading {format_bytes(PINNED_BYTES)} of pinned memory in place"
+    again = f"with {format_bytes(REREAD_BYTES)} read in place"
     return {
         "uva": figure(rate, f"matrix-vector product {how}", once.spread),
         "uva_beside_copies": figure(
@@ -97,9 +93,7 @@ def measure_in_place() -> dict[str, object]:
             f"matrix-vector products of {format_bytes(BESIDE_BYTES)} each, while copies are queued",
             beside.spread,
         ),
-        "uva_rereads": table(
-            factors, f"bf16 products with {format_bytes(REREAD_BYTES)} read in place, beside uva"
-        ),
+        "uva_rereads": table(factors, f"bf16 products {again}, beside uva"),
     }
 
 
@@ -118,8 +112,3 @@ def _time_beside_copies(host: torch.Tensor, weight: torch.Tensor, vector: torch.
     timing = time_work(work)
     copies.synchronize()  # before `device` goes
     return timing
-
-
-def _time_product(rows: int, weight: torch.Tensor) -> float:
-    hidden = torch.zeros(rows, _COLUMNS, dtype=torch.bfloat16, device="cuda")
-    return time_work(lambda: linear(hidden, weight)).seconds

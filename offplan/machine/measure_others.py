@@ -3,7 +3,7 @@
 Takes a CUDA context on each of them until the process ends.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -65,10 +65,8 @@ def measure_peer() -> dict[str, object]:
     for other in range(torch.cuda.device_count()):
         # torch copies from the source's side: it is the peer that needs access
         if other != this and torch.cuda.can_device_access_peer(other, this):
-            try:
+            with suppress(RuntimeError):  # as above: a GPU that cannot be used is no store
                 curves.append(_copy_from(torch.device("cuda", other)))
-            except RuntimeError:  # as above: a GPU that cannot be used is no store
-                continue
     if not curves:
         return {}
     fastest = max(curves, key=lambda curve: curve[-1].rate)

@@ -10,13 +10,10 @@ import torch
 from torch.nn.functional import grouped_mm, linear
 
 from offplan.hostmem.block import view_in_place
-from offplan.machine.measure_host import pinned
+from offplan.machine.measure_host import PINNED_BYTES, pinned
 from offplan.machine.measure_time import time_work
 from offplan.machine.profile import InPlaceRead
 from offplan.progress import Progress
-
-MAX_BYTES = 256 * 2**20
-"""Bytes of a weight; a larger one is cut along its first dimension: whole tiles are left out."""
 
 
 def measure_in_place_reads(
@@ -29,12 +26,14 @@ def measure_in_place_reads(
 
     Each is a shape, [out, in], or [experts, out, in] for routed experts, and a number of tokens, of
     which each goes to ``pairs_per_token`` of the experts; by shape, and then by tokens. ``uva`` is
-    the rate of reading once, in bytes per second. Noise does not make more tokens read less.
+    the rate of reading once, in bytes per second. A weight of more than PINNED_BYTES is cut along
+    its first dimension: whole tiles are left out. Noise does not make more tokens read less.
     Raises MemoryLimitError.
     """
     reads: list[InPlaceRead] = []
-    with pinned(MAX_BYTES) as host:
-        memory = view_in_place(host, torch.device("cuda")).view(torch.bfloat16)
+    with pinned(PINNED_BYTES) as host:
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory = view_in_place(host, device).view(torch.bfloat16)
         for number, (shape, tokens) in enumerate(products):
             weight = _cut(memory, shape)
             seconds = time_work(_product(weight, shape, tokens, pairs_per_token)).seconds

@@ -3,18 +3,32 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from offplan.errors import ProfileError
 from offplan.machine.curve import Curve, Rereads
-from offplan.machine.figure import Figure
-from offplan.records import Bytes, Flops, Rate, Record, Seconds, explain, load_yaml
+from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml
 
 PROFILE_VERSION = 1
 _SHIPPED = Path(__file__).parent / "profiles"
+
+Value = TypeVar("Value")
+
+
+class Figure(Record, Generic[Value]):
+    """A number, how it was obtained and where it comes from."""
+
+    value: Value
+    """The median, where it was measured several times."""
+    basis: Basis
+    source: str = Field(min_length=1)
+    samples: int | None = Field(None, ge=1)
+    """How many times it was measured; of a table, each of its entries."""
+    spread: float | None = Field(None, ge=0)
+    """(largest - smallest) / median of the samples; of a table, each entry has its own."""
 
 
 class LayerTime(Record):
@@ -113,10 +127,9 @@ class MachineProfile(Record):
     """Measured on this machine; a roofline estimates what is not here."""
 
     @property
-    def basis(self) -> str:
+    def basis(self) -> Basis:
         """The weakest basis among the figures of the link."""
-        order = ("measured", "reported", "datasheet", "estimated")
-        return max((self.h2d.basis, self.uva.basis), key=order.index)
+        return max(self.h2d.basis, self.uva.basis, key=get_args(Basis).index)
 
     @property
     def fingerprint(self) -> str:
@@ -157,24 +170,6 @@ class MachineProfile(Record):
         found = (each.factor for each in reads if (each.shape, each.tokens) == (shape, tokens))
         return next(found, None)
 
-    def find_layer_time(
-        self,
-        layer: str,
-        phase: str,
-        batch: int,
-        tokens: int,
-        context: int,
-        *,
-        is_part: bool = False,
-    ) -> float | None:
-        """The measured time of exactly this layer at exactly this shape, in seconds, if any."""
-        wanted = (layer, phase, batch, tokens, context, is_part)
-        for time in self.layer_times:
-            shape = (time.batch, time.tokens, time.context, time.is_part)
-            if (time.layer, time.phase, *shape) == wanted:
-                return time.seconds
-        return None
-
 
 class PeerStoreProfile(MachineProfile):
     """A machine whose store is a second GPU's memory, which kernels cannot read in place.
@@ -210,12 +205,10 @@ def load_profile(name: str) -> MachineProfile:
 def parse_profile(text: str, name: str) -> MachineProfile:
     """Check a profile's YAML; ``name`` is used in errors."""
     try:
-        return MachineProfile.model_validate(load_yaml(text))
-    except ValidationError as error:
-        where, why = explain(error)
-        raise ProfileError(f"machine profile {name}: {where or 'profile'}: {why}") from None
+        data = load_yaml(text)
     except ValueError as error:
         raise ProfileError(f"{name} is not YAML: {error}") from None
+    return MachineProfile.check(data, f"machine profile {name}", "profile", ProfileError)
 
 
 def dump_profile(profile: MachineProfile) -> str:

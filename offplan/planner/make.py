@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from offplan.costs.threshold import least_that
 from offplan.errors import InfeasibleError
-from offplan.plan import Objective, Offload
+from offplan.plan import Offload
 from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.find import PlanResult, find_plan, write_plan
 from offplan.planner.infeasible import explain_infeasible
@@ -27,11 +27,11 @@ def make_plan(question: Question) -> PlanResult:
     InfeasibleError when no plan fits, with the shortfall, and when none keeps the targets, with the
     nearest (exactly: no plan's worse excess is less) and the GPU memory that would do.
     """
-    if question.goal.objective is Objective.THROUGHPUT:
+    if question.goal.objective == "throughput":
         if best := plan_throughput(question):
             return best
         # a single sequence says what is missing
-        goal = question.goal.model_copy(update={"objective": Objective.LATENCY})
+        goal = question.goal.model_copy(update={"objective": "latency"})
         question = replace(question.with_batch(1), goal=goal)
     searcher = Searcher(Space(question))
     if question.goal.targets:

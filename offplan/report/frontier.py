@@ -59,7 +59,7 @@ def _render_plot(points: Sequence[Point]) -> Table:
 
 def _basis(points: Sequence[Point]) -> str:
     """Return how the figures were obtained: all points are of one machine and workload."""
-    return points[0].plan.prediction.basis.value
+    return points[0].plan.prediction.basis
 
 
 def frontier_payload(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def frontier_payload(points: Sequence[Point]) -> list[dict[str, Any]]:
     return [
         {
             "gpu_memory": point.plan.budget.gpu_memory,
-            "basis": point.plan.prediction.basis.value,
+            "basis": point.plan.prediction.basis,
             "host_memory_bytes": point.plan.prediction.host_memory_bytes,
             "peer_memory_bytes": point.plan.prediction.peer_memory_bytes,
             "objective_s": point.plan.prediction.objective_s,

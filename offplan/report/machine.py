@@ -7,8 +7,7 @@ from rich.table import Table
 
 from offplan import units
 from offplan.machine.curve import Rereads
-from offplan.machine.figure import Figure
-from offplan.machine.profile import DeviceRate, MachineProfile
+from offplan.machine.profile import DeviceRate, Figure, MachineProfile
 from offplan.report.table import make_table
 
 

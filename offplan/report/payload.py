@@ -8,7 +8,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan, plan_json
+from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
@@ -31,7 +31,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     return {
         **model_payload(analysis.model),
         "machine": None if machine is None else machine_payload(machine),
-        "plan": None if result is None else plan_json(result.plan),
+        "plan": None if result is None else result.plan.model_dump(mode="json"),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
@@ -82,7 +82,7 @@ def machine_payload(machine: MachineProfile) -> dict[str, Any]:
 def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, Any]:
     """Return why it is this plan, and what no plan of its budget can beat."""
     return {
-        "basis": result.plan.prediction.basis.value,
+        "basis": result.plan.prediction.basis,
         "reasons": explain_plan(result),
         **dump(result, exclude={"plan"}),
         "gap": result.gap,
@@ -129,7 +129,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
 
 
 def _predicted_payload(plan: Plan) -> dict[str, Any]:
-    predicted = plan_json(plan)["prediction"]
+    predicted = plan.model_dump(mode="json")["prediction"]
     return {key: predicted[key] for key in (*PHASES, "gpu_memory")}
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
-from offplan.plan import Backend, Basis, Plan, Rule
+from offplan.plan import Backend, Plan, Rule
 from offplan.planner.find import PlanResult
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
@@ -19,11 +19,11 @@ from offplan.units import format_bytes, format_seconds
 def render_plan(result: PlanResult, crossovers: Crossovers) -> list[RenderableType]:
     """Show the rules, why they were chosen, the memory terms and the prediction."""
     plan = result.plan
-    estimated = plan.prediction.basis is Basis.ESTIMATED
+    estimated = plan.prediction.basis == "estimated"
     request_s = format_seconds(plan.prediction.objective_s)
     speed = f"{plan.workload.batch / plan.prediction.decode.step_s:,.1f} tokens/s in decode"
     request = f"A request takes {request_s}{', estimated' * estimated}: {speed}."
-    why = f"Why ({plan.prediction.basis.value})"
+    why = f"Why ({plan.prediction.basis})"
     decision = _render_list("Plan", describe_offload(plan))
     reasons = _render_list(why, [*explain_plan(result), *describe_crossovers(crossovers)])
     tables = [_render_memory(plan), _render_prediction(plan, result.floor)]
@@ -38,7 +38,7 @@ def describe_gap(result: PlanResult) -> str:
     return (
         f"Bound of its bytes {format_seconds(bound_s)} (x{prediction.objective_s / bound_s:.3f}); "
         f"floor of any plan {format_seconds(floor_s)} (x{result.gap:.3f})"
-        f"{'; all estimated' * (prediction.basis is Basis.ESTIMATED)}."
+        f"{'; all estimated' * (prediction.basis == 'estimated')}."
     )
 
 
@@ -107,7 +107,7 @@ def _render_memory(plan: Plan) -> Table:
 def _render_prediction(plan: Plan, floor: Floor) -> Table:
     prefill, decode = plan.prediction.prefill, plan.prediction.decode
     table = make_table(
-        f"Prediction ({plan.prediction.basis.value})",
+        f"Prediction ({plan.prediction.basis})",
         *("figure", f"prefill of {plan.workload.prompt_tokens}", "decode, a token"),
     )
     for name in ("step", "compute", "link", "stall", "bound"):

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.plan import Backend, Basis, Plan
+from offplan.plan import Backend, Plan
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
@@ -83,7 +83,7 @@ def reads_in_place(plan: Plan, *phases: str) -> bool:
 def list_differences(plan: Plan, result: "RunResult | BenchResult") -> list[str]:
     """Say why a predicted figure may have no match among the measured ones."""
     workload, lines = plan.workload, []
-    if plan.prediction.basis is Basis.ESTIMATED:
+    if plan.prediction.basis == "estimated":
         lines.append("Predicted with estimated times of the layers.")
     if result.device != plan.machine.name:
         lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from offplan.plan import Backend, Objective, Prediction, Rule
+from offplan.plan import Backend, Prediction, Rule
 from offplan.planner.find import PlanResult
 from offplan.planner.throughput import tokens_per_s
 from offplan.units import format_bytes, format_seconds
@@ -16,7 +16,7 @@ def explain_plan(result: PlanResult) -> list[str]:
         reasons.append(f"of the plans that keep {goal.targets}, this is the fastest")
     if goal.engine:
         reasons.append(f"only plans that {goal.engine} can run were searched")
-    if goal.objective is Objective.THROUGHPUT:
+    if goal.objective == "throughput":
         speed = f"{tokens_per_s(plan):,.1f} tokens/s"
         reasons.append(f"batch {plan.workload.batch} gives most of those tried: {speed}")
     return reasons

@@ -51,6 +51,12 @@ def test_measured_time_is_taken_as_it_is() -> None:
     assert (time.seconds, time.measured) == (1.5, True)
 
 
+def test_a_measured_time_is_that_of_its_own_shape_alone() -> None:
+    machine = make_machine(layer_times=[measured(DECODE, 1.5)])
+    for other in (replace(DECODE, batch=2), replace(DECODE, phase=Phase.PREFILL)):
+        assert not layer_time(machine, WORK, other).measured
+
+
 def test_other_shapes_scale_the_estimate() -> None:
     plain = layer_time(make_machine(), WORK, PREFILL).seconds
     half = PassShape(Phase.PREFILL, 1, 5_000, 5_000)

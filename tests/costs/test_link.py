@@ -9,8 +9,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, uva_bytes, uva_bytes_by_layer
 from offplan.costs.work import PassShape
 from offplan.machine.curve import Reread, Rereads
-from offplan.machine.figure import Figure
-from offplan.machine.profile import InPlaceRead, MachineProfile
+from offplan.machine.profile import Figure, InPlaceRead, MachineProfile
 from offplan.placement import Phase, Unit
 from offplan.plan import Backend
 from tests.costs.builders import make_machine, moe_model, place_rules, rule

@@ -121,10 +121,11 @@ def test_bounds_and_monotony_hold(data: st.DataObject, model: Model, prefetch_st
     request = build_steady_request(placement, num_layers)
     durations = st.lists(st.integers(1, 40), min_size=num_layers, max_size=num_layers)
     compute, copies = data.draw(durations), data.draw(durations)
+    slabs = {slab.layer: slab for slab in placement.slabs}
     reads = {
         phase: [
             9 * any(entry.backend(phase) is Backend.UVA for entry in slab.entries)
-            if (slab := placement.by_layer.get(layer))
+            if (slab := slabs.get(layer))
             else 0
             for layer in range(num_layers)
         ]

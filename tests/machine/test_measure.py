@@ -7,15 +7,10 @@ import pytest
 import torch
 
 from offplan.errors import MemoryLimitError, OffplanError
-from offplan.machine import (
-    measure,
-    measure_host,
-    measure_link,
-    measure_others,
-    measure_products,
-)
+from offplan.machine import measure_host, measure_link, measure_others, measure_products
 from offplan.machine.measure_time import Timing, summarise
 from offplan.machine.profile import MachineProfile, load_profile
+from offplan.machines import measure_here
 
 MIB = 2**20
 Work = Callable[[], object]
@@ -30,13 +25,14 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("empty", "zeros", "arange"):
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
-    monkeypatch.setattr(measure_link, "PINNED_BYTES", 2 * MIB)
     monkeypatch.setattr(measure_link, "CURVE_BYTES", (4096, MIB, 2 * MIB))
     monkeypatch.setattr(measure_link, "REREAD_BYTES", MIB)
-    monkeypatch.setattr(
-        measure_link, "pinned", lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8))
-    )
-    monkeypatch.setattr(measure_link, "view_in_place", lambda block, device: block)
+    for module in (measure_link, measure_products):
+        monkeypatch.setattr(module, "PINNED_BYTES", 2 * MIB)
+        monkeypatch.setattr(
+            module, "pinned", lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8))
+        )
+        monkeypatch.setattr(module, "view_in_place", lambda block, device: block)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
@@ -80,9 +76,8 @@ def test_in_place_nothing_comes_faster_than_once_and_alone(
     monkeypatch.setattr(measure_link, "_time_beside_copies", lambda *tensors: beside)
     # the products read half of the block: 0.8, 1, 2, 1.9, 5 and 17 times
     seconds = iter([once, *(once / 2 * times for times in (0.8, 1, 2, 1.9, 5, 17))])
-    monkeypatch.setattr(
-        measure_link, "time_work", lambda work: (work(), Timing(next(seconds), 0))[1]
-    )
+    for module in (measure_link, measure_products):
+        monkeypatch.setattr(module, "time_work", lambda work: (work(), Timing(next(seconds), 0))[1])
     profile = with_keys(measure_link.measure_in_place())
     assert profile.uva.value == pytest.approx(1e9)
     assert profile.uva_beside_copies is not None
@@ -109,9 +104,6 @@ def test_products_read_their_own_shapes_and_never_less_for_more_tokens(
         return Timing(next(seconds), 0)
 
     for name, stand_in in {
-        "MAX_BYTES": 2 * MIB,
-        "pinned": lambda size: nullcontext(torch.zeros(size, dtype=torch.uint8)),
-        "view_in_place": lambda block, device: block,
         "grouped_mm": lambda x, weight, offs: x @ weight[0],
         "time_work": time_work,
     }.items():
@@ -166,4 +158,4 @@ def test_a_driver_that_refuses_to_pin_is_told(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_nothing_is_measured_without_a_device() -> None:
     with pytest.raises(OffplanError, match="no CUDA device to measure"):
-        measure.measure_machine()
+        measure_here()

@@ -15,7 +15,7 @@ from offplan.costs.predict import price_request
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
-from offplan.placement import Phase, Placement, Unit, group_units, place_units
+from offplan.placement import Phase, Placement, group_units, place
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
@@ -118,7 +118,7 @@ class BruteForce:
                 rules=rules,
             )
             try:
-                placement = place_units(self._units, question.model, offload)
+                placement = place(question.model, offload)
             except PlanError:  # a pattern that takes nothing, a tied embedding
                 continue
             turns = max(len(placement.spans(phase)) for phase in Phase)
@@ -154,10 +154,6 @@ class BruteForce:
         kept = kv_cache_bytes(model, workload)
         kept += overhead_bytes(question.planned_machine, question.budget)
         return {size: kept + activation_bytes(model, workload, size) for size in self.chunks}
-
-    @cached_property
-    def _units(self) -> list[tuple[Unit, ...]]:
-        return [group_units(layer) for layer in self.question.model.layers]
 
     @cached_property
     def _passes(self) -> dict[int, tuple[PassCompute, PassCompute]]:

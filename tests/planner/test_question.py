@@ -7,7 +7,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
 from offplan.errors import InfeasibleError, InputError
 from offplan.machine.profile import LayerTime, dump_profile, parse_profile
-from offplan.plan import Budget, Goal, Objective, Workload, dump_plan
+from offplan.plan import Budget, Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.question import Question
 from tests.costs.builders import make_machine, moe_model
@@ -38,7 +38,7 @@ def test_plan_names_model_and_machine() -> None:
     [
         Goal(),
         Goal(max_ttft=60.0, max_tpot=30.0),
-        Goal(objective=Objective.THROUGHPUT),
+        Goal(objective="throughput"),
         Goal(engine="vllm"),
     ],
 )

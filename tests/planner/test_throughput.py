@@ -3,7 +3,7 @@
 import pytest
 
 from offplan.errors import InfeasibleError
-from offplan.plan import Goal, Objective, Workload
+from offplan.plan import Goal, Workload
 from offplan.planner.make import make_plan
 from offplan.planner.throughput import plan_throughput, tokens_per_s
 from offplan.report.why import explain_plan
@@ -12,7 +12,7 @@ from tests.planner.cases import ask
 
 MODEL, MACHINE = moe_model(4), make_machine()
 EIGHT = Workload(batch=8, prompt_tokens=16, output_tokens=20, context=64)
-MOST = Goal(objective=Objective.THROUGHPUT)
+MOST = Goal(objective="throughput")
 
 
 def test_throughput_chooses_the_batch_that_gives_most() -> None:
@@ -36,7 +36,7 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
 
 def test_throughput_keeps_targets() -> None:
     free = make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, MOST)).plan
-    goal = Goal(objective=Objective.THROUGHPUT, max_tpot=0.8 * free.prediction.decode.step_s)
+    goal = Goal(objective="throughput", max_tpot=0.8 * free.prediction.decode.step_s)
     kept = make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, goal)).plan
     assert goal.max_tpot_s is not None
     assert kept.prediction.decode.step_s <= goal.max_tpot_s
@@ -47,6 +47,6 @@ def test_throughput_keeps_targets() -> None:
 def test_where_no_batch_fits_or_keeps_the_targets_a_single_sequence_says_why() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits"):
         make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, MOST).with_gpu_memory(10_000))
-    goal = Goal(objective=Objective.THROUGHPUT, max_tpot=1e-9)
+    goal = Goal(objective="throughput", max_tpot=1e-9)
     with pytest.raises(InfeasibleError, match="no plan reaches --max-tpot"):
         make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, goal))

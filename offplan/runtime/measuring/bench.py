@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from offplan.checkpoint.model import Model
-from offplan.errors import InputError
 from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.runtime.device import settle
@@ -91,7 +90,6 @@ def bench_session(session: Session, bench: Bench) -> BenchCost:
     """
     prompt, num_steps, timed = bench.prompt, bench.num_steps, session.link
     assert isinstance(timed, TimedLink)
-    check_room(session.context, prompt.shape[1], num_steps)
     session.warm_up(*prompt.shape)
 
     def prefill() -> torch.Tensor:
@@ -117,17 +115,6 @@ def bench_session(session: Session, bench: Bench) -> BenchCost:
         num_bytes = (session.link_bytes - moved) // num_steps
     decode_cost = PhaseCost(Spread.of(step_s), num_bytes, stalls)
     return BenchCost(prefill_cost, decode_cost, link_bytes_per_s=time_link(session))
-
-
-def check_room(context: int, prompt_tokens: int, num_steps: int) -> None:
-    """Raise InputError unless the steps to be timed fit the context."""
-    room = context - prompt_tokens - NUM_WARMUP_STEPS
-    if room < num_steps:
-        raise InputError(
-            f"{prompt_tokens} prompt tokens, {NUM_WARMUP_STEPS} steps of warm-up and {num_steps} "
-            f"timed ones exceed the plan's context of {context}: lower --steps, or plan with a "
-            "larger --context"
-        )
 
 
 def time_link(session: Session) -> float | None:
