@@ -32,15 +32,13 @@ def describe_kv_caches(
         else KVCache()
         for index, parameters in enumerate(layers)
     ]
-    unknown = [index for index, cache in enumerate(caches) if cache is None]
-    understood = [cache or KVCache() for cache in caches]
-    if not unknown:
-        return understood, []
-    note = (
-        f"the cache of {len(unknown)} layers (the first is {unknown[0]}) was not understood "
-        "and is counted as 0 bytes"
-    )
-    return understood, [note]
+    notes = []
+    if unknown := [index for index, cache in enumerate(caches) if cache is None]:
+        notes.append(
+            f"the cache of {len(unknown)} layers (the first is {unknown[0]}) was not understood "
+            "and is counted as 0 bytes"
+        )
+    return [cache or KVCache() for cache in caches], notes
 
 
 def _layer_cache(
@@ -104,7 +102,8 @@ def _linear_attention(architecture: Architecture, element_bytes: int) -> KVCache
     linear = architecture.linear
     if linear is None:
         return None
-    keys, values = linear.num_key_heads * linear.key_dim, linear.num_value_heads * linear.value_dim
-    conv = (2 * keys + values) * linear.kernel
-    recurrent = values * linear.key_dim
+    keys = linear.num_key_heads * linear.key_head_dim
+    values = linear.num_value_heads * linear.value_head_dim
+    conv = (2 * keys + values) * linear.conv_kernel_dim
+    recurrent = values * linear.key_head_dim
     return KVCache(state_bytes=conv * element_bytes + recurrent * _RECURRENT_BYTES)
