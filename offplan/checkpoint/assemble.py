@@ -1,6 +1,5 @@
 """The step from what a source holds to the model that the rest of offplan sees."""
 
-import re
 from collections.abc import Iterable
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
@@ -18,22 +17,8 @@ from offplan.checkpoint.model import (
     compute_dtype,
     owner,
 )
-from offplan.checkpoint.tensors import CONFIG_NAME, DTYPE_BITS, Stored, TensorInfo, headers_sha256
+from offplan.checkpoint.tensors import CONFIG_NAME, TORCH_NAMES, Stored, TensorInfo, headers_sha256
 from offplan.errors import CheckpointError
-
-_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
-_NAMED_OTHERWISE = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-TORCH_NAMES = _NAMED_OTHERWISE | {
-    name: re.sub("^[A-Z]+", lambda kind: _KINDS[kind[0]], name).lower()
-    for name in DTYPE_BITS.keys() - _NAMED_OTHERWISE.keys()
-    if not name.startswith("F6_")  # which torch has not
-}
-"""Torch's names of safetensors' types. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
 
 
 def assemble(source: str, stored: Stored) -> Model:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Routing, read_architecture, read_routing
-from offplan.checkpoint.assemble import TORCH_NAMES
 from offplan.checkpoint.config import read_count, text_config
 from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.tensors import INDEX_NAME, Stored, TensorInfo
+from offplan.checkpoint.tensors import INDEX_NAME, TORCH_NAMES, Stored, TensorInfo
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,14 +1,16 @@
 """Routed experts: told from the rest of a layer, and counted."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from offplan.checkpoint.architecture import Routing
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Experts, Layer, Parameter
-from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo
 from offplan.errors import CheckpointError
 
 _EXPERTS = "experts"
+_EXPERT_PART = re.compile(rf"(?:^|\.){_EXPERTS}\.{INDEX}\.")
 
 
 def group_parameters(
@@ -99,13 +101,8 @@ def split_expert(name: str) -> tuple[int, str] | None:
 
     None for a name without an expert's index.
     """
-    if _EXPERTS not in name:
-        return None
-    parts = name.split(".")
-    for at, part in enumerate(parts[:-2]):
-        if part == _EXPERTS and is_index(parts[at + 1]):
-            return int(parts[at + 1]), ".".join(parts[: at + 1] + parts[at + 2 :])
-    return None
+    found = _EXPERT_PART.search(name)
+    return found and (int(found[1]), name[: found.start(1)] + name[found.end() :])
 
 
 def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:

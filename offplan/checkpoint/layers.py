@@ -4,10 +4,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo, is_index
 from offplan.errors import CheckpointError
 
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -18,6 +19,7 @@ GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or bu
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
 
+_INDEX_PART = re.compile(rf"\.{INDEX}(?=\.)")
 _MAX_DEPTH = 3
 """Indices in a name that may count layers: a hostile name of thousands would cost their square."""
 
@@ -97,21 +99,14 @@ def _find_stacks(tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[int, int]]:
     indices: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        num_bytes = tensor.nbytes
-        end = depth = 0
-        for part in tensor.name.split(".")[:-1]:
-            if end and is_index(part):
-                prefix = tensor.name[: end - 1]
-                indices[prefix].add(int(part))
-                sizes[prefix] += num_bytes
-                depth += 1
-                if depth == _MAX_DEPTH:
-                    break
-            end += len(part) + 1
+        for found in islice(_INDEX_PART.finditer(tensor.name), _MAX_DEPTH):
+            prefix = tensor.name[: found.start()]
+            indices[prefix].add(int(found[1]))
+            sizes[prefix] += tensor.nbytes
     return {
-        prefix: (len(found), sizes[prefix])
-        for prefix, found in indices.items()
-        if max(found) == len(found) - 1
+        prefix: (len(counted), sizes[prefix])
+        for prefix, counted in indices.items()
+        if max(counted) == len(counted) - 1
     }
 
 

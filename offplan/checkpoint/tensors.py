@@ -20,6 +20,20 @@ DTYPE_BITS = {"BOOL": 8} | {
     name: int(found[1]) for name in _DTYPES.split() if (found := _BITS_IN_NAME.match(name))
 }
 """Bits an element. Source: safetensors 0.8, ``Dtype::bitsize``."""
+_NAMES_IN_TORCH = """
+BOOL=bool F4=float4_e2m1fn_x2 F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz
+F8_E5M2=float8_e5m2 F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu BF16=bfloat16 F16=float16
+F32=float32 F64=float64 C64=complex64 I8=int8 I16=int16 I32=int32 I64=int64 U8=uint8 U16=uint16
+U32=uint32 U64=uint64
+"""
+TORCH_NAMES = dict(pair.split("=") for pair in _NAMES_IN_TORCH.split())
+"""Torch's names of the types that it has. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
+
+INDEX = "(0|[1-9][0-9]{0,5})"
+"""Matches the index of a layer or an expert as writers write it: no leading zero, few digits.
+
+Anything else is a word: ``03`` must not stand for the same layer or expert as ``3``.
+"""
 
 
 class TensorInfo(NamedTuple):
@@ -72,8 +86,5 @@ def headers_sha256(tensors: Iterable[TensorInfo]) -> str:
 
 
 def is_index(part: str) -> bool:
-    """Whether a name part is an index as writers write it: ASCII digits, no leading zero, few.
-
-    Anything else is a word: ``03`` must not stand for the same layer or expert as ``3``.
-    """
-    return part.isascii() and part.isdecimal() and len(part) < 7 and (part[0] != "0" or part == "0")
+    """Whether a name part is an index."""
+    return re.fullmatch(INDEX, part) is not None
