@@ -13,8 +13,7 @@ from huggingface_hub import constants, errors, hf_hub_download, hf_hub_url, try_
 from huggingface_hub.utils import logging
 
 from offplan.checkpoint.folder import read_config, read_index, read_shard
-from offplan.checkpoint.header_cache import ShardStart, cache_path, load_start, store_start
-from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
+from offplan.checkpoint.header_cache import cache_path, load_start, store_start
 from offplan.checkpoint.hub_errors import HTTPError, explain
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
@@ -98,7 +97,7 @@ class _Shards:
         # A damaged cache is no fault of the checkpoint's: it is read again.
         with suppress(CheckpointError):
             if (cached := load_start(self._header(shard))) is not None:
-                return _parse(cached, shard, where)
+                return cached.parse(shard, where)
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
         try:
             start = read_header(url, size, where, stop)
@@ -108,14 +107,9 @@ class _Shards:
             if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
                 raise _NoSuchShard(str(told)) from error
             raise told from error
-        tensors = _parse(start, shard, where)
+        tensors = start.parse(shard, where)
         store_start(self._header(shard), start)
         return tensors
-
-
-def _parse(start: ShardStart, shard: str, where: str) -> list[TensorInfo]:
-    end = LENGTH_BYTES + header_length(start.data, start.file_bytes, where)
-    return parse_header(start.data[LENGTH_BYTES:end], start.file_bytes, shard, where)
 
 
 def _guess_sizes(index: Index) -> dict[str, int]:
