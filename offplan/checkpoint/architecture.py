@@ -166,7 +166,12 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         attention=_read_attention(text),
         latents=_read_latents(text),
         linear=_read_linear(text),
-        routing=read_routing(text, model_type),
+        routing=Routing(
+            num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS.split()),
+            num_per_token=_read_nested(text, "ffn_config", *_NUM_PER_TOKEN.split()),
+            has_idle=read_count(text, "zero_expert_num") is not None,
+            in_out=model_type in model_types.EXPERTS_IN_OUT,
+        ),
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         states_tie=tie is not None,
@@ -218,16 +223,6 @@ def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
 def _read_linear(text: Mapping[str, Any]) -> LinearAttention | None:
     sizes = [read_count(text, f"linear_{field}") or 0 for field in LinearAttention._fields]
     return LinearAttention(*sizes) if all(sizes) else None
-
-
-def read_routing(text: Mapping[str, Any], model_type: str) -> Routing:
-    """Read what a config's part on the language model says of its routed experts."""
-    return Routing(
-        num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS.split()),
-        num_per_token=_read_nested(text, "ffn_config", *_NUM_PER_TOKEN.split()),
-        has_idle=read_count(text, "zero_expert_num") is not None,
-        in_out=model_type in model_types.EXPERTS_IN_OUT,
-    )
 
 
 def _read_nested(text: Mapping[str, Any], part: str, *keys: str) -> int | None:

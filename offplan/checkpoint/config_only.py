@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offplan.checkpoint.architecture import MAX_LAYERS, Routing, read_architecture, read_routing
-from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.architecture import Routing, read_architecture
 from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
@@ -30,10 +29,14 @@ def read_config_only(path: Path) -> Stored:
     Raises CheckpointError when transformers does not know or cannot build the architecture.
     """
     config = read_config(path)
-    _check_buildable(config)
-    tensors = _build_tensors(config, str(path))
     architecture = read_architecture(config)
-    tensors = _without_idle_experts(architecture.routing, tensors)
+    num_experts = architecture.routing.num_experts or 0
+    if num_experts > _MAX_EXPERTS:
+        raise CheckpointError(
+            f"found {num_experts} experts in the config, expected {_MAX_EXPERTS} at most; "
+            "correct the file"
+        )
+    tensors = _without_idle_experts(architecture.routing, _build_tensors(config, str(path)))
     notes = ["sizes come from the config alone: no weights were seen"]
     if architecture.dtype is None:
         notes.append("the config names no dtype: took float32, as transformers does")
@@ -43,17 +46,6 @@ def read_config_only(path: Path) -> Stored:
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
     return Stored(config, tensors, notes=tuple(notes))
-
-
-def _check_buildable(config: Mapping[str, Any]) -> None:
-    text = text_config(config)
-    num_layers = read_count(text, "num_hidden_layers") or 0
-    num_experts = read_routing(text, "").num_experts or 0
-    if num_layers > MAX_LAYERS or num_experts > _MAX_EXPERTS:
-        raise CheckpointError(
-            f"found {num_layers} layers and {num_experts} experts in the config, expected "
-            f"{MAX_LAYERS} and {_MAX_EXPERTS} at most; correct the file"
-        )
 
 
 def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, ...]:

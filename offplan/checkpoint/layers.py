@@ -8,7 +8,7 @@ from itertools import islice
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo, is_index
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo
 from offplan.errors import CheckpointError
 
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -55,19 +55,19 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     layers: list[list[TensorInfo]] = [[] for _ in range(num_layers)]
     outside: list[TensorInfo] = []
     not_loaded: set[str] = set()
+    in_stack = re.compile(rf"{re.escape(prefix)}\.{INDEX}\..")
     for tensor in tensors:
-        index = _index_in(prefix, tensor.name)
-        if index is not None and index < num_layers and not _is_recomputed(tensor):
-            layers[index].append(tensor)
+        found = in_stack.match(tensor.name)
+        if found and int(found[1]) < num_layers and not _is_recomputed(tensor):
+            layers[int(found[1])].append(tensor)
             continue
         outside.append(tensor)
-        if index is not None or _is_mtp(tensor.name):
+        if found or _is_mtp(tensor.name):
             not_loaded.add(tensor.name)
     if num_stacked > num_layers:
         extra = f"{prefix}.{num_layers}"
         notes.append(f"layers from {extra} on predict further tokens and are not loaded")
-    outside.sort()
-    by_layer = tuple(map(tuple, layers))
+    by_layer, outside = tuple(map(tuple, layers)), sorted(outside)
     return Split(prefix, by_layer, tuple(outside), frozenset(not_loaded), tuple(notes))
 
 
@@ -108,14 +108,6 @@ def _find_stacks(tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[int, int]]:
         for prefix, counted in indices.items()
         if max(counted) == len(counted) - 1
     }
-
-
-def _index_in(prefix: str, name: str) -> int | None:
-    """Return the layer that a name belongs to, None outside the stack."""
-    if not name.startswith(prefix + "."):
-        return None
-    index, _, rest = name[len(prefix) + 1 :].partition(".")
-    return int(index) if rest and is_index(index) else None
 
 
 def _is_recomputed(tensor: TensorInfo) -> bool:

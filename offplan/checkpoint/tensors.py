@@ -12,22 +12,18 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _DTYPES = """
-F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 I16 U16 F16 BF16 I32
-U32 F32 C64 F64 I64 U64
+BOOL=bool F4=float4_e2m1fn_x2 F6_E2M3 F6_E3M2 U8=uint8 I8=int8 F8_E5M2=float8_e5m2
+F8_E4M3=float8_e4m3fn F8_E5M2FNUZ=float8_e5m2fnuz F8_E4M3FNUZ=float8_e4m3fnuz
+F8_E8M0=float8_e8m0fnu I16=int16 U16=uint16 F16=float16 BF16=bfloat16 I32=int32 U32=uint32
+F32=float32 C64=complex64 F64=float64 I64=int64 U64=uint64
 """
-_BITS_IN_NAME = re.compile(r"[A-Z]+(\d+)")
+_IN_TORCH = dict(pair.partition("=")[::2] for pair in _DTYPES.split())
+TORCH_NAMES = {name: known for name, known in _IN_TORCH.items() if known}
+"""Torch's names of the types that it has. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
 DTYPE_BITS = {"BOOL": 8} | {
-    name: int(found[1]) for name in _DTYPES.split() if (found := _BITS_IN_NAME.match(name))
+    name: int(found[1]) for name in _IN_TORCH if (found := re.match(r"[A-Z]+(\d+)", name))
 }
 """Bits an element. Source: safetensors 0.8, ``Dtype::bitsize``."""
-_NAMES_IN_TORCH = """
-BOOL=bool F4=float4_e2m1fn_x2 F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz
-F8_E5M2=float8_e5m2 F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu BF16=bfloat16 F16=float16
-F32=float32 F64=float64 C64=complex64 I8=int8 I16=int16 I32=int32 I64=int64 U8=uint8 U16=uint16
-U32=uint32 U64=uint64
-"""
-TORCH_NAMES = dict(pair.split("=") for pair in _NAMES_IN_TORCH.split())
-"""Torch's names of the types that it has. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
 
 INDEX = "(0|[1-9][0-9]{0,5})"
 """Matches the index of a layer or an expert as writers write it: no leading zero, few digits.
