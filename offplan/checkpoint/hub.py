@@ -39,17 +39,13 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     commit = config_path.parent.name
     config = read_config(config_path)
     shards = _Shards(repo, commit)
-    index_path = None if shards.is_known(SINGLE_NAME) else _cached(repo, INDEX_NAME, commit)
-    tensors: list[TensorInfo] = []
-    if index_path is None:
-        try:
-            tensors = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
-        except _NoSuchShard:
-            index_path = _download(repo, INDEX_NAME, commit)
-    if index_path is not None:
-        index = read_index(index_path)
-        tensors = shards.read_all(_guess_sizes(index), on_progress)
-        check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
+    if shards.is_known(SINGLE_NAME) or _cached(repo, INDEX_NAME, commit) is None:
+        with suppress(_NoSuchShard):
+            single = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
+            return Stored(config, tuple(single), revision=commit)
+    index = read_index(_download(repo, INDEX_NAME, commit))
+    tensors = shards.read_all(_guess_sizes(index), on_progress)
+    check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
     return Stored(config, tuple(tensors), revision=commit)
 
 

@@ -5,7 +5,7 @@ from huggingface_hub import constants, errors
 # The HTTP client's base error: httpx's in huggingface_hub 1, httpx2's in 2.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
 
-from offplan.checkpoint.jsontext import shorten
+from offplan.checkpoint.jsontext import describe
 from offplan.errors import CheckpointError, HubError
 
 _BY_STATUS = {
@@ -53,7 +53,7 @@ def explain(
             reason = f"{filename}: HTTP {status}: {known}"
     elif not isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         kind = HubError
-        reason = f"{filename}: no answer from {constants.ENDPOINT} ({_describe(error)}); try again"
+        reason = f"{filename}: no answer from {constants.ENDPOINT} ({describe(error)}); try again"
     elif constants.HF_HUB_OFFLINE:
         reason = (
             f"{filename} is not in the cache and HF_HUB_OFFLINE is set; run once online, or name "
@@ -69,8 +69,3 @@ def explain(
         # huggingface_hub says "not found locally" for whatever kept it from asking the server.
         return explain(error.__cause__, repo, revision, filename)
     return kind(f"{where}: {reason}")
-
-
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__)

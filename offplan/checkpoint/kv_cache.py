@@ -6,7 +6,7 @@ Source: the cache classes and the attention modules of transformers 5.23 (``cach
 
 from collections.abc import Sequence
 
-from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.architecture import Architecture, LinearAttention
 from offplan.checkpoint.model import KVCache, Parameter
 from offplan.checkpoint.windows import Mixer
 
@@ -48,7 +48,7 @@ def _layer_cache(
     names = [parameter.name for parameter in parameters]
     mixer = architecture.mixers[index]
     if mixer is Mixer.LINEAR or any(name.startswith("linear_attn.") for name in names):
-        return _linear_attention(architecture, element_bytes)
+        return architecture.linear and _linear_attention(architecture.linear, element_bytes)
     if mixer is Mixer.NONE:
         return KVCache()
     attends = any("attn" in name or "attention" in name for name in names)
@@ -93,15 +93,12 @@ def _rows(parameters: Sequence[Parameter], end: str) -> int | None:
     return found[0].shape[0] if whole else None
 
 
-def _linear_attention(architecture: Architecture, element_bytes: int) -> KVCache | None:
+def _linear_attention(linear: LinearAttention, element_bytes: int) -> KVCache:
     """Return the gated delta rule's state: the convolution's last inputs and one matrix a head.
 
     Source: transformers 5.23, ``Qwen3NextGatedDeltaNet``: conv state [B, 2 key_dim + value_dim,
     kernel] in the model's dtype, recurrent state [B, value heads, key dim, value dim] in float32.
     """
-    linear = architecture.linear
-    if linear is None:
-        return None
     keys = linear.num_key_heads * linear.key_head_dim
     values = linear.num_value_heads * linear.value_head_dim
     conv = (2 * keys + values) * linear.conv_kernel_dim

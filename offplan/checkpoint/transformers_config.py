@@ -7,7 +7,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from offplan.checkpoint.config import read_model_type
-from offplan.checkpoint.jsontext import quote, shorten
+from offplan.checkpoint.jsontext import describe, quote
 from offplan.errors import CheckpointError
 
 
@@ -34,10 +34,10 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
 
 def cannot_build(where: str, error: Exception) -> CheckpointError:
     """Say what stopped transformers: it is about a value in the config, and it has many kinds."""
-    reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)
     return CheckpointError(
-        f"{where}: transformers {transformers.__version__} cannot build this model ({reason}); "
-        "correct its config, or, to plan, name the folder or the Hub id of the checkpoint"
+        f"{where}: transformers {transformers.__version__} cannot build this model "
+        f"({describe(error, 300)}); correct its config, or, to plan, name the folder or the Hub id "
+        "of the checkpoint"
     )
 
 
