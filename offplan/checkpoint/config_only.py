@@ -12,7 +12,7 @@ from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.tensors import INDEX_NAME, TORCH_NAMES, Stored, TensorInfo
+from offplan.checkpoint.tensors import INDEX_NAME, TORCH_NAMES, Stored, TensorInfo, Tensors
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_config_only(path: Path) -> Stored:
     return Stored(config, tensors, notes=tuple(notes))
 
 
-def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, ...]:
+def _build_tensors(config: Mapping[str, Any], where: str) -> Tensors:
     """Return the tensors that ``save_pretrained`` would write, by the checkpoint's names."""
     import torch
     import transformers
@@ -73,9 +73,7 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
     )
 
 
-def _without_idle_experts(
-    routing: Routing, tensors: tuple[TensorInfo, ...]
-) -> tuple[TensorInfo, ...]:
+def _without_idle_experts(routing: Routing, tensors: Tensors) -> Tensors:
     """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
 
     Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
@@ -115,7 +113,7 @@ def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
     return {name: named[name] for name in kept.values()}
 
 
-def _compare_with_index(path: Path, tensors: tuple[TensorInfo, ...]) -> list[str]:
+def _compare_with_index(path: Path, tensors: Tensors) -> list[str]:
     """Return notes when an index lies beside the config and speaks of other sizes or names."""
     beside = path.parent / INDEX_NAME
     if not is_file(beside):

@@ -14,7 +14,7 @@ from huggingface_hub.utils import logging
 
 from offplan.checkpoint.folder import read_config, read_index, read_shard
 from offplan.checkpoint.header_cache import cache_path, load_start, store_start
-from offplan.checkpoint.hub_errors import HTTPError, explain
+from offplan.checkpoint.hub_errors import HTTPError, NoSuchFile, explain
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.ranges import Cut, read_header
@@ -40,17 +40,13 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     config = read_config(config_path)
     shards = _Shards(repo, commit)
     if shards.is_known(SINGLE_NAME) or _cached(repo, INDEX_NAME, commit) is None:
-        with suppress(_NoSuchShard):
+        with suppress(NoSuchFile):
             single = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
             return Stored(config, tuple(single), revision=commit)
     index = read_index(_download(repo, INDEX_NAME, commit))
     tensors = shards.read_all(_guess_sizes(index), on_progress)
     check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
     return Stored(config, tuple(tensors), revision=commit)
-
-
-class _NoSuchShard(CheckpointError):
-    """The repository has no file of this name."""
 
 
 class _Shards:
@@ -99,10 +95,7 @@ class _Shards:
             start = read_header(url, size, where, stop)
         # OSError: offline mode is a ConnectionError.
         except (HTTPError, OSError, Cut) as error:
-            told = explain(error, self._repo, self._commit, shard)
-            if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
-                raise _NoSuchShard(str(told)) from error
-            raise told from error
+            raise explain(error, self._repo, self._commit, shard) from error
         tensors = start.parse(shard, where)
         store_start(self._header(shard), start)
         return tensors

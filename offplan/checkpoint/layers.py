@@ -8,7 +8,7 @@ from itertools import islice
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo, Tensors
 from offplan.errors import CheckpointError
 
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -30,9 +30,9 @@ class Split:
 
     prefix: str
     """The start of the layers' names, before the index: ``model.layers``."""
-    layers: tuple[tuple[TensorInfo, ...], ...]
+    layers: tuple[Tensors, ...]
     """The tensors of each decoder layer."""
-    outside: tuple[TensorInfo, ...]
+    outside: Tensors
     """All others, sorted by name."""
     not_loaded: frozenset[str]
     """Names in ``outside`` that a causal language model does not load."""
@@ -71,7 +71,7 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     return Split(prefix, by_layer, tuple(outside), frozenset(not_loaded), tuple(notes))
 
 
-def _choose_stack(tensors: tuple[TensorInfo, ...], architecture: Architecture) -> tuple[str, int]:
+def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, int]:
     """Return the prefix of the decoder's stack and the number of layers stored under it."""
     num_layers = architecture.num_layers
     stacks = _find_stacks(tensors)
@@ -94,7 +94,7 @@ def _choose_stack(tensors: tuple[TensorInfo, ...], architecture: Architecture) -
     )
 
 
-def _find_stacks(tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[int, int]]:
+def _find_stacks(tensors: Tensors) -> dict[str, tuple[int, int]]:
     """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap."""
     indices: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()

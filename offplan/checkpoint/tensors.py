@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,13 +55,16 @@ class TensorInfo(NamedTuple):
         return self.num_elements * DTYPE_BITS[self.dtype] // 8
 
 
+Tensors = tuple[TensorInfo, ...]
+
+
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint as its source describes it."""
 
     config: Mapping[str, Any]
     """``config.json``, as read."""
-    tensors: tuple[TensorInfo, ...]
+    tensors: Tensors
     """All tensors, in no particular order."""
     revision: str | None = None
     """The Hub commit; None off the Hub."""
@@ -69,15 +72,13 @@ class Stored:
     """Sentences on what the source could not tell."""
 
 
-def headers_sha256(tensors: Iterable[TensorInfo]) -> str:
+def headers_sha256(tensors: Tensors) -> str:
     """SHA-256, in hex, over one sorted line a tensor: name, dtype, ``d0,d1,...``, tabs between.
 
     Shards, offsets and metadata are left out, so that the Hub, a folder sharded otherwise and a
     config alone agree.
     """
-    lines = sorted(
-        f"{tensor.name}\t{tensor.dtype}\t{','.join(map(str, tensor.shape))}\n" for tensor in tensors
-    )
+    lines = sorted(f"{t.name}\t{t.dtype}\t{','.join(map(str, t.shape))}\n" for t in tensors)
     return hashlib.sha256("".join(lines).encode("utf-8")).hexdigest()
 
 

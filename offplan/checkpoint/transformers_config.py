@@ -25,9 +25,7 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
             "update transformers, or, to plan, name the folder or the Hub id of the checkpoint"
         )
     try:
-        # What from_json_file does before it calls from_dict: infinity is no JSON number.
-        decoded = transformers.PreTrainedConfig._decode_special_floats(_without_code(config))
-        return CONFIG_MAPPING[model_type].from_dict(decoded)
+        return CONFIG_MAPPING[model_type].from_dict(_sanitise(config))
     except Exception as error:
         raise cannot_build(where, error) from error
 
@@ -41,10 +39,20 @@ def cannot_build(where: str, error: Exception) -> CheckpointError:
     )
 
 
-def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop, at every depth, what could make transformers fetch code or change the stored types."""
+def _sanitise(value: Any) -> Any:
+    """Drop, at every depth, what could make transformers fetch code or change the stored types.
+
+    Infinity, which is no JSON number, is decoded.
+    Source: transformers 5.23 saves it as ``{"__float__": "Infinity"}``.
+    """
+    if isinstance(value, list):
+        return [_sanitise(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
     return {
-        key: _without_code(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
+        key: _sanitise(each)
+        for key, each in value.items()
         if key not in ("auto_map", "quantization_config") and "_implementation" not in key
     }
