@@ -89,13 +89,12 @@ def _without_idle_experts(routing: Routing, tensors: Tensors) -> Tensors:
 def _model_class(built: Any) -> Any:
     """Return the class that wrote the checkpoint, or the causal language model of its config."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     for name in built.architectures or ():
         stated = getattr(transformers, str(name), None)
         if getattr(stated, "config_class", None) is type(built):
             return stated
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
 
 
 def _saved_state(model: Any) -> "dict[str, torch.Tensor]":

@@ -25,12 +25,10 @@ def describe_kv_caches(
     ``element_bytes`` is the size of what the model computes in.
     """
     # Layers that read another layer's keys and values keep none of their own.
-    num_own = len(layers) - architecture.num_sharing_layers
+    num_own = max(0, len(layers) - architecture.num_sharing_layers)
     caches = [
         _layer_cache(architecture, index, parameters, element_bytes)
-        if index < num_own
-        else KVCache()
-        for index, parameters in enumerate(layers)
+        for index, parameters in enumerate(layers[:num_own])
     ]
     notes = []
     if unknown := [index for index, cache in enumerate(caches) if cache is None]:
@@ -38,7 +36,8 @@ def describe_kv_caches(
             f"the cache of {len(unknown)} layers (the first is {unknown[0]}) was not understood "
             "and is counted as 0 bytes"
         )
-    return [cache or KVCache() for cache in caches], notes
+    sharing = [KVCache()] * (len(layers) - num_own)
+    return [cache or KVCache() for cache in caches] + sharing, notes
 
 
 def _layer_cache(

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.jsontext import describe, quote
@@ -18,14 +17,14 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
     does not know and for values that it refuses.
     """
     model_type = read_model_type(config)
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{where}: found model_type {quote(model_type)}, which transformers "
             f"{transformers.__version__} does not have (code from a checkpoint is never run); "
             "update transformers, or, to plan, name the folder or the Hub id of the checkpoint"
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(_sanitise(config))
+        return transformers.CONFIG_MAPPING[model_type].from_dict(_sanitise(config))
     except Exception as error:
         raise cannot_build(where, error) from error
 
