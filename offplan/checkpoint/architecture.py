@@ -6,10 +6,10 @@ file need not say stands in ``model_types``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from offplan.checkpoint import model_types
-from offplan.checkpoint.config import MAX_COUNT, read_count, read_dtype, text_config
+from offplan.checkpoint.config import read_count, read_dtype, text_config
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
@@ -18,39 +18,20 @@ from offplan.errors import CheckpointError
 MAX_LAYERS = 10_000
 """Most layers of a model, past any there is; each costs time to understand and to plan."""
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_NUM_EXPERTS = (
-    "num_experts",
-    "n_routed_experts",
-    "num_local_experts",
-    "moe_num_experts",
-    "num_moe_experts",
-    "num_routed_experts",
-    "n_experts",
-)
-_NUM_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_top_k",
-    "moe_topk",
-    "moe_k",
-    "num_selected_experts",
-    "top_k_experts",
-    "top_k",
-)
-_LINEAR_SIZES = (
-    "num_key_heads",
-    "num_value_heads",
-    "key_head_dim",
-    "value_head_dim",
-    "conv_kernel_dim",
-)
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_NUM_EXPERTS = """
+num_experts n_routed_experts num_local_experts moe_num_experts num_moe_experts num_routed_experts
+n_experts
+"""
+_NUM_PER_TOKEN = """
+num_experts_per_tok num_experts_per_token experts_per_token moe_top_k moe_topk moe_k
+num_selected_experts top_k_experts top_k
+"""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The heads of a layer's attention, and what its scores need beyond a causal softmax."""
+    """The heads of a layer's attention."""
 
     num_heads: int
     """Query heads; 0 where the config does not say."""
@@ -58,10 +39,6 @@ class Attention:
     """Heads of keys and values; 0 where the config does not say."""
     head_dim: int
     """Elements of a query, key or value head; 0 where the config does not say."""
-    sinks: bool
-    """Whether the softmax has a learned sink for each head."""
-    soft_cap: float | None
-    """Value that scores are softly capped at; None where they are not."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +60,19 @@ class LatentAttention:
     """Elements of the further key a token that a sparse attention's indexer keeps; 0 without."""
 
 
-@dataclass(frozen=True)
-class LinearAttention:
-    """The gated delta rule. Source: transformers 5.23, ``Qwen3NextGatedDeltaNet``."""
+class LinearAttention(NamedTuple):
+    """The gated delta rule, its fields named as in the config, where ``linear_`` precedes them.
+
+    Source: transformers 5.23, ``Qwen3NextGatedDeltaNet``.
+    """
 
     num_key_heads: int
     num_value_heads: int
-    key_dim: int
+    key_head_dim: int
     """Elements of a key head."""
-    value_dim: int
+    value_head_dim: int
     """Elements of a value head."""
-    kernel: int
+    conv_kernel_dim: int
     """Tokens that its convolution looks at."""
 
 
@@ -147,10 +126,6 @@ class Architecture:
     routing: Routing
     matrices_in_out: bool
     """Whether the layers' matrices are stored as [in, out], not [out, in] (Conv1D)."""
-    float32_parts: tuple[str, ...]
-    """Parts of names whose parameters stay in float32 when bfloat16 or float16 is computed in."""
-    float32_parts_in_float16: tuple[str, ...]
-    """Parts of names whose parameters stay in float32 when float16 is computed in."""
     head_is_tied: bool | None
     """Whether the head is the input embedding; None where neither config nor model type says."""
     states_tie: bool
@@ -188,13 +163,16 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         num_sharing_layers=read_count(text, "num_kv_shared_layers") or 0,
         mixers=mixers,
         windows=windows,
-        attention=_read_attention(text, model_type),
+        attention=_read_attention(text),
         latents=_read_latents(text),
         linear=_read_linear(text),
-        routing=read_routing(text, model_type),
+        routing=Routing(
+            num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS.split()),
+            num_per_token=_read_nested(text, "ffn_config", *_NUM_PER_TOKEN.split()),
+            has_idle=read_count(text, "zero_expert_num") is not None,
+            in_out=model_type in model_types.EXPERTS_IN_OUT,
+        ),
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
-        float32_parts=model_types.FLOAT32_PARTS.get(model_type, ()),
-        float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         states_tie=tie is not None,
         notes=notes,
@@ -216,7 +194,7 @@ def _read_hidden_size(text: Mapping[str, Any]) -> int:
     return read_count(text, "hidden_size", "n_embd", "d_model") or 0
 
 
-def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:
+def _read_attention(text: Mapping[str, Any]) -> Attention:
     num_heads = read_count(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 0
     num_kv_heads = _read_nested(text, "attn_config", *_NUM_KV_HEADS, "kv_n_heads")
     if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
@@ -226,14 +204,7 @@ def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads or num_heads,
         head_dim=head_dim or (_read_hidden_size(text) // num_heads if num_heads else 0),
-        sinks=model_type in model_types.SINK_TYPES,
-        soft_cap=_read_soft_cap(text, model_type),
     )
-
-
-def _read_soft_cap(text: Mapping[str, Any], model_type: str) -> float | None:
-    cap = text.get("attn_logit_softcapping", model_types.SOFT_CAPS.get(model_type))
-    return float(cap) if type(cap) in (int, float) and 0 < cap < MAX_COUNT else None
 
 
 def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
@@ -250,18 +221,8 @@ def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def _read_linear(text: Mapping[str, Any]) -> LinearAttention | None:
-    sizes = [size for key in _LINEAR_SIZES if (size := read_count(text, f"linear_{key}"))]
-    return LinearAttention(*sizes) if len(sizes) == len(_LINEAR_SIZES) else None
-
-
-def read_routing(text: Mapping[str, Any], model_type: str) -> Routing:
-    """Read what a config's part on the language model says of its routed experts."""
-    return Routing(
-        num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS),
-        num_per_token=_read_nested(text, "ffn_config", *_NUM_PER_TOKEN),
-        has_idle=read_count(text, "zero_expert_num") is not None,
-        in_out=model_type in model_types.EXPERTS_IN_OUT,
-    )
+    sizes = [read_count(text, f"linear_{field}") or 0 for field in LinearAttention._fields]
+    return LinearAttention(*sizes) if all(sizes) else None
 
 
 def _read_nested(text: Mapping[str, Any], part: str, *keys: str) -> int | None:

@@ -1,7 +1,6 @@
 """The step from what a source holds to the model that the rest of offplan sees."""
 
-import re
-from collections.abc import Iterable
+from collections import Counter
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config import read_model_type
@@ -18,22 +17,8 @@ from offplan.checkpoint.model import (
     compute_dtype,
     owner,
 )
-from offplan.checkpoint.tensors import CONFIG_NAME, DTYPE_BITS, Stored, TensorInfo, headers_sha256
+from offplan.checkpoint.tensors import CONFIG_NAME, TORCH_NAMES, Stored, Tensors, headers_sha256
 from offplan.errors import CheckpointError
-
-_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
-_NAMED_OTHERWISE = {
-    "BOOL": "bool",
-    "F4": "float4_e2m1fn_x2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-TORCH_NAMES = _NAMED_OTHERWISE | {
-    name: re.sub("^[A-Z]+", lambda kind: _KINDS[kind[0]], name).lower()
-    for name in DTYPE_BITS.keys() - _NAMED_OTHERWISE.keys()
-    if not name.startswith("F6_")  # which torch has not
-}
-"""Torch's names of safetensors' types. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
 
 
 def assemble(source: str, stored: Stored) -> Model:
@@ -91,9 +76,7 @@ def assemble(source: str, stored: Stored) -> Model:
     )
 
 
-def _find_tied(
-    architecture: Architecture, outside: tuple[TensorInfo, ...]
-) -> tuple[frozenset[str], list[str]]:
+def _find_tied(architecture: Architecture, outside: Tensors) -> tuple[frozenset[str], list[str]]:
     """Return the names of stored heads that share the input embedding's storage once loaded.
 
     A head is tied when both have one shape and dtype and the architecture ties them. The notes say
@@ -113,7 +96,7 @@ def _find_tied(
     return taken, [note]
 
 
-def _note_packing(tensors: Iterable[TensorInfo]) -> list[str]:
+def _note_packing(tensors: Tensors) -> list[str]:
     """Return a note when an element of some tensor holds several weights."""
     # GPTQ, AWQ and compressed-tensors pack eight 4-bit weights in an int32; bitsandbytes, MXFP4
     # and NVFP4 two in a byte.
@@ -127,11 +110,11 @@ def _note_packing(tensors: Iterable[TensorInfo]) -> list[str]:
     return []
 
 
-def _main_dtype(tensors: Iterable[TensorInfo]) -> str:
+def _main_dtype(tensors: Tensors) -> str:
     """Return the dtype that most bytes are stored in, as torch names it."""
-    num_bytes: dict[str, int] = {}
+    num_bytes: Counter[str] = Counter()
     for tensor in tensors:
-        num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.nbytes
+        num_bytes[tensor.dtype] += tensor.nbytes
     # Sorted first, so that a draw is decided alike everywhere.
     most = max(sorted(num_bytes), key=num_bytes.__getitem__)
     return TORCH_NAMES.get(most, most.lower())

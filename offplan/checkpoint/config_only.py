@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offplan.checkpoint.architecture import MAX_LAYERS, Routing, read_architecture, read_routing
-from offplan.checkpoint.assemble import TORCH_NAMES
-from offplan.checkpoint.config import read_count, text_config
+from offplan.checkpoint.architecture import Routing, read_architecture
 from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.tensors import INDEX_NAME, Stored, TensorInfo
+from offplan.checkpoint.tensors import INDEX_NAME, TORCH_NAMES, Stored, TensorInfo, Tensors
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,10 +29,14 @@ def read_config_only(path: Path) -> Stored:
     Raises CheckpointError when transformers does not know or cannot build the architecture.
     """
     config = read_config(path)
-    _check_buildable(config)
-    tensors = _build_tensors(config, str(path))
     architecture = read_architecture(config)
-    tensors = _without_idle_experts(architecture.routing, tensors)
+    num_experts = architecture.routing.num_experts or 0
+    if num_experts > _MAX_EXPERTS:
+        raise CheckpointError(
+            f"found {num_experts} experts in the config, expected {_MAX_EXPERTS} at most; "
+            "correct the file"
+        )
+    tensors = _without_idle_experts(architecture.routing, _build_tensors(config, str(path)))
     notes = ["sizes come from the config alone: no weights were seen"]
     if architecture.dtype is None:
         notes.append("the config names no dtype: took float32, as transformers does")
@@ -46,18 +48,7 @@ def read_config_only(path: Path) -> Stored:
     return Stored(config, tensors, notes=tuple(notes))
 
 
-def _check_buildable(config: Mapping[str, Any]) -> None:
-    text = text_config(config)
-    num_layers = read_count(text, "num_hidden_layers") or 0
-    num_experts = read_routing(text, "").num_experts or 0
-    if num_layers > MAX_LAYERS or num_experts > _MAX_EXPERTS:
-        raise CheckpointError(
-            f"found {num_layers} layers and {num_experts} experts in the config, expected "
-            f"{MAX_LAYERS} and {_MAX_EXPERTS} at most; correct the file"
-        )
-
-
-def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, ...]:
+def _build_tensors(config: Mapping[str, Any], where: str) -> Tensors:
     """Return the tensors that ``save_pretrained`` would write, by the checkpoint's names."""
     import torch
     import transformers
@@ -82,9 +73,7 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> tuple[TensorInfo, .
     )
 
 
-def _without_idle_experts(
-    routing: Routing, tensors: tuple[TensorInfo, ...]
-) -> tuple[TensorInfo, ...]:
+def _without_idle_experts(routing: Routing, tensors: Tensors) -> Tensors:
     """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
 
     Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
@@ -100,13 +89,12 @@ def _without_idle_experts(
 def _model_class(built: Any) -> Any:
     """Return the class that wrote the checkpoint, or the causal language model of its config."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     for name in built.architectures or ():
         stated = getattr(transformers, str(name), None)
         if getattr(stated, "config_class", None) is type(built):
             return stated
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
 
 
 def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
@@ -124,7 +112,7 @@ def _saved_state(model: Any) -> "dict[str, torch.Tensor]":
     return {name: named[name] for name in kept.values()}
 
 
-def _compare_with_index(path: Path, tensors: tuple[TensorInfo, ...]) -> list[str]:
+def _compare_with_index(path: Path, tensors: Tensors) -> list[str]:
     """Return notes when an index lies beside the config and speaks of other sizes or names."""
     beside = path.parent / INDEX_NAME
     if not is_file(beside):

@@ -1,14 +1,19 @@
 """Routed experts: told from the rest of a layer, and counted."""
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from offplan.checkpoint.architecture import Routing
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Experts, Layer, Parameter
-from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo
 from offplan.errors import CheckpointError
 
 _EXPERTS = "experts"
+_NO_INDEX = -1
+"""Stands for the index in what is stored for no single expert."""
+_EXPERT_PART = re.compile(rf"(?:^|\.){_EXPERTS}\.{INDEX}\.")
 
 
 def group_parameters(
@@ -21,27 +26,24 @@ def group_parameters(
     Raises CheckpointError when an expert lacks a tensor that another has, unless it is past
     ``num_experts``: LongCat's zero experts compute nothing.
     """
-    single: dict[str, TensorInfo] = {}
-    by_expert: dict[str, dict[int, TensorInfo]] = {}
+    by_name: defaultdict[str, dict[int, TensorInfo]] = defaultdict(dict)
     start = len(prefix) + 1
     for tensor in tensors:
-        name = tensor.name[start:]
-        expert = split_expert(name)
-        if expert is None:
-            single[name] = tensor
-        else:
-            by_expert.setdefault(expert[1], {})[expert[0]] = tensor
-    parameters = [
-        Parameter(name, (tensor,), _is_fused(name, tensor, num_experts))
-        for name, tensor in single.items()
-    ]
-    if clash := single.keys() & by_expert.keys():
-        raise CheckpointError(
-            f"{prefix}: found {quote(min(clash))} both fused and expert by expert, expected one of "
-            "them; the checkpoint mixes two layouts: fetch it again"
-        )
-    count = max((max(found) + 1 for found in by_expert.values()), default=0)
-    for name, found in by_expert.items():
+        whole = tensor.name[start:]
+        index, name = split_expert(whole) or (_NO_INDEX, whole)
+        by_name[name][index] = tensor
+    count = max((max(found) + 1 for found in by_name.values()), default=0)
+    parameters = []
+    for name, found in sorted(by_name.items()):
+        if found.keys() == {_NO_INDEX}:
+            only = found[_NO_INDEX]
+            parameters.append(Parameter(name, (only,), _is_fused(name, only, num_experts)))
+            continue
+        if _NO_INDEX in found:
+            raise CheckpointError(
+                f"{prefix}: found {quote(name)} both fused and expert by expert, expected one of "
+                "them; the checkpoint mixes two layouts: fetch it again"
+            )
         # Whole up to the last one needed, and without a gap after it.
         needed = max(max(found) + 1, min(count, num_experts or count))
         if len(found) != needed:
@@ -51,7 +53,7 @@ def group_parameters(
                 f"(expert {missing} has none); the checkpoint is incomplete: fetch it again"
             )
         parameters.append(Parameter(name, tuple(found[index] for index in range(needed)), True))
-    return tuple(sorted(parameters, key=lambda parameter: parameter.name))
+    return tuple(parameters)
 
 
 def describe_experts(routing: Routing, layers: Sequence[Layer]) -> tuple[Experts | None, list[str]]:
@@ -99,13 +101,8 @@ def split_expert(name: str) -> tuple[int, str] | None:
 
     None for a name without an expert's index.
     """
-    if _EXPERTS not in name:
-        return None
-    parts = name.split(".")
-    for at, part in enumerate(parts[:-2]):
-        if part == _EXPERTS and is_index(parts[at + 1]):
-            return int(parts[at + 1]), ".".join(parts[: at + 1] + parts[at + 2 :])
-    return None
+    found = _EXPERT_PART.search(name)
+    return found and (int(found[1]), name[: found.start(1)] + name[found.end() :])
 
 
 def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:

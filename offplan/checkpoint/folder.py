@@ -1,6 +1,8 @@
 """A checkpoint in a folder: config, index and the headers of its shards; no tensor is read."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,30 +60,22 @@ def read_index(path: Path) -> Index:
 
 def read_shard(path: Path, shard: str) -> list[TensorInfo]:
     """Read one safetensors file's header and nothing after it; raises CheckpointError."""
-    try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length = header_length(file.read(LENGTH_BYTES), file_bytes, str(path))
-            header = file.read(length)
-    except OSError as error:
-        raise CheckpointError(_unreadable(path, error)) from None
+    with _reading(path), path.open("rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        length = header_length(file.read(LENGTH_BYTES), file_bytes, str(path))
+        header = file.read(length)
     return parse_header(header, file_bytes, shard, str(path))
 
 
 def is_file(path: Path) -> bool:
     """Whether a regular file stands here (a pipe would block); raises CheckpointError."""
-    try:
+    with _reading(path):
         return path.is_file()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(_unreadable(path, error)) from None
 
 
 def _read_small(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(_unreadable(path, error)) from None
+    with _reading(path), path.open("rb") as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
     if len(data) > _MAX_JSON_BYTES:
         raise CheckpointError(
             f"{path}: found more than {_MAX_JSON_BYTES} bytes, expected a small JSON file"
@@ -99,10 +93,8 @@ def _check_present(folder: Path, shards: list[str]) -> None:
 
 
 def _no_weights(folder: Path) -> str:
-    try:
+    with _reading(folder):
         names = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        return _unreadable(folder, error)
     expected = f"expected {SINGLE_NAME} or {INDEX_NAME}"
     if any(name.endswith(".safetensors") for name in names):
         return f"{folder}: found safetensors but no {INDEX_NAME}, {expected}; fetch the index too"
@@ -115,6 +107,13 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _unreadable(path: Path, error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{shorten(str(path))}: cannot be read ({reason}); check the path and its permissions"
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn the system's refusals into a CheckpointError that names what was to be read."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(
+            f"{shorten(str(path))}: cannot be read ({reason}); check the path and its permissions"
+        ) from None

@@ -7,6 +7,8 @@ shard (8 bytes, little-endian), then the shard's first bytes as served: length a
 from pathlib import Path
 from typing import NamedTuple
 
+from offplan.checkpoint.headers import LENGTH_BYTES, parse_header
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.files import keep
 
 
@@ -14,9 +16,13 @@ class ShardStart(NamedTuple):
     """The start of a shard."""
 
     data: bytes
-    """Header length and JSON, as in the file; perhaps more, or less of it."""
+    """Header length and JSON, as in the file; perhaps less of it."""
     file_bytes: int | None
     """Size of the whole shard; None where the server did not say."""
+
+    def parse(self, shard: str, where: str) -> list[TensorInfo]:
+        """Return the tensors; raises CheckpointError, naming ``where``, when it is damaged."""
+        return parse_header(self.data[LENGTH_BYTES:], self.file_bytes, shard, where)
 
 
 def cache_path(home: Path, repo: str, commit: str, shard: str) -> Path:

@@ -13,9 +13,8 @@ from huggingface_hub import constants, errors, hf_hub_download, hf_hub_url, try_
 from huggingface_hub.utils import logging
 
 from offplan.checkpoint.folder import read_config, read_index, read_shard
-from offplan.checkpoint.header_cache import ShardStart, cache_path, load_start, store_start
-from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
-from offplan.checkpoint.hub_errors import HTTPError, explain
+from offplan.checkpoint.header_cache import cache_path, load_start, store_start
+from offplan.checkpoint.hub_errors import HTTPError, NoSuchFile, explain
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.ranges import Cut, read_header
@@ -40,22 +39,14 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     commit = config_path.parent.name
     config = read_config(config_path)
     shards = _Shards(repo, commit)
-    index_path = None if shards.is_known(SINGLE_NAME) else _cached(repo, INDEX_NAME, commit)
-    tensors: list[TensorInfo] = []
-    if index_path is None:
-        try:
-            tensors = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
-        except _NoSuchShard:
-            index_path = _download(repo, INDEX_NAME, commit)
-    if index_path is not None:
-        index = read_index(index_path)
-        tensors = shards.read_all(_guess_sizes(index), on_progress)
-        check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
+    if shards.is_known(SINGLE_NAME) or _cached(repo, INDEX_NAME, commit) is None:
+        with suppress(NoSuchFile):
+            single = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
+            return Stored(config, tuple(single), revision=commit)
+    index = read_index(_download(repo, INDEX_NAME, commit))
+    tensors = shards.read_all(_guess_sizes(index), on_progress)
+    check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
     return Stored(config, tuple(tensors), revision=commit)
-
-
-class _NoSuchShard(CheckpointError):
-    """The repository has no file of this name."""
 
 
 class _Shards:
@@ -98,24 +89,16 @@ class _Shards:
         # A damaged cache is no fault of the checkpoint's: it is read again.
         with suppress(CheckpointError):
             if (cached := load_start(self._header(shard))) is not None:
-                return _parse(cached, shard, where)
+                return cached.parse(shard, where)
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
         try:
             start = read_header(url, size, where, stop)
         # OSError: offline mode is a ConnectionError.
         except (HTTPError, OSError, Cut) as error:
-            told = explain(error, self._repo, self._commit, shard)
-            if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
-                raise _NoSuchShard(str(told)) from error
-            raise told from error
-        tensors = _parse(start, shard, where)
+            raise explain(error, self._repo, self._commit, shard) from error
+        tensors = start.parse(shard, where)
         store_start(self._header(shard), start)
         return tensors
-
-
-def _parse(start: ShardStart, shard: str, where: str) -> list[TensorInfo]:
-    end = LENGTH_BYTES + header_length(start.data, start.file_bytes, where)
-    return parse_header(start.data[LENGTH_BYTES:end], start.file_bytes, shard, where)
 
 
 def _guess_sizes(index: Index) -> dict[str, int]:

@@ -5,8 +5,8 @@ from huggingface_hub import constants, errors
 # The HTTP client's base error: httpx's in huggingface_hub 1, httpx2's in 2.
 from huggingface_hub.errors import HTTPError as HTTPError  # type: ignore[attr-defined]
 
-from offplan.checkpoint.jsontext import shorten
-from offplan.errors import CheckpointError, HubError
+from offplan.checkpoint.jsontext import describe
+from offplan.errors import CheckpointError, HubError, OffplanError
 
 _BY_STATUS = {
     401: "the token is not valid or missing; set HF_TOKEN or run `hf auth login`",
@@ -19,15 +19,17 @@ _BUSY = (408, 429)
 """Statuses below 500 that say nothing about what was asked for."""
 
 
-def explain(
-    error: BaseException, repo: str, revision: str | None, filename: str
-) -> CheckpointError | HubError:
+class NoSuchFile(CheckpointError):
+    """The repository has no file of this name."""
+
+
+def explain(error: BaseException, repo: str, revision: str | None, filename: str) -> OffplanError:
     """Turn what huggingface_hub or its HTTP client raised into an error for the user.
 
     A CheckpointError where what was asked for is not there or not allowed, a HubError where there
     was no answer to that.
     """
-    kind: type[CheckpointError | HubError] = CheckpointError
+    kind: type[OffplanError] = CheckpointError
     where = f"{repo}@{revision}" if revision else repo
     if isinstance(error, errors.GatedRepoError):
         reason = (
@@ -42,6 +44,7 @@ def explain(
     elif isinstance(error, errors.RevisionNotFoundError):
         reason = "found no such revision; check --revision (a branch, a tag or a commit)"
     elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 404:
+        kind = NoSuchFile
         reason = f"found no {filename}; the model is not in the safetensors layout of transformers"
     elif isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
@@ -53,7 +56,7 @@ def explain(
             reason = f"{filename}: HTTP {status}: {known}"
     elif not isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         kind = HubError
-        reason = f"{filename}: no answer from {constants.ENDPOINT} ({_describe(error)}); try again"
+        reason = f"{filename}: no answer from {constants.ENDPOINT} ({describe(error)}); try again"
     elif constants.HF_HUB_OFFLINE:
         reason = (
             f"{filename} is not in the cache and HF_HUB_OFFLINE is set; run once online, or name "
@@ -69,8 +72,3 @@ def explain(
         # huggingface_hub says "not found locally" for whatever kept it from asking the server.
         return explain(error.__cause__, repo, revision, filename)
     return kind(f"{where}: {reason}")
-
-
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__)

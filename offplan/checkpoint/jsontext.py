@@ -54,6 +54,11 @@ def shorten(text: str, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
+def describe(error: BaseException, limit: int = 120) -> str:
+    """Return an error's kind and its text, on one line, for another error's message."""
+    return shorten(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"), limit)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):

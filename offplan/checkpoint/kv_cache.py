@@ -6,7 +6,7 @@ Source: the cache classes and the attention modules of transformers 5.23 (``cach
 
 from collections.abc import Sequence
 
-from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.architecture import Architecture, LinearAttention
 from offplan.checkpoint.model import KVCache, Parameter
 from offplan.checkpoint.windows import Mixer
 
@@ -25,22 +25,19 @@ def describe_kv_caches(
     ``element_bytes`` is the size of what the model computes in.
     """
     # Layers that read another layer's keys and values keep none of their own.
-    num_own = len(layers) - architecture.num_sharing_layers
+    num_own = max(0, len(layers) - architecture.num_sharing_layers)
     caches = [
         _layer_cache(architecture, index, parameters, element_bytes)
-        if index < num_own
-        else KVCache()
-        for index, parameters in enumerate(layers)
+        for index, parameters in enumerate(layers[:num_own])
     ]
-    unknown = [index for index, cache in enumerate(caches) if cache is None]
-    understood = [cache or KVCache() for cache in caches]
-    if not unknown:
-        return understood, []
-    note = (
-        f"the cache of {len(unknown)} layers (the first is {unknown[0]}) was not understood "
-        "and is counted as 0 bytes"
-    )
-    return understood, [note]
+    notes = []
+    if unknown := [index for index, cache in enumerate(caches) if cache is None]:
+        notes.append(
+            f"the cache of {len(unknown)} layers (the first is {unknown[0]}) was not understood "
+            "and is counted as 0 bytes"
+        )
+    sharing = [KVCache()] * (len(layers) - num_own)
+    return [cache or KVCache() for cache in caches] + sharing, notes
 
 
 def _layer_cache(
@@ -50,7 +47,7 @@ def _layer_cache(
     names = [parameter.name for parameter in parameters]
     mixer = architecture.mixers[index]
     if mixer is Mixer.LINEAR or any(name.startswith("linear_attn.") for name in names):
-        return _linear_attention(architecture, element_bytes)
+        return architecture.linear and _linear_attention(architecture.linear, element_bytes)
     if mixer is Mixer.NONE:
         return KVCache()
     attends = any("attn" in name or "attention" in name for name in names)
@@ -95,16 +92,14 @@ def _rows(parameters: Sequence[Parameter], end: str) -> int | None:
     return found[0].shape[0] if whole else None
 
 
-def _linear_attention(architecture: Architecture, element_bytes: int) -> KVCache | None:
+def _linear_attention(linear: LinearAttention, element_bytes: int) -> KVCache:
     """Return the gated delta rule's state: the convolution's last inputs and one matrix a head.
 
     Source: transformers 5.23, ``Qwen3NextGatedDeltaNet``: conv state [B, 2 key_dim + value_dim,
     kernel] in the model's dtype, recurrent state [B, value heads, key dim, value dim] in float32.
     """
-    linear = architecture.linear
-    if linear is None:
-        return None
-    keys, values = linear.num_key_heads * linear.key_dim, linear.num_value_heads * linear.value_dim
-    conv = (2 * keys + values) * linear.kernel
-    recurrent = values * linear.key_dim
+    keys = linear.num_key_heads * linear.key_head_dim
+    values = linear.num_value_heads * linear.value_head_dim
+    conv = (2 * keys + values) * linear.conv_kernel_dim
+    recurrent = values * linear.key_head_dim
     return KVCache(state_bytes=conv * element_bytes + recurrent * _RECURRENT_BYTES)

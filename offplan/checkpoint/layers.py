@@ -4,10 +4,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from offplan.checkpoint.architecture import MAX_LAYERS, Architecture
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME, TensorInfo, is_index
+from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo, Tensors
 from offplan.errors import CheckpointError
 
 _ROTARY = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -18,6 +19,7 @@ GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or bu
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
 
+_INDEX_PART = re.compile(rf"\.{INDEX}(?=\.)")
 _MAX_DEPTH = 3
 """Indices in a name that may count layers: a hostile name of thousands would cost their square."""
 
@@ -28,9 +30,9 @@ class Split:
 
     prefix: str
     """The start of the layers' names, before the index: ``model.layers``."""
-    layers: tuple[tuple[TensorInfo, ...], ...]
+    layers: tuple[Tensors, ...]
     """The tensors of each decoder layer."""
-    outside: tuple[TensorInfo, ...]
+    outside: Tensors
     """All others, sorted by name."""
     not_loaded: frozenset[str]
     """Names in ``outside`` that a causal language model does not load."""
@@ -53,23 +55,23 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     layers: list[list[TensorInfo]] = [[] for _ in range(num_layers)]
     outside: list[TensorInfo] = []
     not_loaded: set[str] = set()
+    in_stack = re.compile(rf"{re.escape(prefix)}\.{INDEX}\..")
     for tensor in tensors:
-        index = _index_in(prefix, tensor.name)
-        if index is not None and index < num_layers and not _is_recomputed(tensor):
-            layers[index].append(tensor)
+        found = in_stack.match(tensor.name)
+        if found and int(found[1]) < num_layers and not _is_recomputed(tensor):
+            layers[int(found[1])].append(tensor)
             continue
         outside.append(tensor)
-        if index is not None or _is_mtp(tensor.name):
+        if found or _is_mtp(tensor.name):
             not_loaded.add(tensor.name)
     if num_stacked > num_layers:
         extra = f"{prefix}.{num_layers}"
         notes.append(f"layers from {extra} on predict further tokens and are not loaded")
-    outside.sort()
-    by_layer = tuple(map(tuple, layers))
+    by_layer, outside = tuple(map(tuple, layers)), sorted(outside)
     return Split(prefix, by_layer, tuple(outside), frozenset(not_loaded), tuple(notes))
 
 
-def _choose_stack(tensors: tuple[TensorInfo, ...], architecture: Architecture) -> tuple[str, int]:
+def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, int]:
     """Return the prefix of the decoder's stack and the number of layers stored under it."""
     num_layers = architecture.num_layers
     stacks = _find_stacks(tensors)
@@ -92,35 +94,20 @@ def _choose_stack(tensors: tuple[TensorInfo, ...], architecture: Architecture) -
     )
 
 
-def _find_stacks(tensors: tuple[TensorInfo, ...]) -> dict[str, tuple[int, int]]:
+def _find_stacks(tensors: Tensors) -> dict[str, tuple[int, int]]:
     """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap."""
     indices: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        num_bytes = tensor.nbytes
-        end = depth = 0
-        for part in tensor.name.split(".")[:-1]:
-            if end and is_index(part):
-                prefix = tensor.name[: end - 1]
-                indices[prefix].add(int(part))
-                sizes[prefix] += num_bytes
-                depth += 1
-                if depth == _MAX_DEPTH:
-                    break
-            end += len(part) + 1
+        for found in islice(_INDEX_PART.finditer(tensor.name), _MAX_DEPTH):
+            prefix = tensor.name[: found.start()]
+            indices[prefix].add(int(found[1]))
+            sizes[prefix] += tensor.nbytes
     return {
-        prefix: (len(found), sizes[prefix])
-        for prefix, found in indices.items()
-        if max(found) == len(found) - 1
+        prefix: (len(counted), sizes[prefix])
+        for prefix, counted in indices.items()
+        if max(counted) == len(counted) - 1
     }
-
-
-def _index_in(prefix: str, name: str) -> int | None:
-    """Return the layer that a name belongs to, None outside the stack."""
-    if not name.startswith(prefix + "."):
-        return None
-    index, _, rest = name[len(prefix) + 1 :].partition(".")
-    return int(index) if rest and is_index(index) else None
 
 
 def _is_recomputed(tensor: TensorInfo) -> bool:

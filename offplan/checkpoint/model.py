@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import TensorInfo, Tensors
 
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each type that models compute in, as torch names them."""
@@ -24,7 +24,7 @@ class Parameter:
 
     name: str
     """Its name relative to the layer, without expert index: ``mlp.experts.down_proj.weight``."""
-    tensors: tuple[TensorInfo, ...]
+    tensors: Tensors
     """One tensor, or one for each routed expert in the order of their indices."""
     is_expert: bool = False
     """Whether it belongs to the routed experts (fused or one by one)."""
@@ -148,7 +148,7 @@ class Model:
     """The dtype most bytes are stored in, as torch names it: ``bfloat16``."""
     layers: tuple[Layer, ...]
     """The decoder layers in the order of execution, without multi-token-prediction layers."""
-    outside: tuple[TensorInfo, ...]
+    outside: Tensors
     """Tensors outside the layers, as stored: embeddings, norm, head, vision tower, MTP layers."""
     tied: frozenset[str]
     """Names in ``outside`` that share another's storage once loaded (a stored, tied head)."""
@@ -183,7 +183,7 @@ class Model:
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
 
     @cached_property
-    def loaded_outside(self) -> tuple[TensorInfo, ...]:
+    def loaded_outside(self) -> Tensors:
         """Tensors outside the layers that take memory once loaded (ties counted once)."""
         skipped = self.tied | self.not_loaded
         return tuple(tensor for tensor in self.outside if tensor.name not in skipped)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,14 +12,24 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _DTYPES = """
-F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 I16 U16 F16 BF16 I32
-U32 F32 C64 F64 I64 U64
+BOOL=bool F4=float4_e2m1fn_x2 F6_E2M3 F6_E3M2 U8=uint8 I8=int8 F8_E5M2=float8_e5m2
+F8_E4M3=float8_e4m3fn F8_E5M2FNUZ=float8_e5m2fnuz F8_E4M3FNUZ=float8_e4m3fnuz
+F8_E8M0=float8_e8m0fnu I16=int16 U16=uint16 F16=float16 BF16=bfloat16 I32=int32 U32=uint32
+F32=float32 C64=complex64 F64=float64 I64=int64 U64=uint64
 """
-_BITS_IN_NAME = re.compile(r"[A-Z]+(\d+)")
+_IN_TORCH = dict(pair.partition("=")[::2] for pair in _DTYPES.split())
+TORCH_NAMES = {name: known for name, known in _IN_TORCH.items() if known}
+"""Torch's names of the types that it has. Source: safetensors 0.8, ``safetensors.torch._TYPES``."""
 DTYPE_BITS = {"BOOL": 8} | {
-    name: int(found[1]) for name in _DTYPES.split() if (found := _BITS_IN_NAME.match(name))
+    name: int(found[1]) for name in _IN_TORCH if (found := re.match(r"[A-Z]+(\d+)", name))
 }
 """Bits an element. Source: safetensors 0.8, ``Dtype::bitsize``."""
+
+INDEX = "(0|[1-9][0-9]{0,5})"
+"""Matches the index of a layer or an expert as writers write it: no leading zero, few digits.
+
+Anything else is a word: ``03`` must not stand for the same layer or expert as ``3``.
+"""
 
 
 class TensorInfo(NamedTuple):
@@ -45,13 +55,16 @@ class TensorInfo(NamedTuple):
         return self.num_elements * DTYPE_BITS[self.dtype] // 8
 
 
+Tensors = tuple[TensorInfo, ...]
+
+
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint as its source describes it."""
 
     config: Mapping[str, Any]
     """``config.json``, as read."""
-    tensors: tuple[TensorInfo, ...]
+    tensors: Tensors
     """All tensors, in no particular order."""
     revision: str | None = None
     """The Hub commit; None off the Hub."""
@@ -59,21 +72,16 @@ class Stored:
     """Sentences on what the source could not tell."""
 
 
-def headers_sha256(tensors: Iterable[TensorInfo]) -> str:
+def headers_sha256(tensors: Tensors) -> str:
     """SHA-256, in hex, over one sorted line a tensor: name, dtype, ``d0,d1,...``, tabs between.
 
     Shards, offsets and metadata are left out, so that the Hub, a folder sharded otherwise and a
     config alone agree.
     """
-    lines = sorted(
-        f"{tensor.name}\t{tensor.dtype}\t{','.join(map(str, tensor.shape))}\n" for tensor in tensors
-    )
+    lines = sorted(f"{t.name}\t{t.dtype}\t{','.join(map(str, t.shape))}\n" for t in tensors)
     return hashlib.sha256("".join(lines).encode("utf-8")).hexdigest()
 
 
 def is_index(part: str) -> bool:
-    """Whether a name part is an index as writers write it: ASCII digits, no leading zero, few.
-
-    Anything else is a word: ``03`` must not stand for the same layer or expert as ``3``.
-    """
-    return part.isascii() and part.isdecimal() and len(part) < 7 and (part[0] != "0" or part == "0")
+    """Whether a name part is an index."""
+    return re.fullmatch(INDEX, part) is not None

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from offplan.checkpoint.config import read_model_type
-from offplan.checkpoint.jsontext import quote, shorten
+from offplan.checkpoint.jsontext import describe, quote
 from offplan.errors import CheckpointError
 
 
@@ -18,33 +17,41 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
     does not know and for values that it refuses.
     """
     model_type = read_model_type(config)
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{where}: found model_type {quote(model_type)}, which transformers "
             f"{transformers.__version__} does not have (code from a checkpoint is never run); "
             "update transformers, or, to plan, name the folder or the Hub id of the checkpoint"
         )
     try:
-        # What from_json_file does before it calls from_dict: infinity is no JSON number.
-        decoded = transformers.PreTrainedConfig._decode_special_floats(_without_code(config))
-        return CONFIG_MAPPING[model_type].from_dict(decoded)
+        return transformers.CONFIG_MAPPING[model_type].from_dict(_sanitise(config))
     except Exception as error:
         raise cannot_build(where, error) from error
 
 
 def cannot_build(where: str, error: Exception) -> CheckpointError:
     """Say what stopped transformers: it is about a value in the config, and it has many kinds."""
-    reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300)
     return CheckpointError(
-        f"{where}: transformers {transformers.__version__} cannot build this model ({reason}); "
-        "correct its config, or, to plan, name the folder or the Hub id of the checkpoint"
+        f"{where}: transformers {transformers.__version__} cannot build this model "
+        f"({describe(error, 300)}); correct its config, or, to plan, name the folder or the Hub id "
+        "of the checkpoint"
     )
 
 
-def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop, at every depth, what could make transformers fetch code or change the stored types."""
+def _sanitise(value: Any) -> Any:
+    """Drop, at every depth, what could make transformers fetch code or change the stored types.
+
+    Infinity, which is no JSON number, is decoded.
+    Source: transformers 5.23 saves it as ``{"__float__": "Infinity"}``.
+    """
+    if isinstance(value, list):
+        return [_sanitise(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
     return {
-        key: _without_code(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
+        key: _sanitise(each)
+        for key, each in value.items()
         if key not in ("auto_map", "quantization_config") and "_implementation" not in key
     }

@@ -27,18 +27,14 @@ class Mixer(str, Enum):
 
 
 _NAMES = {
-    "full_attention": Mixer.FULL,
-    "attention": Mixer.FULL,
-    "indexed_attention": Mixer.FULL,
-    "deepseek_sparse_attention": Mixer.FULL,
-    "sliding_attention": Mixer.SLIDING,
-    "hybrid_sliding": Mixer.SLIDING,
-    "chunked_attention": Mixer.CHUNKED,
-    "linear_attention": Mixer.LINEAR,
-    "moe": Mixer.NONE,
-    "mlp": Mixer.NONE,
+    Mixer.FULL: "full_attention attention indexed_attention deepseek_sparse_attention",
+    Mixer.SLIDING: "sliding_attention hybrid_sliding",
+    Mixer.CHUNKED: "chunked_attention",
+    Mixer.LINEAR: "linear_attention",
+    Mixer.NONE: "moe mlp",
 }
 """Transformers' names of them in ``layer_types``."""
+_MIXERS = {name: mixer for mixer, names in _NAMES.items() for name in names.split()}
 _WINDOW_KEY = "sliding_window"
 _CHUNK_KEY = "attention_chunk_size"
 _HALVED = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
@@ -82,10 +78,10 @@ def _stated(
     """Return what the config lists layer by layer, None where it lists nothing."""
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and len(kinds) >= num_layers:
-        names = _NAMES
+        named = _MIXERS
         if pattern and pattern.first is None and not set("fk") & set(pattern.cycle):
-            names = _NAMES | {"full_attention": Mixer.SLIDING}  # a window is every layer's
-        return [names.get(str(kind), Mixer.UNKNOWN) for kind in kinds[:num_layers]]
+            named = _MIXERS | {"full_attention": Mixer.SLIDING}  # a window is every layer's
+        return [named.get(str(kind), Mixer.UNKNOWN) for kind in kinds[:num_layers]]
     rotary = text.get("no_rope_layers")  # despite its name, true where positions are rotary
     if pattern and pattern.by_rotary and isinstance(rotary, list) and len(rotary) >= num_layers:
         return [Mixer(pattern.cycle[0 if each else -1]) for each in rotary[:num_layers]]

@@ -1,7 +1,8 @@
 """Plan in, an engine's flags out, or a refusal."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 from offplan.checkpoint.model import Model
 from offplan.engines.sglang import MAX_BYTES_UNIT, sglang_flags, sglang_notes
@@ -47,35 +48,29 @@ def export_offload(offload: Offload, model: Model, engine: str) -> list[str]:
     return [] if rule is None else chosen.flags(rule, place(model, offload), model)
 
 
-@dataclass(frozen=True)
-class ExportCheck:
-    """Which decisions an engine's flags can say for one model; remembers what it was asked."""
+def export_check(model: Model, engine: str) -> Callable[[Offload], bool]:
+    """Return whether the engine's flags can say a decision; what it was asked it remembers."""
 
-    engine: str
-    model: Model
-    _known: dict[tuple[tuple[Rule, ...], int], bool] = field(default_factory=dict)
+    @cache
+    def can_say(rules: tuple[Rule, ...], prefetch_step: int) -> bool:
+        # no engine's flag says the chunk
+        offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
+        try:
+            export_offload(offload, model, engine)
+        except ExportError:
+            return False
+        return True
 
-    def allows(self, offload: Offload) -> bool:
-        """Whether the engine's flags can say a decision."""
+    def allows(offload: Offload) -> bool:
         # what an engine cannot move in every layer it cannot move in some: asked once for all
         everywhere = {"group_size": 1, "num_in_group": 1}
         of_all = tuple(
             rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
             for rule in offload.rules
         )
-        return self._can_say(of_all, 1) and self._can_say(offload.rules, offload.prefetch_step)
+        return can_say(of_all, 1) and can_say(offload.rules, offload.prefetch_step)
 
-    def _can_say(self, rules: tuple[Rule, ...], prefetch_step: int) -> bool:
-        asked = rules, prefetch_step
-        if asked not in self._known:
-            # no engine's flag says the chunk
-            offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
-            try:
-                export_offload(offload, self.model, self.engine)
-                self._known[asked] = True
-            except ExportError:
-                self._known[asked] = False
-        return self._known[asked]
+    return allows
 
 
 def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:

@@ -15,13 +15,11 @@ _EXPERT_WEIGHTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "w13"),
     **dict.fromkeys(("down_proj", "w2"), "w2"),
 }
-_UNCHANGED = frozenset(
-    [
-        *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
-        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-        *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "gate", "shared_expert_gate"),
-    ]
-)
+_KEPT = """
+q_proj k_proj v_proj qkv_proj o_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj
+gate_proj up_proj gate_up_proj down_proj gate shared_expert_gate
+"""
+_UNCHANGED = frozenset(_KEPT.split())
 """Modules that keep their name, unless they are fused; so do norms."""
 
 

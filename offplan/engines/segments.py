@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from offplan.checkpoint.model import Model
-from offplan.engines.names import EngineParameter, vllm_parameters
+from offplan.engines.names import vllm_parameters
 from offplan.errors import ExportError
 from offplan.plan import Rule
 from offplan.segments import cover_names, list_runs, match_segments
@@ -19,10 +19,23 @@ def vllm_segments(rule: Rule, model: Model) -> list[str]:
     parameters = list(vllm_parameters(model))
     chosen = [p for p in parameters if rule.matches(p.parameter.name)]
     others = [p for p in parameters if not rule.matches(p.parameter.name)]
-    wanted = {_known_name(p) for p in chosen}
+    for p in chosen:
+        if p.name is None:
+            raise ExportError(
+                f"it is not known what vLLM calls {p.parameter.name} of layer {p.layer}; choose "
+                "other segments, or whole layers"
+            )
+    wanted = {p.name for p in chosen if p.name}
     unwanted = {p.name or p.parameter.name for p in others}
-    if split := sorted(wanted & unwanted):
-        _refuse_part(split[0], chosen, others)
+    for name in sorted(wanted & unwanted):
+        inside, outside = (
+            ", ".join(sorted({p.parameter.name for p in parameters if p.name == name}))
+            for parameters in (chosen, others)
+        )
+        raise ExportError(
+            f"vLLM holds {inside} and {outside} in one parameter, {name}: it offloads all of them "
+            "or none"
+        )
     return choose_segments(rule.cpu_offload_params, wanted, unwanted)
 
 
@@ -34,28 +47,8 @@ def choose_segments(
     The preferred ones are kept when they do.
     """
     fits = all(match_segments(preferred, name) for name in wanted)
-    if preferred and fits and not any(match_segments(preferred, name) for name in unwanted):
+    if fits and not any(match_segments(preferred, name) for name in unwanted):
         return list(preferred)
     found = cover_names(wanted, unwanted, {run for name in wanted for run in list_runs(name)})
     assert found is not None, "a whole name is a run that covers itself"
     return found
-
-
-def _known_name(parameter: EngineParameter) -> str:
-    if parameter.name is None:
-        raise ExportError(
-            f"it is not known what vLLM calls {parameter.parameter.name} of layer "
-            f"{parameter.layer}; choose other segments, or whole layers"
-        )
-    return parameter.name
-
-
-def _refuse_part(
-    name: str, chosen: Sequence[EngineParameter], others: Sequence[EngineParameter]
-) -> None:
-    inside = sorted({p.parameter.name for p in chosen if p.name == name})
-    outside = sorted({p.parameter.name for p in others if p.name == name})
-    raise ExportError(
-        f"vLLM holds {', '.join(inside)} and {', '.join(outside)} in one parameter, {name}: "
-        "it offloads all of them or none"
-    )

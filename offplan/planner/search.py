@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.engines.export import ExportCheck
+from offplan.engines.export import export_check
 from offplan.plan import Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
 from offplan.planner.bounds import Loads, Rules, bound_times, cross, list_rules
@@ -97,10 +97,11 @@ class Searcher:
         return np.array([[one.isdisjoint(other) for other in held] for one in held])
 
     @cached_property
-    def export(self) -> ExportCheck | None:
-        """Which plans the engine's flags can say; None for offplan's own runtime."""
+    def can_export(self) -> Callable[[Offload], bool]:
+        """Whether the engine's flags can say a plan; offplan's own runtime takes any."""
         question = self.space.question
-        return ExportCheck(question.goal.engine, question.model) if question.goal.engine else None
+        engine = question.goal.engine
+        return export_check(question.model, engine) if engine else lambda _: True
 
     def find(
         self, room: Room, aim: Aim, limit: float = NEVER, max_rules: int = MAX_RULES
@@ -387,8 +388,8 @@ class _Run:
         """Keep a plan if it is the best so far, and an engine can say it."""
         best = self.search.best
         if value < self.limit and (best is None or (value, rank) < best[:2]):
-            offload, export = write(), self.searcher.export
-            if export is None or export.allows(offload):
+            offload = write()
+            if self.searcher.can_export(offload):
                 self.search.best = Found(value, rank, offload)
 
     def _note(self, gpu_lacks: Floats, host_lacks: Floats) -> NDArray[np.bool_]:

@@ -183,11 +183,11 @@ def test_index_beside_the_config_is_compared(saved, tmp_path):
     [
         ({"model_type": "newest"}, "does not have"),
         ({"model_type": "vit"}, "cannot build"),
-        ({"hidden_size": "wide"}, "cannot build"),
+        ({"hidden_size": "wide"}, "as hidden_size, expected a whole number"),
         ({"hidden_size": -4}, "cannot build"),
         ({"dtype": "float7"}, "cannot build"),
         ({"num_hidden_layers": 10**9, "layer_types": None}, "10000"),
-        ({"num_hidden_layers": [1, 2]}, "cannot build"),
+        ({"num_hidden_layers": [1, 2]}, "as num_hidden_layers, expected a positive"),
     ],
 )
 def test_config_that_cannot_be_built(saved, tmp_path, changes, message):

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offplan.checkpoint.assemble import TORCH_NAMES
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import TORCH_NAMES, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.loading.shards import Shards
