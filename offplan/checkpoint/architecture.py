@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offplan.checkpoint import model_types
-from offplan.checkpoint.config import read_count, read_dtype, text_config
+from offplan.checkpoint.config import MAX_COUNT, read_count, read_dtype, text_config
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
@@ -31,7 +31,7 @@ num_selected_experts top_k_experts top_k
 
 @dataclass(frozen=True)
 class Attention:
-    """The heads of a layer's attention."""
+    """The heads of a layer's attention, and what its scores need beyond a causal softmax."""
 
     num_heads: int
     """Query heads; 0 where the config does not say."""
@@ -39,6 +39,10 @@ class Attention:
     """Heads of keys and values; 0 where the config does not say."""
     head_dim: int
     """Elements of a query, key or value head; 0 where the config does not say."""
+    sinks: bool
+    """Whether the softmax has a learned sink for each head."""
+    soft_cap: float | None
+    """Value that scores are softly capped at; None where they are not."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,10 @@ class Architecture:
     routing: Routing
     matrices_in_out: bool
     """Whether the layers' matrices are stored as [in, out], not [out, in] (Conv1D)."""
+    float32_parts: tuple[str, ...]
+    """Parts of names whose parameters stay in float32 when bfloat16 or float16 is computed in."""
+    float32_parts_in_float16: tuple[str, ...]
+    """Parts of names whose parameters stay in float32 when float16 is computed in."""
     head_is_tied: bool | None
     """Whether the head is the input embedding; None where neither config nor model type says."""
     states_tie: bool
@@ -163,7 +171,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         num_sharing_layers=read_count(text, "num_kv_shared_layers") or 0,
         mixers=mixers,
         windows=windows,
-        attention=_read_attention(text),
+        attention=_read_attention(text, model_type),
         latents=_read_latents(text),
         linear=_read_linear(text),
         routing=Routing(
@@ -173,6 +181,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
             in_out=model_type in model_types.EXPERTS_IN_OUT,
         ),
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
+        float32_parts=model_types.FLOAT32_PARTS.get(model_type, ()),
+        float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         states_tie=tie is not None,
         notes=notes,
@@ -194,7 +204,7 @@ def _read_hidden_size(text: Mapping[str, Any]) -> int:
     return read_count(text, "hidden_size", "n_embd", "d_model") or 0
 
 
-def _read_attention(text: Mapping[str, Any]) -> Attention:
+def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:
     num_heads = read_count(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 0
     num_kv_heads = _read_nested(text, "attn_config", *_NUM_KV_HEADS, "kv_n_heads")
     if text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
@@ -204,7 +214,14 @@ def _read_attention(text: Mapping[str, Any]) -> Attention:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads or num_heads,
         head_dim=head_dim or (_read_hidden_size(text) // num_heads if num_heads else 0),
+        sinks=model_type in model_types.SINK_TYPES,
+        soft_cap=_read_soft_cap(text, model_type),
     )
+
+
+def _read_soft_cap(text: Mapping[str, Any], model_type: str) -> float | None:
+    cap = text.get("attn_logit_softcapping", model_types.SOFT_CAPS.get(model_type))
+    return float(cap) if type(cap) in (int, float) and 0 < cap < MAX_COUNT else None
 
 
 def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:

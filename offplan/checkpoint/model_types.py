@@ -48,6 +48,65 @@ Source: transformers 5.23, ``is_transposed`` of the experts' class, ``Llama4Text
 ``Transpose`` in the conversion mapping of ``qwen3_vl_moe``.
 """
 
+_SINKS = "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash"
+SINK_TYPES = frozenset(_SINKS.split())
+"""Model types whose softmax has a learned sink for each head.
+
+Source: transformers 5.23, ``self.sinks`` of the attention classes.
+"""
+
+SOFT_CAPS = {"gemma2": 50.0, "vaultgemma": 50.0}
+"""Caps of attention scores where the config names none.
+
+Source: transformers 5.23, ``attn_logit_softcapping`` of the config classes.
+"""
+
+_FLOAT32 = """
+axk1 axk2 deepseek_v3 deepseek_v32 dots1 dots3_note dots3_note_text exaone_moe glm4_moe
+  glm4_moe_lite glm_moe_dsa hy_v3 kolibri1 mimo_v2_flash nemotron_h solar_open =
+  e_score_correction_bias
+bailing_hybrid = e_score_correction_bias conv1d dt_bias A_log
+beam = e_score_correction_bias mlp.gate.weight
+deepseek_v4 = attn_hc ffn_hc hc_head sinks position_bias e_score_correction_bias q_a_norm kv_norm
+  input_layernorm post_attention_layernorm norm
+ernie4_5_moe = gate.weight moe_statics
+flint = gate.weight sinks
+hy_v4 = e_score_correction_bias fn scale base hc_fn hc_scale hc_base weights_proj k_norm sinks
+  lm_head
+inkling2_text = e_score_correction_bias mlp.gate.weight post_attention_convolution
+  post_mlp_convolution k_sconv.conv1d v_sconv.conv1d attention_input mlp_input final_input
+inkling_text = attn_sconv mlp_sconv k_sconv v_sconv e_score_correction_bias gate.global_scale
+"""
+_FLOAT32_IN_FLOAT16 = """
+axk2 deepseek_v32 glm_moe_dsa = indexer.weights_proj
+afmoe = input_layernorm post_attention_layernorm pre_mlp_layernorm post_mlp_layernorm q_norm
+  k_norm norm expert_bias
+deepseek_v4 = self_attn.compressor.kv_proj self_attn.compressor.gate_proj
+  self_attn.compressor.indexer.kv_proj self_attn.compressor.indexer.gate_proj
+  self_attn.compressor.indexer.scorer.weights_proj
+gpt_oss = post_attention_layernorm input_layernorm norm
+longcat_flash = classifier.weight
+rwkv = time_decay time_first
+"""
+
+
+def _by_type(table: str) -> dict[str, tuple[str, ...]]:
+    """Read lines of model types = parts of names; an indented line goes on with the one before."""
+    lines = (line.partition(" = ") for line in table.replace("\n  ", " ").strip().splitlines())
+    return {name: tuple(parts.split()) for names, _, parts in lines for name in names.split()}
+
+
+FLOAT32_PARTS = _by_type(_FLOAT32)
+"""Parts of names whose parameters stay in float32 in a model computed in bfloat16 or float16.
+
+Source: transformers 5.23, ``_keep_in_fp32_modules_strict`` of the causal models' classes.
+"""
+FLOAT32_PARTS_IN_FLOAT16 = _by_type(_FLOAT32_IN_FLOAT16)
+"""Parts of names whose parameters stay in float32 in a model computed in float16 only.
+
+Source: transformers 5.23, ``_keep_in_fp32_modules`` of the causal models' classes.
+"""
+
 
 class Pattern(NamedTuple):
     """The layers of a model type that see part of the context, where its config lists none."""

@@ -10,15 +10,23 @@ from offplan.checkpoint.windows import Mixer
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
+PLAIN = {"sinks": False, "soft_cap": None}
+
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, Attention(0, 0, 0)),
-        ({"num_attention_heads": 4, "hidden_size": 64}, Attention(4, 4, 16)),
-        ({"n_heads": 4, "d_model": 64}, Attention(4, 4, 16)),
-        ({"num_attention_heads": 8, "num_key_value_heads": 2}, Attention(8, 2, 0)),
-        ({"attn_config": {"kv_n_heads": 2}}, Attention(0, 2, 0)),
+        ({}, Attention(0, 0, 0, **PLAIN)),
+        ({"num_attention_heads": 4, "hidden_size": 64}, Attention(4, 4, 16, **PLAIN)),
+        ({"n_heads": 4, "d_model": 64}, Attention(4, 4, 16, **PLAIN)),
+        (
+            {"model_type": "gpt_oss", "num_attention_heads": 8, "num_key_value_heads": 2},
+            Attention(8, 2, 0, **{**PLAIN, "sinks": True}),
+        ),
+        ({"model_type": "gemma2"}, Attention(0, 0, 0, **{**PLAIN, "soft_cap": 50.0})),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, Attention(0, 0, 0, **PLAIN)),
+        ({"attn_logit_softcapping": 10**400}, Attention(0, 0, 0, **PLAIN)),
+        ({"attn_config": {"kv_n_heads": 2}}, Attention(0, 2, 0, **PLAIN)),
     ],
 )
 def test_attention(config, expected):
@@ -28,6 +36,12 @@ def test_attention(config, expected):
 def test_experts_of_gpt_oss():
     config = {"model_type": "gpt_oss", "num_local_experts": 32, "experts_per_token": 4}
     assert read_architecture(config).routing == Routing(32, 4, False, True)
+
+
+def test_what_stays_in_float32():
+    architecture = read_architecture({"model_type": "deepseek_v32"})
+    assert architecture.float32_parts == ("e_score_correction_bias",)
+    assert architecture.float32_parts_in_float16 == ("indexer.weights_proj",)
 
 
 def test_llama4_attends_in_chunks():

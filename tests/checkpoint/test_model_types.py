@@ -155,3 +155,29 @@ def test_loading_turns_the_experts_of_qwen3_vl_moe_round():
     text = inspect.getsource(conversions)
     start = text.index('"qwen3_vl_moe": [')
     assert "Transpose(1, 2" in text[start : start + 700]
+
+
+def test_sinks():
+    found = {name for name in CAUSAL if "self.sinks = " in source(name)}
+    assert found == set(known(model_types.SINK_TYPES))
+
+
+def test_soft_caps():
+    for name in CAUSAL:
+        config = default_config(name)
+        if config is not None:
+            cap = getattr(config, "attn_logit_softcapping", None)
+            assert model_types.SOFT_CAPS.get(name) == cap, name
+
+
+@pytest.mark.parametrize(
+    ("table", "attribute"),
+    [
+        (model_types.FLOAT32_PARTS, "_keep_in_fp32_modules_strict"),
+        (model_types.FLOAT32_PARTS_IN_FLOAT16, "_keep_in_fp32_modules"),
+    ],
+)
+def test_what_stays_in_float32(table, attribute):
+    found = {name: tuple(getattr(causal_class(name), attribute, None) or ()) for name in CAUSAL}
+    kept = {name: set(parts) for name, parts in found.items() if parts}
+    assert kept == {name: set(table[name]) for name in known(table) if name in CAUSAL}
