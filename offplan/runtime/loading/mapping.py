@@ -1,6 +1,6 @@
 """The mapping from stored tensors to the parameters of a transformers model that they fill."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,25 +81,23 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     tensors have nowhere to go, or their headers say that they do not fill their places.
     """
     state = skeleton.state_dict(keep_vars=True)
-    sources: dict[str, list[Source]] = {}
-    converters: dict[str, WeightConverter | None] = {}
+    found: dict[str, tuple[WeightConverter | None, list[Source]]] = {}
     unused: list[str] = []
-    stored = list(_loaded_tensors(model))
+    in_layers = [t for layer in model.layers for p in layer.parameters for t in p.tensors]
+    stored = [*in_layers, *model.loaded_outside]
     renamed = rename(skeleton, (tensor.name for tensor in stored))
     for tensor, (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
-            sources.setdefault(name, []).append((tensor, pattern or ""))
-            converters.setdefault(name, converter)
+            found.setdefault(name, (converter, []))[1].append((tensor, pattern or ""))
         else:
             unused.append(tensor.name)
     targets: dict[str, Target] = {}
-    for name, found in sources.items():
-        converter = converters[name]
-        pieces = _find_pieces(converter, found)
-        if converter is None or pieces is not None:
-            targets[name] = Target(pieces or ())
+    for name, (converter, sources) in found.items():
+        pieces = _find_pieces(converter, sources)
+        if pieces is not None:
+            targets[name] = Target(pieces)
         else:
-            conversion = Conversion(converter, skeleton, name, tuple(found))
+            conversion = Conversion(converter, skeleton, name, tuple(sources))
             targets |= _convert_targets(conversion, state)
     filled = {id(state[name]) for name in targets}  # a tie has two names and one tensor
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
@@ -109,13 +107,6 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
         if target.conversion is None:
             _check_headers(name, target, state[name])
     return targets
-
-
-def _loaded_tensors(model: Model) -> Iterator[TensorInfo]:
-    for layer in model.layers:
-        for parameter in layer.parameters:
-            yield from parameter.tensors
-    yield from model.loaded_outside
 
 
 def _find_pieces(

@@ -95,8 +95,7 @@ def _expected_places(
             else:
                 what, start = f"the slab of layer {slab.layer}", store.slabs[slab.layer].data_ptr()
             place = Place(what, start + entry.offset, entry.unit.nbytes)
-            stored = [tensor for p in entry.unit.parameters for tensor in p.tensors]
-            places |= {tensor.name: place for tensor in stored}
+            places |= {tensor.name: place for tensor in entry.unit.tensors}
     if placement.host_embedding is not None and store.embedding is not None:
         address, num_bytes = store.embedding.data_ptr(), placement.host_embedding.nbytes
         what = "the input embedding's host memory"
@@ -106,9 +105,8 @@ def _expected_places(
 
 def _find_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Find every parameter and buffer by each of its names; none may be without memory."""
-    values: dict[str, torch.Tensor] = {}
-    values.update(module.named_parameters(remove_duplicate=False))
-    values.update(module.named_buffers(remove_duplicate=False))
+    parameters = module.named_parameters(remove_duplicate=False)
+    values = dict([*parameters, *module.named_buffers(remove_duplicate=False)])
     empty = next((name for name, value in values.items() if value.is_meta), None)
     if empty is not None:
         raise PlanError(f"{empty} has no weights after loading")

@@ -11,7 +11,7 @@ from torch import nn
 
 from offplan.errors import MemoryLimitError, PlanError
 from offplan.hostmem.block import HostBlock
-from offplan.placement import Phase, Placement, SlabEntry, Span, align
+from offplan.placement import Phase, Placement, Span, Unit, align
 from offplan.runtime.device import on_device
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
@@ -75,7 +75,7 @@ class WeightStore:
         """Host memory by layer."""
         owner = {tensor: name for name, tensors in stored.items() for tensor in tensors}
         self._places = {
-            _name_of(entry, owner, stored, wanted): (slab.layer, entry.offset)
+            _name_of(entry.unit, owner, stored, wanted): (slab.layer, entry.offset)
             for slab in placement.slabs
             for entry in slab.entries
         }
@@ -192,25 +192,22 @@ class WeightStore:
 
 
 def _name_of(
-    entry: SlabEntry,
+    unit: Unit,
     owner: Mapping[str, str],
     stored: Mapping[str, Sequence[str]],
     wanted: Mapping[str, torch.Tensor],
 ) -> str:
-    """Find the parameter that a slab's entry is loaded as; raises PlanError for part of one."""
-    own = [tensor.name for p in entry.unit.parameters for tensor in p.tensors]
-    names = {owner[tensor] for tensor in own}
-    name = min(names)
-    if len(names) > 1 or len(stored[name]) != len(own):
+    """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
+    names = sorted({owner[tensor.name] for tensor in unit.tensors})
+    name, told = names[0], f"layer {unit.layer}: {unit.name} is"
+    if len(names) > 1 or len(stored[name]) != len(unit.tensors):
         raise PlanError(
-            f"layer {entry.unit.layer}: {entry.unit.name} is loaded together with other "
-            f"parameters ({', '.join(sorted(names))}); name all of them in "
-            "cpu_offload_params or none"
+            f"{told} loaded together with other parameters ({', '.join(names)}); name all of them "
+            "in cpu_offload_params or none"
         )
-    if wanted[name].nbytes != entry.unit.nbytes:
+    if wanted[name].nbytes != unit.nbytes:
         raise PlanError(
-            f"layer {entry.unit.layer}: {entry.unit.name} is stored in "
-            f"{format_bytes(entry.unit.nbytes)} and used in "
+            f"{told} stored in {format_bytes(unit.nbytes)} and used in "
             f"{format_bytes(wanted[name].nbytes)}; a parameter that is split or changes type "
             "when it is loaded cannot be offloaded"
         )

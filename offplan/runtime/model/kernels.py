@@ -18,15 +18,16 @@ class ExpertKernels:
         self, model: Model, module: PreTrainedModel, device: torch.device, *, with_own: bool
     ) -> None:
         """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
-        assert model.experts is not None
         self._module = module
-        self._num_chosen = model.experts.num_experts_per_token
+        self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module) if with_own else ("", 0)
         self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
 
     def choose(self, phase: Phase, num_tokens: int) -> None:
         """Set the module up for passes of so many tokens, over all sequences."""
+        if not self._num_chosen:
+            return
         # a decode step is captured
         must_not_wait = phase is Phase.DECODE and not self._groups_freely
         if num_tokens * self._num_chosen <= self._few_pairs or (self._own and must_not_wait):

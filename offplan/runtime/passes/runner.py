@@ -70,9 +70,7 @@ class ModelRunner:
         self._executor = Executor(self.layers, link)
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(module, self.layers, self._position, context, find)
-        self._experts: ExpertKernels | None = None
-        if model.experts is not None:
-            self._experts = ExpertKernels(model, module, device, with_own=capture)
+        self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)
         self._ring = empty_ring(loaded.placement)
         # schedules soon repeat, and of 64 layers one takes 0.6 ms to make
@@ -150,7 +148,7 @@ class ModelRunner:
             self._capture
             and self._chunk <= num_tokens <= MAX_CAPTURED_CHUNKS * self._chunk
             and batch * self._chunk <= MAX_CAPTURED_TOKENS
-            and (self._experts is None or self._experts.can_capture(batch * self._chunk))
+            and self._experts.can_capture(batch * self._chunk)
         )
 
     def prompt_layers(self, prompt: torch.Tensor) -> list[Callable[[], object]]:
@@ -194,15 +192,13 @@ class ModelRunner:
                 return self.forward.chunk(tokens, 0, tokens.shape[1])
         prompt = ChunkedPrompt(chunks, self.forward)
         for index in range(len(self.layers)):
-            self._executor.before(index)
-            prompt.run_layer(index)
-            self._executor.after(index)
+            with self._executor.around(index):
+                prompt.run_layer(index)
         return prompt.finish()
 
     def _enter(self, phase: Phase, num_tokens: int) -> None:
         self._loaded.enter_phase(phase)
-        if self._experts is not None:
-            self._experts.choose(phase, num_tokens)
+        self._experts.choose(phase, num_tokens)
 
     def _allocate_cache(self, batch: int) -> None:
         if batch == self._batch:
@@ -226,18 +222,11 @@ class ModelRunner:
     def _forget_passes(self) -> None:
         """Forget what is captured, and what a pass that did not end has left behind."""
         self._passes.forget()
-        self._forget_rows()
+        self._position.rows = self._position.tensor
         for expansion in self._expansions:
             expansion.forget()
 
-    def _forget_rows(self) -> None:
-        self._position.rows = self._position.tensor  # a captured prompt's lie in its memory
-
     def _give_back(self, drop: Callable[[], object]) -> None:
         """Give the device what ``drop`` lets go of, once it is done with it, and what is cached."""
-
-        def drop_all() -> None:
-            drop()
-            self._forget_rows()
-
-        self._memory.release(drop_all)
+        self._position.rows = self._position.tensor  # a captured prompt's lie in its memory
+        self._memory.release(drop)
