@@ -26,22 +26,12 @@ class Piece:
     """One stored tensor and the part of a parameter that it fills."""
 
     tensor: TensorInfo
-    index: int | None = None
-    """Position along dimension 0 when several tensors are stacked; None when not."""
-    axis: int | None = None
-    """Dimension along which parts are concatenated; None when there is one part."""
-    part: int = 0
-    num_parts: int = 1
+    index: tuple[int | slice, ...] = ()
+    """Selects the part, as an index of torch does; all of the parameter if left out."""
 
     def select(self, target: torch.Tensor) -> torch.Tensor:
         """Return the view of ``target`` that this tensor fills."""
-        view = target if self.index is None else target[self.index]
-        if self.axis is None:
-            return view
-        # the axis counts the stacked dimension, which `index` removed
-        axis = self.axis - (self.index is not None)
-        size = view.shape[axis] // self.num_parts
-        return view.narrow(axis, self.part * size, size)
+        return target[self.index]
 
 
 Source = tuple[TensorInfo, str]
@@ -132,17 +122,18 @@ def _find_pieces(
     if not one_each or len({tensor.shape for tensor, _ in found}) > 1:
         return None
     order = [pattern for pattern in converter.source_patterns if pattern in parts]
-    return tuple(
-        Piece(
-            tensor,
-            index=index if MergeModulelist in operations else None,
-            axis=converter.operations[-1].dim if Concatenate in operations else None,
-            part=order.index(pattern),
-            num_parts=len(order),
-        )
-        for pattern, tensors in parts.items()
-        for index, tensor in enumerate(tensors)
-    )
+    is_stacked = MergeModulelist in operations
+    pieces: list[Piece] = []
+    for pattern, tensors in parts.items():
+        for number, tensor in enumerate(tensors):
+            index: list[int | slice] = [slice(None)] * len(tensor.shape)
+            if Concatenate in operations:
+                # its dimension counts the stacked one, which the stored tensor has not
+                axis = converter.operations[-1].dim - is_stacked
+                start = order.index(pattern) * tensor.shape[axis]
+                index[axis] = slice(start, start + tensor.shape[axis])
+            pieces.append(Piece(tensor, (*([number] if is_stacked else []), *index)))
+    return tuple(pieces)
 
 
 def _convert_targets(

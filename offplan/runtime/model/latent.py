@@ -63,7 +63,9 @@ class Expansion:
         if not start and stop == num_tokens:
             return new
         if not start:
-            keys, values = (part.new_empty(_with_tokens(part, num_tokens)) for part in new)
+            keys, values = (
+                part.new_empty(*part.shape[:2], num_tokens, part.shape[3]) for part in new
+            )
             self._kept = keys, values
         assert self._kept is not None
         for kept, part in zip(self._kept, new, strict=True):
@@ -76,10 +78,6 @@ class Expansion:
     def forget(self) -> None:
         """Give up a prompt that did not end."""
         self._kept = None
-
-
-def _with_tokens(part: torch.Tensor, num_tokens: int) -> tuple[int, ...]:
-    return (*part.shape[:2], num_tokens, part.shape[3])
 
 
 def _pass_on(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

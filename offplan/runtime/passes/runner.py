@@ -94,9 +94,8 @@ class ModelRunner:
             self._rows_read += prompt.numel()
             if num_tokens > self._chunk:  # each sequence's last one is read again, for the head
                 self._rows_read += batch
-            self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk))
             logits = self._passes.run(
-                self._next_schedule(Phase.PREFILL),
+                self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk)),
                 self._forward_prompt,
                 prompt.to(self._loaded.store.device),
                 may_capture=self.captures_prompt(batch, num_tokens),
@@ -121,8 +120,7 @@ class ModelRunner:
             )
         with self._whole_or_afresh():
             self._rows_read += self._batch
-            self._enter(Phase.DECODE, self._batch)
-            schedule = self._next_schedule(Phase.DECODE)
+            schedule = self._enter(Phase.DECODE, self._batch)
             steady = schedule.before == schedule.after
             logits = self._passes.run(
                 schedule, self.forward.step, tokens, may_capture=self._capture and steady
@@ -179,8 +177,13 @@ class ModelRunner:
             self.length = 0
             raise
 
-    def _next_schedule(self, phase: Phase) -> Schedule:
-        """Return the next pass's schedule, which finds the ring as the pass before has left it."""
+    def _enter(self, phase: Phase, num_tokens: int) -> Schedule:
+        """Set the model up for a pass that takes so many tokens at a time; return its schedule.
+
+        The schedule finds the ring as the pass before has left it.
+        """
+        self._loaded.enter_phase(phase)
+        self._experts.choose(phase, num_tokens)
         schedule = self._build(phase, self._ring, Phase.DECODE)
         self._ring = schedule.after
         return schedule
@@ -195,10 +198,6 @@ class ModelRunner:
             with self._executor.around(index):
                 prompt.run_layer(index)
         return prompt.finish()
-
-    def _enter(self, phase: Phase, num_tokens: int) -> None:
-        self._loaded.enter_phase(phase)
-        self._experts.choose(phase, num_tokens)
 
     def _allocate_cache(self, batch: int) -> None:
         if batch == self._batch:
