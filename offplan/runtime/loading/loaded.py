@@ -73,11 +73,6 @@ class LoadedModel:
         assign(self._places, self.store.by_phase[phase])
         self._phase = phase
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens that the model knows."""
-        return int(self.module.config.get_text_config().vocab_size)
-
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
         self.module.to_empty(device="meta")

@@ -64,7 +64,6 @@ def stored_dtype(tensor: TensorInfo) -> torch.dtype:
             f"{tensor.name} is stored as {tensor.dtype}, which `run` does not execute; its plan "
             "can still be made and exported"
         )
-    assert isinstance(dtype, torch.dtype)
     return dtype
 
 

@@ -1,7 +1,7 @@
 """Checks after loading: every parameter reads the very bytes that the plan says it reads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,12 +11,11 @@ from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, Span
 from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.skeleton import decoder_layers
-from offplan.runtime.memory.store import WeightStore
+from offplan.runtime.memory.store import HOST_EMBEDDING, WeightStore
 from offplan.schedule import Copy, Wait, build_request, empty_ring
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A run of bytes in one block of memory."""
 
     what: str
@@ -96,10 +95,9 @@ def _expected_places(
                 what, start = f"the slab of layer {slab.layer}", store.slabs[slab.layer].data_ptr()
             place = Place(what, start + entry.offset, entry.unit.nbytes)
             places |= {tensor.name: place for tensor in entry.unit.tensors}
-    if placement.host_embedding is not None and store.embedding is not None:
-        address, num_bytes = store.embedding.data_ptr(), placement.host_embedding.nbytes
-        what = "the input embedding's host memory"
-        places[placement.host_embedding.name] = Place(what, address, num_bytes)
+    if (embedding := placement.host_embedding) is not None:
+        what, start = "the input embedding's host memory", store.slabs[HOST_EMBEDDING].data_ptr()
+        places[embedding.name] = Place(what, start, embedding.nbytes)
     return places
 
 

@@ -65,7 +65,8 @@ def measure_layer_times(
             num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
             shape = workload.batch, num_chunks * chunk
             # equal tokens would all be sent to the same experts
-            prompt = torch.randint(session.loaded.vocabulary_size, shape)
+            vocabulary = session.loaded.module.config.get_text_config().vocab_size
+            prompt = torch.randint(vocabulary, shape)
             captured = session.runner.captures_prompt(workload.batch, workload.prompt_tokens)
             seconds = _time_prefill(session, prompt, num_chunks, captured=captured)
             reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens

@@ -19,10 +19,9 @@ def bytes_in_use(device: torch.device) -> int:
     if torch.cuda.memory_reserved(device):  # which makes none, and is 0 without one
         return _used_by_context(device)
     # by its name: CUDA and nvidia-smi may count the host's GPUs in another order
-    index = torch.cuda.current_device() if device.index is None else device.index
     query = [
         "nvidia-smi",
-        f"--id=GPU-{torch.cuda.get_device_properties(index).uuid}",
+        f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
         "--query-gpu=memory.used",
         "--format=csv,noheader,nounits",
     ]

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from offplan.schedule import slots_read
 from offplan.units import format_bytes
 
 _REMEDY = "plan with a smaller --host-memory"
-_EMBEDDING = -1
+HOST_EMBEDDING = -1
 """Stands for the layer of an input embedding on the host, which is in no slab."""
 
 
@@ -92,31 +91,29 @@ class WeightStore:
         self.slots: list[torch.Tensor] = []
         """Slots of the ring, each of bytes on the device."""
         self.slabs: dict[int, torch.Tensor] = {}
-        """Bytes of each slab by layer."""
-        embedding = placement.host_embedding and owner[placement.host_embedding.name]
-        if embedding is not None:
-            self._places[embedding] = _EMBEDDING, 0
-        host_block = partial(HostBlock, pin=False, remedy=_REMEDY)
+        """Bytes of each slab by layer, and those of the input embedding if it is on the host."""
+        sizes = {slab.layer: slab.nbytes for slab in placement.slabs}
+        if placement.host_embedding is not None:
+            embedding = owner[placement.host_embedding.name]
+            self._places[embedding] = HOST_EMBEDDING, 0
+            sizes = {HOST_EMBEDDING: wanted[embedding].nbytes} | sizes
         try:
             self._allocate_resident()
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
-            if embedding is not None:
-                self._blocks[_EMBEDDING] = host_block(wanted[embedding].nbytes)
-            for slab in placement.slabs:
-                if peer is None:
-                    block = self._blocks[slab.layer] = host_block(slab.nbytes)
-                    self.slabs[slab.layer] = block.tensor
+            for layer, num_bytes in sizes.items():
+                if peer is None or layer == HOST_EMBEDDING:
+                    block = HostBlock(num_bytes, pin=False, remedy=_REMEDY)
+                    self._blocks[layer], self.slabs[layer] = block, block.tensor
                 else:
                     what, remedy = "offloaded weights", "`store: host`"
-                    self.slabs[slab.layer] = allocate(slab.nbytes, peer, what, remedy)
+                    self.slabs[layer] = allocate(num_bytes, peer, what, remedy)
         except BaseException:
             self.close()
             raise
         for name, (layer, offset) in self._places.items():
-            memory = self._blocks[layer].tensor if layer in self._blocks else self.slabs[layer]
-            self.offloaded[name] = view_as(wanted[name], memory, offset)
+            self.offloaded[name] = view_as(wanted[name], self.slabs[layer], offset)
 
     @contextmanager
     def page_locking(self) -> Iterator[Callable[[], object]]:
@@ -160,11 +157,6 @@ class WeightStore:
             else:
                 views[name] = view_as(wanted, in_place[layer], offset)
         return views
-
-    @property
-    def embedding(self) -> torch.Tensor | None:
-        """Bytes of the input embedding on the host, if it lies there."""
-        return self._blocks[_EMBEDDING].tensor if _EMBEDDING in self._blocks else None
 
     def close(self) -> None:
         """Give all memory back; the device must be idle. Views held elsewhere keep what they see.

@@ -60,15 +60,14 @@ def find_own_experts(model: Model, module: PreTrainedModel) -> tuple[str, int]:
     The name is empty where they do not know this model's experts. For more pairs of a token and an
     expert than this they would read experts several times.
     """
-    if model.dtype not in KERNEL_TYPES:
-        return "", 0
-    from offplan.runtime.model.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves  # needs triton
-
     # only those that transformers lets choose how they are multiplied say what they are made of
     experts = [part for part in module.modules() if hasattr(part, "has_gate")]
-    if not experts or not all(map(serves, experts)):
-        return "", 0
-    return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))
+    if experts and model.dtype in KERNEL_TYPES:
+        from offplan.runtime.model.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves
+
+        if all(map(serves, experts)):
+            return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))
+    return "", 0
 
 
 def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFilled:

@@ -72,6 +72,4 @@ class Forward:
             use_cache=True,
             logits_to_keep=1,
         )
-        logits = output.logits[:, -1]
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        return output.logits[:, -1]
