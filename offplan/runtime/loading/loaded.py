@@ -82,7 +82,7 @@ class LoadedModel:
         """Compare what was loaded with the plan; a plan that did not take effect is an error."""
         for phase in Phase:
             self.enter_phase(phase)
-            verify_places(self.module, phase, self.placement, targets, self.store)
+            verify_places(self.module, phase, targets, self.store)
 
 
 def _find_store(

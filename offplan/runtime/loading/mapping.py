@@ -118,7 +118,7 @@ def _find_pieces(
         one_each = converter.operations[0].dim == 0
     else:
         return None
-    # parts of unequal size are not where Piece.select looks for them
+    # parts of unequal size do not begin at multiples of one size
     if not one_each or len({tensor.shape for tensor, _ in found}) > 1:
         return None
     order = [pattern for pattern in converter.source_patterns if pattern in parts]

@@ -29,21 +29,17 @@ class Place(NamedTuple):
 
 
 def verify_places(
-    module: PreTrainedModel,
-    phase: Phase,
-    placement: Placement,
-    targets: Mapping[str, Target],
-    store: WeightStore,
+    module: PreTrainedModel, phase: Phase, targets: Mapping[str, Target], store: WeightStore
 ) -> None:
-    """Compare each parameter's address, type and size in ``phase`` with the placement.
+    """Compare each parameter's address, type and size in ``phase`` with the store's placement.
 
     A streamed one must lie in the slot that the schedule's own operations fill for its layer, one
     read in place in its slab, the input embedding in host memory of its own where the plan says so,
     any other in the arena. Raises PlanError for the first that does not.
     """
     found = _find_values(module)
-    slots = _slots_filled(placement, len(decoder_layers(module)), phase)
-    expected = _expected_places(slots, placement, store)
+    slots = _slots_filled(store.placement, len(decoder_layers(module)), phase)
+    expected = _expected_places(slots, store)
     arena = Place("the resident weights", store.arena.data_ptr(), store.arena.nbytes)
     for name, target in targets.items():
         value = found[name]
@@ -81,12 +77,10 @@ def _slots_filled(
     return {span.layer: (slot, span) for slot, span in ring.items() if span is not None}
 
 
-def _expected_places(
-    slots: Mapping[int, tuple[int, Span]], placement: Placement, store: WeightStore
-) -> dict[str, Place]:
+def _expected_places(slots: Mapping[int, tuple[int, Span]], store: WeightStore) -> dict[str, Place]:
     """Find where each stored tensor that is not resident is read; of fused ones, the whole."""
     places: dict[str, Place] = {}
-    for slab in placement.slabs:
+    for slab in store.placement.slabs:
         slot, span = slots.get(slab.layer, (0, Span(slab.layer, 0, 0)))
         for entry in slab.entries:
             if span.start <= entry.offset < span.stop:
@@ -95,7 +89,7 @@ def _expected_places(
                 what, start = f"the slab of layer {slab.layer}", store.slabs[slab.layer].data_ptr()
             place = Place(what, start + entry.offset, entry.unit.nbytes)
             places |= {tensor.name: place for tensor in entry.unit.tensors}
-    if (embedding := placement.host_embedding) is not None:
+    if (embedding := store.placement.host_embedding) is not None:
         what, start = "the input embedding's host memory", store.slabs[HOST_EMBEDDING].data_ptr()
         places[embedding.name] = Place(what, start, embedding.nbytes)
     return places

@@ -69,12 +69,12 @@ class WeightStore:
         MemoryLimitError.
         """
         self.device, self.peer = device, peer
-        self._placement, self._wanted = placement, wanted
+        self.placement, self._wanted = placement, wanted
         self._blocks: dict[int, HostBlock] = {}
         """Host memory by layer."""
         owner = {tensor: name for name, tensors in stored.items() for tensor in tensors}
         self._places = {
-            _name_of(entry.unit, owner, stored, wanted): (slab.layer, entry.offset)
+            self._name_of(entry.unit, owner, stored): (slab.layer, entry.offset)
             for slab in placement.slabs
             for entry in slab.entries
         }
@@ -147,7 +147,7 @@ class WeightStore:
         """View what is off the device where this phase reads it: in a slot, or where it lies."""
         on_host = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
         in_place = self.slabs | on_host  # a plan has no kernel read a peer's memory
-        slots = slots_read(self._placement, phase)
+        slots = slots_read(self.placement, phase)
         views = {}
         for name, (layer, offset) in self._places.items():
             wanted = self._wanted[name]
@@ -182,25 +182,21 @@ class WeightStore:
             self.resident[name] = view_as(tensor, self.arena, offset)
             offset += align(tensor.nbytes)
 
-
-def _name_of(
-    unit: Unit,
-    owner: Mapping[str, str],
-    stored: Mapping[str, Sequence[str]],
-    wanted: Mapping[str, torch.Tensor],
-) -> str:
-    """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
-    names = sorted({owner[tensor.name] for tensor in unit.tensors})
-    name, told = names[0], f"layer {unit.layer}: {unit.name} is"
-    if len(names) > 1 or len(stored[name]) != len(unit.tensors):
-        raise PlanError(
-            f"{told} loaded together with other parameters ({', '.join(names)}); name all of them "
-            "in cpu_offload_params or none"
-        )
-    if wanted[name].nbytes != unit.nbytes:
-        raise PlanError(
-            f"{told} stored in {format_bytes(unit.nbytes)} and used in "
-            f"{format_bytes(wanted[name].nbytes)}; a parameter that is split or changes type "
-            "when it is loaded cannot be offloaded"
-        )
-    return name
+    def _name_of(
+        self, unit: Unit, owner: Mapping[str, str], stored: Mapping[str, Sequence[str]]
+    ) -> str:
+        """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
+        names = sorted({owner[tensor.name] for tensor in unit.tensors})
+        name, told = names[0], f"layer {unit.layer}: {unit.name} is"
+        if len(names) > 1 or len(stored[name]) != len(unit.tensors):
+            raise PlanError(
+                f"{told} loaded together with other parameters ({', '.join(names)}); name all of "
+                "them in cpu_offload_params or none"
+            )
+        if self._wanted[name].nbytes != unit.nbytes:
+            raise PlanError(
+                f"{told} stored in {format_bytes(unit.nbytes)} and used in "
+                f"{format_bytes(self._wanted[name].nbytes)}; a parameter that is split or changes "
+                "type when it is loaded cannot be offloaded"
+            )
+        return name

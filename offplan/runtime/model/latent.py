@@ -110,7 +110,9 @@ def attend_latent(
     q_latent = torch.bmm(q_nope.transpose(0, 1), weight[:, :nope]).transpose(0, 1)
     kept, angles = latent[:, 0], rotary[:, 0]
     if way is Way.MASK:
-        mixed = _mix(q_latent, q_rope, kept, angles, filled[:, 0], scaling)
+        scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
+        scores = scores.mul(scaling).masked_fill(~filled[:, 0], -torch.inf)
+        mixed = torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
     else:
         from offplan.runtime.model.latent_kernel import attend_filled  # needs triton, so a GPU
 
@@ -119,20 +121,6 @@ def attend_latent(
         )
     out = torch.bmm(mixed.transpose(0, 1), weight[:, nope:].mT)
     return out.transpose(0, 1).unsqueeze(1)
-
-
-def _mix(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kept: torch.Tensor,
-    angles: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
-    """Mix all latents, [batch, kept, rank], by softmax; returns [batch, heads, rank]."""
-    scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
-    scores = scores.mul(scaling).masked_fill(~mask, -torch.inf)
-    return torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
