@@ -1,9 +1,7 @@
 """Runs a model by a schedule: around its layers the copies and waits are carried out."""
 
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +10,6 @@ import torch
 from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Operation, Schedule, Wait
-
-_START = -1
-"""Stands for the layer before the first: what follows it comes before all layers."""
 
 
 class Executor:
@@ -35,11 +30,11 @@ class Executor:
     def run(self, schedule: Schedule, forward: Callable[[], Any]) -> Any:
         """Call ``forward``, which must run every layer in order, by the schedule.
 
-        A layer is run by the model, or inside ``around``.
+        A layer is run by the model, or between calls of ``before`` and ``after``.
         """
         try:
-            self._split(schedule)
-            self._act(self._after, _START)
+            if start := self._split(schedule):
+                self._apply(start)
             return forward()
         finally:
             self._before, self._after = {}, {}
@@ -60,36 +55,38 @@ class Executor:
             self._apply = self._carry_out
         return captured
 
-    @contextmanager
-    def around(self, index: int) -> Iterator[None]:
-        """Carry out what precedes a layer and, once it has run, what follows it."""
-        self._act(self._before, index)
-        yield
-        self._act(self._after, index)
+    def before(self, index: int) -> None:
+        """Carry out what precedes a layer."""
+        if operations := self._before.pop(index, None):
+            self._apply(operations)
+
+    def after(self, index: int) -> None:
+        """Carry out what follows a layer."""
+        if operations := self._after.pop(index, None):
+            self._apply(operations)
 
     def _step(self, index: int, call: Call) -> torch.Tensor:
-        with self.around(index):
-            return self._layers.step(index, call)
+        self.before(index)
+        hidden = self._layers.step(index, call)
+        self.after(index)
+        return hidden
 
-    def _act(self, operations: dict[int, list[Operation]], index: int) -> None:
-        if due := operations.pop(index, None):
-            self._apply(due)
-
-    def _split(self, schedule: Schedule) -> None:
-        """Sort operations by the layer they precede or follow.
+    def _split(self, schedule: Schedule) -> list[Operation]:
+        """Sort operations by the layer they precede or follow; return the copies before any layer.
 
         A copy belongs right behind the layer that freed its slot, a wait right before the layer
         that needs it: between two layers all copies come before all waits.
         """
-        self._before, self._after = defaultdict(list), defaultdict(list)
-        layer = _START
+        start: list[Operation] = []
+        copies = start
         for op in schedule.operations:
             if isinstance(op, Copy):
-                self._after[layer].append(op)
+                copies.append(op)
             elif isinstance(op, Wait):
-                self._before[op.span.layer].append(op)
+                self._before.setdefault(op.span.layer, []).append(op)
             else:
-                layer = op.layer
+                copies = self._after.setdefault(op.layer, [])
+        return start
 
 
 def carry_out(link: Link, operations: list[Operation]) -> None:

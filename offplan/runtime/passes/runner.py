@@ -195,8 +195,9 @@ class ModelRunner:
                 return self.forward.chunk(tokens, 0, tokens.shape[1])
         prompt = ChunkedPrompt(chunks, self.forward)
         for index in range(len(self.layers)):
-            with self._executor.around(index):
-                prompt.run_layer(index)
+            self._executor.before(index)
+            prompt.run_layer(index)
+            self._executor.after(index)
         return prompt.finish()
 
     def _allocate_cache(self, batch: int) -> None:
