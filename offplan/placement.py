@@ -46,6 +46,11 @@ class Unit:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
+    def tensors(self) -> list[TensorInfo]:
+        """The stored tensors of all its parameters."""
+        return [tensor for parameter in self.parameters for tensor in parameter.tensors]
+
+    @property
     def name(self) -> str:
         """The first parameter's name, relative to the layer."""
         return self.parameters[0].name

@@ -93,7 +93,7 @@ def test_another_gpu_torch_or_runtime_is_timed(
     measure_here(model, WORKLOAD)
     monkeypatch.setattr(torch, "__version__", "0")
     measure_here(model, WORKLOAD)
-    monkeypatch.setattr(layer_key, "_driver", lambda: "another driver")
+    monkeypatch.setattr(layer_key, "read_text", lambda _: "another driver")
     measure_here(model, WORKLOAD)
     monkeypatch.setattr(layer_key, "_sha256", lambda content: str(len(content)))
     measure_here(model, WORKLOAD)

@@ -38,9 +38,8 @@ def _find_cause(error: BaseException | None) -> BaseException | None:
     A capture that an allocation ended fails once more when it is closed.
     """
     while error is not None:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            return error
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
+        says_so = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+        if says_so or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return error
         error = error.__cause__ or error.__context__
     return None

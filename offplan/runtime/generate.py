@@ -85,12 +85,9 @@ class _Arrival:
 
     def __init__(self, tokens: torch.Tensor, host: torch.Tensor) -> None:
         self._host = host
-        self._event = None
         host.copy_(tokens[:, 0], non_blocking=True)
         self._moment = time.perf_counter()
-        if tokens.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = torch.cuda.current_stream().record_event() if tokens.is_cuda else None
 
     def wait(self) -> tuple[torch.Tensor, float]:
         """Return the tokens, int64 of shape [batch], and when they arrived, by ``perf_counter``."""

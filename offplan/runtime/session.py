@@ -39,16 +39,15 @@ class Session:
         context: int,
         device: str | torch.device,
         folder: Path | None = None,
-        late_copies: bool = False,
         capture: bool = True,
         on_progress: Progress | None = None,
         wrap_link: Callable[[Link], Link] = lambda link: link,
     ) -> None:
         """Load ``model`` as a plan's ``offload`` says; sequences may reach ``context`` tokens.
 
-        ``folder`` holds the model's files, None for random weights. ``late_copies`` (CPU only)
-        makes every copy at the latest legal moment. ``capture`` (CUDA only) captures what is
-        captured. ``wrap_link`` puts another link in front of the one that moves the bytes.
+        ``folder`` holds the model's files, None for random weights. ``capture`` (CUDA only)
+        captures what is captured. ``wrap_link`` puts another link in front of the one that moves
+        the bytes.
 
         Raises what LoadedModel raises, whatever was taken until then being given back, and
         OffplanError where the GPU's compiler is missing.
@@ -66,11 +65,8 @@ class Session:
                 # loading ran on the default stream
                 self._stream = open_stream(self.device)
                 store = self.loaded.store
-                if self.device.type == "cuda":
-                    link: Link = CudaLink(store.slots, store.slabs, self.device)
-                else:
-                    link = CpuLink(store.slots, store.slabs, late=late_copies)
-                self.link = wrap_link(link)
+                link_type = CudaLink if self.device.type == "cuda" else CpuLink
+                self.link = wrap_link(link_type(store.slots, store.slabs))
                 self.runner = ModelRunner(
                     self.loaded,
                     self.link,

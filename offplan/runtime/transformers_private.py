@@ -70,5 +70,4 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:
     """Return the gated activation of routed experts, [pairs, width], of [pairs, 2 x width]."""
-    gated: torch.Tensor = experts._apply_gate(made)
-    return gated
+    return experts._apply_gate(made)

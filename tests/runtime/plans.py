@@ -5,7 +5,9 @@ from typing import Literal
 
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
+from offplan.runtime.passes.link import Link
 from offplan.runtime.session import Session
+from offplan.schedule import Copy, Wait
 
 CONTEXT = 48
 
@@ -44,6 +46,44 @@ def offload(
     )
 
 
-def open_session(folder: Path, decision: Offload, device: str = "cpu", **options: bool) -> Session:
-    model = open_model(str(folder))
-    return Session(model, decision, context=CONTEXT, device=device, folder=folder, **options)
+class LateLink:
+    """Makes every copy as late as the schedule allows; the CPU's own link makes it at once.
+
+    Both are legal orders of a right schedule; with a wrong one at least one of them computes with
+    another layer's weights.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._pending: list[Copy] = []
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._link.bytes_moved
+
+    def copy(self, op: Copy) -> None:
+        self._pending.append(op)
+
+    def wait(self, op: Wait) -> None:
+        """Perform what is pending, in order, up to this slot's copy."""
+        while any(pending.slot == op.slot for pending in self._pending):
+            self._link.copy(self._pending.pop(0))
+
+
+def open_session(
+    folder: Path,
+    decision: Offload,
+    device: str = "cpu",
+    *,
+    late_copies: bool = False,
+    capture: bool = True,
+) -> Session:
+    return Session(
+        open_model(str(folder)),
+        decision,
+        context=CONTEXT,
+        device=device,
+        folder=folder,
+        capture=capture,
+        wrap_link=LateLink if late_copies else lambda link: link,
+    )

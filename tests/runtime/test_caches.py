@@ -14,7 +14,7 @@ def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
     heads = [3, 3, 1, 3, 1, 3]
     states = [torch.randn(2, count, 1, 5, dtype=torch.bfloat16) for count in heads]
     for index, new in enumerate(states):
-        cache.of_layer(index).update(new, new[..., :3])
+        cache.layers[index].update(new, new[..., :3])
     storages = set()
     for layer, new in zip(cache.layers, states, strict=True):
         for kept, of_new in ((layer.keys, new), (layer.values, new[..., :3])):

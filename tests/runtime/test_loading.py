@@ -223,7 +223,7 @@ def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, .
     def verify() -> None:
         for phase in Phase:
             loaded.enter_phase(phase)
-            verify_places(loaded.module, phase, loaded.placement, targets, loaded.store)
+            verify_places(loaded.module, phase, targets, loaded.store)
 
     verify()
     for name, value in [*loaded_values(loaded).items()]:

@@ -235,7 +235,7 @@ def test_a_window_that_the_config_leaves_to_its_model_type(tmp_path: Path) -> No
         assert model.layers[0].kv_cache.window == 8
         assert find_filled(model, module, session.context) is filled_mask
         assert find_filled(model, module, 8) is filled_blocks  # no shorter than the context
-        session.runner.forward._find_filled = filled_blocks
+        session.runner.forward.find_filled = filled_blocks
         session.prefill(PROMPT)
         with pytest.raises(CheckpointError, match="a sliding window that its config"):
             session.decode(PROMPT[:, :1])

@@ -73,11 +73,6 @@ class LoadedModel:
         assign(self._places, self.store.by_phase[phase])
         self._phase = phase
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens that the model knows."""
-        return int(self.module.config.get_text_config().vocab_size)
-
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
         self.module.to_empty(device="meta")
@@ -87,7 +82,7 @@ class LoadedModel:
         """Compare what was loaded with the plan; a plan that did not take effect is an error."""
         for phase in Phase:
             self.enter_phase(phase)
-            verify_places(self.module, phase, self.placement, targets, self.store)
+            verify_places(self.module, phase, targets, self.store)
 
 
 def _find_store(

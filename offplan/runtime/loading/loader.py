@@ -5,6 +5,7 @@ import queue
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -127,15 +128,13 @@ def _fill_random(destinations: Mapping[str, torch.Tensor]) -> Generator[int, Non
     """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2**22, generator=generator) * 0.02
-    blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    noise_on = cache(noise.to)  # once for each device and type
     for number, (name, destination) in enumerate(sorted(destinations.items())):
         if destination.ndim == 1 and "norm" in name:
             destination.fill_(1.0)
         else:
-            key = (destination.device, destination.dtype)
-            if key not in blocks:
-                blocks[key] = noise.to(*key)
-            rolled = blocks[key].roll(-(number * 1_000_003 % noise.numel()))
+            own_noise = noise_on(destination.device, destination.dtype)
+            rolled = own_noise.roll(-(number * 1_000_003 % noise.numel()))
             for piece in destination.view(-1).split(rolled.numel()):
                 piece.copy_(rolled[: piece.numel()])
         yield destination.nbytes

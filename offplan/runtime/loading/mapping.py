@@ -1,6 +1,6 @@
 """The mapping from stored tensors to the parameters of a transformers model that they fill."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,22 +26,12 @@ class Piece:
     """One stored tensor and the part of a parameter that it fills."""
 
     tensor: TensorInfo
-    index: int | None = None
-    """Position along dimension 0 when several tensors are stacked; None when not."""
-    axis: int | None = None
-    """Dimension along which parts are concatenated; None when there is one part."""
-    part: int = 0
-    num_parts: int = 1
+    index: tuple[int | slice, ...] = ()
+    """Selects the part, as an index of torch does; all of the parameter if left out."""
 
     def select(self, target: torch.Tensor) -> torch.Tensor:
         """Return the view of ``target`` that this tensor fills."""
-        view = target if self.index is None else target[self.index]
-        if self.axis is None:
-            return view
-        # the axis counts the stacked dimension, which `index` removed
-        axis = self.axis - (self.index is not None)
-        size = view.shape[axis] // self.num_parts
-        return view.narrow(axis, self.part * size, size)
+        return target[self.index]
 
 
 Source = tuple[TensorInfo, str]
@@ -81,25 +71,23 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     tensors have nowhere to go, or their headers say that they do not fill their places.
     """
     state = skeleton.state_dict(keep_vars=True)
-    sources: dict[str, list[Source]] = {}
-    converters: dict[str, WeightConverter | None] = {}
+    found: dict[str, tuple[WeightConverter | None, list[Source]]] = {}
     unused: list[str] = []
-    stored = list(_loaded_tensors(model))
+    in_layers = [t for layer in model.layers for p in layer.parameters for t in p.tensors]
+    stored = [*in_layers, *model.loaded_outside]
     renamed = rename(skeleton, (tensor.name for tensor in stored))
     for tensor, (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
-            sources.setdefault(name, []).append((tensor, pattern or ""))
-            converters.setdefault(name, converter)
+            found.setdefault(name, (converter, []))[1].append((tensor, pattern or ""))
         else:
             unused.append(tensor.name)
     targets: dict[str, Target] = {}
-    for name, found in sources.items():
-        converter = converters[name]
-        pieces = _find_pieces(converter, found)
-        if converter is None or pieces is not None:
-            targets[name] = Target(pieces or ())
+    for name, (converter, sources) in found.items():
+        pieces = _find_pieces(converter, sources)
+        if pieces is not None:
+            targets[name] = Target(pieces)
         else:
-            conversion = Conversion(converter, skeleton, name, tuple(found))
+            conversion = Conversion(converter, skeleton, name, tuple(sources))
             targets |= _convert_targets(conversion, state)
     filled = {id(state[name]) for name in targets}  # a tie has two names and one tensor
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
@@ -109,13 +97,6 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
         if target.conversion is None:
             _check_headers(name, target, state[name])
     return targets
-
-
-def _loaded_tensors(model: Model) -> Iterator[TensorInfo]:
-    for layer in model.layers:
-        for parameter in layer.parameters:
-            yield from parameter.tensors
-    yield from model.loaded_outside
 
 
 def _find_pieces(
@@ -137,21 +118,22 @@ def _find_pieces(
         one_each = converter.operations[0].dim == 0
     else:
         return None
-    # parts of unequal size are not where Piece.select looks for them
+    # parts of unequal size do not begin at multiples of one size
     if not one_each or len({tensor.shape for tensor, _ in found}) > 1:
         return None
     order = [pattern for pattern in converter.source_patterns if pattern in parts]
-    return tuple(
-        Piece(
-            tensor,
-            index=index if MergeModulelist in operations else None,
-            axis=converter.operations[-1].dim if Concatenate in operations else None,
-            part=order.index(pattern),
-            num_parts=len(order),
-        )
-        for pattern, tensors in parts.items()
-        for index, tensor in enumerate(tensors)
-    )
+    is_stacked = MergeModulelist in operations
+    pieces: list[Piece] = []
+    for pattern, tensors in parts.items():
+        for number, tensor in enumerate(tensors):
+            index: list[int | slice] = [slice(None)] * len(tensor.shape)
+            if Concatenate in operations:
+                # its dimension counts the stacked one, which the stored tensor has not
+                axis = converter.operations[-1].dim - is_stacked
+                start = order.index(pattern) * tensor.shape[axis]
+                index[axis] = slice(start, start + tensor.shape[axis])
+            pieces.append(Piece(tensor, (*([number] if is_stacked else []), *index)))
+    return tuple(pieces)
 
 
 def _convert_targets(

@@ -79,10 +79,7 @@ class Shards:
                     f"{path}: found {_describe(found)}, expected {_describe(tensor)} for "
                     f"{tensor.name}; the file has changed since its header was read: plan it again"
                 )
-        try:
-            self._files[shard] = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        self._files[shard] = os.open(path, os.O_RDONLY)
 
 
 def _describe(tensor: TensorInfo | None) -> str:

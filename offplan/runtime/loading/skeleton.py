@@ -16,10 +16,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
     """
     if model.architecture.is_quantised:
-        raise CheckpointError(
-            f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints. "
-            "Its plan can still be made and exported"
-        )
+        raise _refuse(f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints")
     config = build_config(model.config, model.source)
     try:
         with torch.device("meta"):
@@ -40,26 +37,23 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
     """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise CheckpointError(
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise _refuse(
             f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
-            "attention. Its plan can still be made and exported"
+            "attention"
         )
     # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
-    indexer = next((n for n, _ in skeleton.named_modules() if n.endswith(".indexer")), None)
-    if indexer is not None:
-        raise CheckpointError(
-            f"{source} has sparse attention ({indexer}), whose keys have a cache of their own; "
-            "`run` knows full and sliding attention. Its plan can still be made and exported"
+    if indexers := [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]:
+        raise _refuse(
+            f"{source} has sparse attention ({indexers[0]}), whose keys have a cache of their own; "
+            "`run` knows full and sliding attention"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    changing = {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}
-    if changing:
-        raise CheckpointError(
+    if changing := {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}:
+        raise _refuse(
             f"{source} has rotary embeddings of the type {changing.pop()}, which change with the "
-            "text's length; `run` knows fixed ones. Its plan can still be made and exported"
+            "text's length; `run` knows fixed ones"
         )
 
 
@@ -68,10 +62,14 @@ def _check_experts(skeleton: PreTrainedModel, source: str) -> None:
     try:
         skeleton.set_experts_implementation("grouped_mm")
     except ValueError:
-        raise CheckpointError(
+        raise _refuse(
             f"{source} has experts that transformers multiplies in a way of their own; `run` needs "
-            "those that it lets be chosen. Its plan can still be made and exported"
+            "those that it lets be chosen"
         ) from None
+
+
+def _refuse(why: str) -> CheckpointError:
+    return CheckpointError(f"{why}. Its plan can still be made and exported")
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:

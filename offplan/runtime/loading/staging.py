@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -38,12 +39,9 @@ class Part:
 def split_parts(tensor: TensorInfo, destination: torch.Tensor) -> list[Part]:
     """Cut what fills ``destination``, of its shape, into parts of PART_BYTES, in file order."""
     itemsize = stored_dtype(tensor).itemsize
-    parts = []
-    start = 0
-    for view in _split(destination, PART_BYTES // itemsize):
-        parts.append(Part(tensor, start, view))
-        start += view.numel() * itemsize
-    return parts
+    views = list(_split(destination, PART_BYTES // itemsize))
+    starts = accumulate((view.numel() * itemsize for view in views), initial=0)
+    return [Part(tensor, start, view) for start, view in zip(starts, views, strict=False)]
 
 
 def _split(view: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
@@ -65,7 +63,6 @@ def stored_dtype(tensor: TensorInfo) -> torch.dtype:
             f"{tensor.name} is stored as {tensor.dtype}, which `run` does not execute; its plan "
             "can still be made and exported"
         )
-    assert isinstance(dtype, torch.dtype)
     return dtype
 
 

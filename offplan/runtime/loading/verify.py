@@ -1,7 +1,7 @@
 """Checks after loading: every parameter reads the very bytes that the plan says it reads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,12 +11,11 @@ from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, Span
 from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.skeleton import decoder_layers
-from offplan.runtime.memory.store import WeightStore
+from offplan.runtime.memory.store import HOST_EMBEDDING, WeightStore
 from offplan.schedule import Copy, Wait, build_request, empty_ring
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A run of bytes in one block of memory."""
 
     what: str
@@ -30,21 +29,17 @@ class Place:
 
 
 def verify_places(
-    module: PreTrainedModel,
-    phase: Phase,
-    placement: Placement,
-    targets: Mapping[str, Target],
-    store: WeightStore,
+    module: PreTrainedModel, phase: Phase, targets: Mapping[str, Target], store: WeightStore
 ) -> None:
-    """Compare each parameter's address, type and size in ``phase`` with the placement.
+    """Compare each parameter's address, type and size in ``phase`` with the store's placement.
 
     A streamed one must lie in the slot that the schedule's own operations fill for its layer, one
     read in place in its slab, the input embedding in host memory of its own where the plan says so,
     any other in the arena. Raises PlanError for the first that does not.
     """
     found = _find_values(module)
-    slots = _slots_filled(placement, len(decoder_layers(module)), phase)
-    expected = _expected_places(slots, placement, store)
+    slots = _slots_filled(store.placement, len(decoder_layers(module)), phase)
+    expected = _expected_places(slots, store)
     arena = Place("the resident weights", store.arena.data_ptr(), store.arena.nbytes)
     for name, target in targets.items():
         value = found[name]
@@ -82,12 +77,10 @@ def _slots_filled(
     return {span.layer: (slot, span) for slot, span in ring.items() if span is not None}
 
 
-def _expected_places(
-    slots: Mapping[int, tuple[int, Span]], placement: Placement, store: WeightStore
-) -> dict[str, Place]:
+def _expected_places(slots: Mapping[int, tuple[int, Span]], store: WeightStore) -> dict[str, Place]:
     """Find where each stored tensor that is not resident is read; of fused ones, the whole."""
     places: dict[str, Place] = {}
-    for slab in placement.slabs:
+    for slab in store.placement.slabs:
         slot, span = slots.get(slab.layer, (0, Span(slab.layer, 0, 0)))
         for entry in slab.entries:
             if span.start <= entry.offset < span.stop:
@@ -95,20 +88,17 @@ def _expected_places(
             else:
                 what, start = f"the slab of layer {slab.layer}", store.slabs[slab.layer].data_ptr()
             place = Place(what, start + entry.offset, entry.unit.nbytes)
-            stored = [tensor for p in entry.unit.parameters for tensor in p.tensors]
-            places |= {tensor.name: place for tensor in stored}
-    if placement.host_embedding is not None and store.embedding is not None:
-        address, num_bytes = store.embedding.data_ptr(), placement.host_embedding.nbytes
-        what = "the input embedding's host memory"
-        places[placement.host_embedding.name] = Place(what, address, num_bytes)
+            places |= {tensor.name: place for tensor in entry.unit.tensors}
+    if (embedding := store.placement.host_embedding) is not None:
+        what, start = "the input embedding's host memory", store.slabs[HOST_EMBEDDING].data_ptr()
+        places[embedding.name] = Place(what, start, embedding.nbytes)
     return places
 
 
 def _find_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Find every parameter and buffer by each of its names; none may be without memory."""
-    values: dict[str, torch.Tensor] = {}
-    values.update(module.named_parameters(remove_duplicate=False))
-    values.update(module.named_buffers(remove_duplicate=False))
+    parameters = module.named_parameters(remove_duplicate=False)
+    values = dict([*parameters, *module.named_buffers(remove_duplicate=False)])
     empty = next((name for name, value in values.items() if value.is_meta), None)
     if empty is not None:
         raise PlanError(f"{empty} has no weights after loading")

@@ -64,28 +64,21 @@ def _load(bench: Bench, on_progress: Progress | None) -> tuple[Any, set[nn.Param
     module = build_skeleton(bench.model)
     module.set_attn_implementation("sdpa")
     targets = map_tensors(module, bench.model)
-    stored = {
-        tensor.name
-        for slab in place(bench.model, bench.offload).slabs
-        for entry in slab.entries
-        for parameter in entry.unit.parameters
-        for tensor in parameter.tensors
-    }
-    on_host = {
-        name
-        for name, target in targets.items()
-        if any(piece.tensor.name in stored for piece in target.pieces)
-    }
+    slabs = place(bench.model, bench.offload).slabs
+    on_host = {tensor for slab in slabs for entry in slab.entries for tensor in entry.unit.tensors}
     state = module.state_dict()
     parameters: dict[str, nn.Parameter] = {}
-    for name in targets:
-        device = torch.device("cpu") if name in on_host else bench.device
-        value = torch.empty_like(state[name], device=device)
+    offloaded: set[nn.Parameter] = set()
+    for name, target in targets.items():
+        is_offloaded = any(piece.tensor in on_host for piece in target.pieces)
+        value = torch.empty_like(state[name], device="cpu" if is_offloaded else bench.device)
         parameters[name] = nn.Parameter(value, requires_grad=False)
+        if is_offloaded:
+            offloaded.add(parameters[name])
     materialise_buffers(module, bench.device)
     load_weights(bench.folder, targets, parameters, on_progress)
     assign(find_places(module), parameters)
-    return module, {parameters[name] for name in on_host}
+    return module, offloaded
 
 
 def _largest_modules(module: Any, offloaded: set[nn.Parameter]) -> Iterator[nn.Module]:

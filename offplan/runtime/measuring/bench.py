@@ -86,7 +86,7 @@ def bench_session(session: Session, bench: Bench) -> BenchCost:
     and the steps before the ring is steady are left out. The ring is left in no known state:
     nothing but ``close`` may follow.
 
-    Raises InputError when the context has no room for the steps, MemoryLimitError.
+    The context must have room for them. Raises MemoryLimitError.
     """
     prompt, num_steps, timed = bench.prompt, bench.num_steps, session.link
     assert isinstance(timed, TimedLink)

@@ -11,6 +11,7 @@ import transformers
 
 import offplan
 from offplan.checkpoint.model import Model
+from offplan.hostmem.cgroups import read_text
 from offplan.plan import Workload
 
 _RUNTIME = Path(__file__).parents[1]
@@ -27,7 +28,8 @@ def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> 
     config = json.dumps(dict(model.config), sort_keys=True, default=str)
     return {
         "gpu": [gpu.name, gpu.total_memory, gpu.multi_processor_count],
-        "driver": _driver(),
+        # its version and build, as Linux tells them; empty elsewhere
+        "driver": read_text(Path("/proc/driver/nvidia/version")).strip(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -51,14 +53,6 @@ def timed_sources() -> list[Path]:
     """Files of what runs a layer and of what times it, in a fixed order."""
     files = (path.relative_to(_RUNTIME) for path in _RUNTIME.rglob("*.py"))
     return [_RUNTIME / path for path in sorted(files) if path.stem not in _OF_WHOLE_PLANS]
-
-
-def _driver() -> str:
-    """The NVIDIA driver's version and build, as Linux tells it; empty elsewhere."""
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _sha256(content: bytes) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,40 +47,35 @@ def measure_layer_times(
     num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES
     longest = max(-(-workload.prompt_tokens // chunk) * chunk for chunk in chunks)
     context = max(workload.context, longest, workload.prompt_tokens + num_steps + 1)
-    times: dict[tuple[str, str, int], LayerTime] = {}
+    times: list[LayerTime] = []
 
-    def note(
-        phase: str, tokens: int, reach: int, seconds: list[float], *, is_part: bool = False
-    ) -> None:
-        for name, each in zip(names, seconds, strict=True):
-            times[name, phase, tokens] = LayerTime(
-                layer=name,
-                phase=phase,
-                batch=workload.batch,
-                tokens=tokens,
-                context=reach,
-                is_part=is_part,
-                seconds=each,
-            )
+    def note(seconds: Sequence[float], **what: Any) -> None:
+        of_kinds = dict(zip(names, seconds, strict=True))  # of equal layers the last one's
+        times.extend(
+            LayerTime(layer=name, batch=workload.batch, seconds=each, **what)
+            for name, each in of_kinds.items()
+        )
         if on_progress is not None:
-            on_progress(len(times) // len(set(names)), len(chunks) + 1)
+            on_progress(len(times) // len(of_kinds), len(chunks) + 1)
 
     for chunk in chunks:
         offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
         with Session(short, offload, context=context, device="cuda") as session:
             # too many to be captured, where the prompt's are
             num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
-            vocabulary = session.loaded.vocabulary_size
-            prompt = torch.randint(vocabulary, (workload.batch, num_chunks * chunk))
+            shape = workload.batch, num_chunks * chunk
+            # equal tokens would all be sent to the same experts
+            vocabulary = session.loaded.module.config.get_text_config().vocab_size
+            prompt = torch.randint(vocabulary, shape)
             captured = session.runner.captures_prompt(workload.batch, workload.prompt_tokens)
             seconds = _time_prefill(session, prompt, num_chunks, captured=captured)
             reach, is_part = chunk * (num_chunks + 1) // 2, chunk < workload.prompt_tokens
-            note("prefill", chunk, reach, seconds, is_part=is_part)
+            note(seconds, phase="prefill", tokens=chunk, context=reach, is_part=is_part)
             if chunk == chunks[0]:
                 filled = min(workload.decode_context, context - num_steps - 1)
-                decode = _time_decode(session, workload.batch, filled)
-                note("decode", 1, workload.decode_context, decode)
-    return tuple(times.values())
+                seconds = _time_decode(session, prompt[:, :1], filled)
+                note(seconds, phase="decode", tokens=1, context=workload.decode_context)
+    return tuple(times)
 
 
 def measure_model_reads(
@@ -122,15 +118,14 @@ def _time_prefill(
     return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
 
 
-def _time_decode(session: Session, batch: int, filled: int) -> list[float]:
+def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[float]:
     """Time each captured layer, and the rest of a captured step, behind ``filled`` tokens.
 
     Only the number of them counts, not what they were: attention reads the cache up to there.
     """
+    tokens = tokens.to(session.device)
     with session.stream():
         session.runner.set_length(filled)
-    # equal tokens would all be sent to the same experts
-    tokens = torch.randint(session.loaded.vocabulary_size, (batch, 1), device=session.device)
     step = _median_seconds(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():
         layers = session.runner.forward.step_layers(tokens)

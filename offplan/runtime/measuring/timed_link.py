@@ -1,7 +1,7 @@
 """Links for measuring: one that times what compute waits for, one that overlaps nothing."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -9,8 +9,6 @@ from offplan.runtime.device import settle
 from offplan.runtime.measuring.moments import Moment, mark, seconds_between
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Wait
-
-Op = TypeVar("Op", Copy, Wait)
 
 
 class TimedLink:
@@ -40,7 +38,7 @@ class TimedLink:
         """Wait for a slot, and note for how long if recording."""
         self._ask(self._link.wait, op)
 
-    def _ask(self, ask: Callable[[Op], None], op: Op, *, timed: bool = True) -> None:
+    def _ask(self, ask: Callable[[Any], None], op: Copy | Wait, *, timed: bool = True) -> None:
         if self._waits is None or not timed:
             ask(op)
             return

@@ -3,6 +3,7 @@
 import gc
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -16,27 +17,19 @@ def bytes_in_use(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    if torch.cuda.memory_reserved(device):  # which makes none, and is 0 without one
-        return _used_by_context(device)
-    # by its name: CUDA and nvidia-smi may count the host's GPUs in another order
-    index = torch.cuda.current_device() if device.index is None else device.index
-    query = [
-        "nvidia-smi",
-        f"--id=GPU-{torch.cuda.get_device_properties(index).uuid}",
-        "--query-gpu=memory.used",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-        return int(answer.stdout.strip()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
+    if not torch.cuda.memory_reserved(device):  # which makes none, and is 0 without one
+        query = [
+            "nvidia-smi",
+            # by its name: CUDA and nvidia-smi may count the host's GPUs in another order
+            f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
+            "--query-gpu=memory.used",
+            "--format=csv,noheader,nounits",
+        ]
         # not there, not answering, or `[N/A]`, as where the GPU shares the host's memory
-        return _used_by_context(device)
-
-
-def _used_by_context(device: torch.device) -> int:
-    """Ask from inside the process, which takes microseconds instead of 30 ms."""
-    free, total = torch.cuda.mem_get_info(device)
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+            return int(answer.stdout) * 2**20
+    free, total = torch.cuda.mem_get_info(device)  # in microseconds, where nvidia-smi takes 30 ms
     return total - free
 
 

@@ -4,20 +4,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
 
 from offplan.errors import MemoryLimitError, PlanError
 from offplan.hostmem.block import HostBlock
-from offplan.placement import Phase, Placement, SlabEntry, Span, align
+from offplan.placement import Phase, Placement, Span, Unit, align
 from offplan.runtime.device import on_device
 from offplan.schedule import slots_read
 from offplan.units import format_bytes
 
 _REMEDY = "plan with a smaller --host-memory"
-_EMBEDDING = -1
+HOST_EMBEDDING = -1
 """Stands for the layer of an input embedding on the host, which is in no slab."""
 
 
@@ -70,12 +69,12 @@ class WeightStore:
         MemoryLimitError.
         """
         self.device, self.peer = device, peer
-        self._placement, self._wanted = placement, wanted
+        self.placement, self._wanted = placement, wanted
         self._blocks: dict[int, HostBlock] = {}
         """Host memory by layer."""
         owner = {tensor: name for name, tensors in stored.items() for tensor in tensors}
         self._places = {
-            _name_of(entry, owner, stored, wanted): (slab.layer, entry.offset)
+            self._name_of(entry.unit, owner, stored): (slab.layer, entry.offset)
             for slab in placement.slabs
             for entry in slab.entries
         }
@@ -92,31 +91,29 @@ class WeightStore:
         self.slots: list[torch.Tensor] = []
         """Slots of the ring, each of bytes on the device."""
         self.slabs: dict[int, torch.Tensor] = {}
-        """Bytes of each slab by layer."""
-        embedding = placement.host_embedding and owner[placement.host_embedding.name]
-        if embedding is not None:
-            self._places[embedding] = _EMBEDDING, 0
-        host_block = partial(HostBlock, pin=False, remedy=_REMEDY)
+        """Bytes of each slab by layer, and those of the input embedding if it is on the host."""
+        sizes = {slab.layer: slab.nbytes for slab in placement.slabs}
+        if placement.host_embedding is not None:
+            embedding = owner[placement.host_embedding.name]
+            self._places[embedding] = HOST_EMBEDDING, 0
+            sizes = {HOST_EMBEDDING: wanted[embedding].nbytes} | sizes
         try:
             self._allocate_resident()
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
-            if embedding is not None:
-                self._blocks[_EMBEDDING] = host_block(wanted[embedding].nbytes)
-            for slab in placement.slabs:
-                if peer is None:
-                    block = self._blocks[slab.layer] = host_block(slab.nbytes)
-                    self.slabs[slab.layer] = block.tensor
+            for layer, num_bytes in sizes.items():
+                if peer is None or layer == HOST_EMBEDDING:
+                    block = HostBlock(num_bytes, pin=False, remedy=_REMEDY)
+                    self._blocks[layer], self.slabs[layer] = block, block.tensor
                 else:
                     what, remedy = "offloaded weights", "`store: host`"
-                    self.slabs[slab.layer] = allocate(slab.nbytes, peer, what, remedy)
+                    self.slabs[layer] = allocate(num_bytes, peer, what, remedy)
         except BaseException:
             self.close()
             raise
         for name, (layer, offset) in self._places.items():
-            memory = self._blocks[layer].tensor if layer in self._blocks else self.slabs[layer]
-            self.offloaded[name] = view_as(wanted[name], memory, offset)
+            self.offloaded[name] = view_as(wanted[name], self.slabs[layer], offset)
 
     @contextmanager
     def page_locking(self) -> Iterator[Callable[[], object]]:
@@ -150,7 +147,7 @@ class WeightStore:
         """View what is off the device where this phase reads it: in a slot, or where it lies."""
         on_host = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
         in_place = self.slabs | on_host  # a plan has no kernel read a peer's memory
-        slots = slots_read(self._placement, phase)
+        slots = slots_read(self.placement, phase)
         views = {}
         for name, (layer, offset) in self._places.items():
             wanted = self._wanted[name]
@@ -160,11 +157,6 @@ class WeightStore:
             else:
                 views[name] = view_as(wanted, in_place[layer], offset)
         return views
-
-    @property
-    def embedding(self) -> torch.Tensor | None:
-        """Bytes of the input embedding on the host, if it lies there."""
-        return self._blocks[_EMBEDDING].tensor if _EMBEDDING in self._blocks else None
 
     def close(self) -> None:
         """Give all memory back; the device must be idle. Views held elsewhere keep what they see.
@@ -190,28 +182,21 @@ class WeightStore:
             self.resident[name] = view_as(tensor, self.arena, offset)
             offset += align(tensor.nbytes)
 
-
-def _name_of(
-    entry: SlabEntry,
-    owner: Mapping[str, str],
-    stored: Mapping[str, Sequence[str]],
-    wanted: Mapping[str, torch.Tensor],
-) -> str:
-    """Find the parameter that a slab's entry is loaded as; raises PlanError for part of one."""
-    own = [tensor.name for p in entry.unit.parameters for tensor in p.tensors]
-    names = {owner[tensor] for tensor in own}
-    name = min(names)
-    if len(names) > 1 or len(stored[name]) != len(own):
-        raise PlanError(
-            f"layer {entry.unit.layer}: {entry.unit.name} is loaded together with other "
-            f"parameters ({', '.join(sorted(names))}); name all of them in "
-            "cpu_offload_params or none"
-        )
-    if wanted[name].nbytes != entry.unit.nbytes:
-        raise PlanError(
-            f"layer {entry.unit.layer}: {entry.unit.name} is stored in "
-            f"{format_bytes(entry.unit.nbytes)} and used in "
-            f"{format_bytes(wanted[name].nbytes)}; a parameter that is split or changes type "
-            "when it is loaded cannot be offloaded"
-        )
-    return name
+    def _name_of(
+        self, unit: Unit, owner: Mapping[str, str], stored: Mapping[str, Sequence[str]]
+    ) -> str:
+        """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
+        names = sorted({owner[tensor.name] for tensor in unit.tensors})
+        name, told = names[0], f"layer {unit.layer}: {unit.name} is"
+        if len(names) > 1 or len(stored[name]) != len(unit.tensors):
+            raise PlanError(
+                f"{told} loaded together with other parameters ({', '.join(names)}); name all of "
+                "them in cpu_offload_params or none"
+            )
+        if self._wanted[name].nbytes != unit.nbytes:
+            raise PlanError(
+                f"{told} stored in {format_bytes(unit.nbytes)} and used in "
+                f"{format_bytes(self._wanted[name].nbytes)}; a parameter that is split or changes "
+                "type when it is loaded cannot be offloaded"
+            )
+        return name

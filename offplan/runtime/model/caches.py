@@ -52,7 +52,10 @@ class _Blocks:
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer, or MLA's latent and its rotary part."""
+    """Keys and values of one layer, or MLA's latent and its rotary part.
+
+    A layer is given its own, not all of them: it would be compiled again for every index it reads.
+    """
 
     is_compileable = False
     is_sliding = False
@@ -111,23 +114,3 @@ class LayerCaches(Cache):
         for blocks in self._blocks:
             for block in blocks.whole:
                 block[:, :, :, position:].zero_()
-
-    def of_layer(self, index: int) -> "LayerCache":
-        """Return the cache that the layer ``index`` is given."""
-        return LayerCache(self.layers[index])
-
-
-class LayerCache:
-    """The cache as one layer sees it; the layer's own index is not asked for.
-
-    A compiled layer is compiled again for every index that it reads.
-    """
-
-    def __init__(self, layer: CacheLayerMixin) -> None:
-        self._layer = layer
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [batch, heads, new, dim]; return the whole cache."""
-        return self._layer.update(key_states, value_states)

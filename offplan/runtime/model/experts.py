@@ -95,8 +95,7 @@ def serves(experts: Any) -> bool:
 
 def _first(experts: Any) -> torch.Tensor:
     """Return the weight that tokens meet first, [experts, out, in]."""
-    weight: torch.Tensor = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    return weight
+    return experts.gate_up_proj if experts.has_gate else experts.up_proj
 
 
 def forward_experts(

@@ -65,16 +65,11 @@ def filled_blocks(position: torch.Tensor, context: int) -> Filled:
     used = (position // BLOCK_TOKENS + 1).to(torch.int32).view(1, 1, 1)
     order = torch.arange(num_blocks, dtype=torch.int32, device=position.device)
 
-    def up_to_position(
-        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
-        return key <= position[0]
-
     mask = BlockMask.from_kv_blocks(
         used,
         order.view(1, 1, 1, num_blocks),
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
-        mask_mod=up_to_position,
+        mask_mod=lambda batch, head, query, key: key <= position[0],
         seq_lengths=(1, context),
     )
     return Filled(Way.BLOCKS, mask)

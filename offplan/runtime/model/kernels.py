@@ -18,15 +18,16 @@ class ExpertKernels:
         self, model: Model, module: PreTrainedModel, device: torch.device, *, with_own: bool
     ) -> None:
         """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
-        assert model.experts is not None
         self._module = module
-        self._num_chosen = model.experts.num_experts_per_token
+        self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module) if with_own else ("", 0)
         self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
 
     def choose(self, phase: Phase, num_tokens: int) -> None:
         """Set the module up for passes of so many tokens, over all sequences."""
+        if not self._num_chosen:
+            return
         # a decode step is captured
         must_not_wait = phase is Phase.DECODE and not self._groups_freely
         if num_tokens * self._num_chosen <= self._few_pairs or (self._own and must_not_wait):
@@ -59,15 +60,14 @@ def find_own_experts(model: Model, module: PreTrainedModel) -> tuple[str, int]:
     The name is empty where they do not know this model's experts. For more pairs of a token and an
     expert than this they would read experts several times.
     """
-    if model.dtype not in KERNEL_TYPES:
-        return "", 0
-    from offplan.runtime.model.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves  # needs triton
-
     # only those that transformers lets choose how they are multiplied say what they are made of
     experts = [part for part in module.modules() if hasattr(part, "has_gate")]
-    if not experts or not all(map(serves, experts)):
-        return "", 0
-    return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))
+    if experts and model.dtype in KERNEL_TYPES:
+        from offplan.runtime.model.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves
+
+        if all(map(serves, experts)):
+            return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))
+    return "", 0
 
 
 def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFilled:

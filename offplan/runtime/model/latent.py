@@ -63,7 +63,9 @@ class Expansion:
         if not start and stop == num_tokens:
             return new
         if not start:
-            keys, values = (part.new_empty(_with_tokens(part, num_tokens)) for part in new)
+            keys, values = (
+                part.new_empty(*part.shape[:2], num_tokens, part.shape[3]) for part in new
+            )
             self._kept = keys, values
         assert self._kept is not None
         for kept, part in zip(self._kept, new, strict=True):
@@ -76,10 +78,6 @@ class Expansion:
     def forget(self) -> None:
         """Give up a prompt that did not end."""
         self._kept = None
-
-
-def _with_tokens(part: torch.Tensor, num_tokens: int) -> tuple[int, ...]:
-    return (*part.shape[:2], num_tokens, part.shape[3])
 
 
 def _pass_on(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +110,9 @@ def attend_latent(
     q_latent = torch.bmm(q_nope.transpose(0, 1), weight[:, :nope]).transpose(0, 1)
     kept, angles = latent[:, 0], rotary[:, 0]
     if way is Way.MASK:
-        mixed = _mix(q_latent, q_rope, kept, angles, filled[:, 0], scaling)
+        scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
+        scores = scores.mul(scaling).masked_fill(~filled[:, 0], -torch.inf)
+        mixed = torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
     else:
         from offplan.runtime.model.latent_kernel import attend_filled  # needs triton, so a GPU
 
@@ -121,20 +121,6 @@ def attend_latent(
         )
     out = torch.bmm(mixed.transpose(0, 1), weight[:, nope:].mT)
     return out.transpose(0, 1).unsqueeze(1)
-
-
-def _mix(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kept: torch.Tensor,
-    angles: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
-    """Mix all latents, [batch, kept, rank], by softmax; returns [batch, heads, rank]."""
-    scores = _product(q_latent, kept.mT) + _product(q_rope, angles.mT)
-    scores = scores.mul(scaling).masked_fill(~mask, -torch.inf)
-    return torch.bmm(scores.softmax(-1).to(kept.dtype), kept)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,7 @@ class DecoderLayers:
                     f"{kind} takes its cache in a way that `run` does not know; its plan can still "
                     "be made and exported"
                 )
-            arguments |= dict.fromkeys(names, self.cache.of_layer(index))
+            arguments |= dict.fromkeys(names, self.cache.layers[index])
             return self.call(index, Call(hidden_states, arguments))
 
         return forward

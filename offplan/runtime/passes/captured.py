@@ -1,13 +1,14 @@
 """Passes captured as CUDA graph segments, with the tensors that they read and write."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from offplan.placement import Phase
-from offplan.runtime.passes.executor import Executor
+from offplan.runtime.passes.executor import CapturedPass, Executor
 from offplan.schedule import Schedule
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -51,8 +52,7 @@ class Passes:
         if in_the_way:
             # both phases' graphs share their memory, of which this prompt is to take as much
             self._give_back(self._captured.clear)
-        logits = self._executor.run(schedule, partial(forward, tokens))
-        assert isinstance(logits, torch.Tensor)
+        logits: torch.Tensor = self._executor.run(schedule, partial(forward, tokens))
         self._seen[phase] = tokens.shape
         return logits
 
@@ -70,42 +70,36 @@ class Passes:
             self._give_back(drop)  # and what the prompt took uncaptured: it takes as much again
         else:
             drop()
+        # passes of the phases never run at the same time: both use the same temporary memory
         beside = next(iter(self._captured.values()), None)
-        captured = _CapturedForward(self._executor, schedule, forward, tokens, beside)
+        pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool
+        captured = _CapturedForward(schedule, tokens.clone(), pool)
+
+        def run() -> None:
+            captured.logits = forward(captured.tokens)
+
+        captured.graphs = self._executor.capture(schedule, run, pool)
         self._captured[phase] = captured
         return captured
 
 
+@dataclass
 class _CapturedForward:
     """The pass of one schedule for tokens of one shape; later ones are copied into its input."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        schedule: Schedule,
-        forward: Forward,
-        tokens: torch.Tensor,
-        beside: "_CapturedForward | None",
-    ) -> None:
-        """Capture ``forward`` of ``tokens``.
-
-        ``beside`` is a pass that never runs at the same time: both use the same temporary memory.
-        """
-        self.schedule = schedule
-        self.tokens = tokens.clone()
-        """What the pass reads, [batch, new]."""
-        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
-
-        def run() -> None:
-            self._logits = forward(self.tokens)
-
-        self._pass = executor.capture(schedule, run, self._pool)
+    schedule: Schedule
+    tokens: torch.Tensor
+    """What the pass reads, [batch, new]."""
+    pool: Any
+    """The pool that its temporary memory comes from."""
+    graphs: CapturedPass = field(init=False)
+    logits: torch.Tensor = field(init=False)
 
     def replay(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the pass; returns logits, [batch, vocabulary].
 
-        The next replay overwrites them, of this pass or of one ``beside`` it.
+        The next replay overwrites them, of this pass or of another one from the same pool.
         """
         self.tokens.copy_(tokens)
-        self._pass.replay()
-        return self._logits
+        self.graphs.replay()
+        return self.logits

@@ -58,9 +58,7 @@ class ChunkedPrompt:
         It passes the norm and the head as if the layers had run; the token is embedded once more on
         the way.
         """
-        logits = self._layers.finish(self._hidden[-1][:, -1:], self._forward_last)
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        return self._layers.finish(self._hidden[-1][:, -1:], self._forward_last)
 
 
 def as_compiled_for(num_tokens: int, planned: int) -> Any:

@@ -1,6 +1,7 @@
 """The model called on the tokens of one pass, its layers told what the pass is."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,29 +13,21 @@ from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.transformers_private import choose_attention
 
 
+@dataclass
 class Forward:
     """Runs every layer of a model, or notes what each of them would be run with.
 
     Works on the current stream and synchronises nothing; moves no weights, which the executor does.
     """
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        layers: DecoderLayers,
-        position: Position,
-        context: int,
-        find_filled: FindFilled,
-    ) -> None:
-        """Run for caches of ``context`` tokens, filled up to ``position``.
-
-        ``find_filled`` says how attention is told what a step reads of the cache.
-        """
-        self._module = module
-        self.layers = layers
-        self.position = position
-        self._context = context
-        self._find_filled = find_filled
+    module: PreTrainedModel
+    layers: DecoderLayers
+    position: Position
+    """Where the filled part of the caches ends."""
+    context: int
+    """Tokens of each sequence that the caches have room for."""
+    find_filled: FindFilled
+    """A call says how attention is told what a step reads of the cache."""
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one decode pass at the position on the device; ``tokens`` is [batch, 1].
@@ -42,7 +35,7 @@ class Forward:
         Returns logits, [batch, vocabulary].
         """
         position = self.position.tensor
-        return self._call(tokens, position, self._find_filled(position, self._context))
+        return self._call(tokens, position, self.find_filled(position, self.context))
 
     def chunk(self, tokens: torch.Tensor, start: int, num_tokens: int) -> torch.Tensor:
         """Run one chunk, [batch, new], of a prompt of ``num_tokens`` from position ``start`` on.
@@ -67,11 +60,11 @@ class Forward:
         Said by each pass for itself: between them measuring notes calls of the other phase.
         """
         self.position.rows = rows
-        choose_attention(self._module, way.value)
+        choose_attention(self.module, way.value)
 
     def _call(self, tokens: torch.Tensor, rows: torch.Tensor, filled: Filled) -> torch.Tensor:
         self.prepare(rows, filled.way)
-        output = self._module(
+        output = self.module(
             input_ids=tokens,
             position_ids=rows.expand(tokens.shape[0], -1),
             attention_mask=filled.mask,
@@ -79,6 +72,4 @@ class Forward:
             use_cache=True,
             logits_to_keep=1,
         )
-        logits = output.logits[:, -1]
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        return output.logits[:, -1]

@@ -70,9 +70,7 @@ class ModelRunner:
         self._executor = Executor(self.layers, link)
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(module, self.layers, self._position, context, find)
-        self._experts: ExpertKernels | None = None
-        if model.experts is not None:
-            self._experts = ExpertKernels(model, module, device, with_own=capture)
+        self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)
         self._ring = empty_ring(loaded.placement)
         # schedules soon repeat, and of 64 layers one takes 0.6 ms to make
@@ -96,9 +94,8 @@ class ModelRunner:
             self._rows_read += prompt.numel()
             if num_tokens > self._chunk:  # each sequence's last one is read again, for the head
                 self._rows_read += batch
-            self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk))
             logits = self._passes.run(
-                self._next_schedule(Phase.PREFILL),
+                self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk)),
                 self._forward_prompt,
                 prompt.to(self._loaded.store.device),
                 may_capture=self.captures_prompt(batch, num_tokens),
@@ -123,8 +120,7 @@ class ModelRunner:
             )
         with self._whole_or_afresh():
             self._rows_read += self._batch
-            self._enter(Phase.DECODE, self._batch)
-            schedule = self._next_schedule(Phase.DECODE)
+            schedule = self._enter(Phase.DECODE, self._batch)
             steady = schedule.before == schedule.after
             logits = self._passes.run(
                 schedule, self.forward.step, tokens, may_capture=self._capture and steady
@@ -150,7 +146,7 @@ class ModelRunner:
             self._capture
             and self._chunk <= num_tokens <= MAX_CAPTURED_CHUNKS * self._chunk
             and batch * self._chunk <= MAX_CAPTURED_TOKENS
-            and (self._experts is None or self._experts.can_capture(batch * self._chunk))
+            and self._experts.can_capture(batch * self._chunk)
         )
 
     def prompt_layers(self, prompt: torch.Tensor) -> list[Callable[[], object]]:
@@ -181,8 +177,13 @@ class ModelRunner:
             self.length = 0
             raise
 
-    def _next_schedule(self, phase: Phase) -> Schedule:
-        """Return the next pass's schedule, which finds the ring as the pass before has left it."""
+    def _enter(self, phase: Phase, num_tokens: int) -> Schedule:
+        """Set the model up for a pass that takes so many tokens at a time; return its schedule.
+
+        The schedule finds the ring as the pass before has left it.
+        """
+        self._loaded.enter_phase(phase)
+        self._experts.choose(phase, num_tokens)
         schedule = self._build(phase, self._ring, Phase.DECODE)
         self._ring = schedule.after
         return schedule
@@ -198,11 +199,6 @@ class ModelRunner:
             prompt.run_layer(index)
             self._executor.after(index)
         return prompt.finish()
-
-    def _enter(self, phase: Phase, num_tokens: int) -> None:
-        self._loaded.enter_phase(phase)
-        if self._experts is not None:
-            self._experts.choose(phase, num_tokens)
 
     def _allocate_cache(self, batch: int) -> None:
         if batch == self._batch:
@@ -226,18 +222,11 @@ class ModelRunner:
     def _forget_passes(self) -> None:
         """Forget what is captured, and what a pass that did not end has left behind."""
         self._passes.forget()
-        self._forget_rows()
+        self._position.rows = self._position.tensor
         for expansion in self._expansions:
             expansion.forget()
 
-    def _forget_rows(self) -> None:
-        self._position.rows = self._position.tensor  # a captured prompt's lie in its memory
-
     def _give_back(self, drop: Callable[[], object]) -> None:
         """Give the device what ``drop`` lets go of, once it is done with it, and what is cached."""
-
-        def drop_all() -> None:
-            drop()
-            self._forget_rows()
-
-        self._memory.release(drop_all)
+        self._position.rows = self._position.tensor  # a captured prompt's lie in its memory
+        self._memory.release(drop)
