@@ -5,7 +5,7 @@ placements or schedules; the plan that is chosen is priced by its schedule again
 row for each candidate; times are whole picoseconds, int64.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
 
@@ -45,14 +45,7 @@ class PassTable:
 
     def __getitem__(self, rows: Ints) -> "PassTable":
         """Select candidates."""
-        return PassTable(
-            self.compute_ps[rows],
-            self.read_ps[rows],
-            self.span_bytes[rows],
-            self.copy_ps[rows],
-            self.outside_ps[rows],
-            self.prefetch_step[rows],
-        )
+        return PassTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @cached_property
     def streams(self) -> Bools:

@@ -5,7 +5,7 @@ that take what the first one leaves, by a bound that adds up. What remains is pr
 candidates at once. Exact: what is passed over has a bound no better than what was found.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
@@ -175,15 +175,12 @@ class _Run:
                 rows.bound,
             )
         )
-        rows, start, size = rows.choose(order), 0, 16
-        while start < len(order) and rows.bound[start] <= self._most:
+        for block in self._blocks(rows.choose(order), 16):
             best = self.search.best
-            as_good = best is not None and rows.bound[start] >= float(best.value)
-            if best is not None and as_good and self._rank(rows, start) > best.rank:
+            as_good = best is not None and block.bound[0] >= float(best.value)
+            if best is not None and as_good and self._rank(block, 0) > best.rank:
                 return
-            block = rows.choose(np.arange(start, min(start + size, len(order))))
             self._try_patterns(block)
-            start, size = start + size, min(2 * size, BLOCK)
 
     def _single_rows(self) -> _Rows:
         """List the rules that fit alone, in each setting and with each ring."""
@@ -248,10 +245,15 @@ class _Run:
     def try_pairs(self) -> None:
         """Try the plans of two rules, if they may be better than the best so far."""
         rows = self._pair_rows()
-        rows, start, size = rows.choose(np.argsort(rows.bound, kind="stable")), 0, 4
-        while start < len(rows.bound) and rows.bound[start] < self._most:
-            block = rows.choose(np.arange(start, min(start + size, len(rows.bound))))
-            self._try_completions(block)
+        for block in self._blocks(rows.choose(np.argsort(rows.bound, kind="stable")), 4):
+            if block.bound[0] < self._most:
+                self._try_completions(block)
+
+    def _blocks(self, rows: _Rows, size: int) -> Iterator[_Rows]:
+        """Yield rows, sorted by bound, in growing blocks, until none may be as good as the best."""
+        start = 0
+        while start < len(rows.bound) and rows.bound[start] <= self._most:
+            yield rows.choose(np.arange(start, min(start + size, len(rows.bound))))
             start, size = start + size, min(2 * size, BLOCK)
 
     def _pair_rows(self) -> _Rows:

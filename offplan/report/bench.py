@@ -15,7 +15,7 @@ from offplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:  # they import torch
     from offplan.benchmark import BenchResult
-    from offplan.runtime.measuring.bench import BenchCost, PhaseCost, Spread
+    from offplan.runtime.measuring.bench import Measurement, PhaseCost, Spread
 
 PHASES = {"decode": "Decode, a step", "prefill": "Prefill, the prompt"}
 """The phases as keys and as people read them."""
@@ -40,14 +40,14 @@ class MeasuredPhase:
 
 def measured_phase(plan: Plan, result: "BenchResult", phase: str) -> MeasuredPhase:
     """Bring the measurements of a phase (``decode`` or ``prefill``) together."""
-    cost: PhaseCost = getattr(result.plan.cost, phase)
+    cost: PhaseCost = getattr(result.plan, phase)
     resident = result.others.get("resident", "")
     predicted: PhasePrediction = getattr(plan.prediction, phase)
     compute_s = predicted.compute_s
     if not isinstance(resident, str):
-        compute_s = getattr(resident.cost, phase).step.median_s
+        compute_s = getattr(resident, phase).step.median_s
     link_bytes = None if reads_in_place(plan, phase) else cost.link_bytes
-    rate = result.plan.cost.link_bytes_per_s
+    rate = result.plan.link_bytes_per_s
     link_s = link_bytes / rate if link_bytes and rate else 0.0
     bound_s = None if link_bytes is None else max(compute_s, link_s)
     stall_s = sum((cost.stalls_s or {}).values())
@@ -58,7 +58,7 @@ def render_bench(plan: Plan, result: "BenchResult") -> list[RenderableType]:
     """Show everything, for people."""
     tables = [_render_phase(plan, result, phase) for phase in PHASES]
     parts: list[RenderableType] = [*tables, _render_machine(plan, result)]
-    if stalls := _render_stalls(result.plan.cost):
+    if stalls := _render_stalls(result.plan):
         parts.append(stalls)
     if result.others:
         parts.append(_render_others(result))
@@ -84,7 +84,7 @@ def _render_machine(plan: Plan, result: "BenchResult") -> Table:
     table = make_table("Link and memory", "what", "predicted", "measured", "ratio")
     add = partial(add_comparison, table)
     decode = measured_phase(plan, result, "decode")
-    add("link, copies alone", plan.machine.h2d, result.plan.cost.link_bytes_per_s, format_rate)
+    add("link, copies alone", plan.machine.h2d, result.plan.link_bytes_per_s, format_rate)
     if decode.link_bytes:
         add("link, in decode", None, decode.link_bytes / decode.step.median_s, format_rate)
     memory = plan.prediction.gpu_memory
@@ -95,7 +95,7 @@ def _render_machine(plan: Plan, result: "BenchResult") -> Table:
     return table
 
 
-def _render_stalls(cost: "BenchCost") -> Table | None:
+def _render_stalls(cost: "Measurement") -> Table | None:
     """Show the layers that compute waited for the longest; None where it never did."""
     decode, prefill = cost.decode.stalls_s or {}, cost.prefill.stalls_s or {}
     layers = sorted(
@@ -121,12 +121,12 @@ def _render_others(result: "BenchResult") -> Table:
     table = make_table(
         "Side by side", "way", "decode step", "x plan", "prefill", "x plan", "GPU memory"
     )
-    plan = result.plan.cost
+    plan = result.plan
     for name, way in {"plan": result.plan, **result.others}.items():
         if isinstance(way, str):
             table.add_row(name, *["-"] * 5)
             continue
-        decode, prefill = way.cost.decode.step.median_s, way.cost.prefill.step.median_s
+        decode, prefill = way.decode.step.median_s, way.prefill.step.median_s
         table.add_row(
             name,
             format_seconds(decode),

@@ -120,7 +120,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
         },
         "measured": {
             **{phase: _measured_payload(plan, result, phase) for phase in PHASES},
-            "link": {"bytes_per_s": result.plan.cost.link_bytes_per_s},
+            "link": {"bytes_per_s": result.plan.link_bytes_per_s},
             "gpu_memory": {"total_bytes": result.plan.gpu_bytes},
             "host_memory": {"process_bytes": result.host_bytes},
         },
@@ -134,7 +134,7 @@ def _predicted_payload(plan: Plan) -> dict[str, Any]:
 
 
 def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str, Any]:
-    cost: PhaseCost = getattr(result.plan.cost, phase)
+    cost: PhaseCost = getattr(result.plan, phase)
     return {
         **_step_payload(cost),
         **dump(measured_phase(plan, result, phase), exclude={"step"}),
@@ -155,7 +155,7 @@ def _way_payload(way: "Measurement | str") -> dict[str, Any]:
     if isinstance(way, str):
         return {"decode": None, "prefill": None, "gpu_memory": None, "why_not": way}
     return {
-        **{phase: _step_payload(getattr(way.cost, phase)) for phase in PHASES},
+        **{phase: _step_payload(getattr(way, phase)) for phase in PHASES},
         "gpu_memory": {"total_bytes": way.gpu_bytes},
         "why_not": None,
     }

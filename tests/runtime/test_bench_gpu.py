@@ -35,7 +35,7 @@ def bench(checkpoint: Path) -> Bench:
 def test_the_plan_and_serial_move_the_slabs(bench: Bench) -> None:
     spans = place(bench.model, bench.offload).spans(Phase.DECODE)
     for measure in (measure_plan, measure_serial):
-        cost = measure(bench).cost
+        cost = measure(bench)
         assert cost.decode.link_bytes == sum(span.nbytes for span in spans)
         assert cost.link_bytes_per_s is not None
         for phase in (cost.decode, cost.prefill):
@@ -46,13 +46,13 @@ def test_the_plan_and_serial_move_the_slabs(bench: Bench) -> None:
 
 def test_resident_moves_nothing_and_takes_memory(bench: Bench) -> None:
     found = measure_resident(bench)
-    assert (found.cost.decode.link_bytes, found.cost.decode.stalls_s) == (0, {})
-    assert found.cost.link_bytes_per_s is None
+    assert (found.decode.link_bytes, found.decode.stalls_s) == (0, {})
+    assert found.link_bytes_per_s is None
     assert found.gpu_bytes is not None
     assert found.gpu_bytes > 0
 
 
 def test_accelerate_runs_beside_it(bench: Bench) -> None:
-    assert under_accelerate(bench).cost.decode.step.median_s > 0
+    assert under_accelerate(bench).decode.step.median_s > 0
     # nothing of the ways before is left to stand in the way
-    assert measure_plan(bench).cost.decode.step.median_s > 0
+    assert measure_plan(bench).decode.step.median_s > 0

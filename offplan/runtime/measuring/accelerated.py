@@ -15,7 +15,7 @@ from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
-from offplan.runtime.measuring.bench import Bench, BenchCost, PhaseCost, Spread, time_requests
+from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests
 
 
 def require_accelerate() -> Any:
@@ -30,7 +30,7 @@ def require_accelerate() -> Any:
 
 
 @memory_limits("running the model under accelerate")
-def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> BenchCost:
+def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measurement:
     """Measure a stock transformers model whose offloaded modules accelerate brings in.
 
     The modules are those that hold the plan's offloaded parameters, whole decoder layers where
@@ -53,7 +53,7 @@ def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> Bench
         prefill_s, step_s = time_requests(
             bench, lambda: step(prompt, None), lambda state: step(*state), bench.num_repeats + 1
         )
-    return BenchCost(
+    return Measurement(
         prefill=PhaseCost(Spread.of(prefill_s[1:]), None, None),
         decode=PhaseCost(Spread.of(step_s[bench.num_steps :]), None, None),
     )

@@ -48,13 +48,15 @@ class PhaseCost:
 
 
 @dataclass(frozen=True)
-class BenchCost:
-    """The measured cost of one way of running a workload."""
+class Measurement:
+    """The measured time and memory of one way of running a workload."""
 
     prefill: PhaseCost
     decode: PhaseCost
     link_bytes_per_s: float | None = None
     """Rate of the plan's own copies, no compute beside them; None if it makes none."""
+    gpu_bytes: int | None = None
+    """Bytes taken on the card at the peak, the context included; None on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,12 @@ class Bench:
     used_before: int
     """Bytes in use on the card before the process took any."""
 
+    def gpu_bytes(self, peak_in_use: int) -> int | None:
+        """Count the bytes in use on the card at the peak that were not in use before."""
+        return peak_in_use - self.used_before if self.device.type == "cuda" else None
 
-def bench_session(session: Session, bench: Bench) -> BenchCost:
+
+def bench_session(session: Session, bench: Bench) -> Measurement:
     """Measure requests in a session whose link is a TimedLink.
 
     That records in one more request, so that its events are in no timed step. Compilation, capture
@@ -114,7 +120,12 @@ def bench_session(session: Session, bench: Bench) -> BenchCost:
         stalls = {layer: seconds / num_steps for layer, seconds in timed.stop().items()}
         num_bytes = (session.link_bytes - moved) // num_steps
     decode_cost = PhaseCost(Spread.of(step_s), num_bytes, stalls)
-    return BenchCost(prefill_cost, decode_cost, link_bytes_per_s=time_link(session))
+    return Measurement(
+        prefill_cost,
+        decode_cost,
+        link_bytes_per_s=time_link(session),
+        gpu_bytes=bench.gpu_bytes(session.memory.in_use),
+    )
 
 
 def time_link(session: Session) -> float | None:

@@ -1,25 +1,17 @@
 """Ways to run one workload, measured alike: by the plan, and what the plan is compared with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.measuring.accelerated import bench_accelerate
 from offplan.runtime.measuring.bench import Bench as Bench
-from offplan.runtime.measuring.bench import BenchCost, bench_session
+from offplan.runtime.measuring.bench import Measurement as Measurement
+from offplan.runtime.measuring.bench import bench_session
 from offplan.runtime.measuring.timed_link import SerialLink, TimedLink
 from offplan.runtime.memory.gpu_memory import bytes_in_use, return_memory
 from offplan.runtime.session import Session
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Time and memory that one way of running the workload took."""
-
-    cost: BenchCost
-    gpu_bytes: int | None
-    """Bytes taken on the card at the peak, the context included; None on the CPU."""
 
 
 def measure_plan(bench: Bench, on_progress: Progress | None = None) -> Measurement:
@@ -42,9 +34,9 @@ def measure_serial(bench: Bench, on_progress: Progress | None = None) -> Measure
 def measure_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measurement:
     """Run the stock model with the plan's parameters on the host, by accelerate."""
     return_memory(bench.device)
-    cost = bench_accelerate(bench, on_progress)
+    measured = bench_accelerate(bench, on_progress)
     # its allocator has given nothing back yet
-    return Measurement(cost, _taken(bench, bytes_in_use(bench.device)))
+    return replace(measured, gpu_bytes=bench.gpu_bytes(bytes_in_use(bench.device)))
 
 
 WAYS: dict[str, Callable[[Bench, Progress | None], Measurement]] = {
@@ -69,10 +61,4 @@ def _measure(
         on_progress=on_progress,
         wrap_link=lambda link: link_type(link, bench.device),
     ) as session:
-        cost = bench_session(session, bench)
-        return Measurement(cost, _taken(bench, session.memory.in_use))
-
-
-def _taken(bench: Bench, peak_in_use: int) -> int | None:
-    """Count the bytes in use on the card at the peak that were not in use before."""
-    return peak_in_use - bench.used_before if bench.device.type == "cuda" else None
+        return bench_session(session, bench)
