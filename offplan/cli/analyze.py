@@ -26,14 +26,13 @@ def analyze(
     """Show a model's layers, the machine, and the plan for a workload and a budget."""
     from offplan.asking import ask
     from offplan.checkpoint.open import open_model
-    from offplan.cli.planning import note_budget, read_size, read_workload
+    from offplan.cli.planning import note_budget, read_workload
     from offplan.machines import find_machine, why_unmeasured
     from offplan.plan import dump_plan
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.payload import analyze_payload
 
     check_writable(output, svg, force=force)
-    gpu_bytes, host_bytes = read_size(gpu_memory), read_size(host_memory)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     found = open_model(
         model, revision=revision, name=source, on_progress=ProgressBar("reading headers")
@@ -46,12 +45,12 @@ def analyze(
             found,
             chosen,
             workload,
-            gpu_memory=gpu_bytes,
-            host_memory=host_bytes,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
             store=store,
             engine=engine,
         )
-        note_budget(question, gpu_bytes)
+        note_budget(question, gpu_memory)
         analysis = analyze_question(question)
     report = render_analysis(analysis)
     print_result(analyze_payload(analysis), *report, json=json)

@@ -1,11 +1,16 @@
 """Arguments and options that several commands share."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from offplan import choices
+from offplan.units import parse_bytes, parse_seconds
+
+_size = partial(typer.Option, parser=parse_bytes, metavar="TEXT")
+_time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
 
 Model = Annotated[
     str,
@@ -21,12 +26,10 @@ Machine = Annotated[
     typer.Option(help="Plan for this machine profile, by name or file; else this GPU is measured."),
 ]
 GPUMemory = Annotated[
-    str | None,
-    typer.Option(help="GPU memory the process may take (16GiB). [default: what is free]"),
+    int | None, _size(help="GPU memory the process may take (16GiB). [default: what is free]")
 ]
 HostMemory = Annotated[
-    str | None,
-    typer.Option(help="Memory of the store the weights may take. [default: what it has]"),
+    int | None, _size(help="Memory of the store the weights may take. [default: what it has]")
 ]
 Store = Annotated[
     choices.Store, typer.Option(help="Offload to host memory, or to that of a second GPU.")
@@ -60,10 +63,10 @@ Objective = Annotated[
     typer.Option(help="Time of a request, or tokens a second (which chooses the batch)."),
 ]
 MaxTTFT = Annotated[
-    str | None, typer.Option("--max-ttft", help="Longest time to the first token (800ms).")
+    float | None, _time("--max-ttft", help="Longest time to the first token (800ms).")
 ]
 MaxTPOT = Annotated[
-    str | None, typer.Option("--max-tpot", help="Longest time of each further token (50ms).")
+    float | None, _time("--max-tpot", help="Longest time of each further token (50ms).")
 ]
 Frontier = Annotated[
     bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")

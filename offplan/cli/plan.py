@@ -31,7 +31,7 @@ def plan(
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.asking import ask
     from offplan.checkpoint.open import open_model
-    from offplan.cli.planning import note_budget, read_size, read_time, read_workload
+    from offplan.cli.planning import note_budget, read_workload
     from offplan.machines import find_machine, why_unmeasured
     from offplan.plan import dump_plan
     from offplan.planner.frontier import find_frontier
@@ -47,8 +47,6 @@ def plan(
     if frontier and objective != "latency":
         raise InputError("--frontier shows the plans of one batch: leave --objective out")
     check_writable(output, force=force)
-    gpu_bytes, host_bytes = read_size(gpu_memory), read_size(host_memory)
-    ttft_s, tpot_s = read_time(max_ttft), read_time(max_tpot)
     workload = read_workload(batch or 1, prompt_tokens, output_tokens, context)
     found = open_model(
         model, revision=revision, name=source, on_progress=ProgressBar("reading headers")
@@ -62,15 +60,15 @@ def plan(
         found,
         chosen,
         workload,
-        gpu_memory=gpu_bytes,
-        host_memory=host_bytes,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
         store=store,
         objective=objective,
-        max_ttft_s=ttft_s,
-        max_tpot_s=tpot_s,
+        max_ttft_s=max_ttft,
+        max_tpot_s=max_tpot,
         engine=engine,
     )
-    note_budget(question, gpu_bytes)
+    note_budget(question, gpu_memory)
     if frontier:
         points = find_frontier(question, ProgressBar("planning"))
         print_result({"frontier": frontier_payload(points)}, render_frontier(points), json=json)

@@ -11,7 +11,7 @@ from offplan.plan import Plan, Workload, load_plan
 from offplan.planned import open_planned_model
 from offplan.question import Question
 from offplan.records import explain
-from offplan.units import format_bytes, parse_bytes, parse_seconds
+from offplan.units import format_bytes
 
 
 def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: int) -> Workload:
@@ -29,16 +29,6 @@ def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
     """Read a plan, and the headers of its model: there, or where ``model`` says instead."""
     plan = load_plan(path)
     return plan, open_planned_model(plan, model, ProgressBar("reading headers"))
-
-
-def read_size(text: str | None) -> int | None:
-    """Read a size in bytes, None where the option was left out; raises InputError."""
-    return None if text is None else parse_bytes(text)
-
-
-def read_time(text: str | None) -> float | None:
-    """Read a time in seconds, None where the option was left out; raises InputError."""
-    return None if text is None else parse_seconds(text)
 
 
 def note_budget(question: Question, gpu_memory: int | None) -> None:

@@ -99,7 +99,7 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     for origin in range(size):  # the map's column: what depends on this moment alone
         state: list[float] = [_NEVER] * size
         state[origin] = 0
-        _run_pass(schedule, times, state, lambda reading, _: slow_down(reading, slowdown))
+        _run_pass(schedule, times, state, lambda reading, _: int(reading * slowdown))
         columns.append(state)
     return PhaseTimes(
         step_ps=largest_cycle_mean(columns),
@@ -130,7 +130,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
         schedule,
         times,
         state,
-        lambda reading, left: min(slow_down(reading, times.uva_slowdown), reading + left),
+        lambda reading, left: min(int(reading * times.uva_slowdown), reading + left),
     )
     return PhaseTimes(
         step_ps=Fraction(int(state[0])),
@@ -139,11 +139,6 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
         bound_ps=max(times.resident_ps, awaited_ps + uva_ps),
         link_bytes=schedule.link_bytes + times.uva_bytes,
     )
-
-
-def slow_down(reading_ps: int, slowdown: float) -> int:
-    """What kernels that read for so long alone take beside copies."""
-    return int(reading_ps * slowdown)
 
 
 def _run_pass(

@@ -23,7 +23,8 @@ def vllm_flags(rule: Rule, placement: Placement, model: Model) -> list[str]:
         # vLLM allocates as many slots as it is told, offplan no more than there are layers
         flags += ["--offload-prefetch-step", str(placement.num_slots)]
         return flags + (["--offload-params", *segments] if segments else [])
-    flags = ["--cpu-offload-gb", _format_gib(_uva_bytes(rule, placement, model))]
+    # so many digits that vLLM's int(gb * 2**30) gives the bytes again
+    flags = ["--cpu-offload-gb", f"{_uva_bytes(rule, placement, model) / 2**30:.15g}"]
     return flags + (["--cpu-offload-params", *segments] if segments else [])
 
 
@@ -64,8 +65,3 @@ def _uva_bytes(rule: Rule, placement: Placement, model: Model) -> int:
             f"{rule.num_in_group} does"
         )
     return sum(entry.unit.nbytes for slab in placement.slabs for entry in slab.entries)
-
-
-def _format_gib(num_bytes: int) -> str:
-    """Print GiB (vLLM's ``gb``) so that vLLM's ``int(gb * 2**30)`` gives the bytes again."""
-    return f"{num_bytes / 2**30:.15g}"
