@@ -91,7 +91,7 @@ def _describe_value(kind: Any, info: OptionInfo) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
     least = "" if info.min is None else f", {info.min} or more"
-    return VALUES[kind] + least
+    return (info.metavar or VALUES[kind]) + least
 
 
 def _describe_default(default: Any) -> str:
