@@ -162,10 +162,15 @@ def _spans(slabs: Iterable[Slab], phase: Phase) -> list[Span]:
 
 
 def group_units(layer: Layer) -> tuple[Unit, ...]:
-    """Split a layer into units, in the order of their names."""
+    """Split a layer into units, in the order of their names.
+
+    What is widened when it is loaded is in none: its bytes are not those that a slab would hold.
+    """
     partners = {part: group for group in FUSED_EXPERT_PARTS for part in group}
     groups: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in layer.parameters:
+        if parameter.is_widened:
+            continue
         parts = parameter.name.split(".")
         key = tuple(partners.get(part, part) if parameter.is_expert else part for part in parts)
         groups.setdefault(key, []).append(parameter)

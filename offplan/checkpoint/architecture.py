@@ -136,10 +136,14 @@ class Architecture:
     """Parts of names whose parameters stay in float32 when float16 is computed in."""
     head_is_tied: bool | None
     """Whether the head is the input embedding; None where neither config nor model type says."""
-    states_tie: bool
-    """Whether the config itself says so; else it is the model type's default."""
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
+
+    def keeps_float32(self, name: str, dtype: str) -> bool:
+        """Whether a parameter stays in float32 in a model that is computed in ``dtype``."""
+        parts = self.float32_parts if dtype in ("bfloat16", "float16") else ()
+        parts += self.float32_parts_in_float16 if dtype == "float16" else ()
+        return any(f".{part}." in f".{name}." for part in parts)
 
 
 def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Architecture:
@@ -184,7 +188,6 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         float32_parts=model_types.FLOAT32_PARTS.get(model_type, ()),
         float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
-        states_tie=tie is not None,
         notes=notes,
     )
 

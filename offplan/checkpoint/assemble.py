@@ -1,19 +1,19 @@
 """The step from what a source holds to the model that the rest of offplan sees."""
 
 from collections import Counter
+from dataclasses import replace
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.experts import describe_experts, group_parameters
-from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.kv_cache import describe_kv_caches
 from offplan.checkpoint.layers import split_layers
 from offplan.checkpoint.model import (
     FLOAT_BYTES,
-    INPUT_EMBEDDINGS,
     OUTPUT_HEADS,
     Layer,
     Model,
+    Parameter,
     compute_dtype,
     owner,
 )
@@ -32,12 +32,18 @@ def assemble(source: str, stored: Stored) -> Model:
     split = split_layers(architecture, stored.tensors)
     if architecture.num_layers is None:
         architecture = read_architecture(stored.config, len(split.layers))
+    dtype = _main_dtype(stored.tensors)
+    computed = compute_dtype(dtype, architecture.dtype)
     parameters = [
-        group_parameters(f"{split.prefix}.{index}", tensors, architecture.routing.num_experts)
+        tuple(
+            replace(parameter, is_widened=_is_widened(parameter, architecture, computed))
+            for parameter in group_parameters(
+                f"{split.prefix}.{index}", tensors, architecture.routing.num_experts
+            )
+        )
         for index, tensors in enumerate(split.layers)
     ]
-    dtype = _main_dtype(stored.tensors)
-    element_bytes = FLOAT_BYTES[compute_dtype(dtype, architecture.dtype)]
+    element_bytes = FLOAT_BYTES[computed]
     caches, cache_notes = describe_kv_caches(architecture, parameters, element_bytes)
     layers = tuple(
         Layer(
@@ -76,24 +82,22 @@ def assemble(source: str, stored: Stored) -> Model:
     )
 
 
-def _find_tied(architecture: Architecture, outside: Tensors) -> tuple[frozenset[str], list[str]]:
-    """Return the names of stored heads that share the input embedding's storage once loaded.
+def _is_widened(parameter: Parameter, architecture: Architecture, dtype: str) -> bool:
+    """Whether a model computed in ``dtype`` keeps a parameter in float32 that is stored shorter."""
+    stored = parameter.tensors[0].dtype
+    return stored in ("BF16", "F16") and architecture.keeps_float32(parameter.name, dtype)
 
-    A head is tied when both have one shape and dtype and the architecture ties them. The notes say
-    when the answer was not the config's own.
+
+def _find_tied(architecture: Architecture, outside: Tensors) -> tuple[frozenset[str], list[str]]:
+    """Return the names of heads that are stored though the architecture ties them, with a note.
+
+    They may differ from the input embedding: headers cannot tell, and transformers then uses both.
     """
-    embeddings = {(t.dtype, t.shape) for t in outside if owner(t.name) in INPUT_EMBEDDINGS}
-    heads = (tensor for tensor in outside if owner(tensor.name) in OUTPUT_HEADS)
-    alike = frozenset(head.name for head in heads if (head.dtype, head.shape) in embeddings)
-    is_tied = architecture.head_is_tied
-    taken = alike if is_tied else frozenset()
-    if not alike or architecture.states_tie or is_tied is False:
-        return taken, []
-    default = f"the default of {quote(architecture.model_type)}"
-    note = f"{CONFIG_NAME} does not say whether the stored head is the embedding: took it for " + (
-        f"tied ({default})" if is_tied else f"its own ({default} is not known)"
-    )
-    return taken, [note]
+    heads = frozenset(tensor.name for tensor in outside if owner(tensor.name) in OUTPUT_HEADS)
+    if not heads or not architecture.head_is_tied:
+        return frozenset(), []
+    stored = f"{' and '.join(sorted(heads))} is stored beside the input embedding"
+    return heads, [f"{stored}, though {CONFIG_NAME} ties them: both are loaded"]
 
 
 def _note_packing(tensors: Tensors) -> list[str]:

@@ -84,6 +84,12 @@ def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, in
     ]
     if fitting:
         _, _, prefix, count = max(fitting)
+        if num_layers is not None and count > num_layers + num_extra:
+            raise CheckpointError(
+                f"found {count} layers {quote(prefix)}, expected {num_layers} as {CONFIG_NAME} "
+                f"says, and {num_extra} more that predict further tokens: {CONFIG_NAME} was "
+                "edited, or belongs to another model"
+            )
         return prefix, count
     largest = sorted(stacks.items(), key=lambda item: -item[1][1])[:3]
     found = ", ".join(f"{quote(prefix)} with {count}" for prefix, (count, _) in largest)

@@ -28,6 +28,8 @@ class Parameter:
     """One tensor, or one for each routed expert in the order of their indices."""
     is_expert: bool = False
     """Whether it belongs to the routed experts (fused or one by one)."""
+    is_widened: bool = False
+    """Whether it is stored in two bytes an element and kept in float32 once loaded."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -151,7 +153,7 @@ class Model:
     outside: Tensors
     """Tensors outside the layers, as stored: embeddings, norm, head, vision tower, MTP layers."""
     tied: frozenset[str]
-    """Names in ``outside`` that share another's storage once loaded (a stored, tied head)."""
+    """Names in ``outside`` of heads stored though the config ties them; they are loaded."""
     not_loaded: frozenset[str]
     """Names in ``outside`` that a causal language model does not load (MTP layers)."""
     experts: Experts | None
@@ -184,9 +186,8 @@ class Model:
 
     @cached_property
     def loaded_outside(self) -> Tensors:
-        """Tensors outside the layers that take memory once loaded (ties counted once)."""
-        skipped = self.tied | self.not_loaded
-        return tuple(tensor for tensor in self.outside if tensor.name not in skipped)
+        """Tensors outside the layers that take memory once loaded."""
+        return tuple(tensor for tensor in self.outside if tensor.name not in self.not_loaded)
 
     @cached_property
     def outside_bytes(self) -> int:
@@ -221,14 +222,15 @@ class Model:
 
     @cached_property
     def loaded_bytes(self) -> int:
-        """Bytes once loaded: ties counted once, MTP layers left out."""
-        return sum(layer.nbytes for layer in self.layers) + self.outside_bytes
+        """Bytes once loaded, those widened to float32 as such; MTP layers left out."""
+        in_layers = (p for layer in self.layers for p in layer.parameters)
+        return sum(p.nbytes * (1 + p.is_widened) for p in in_layers) + self.outside_bytes
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all stored tensors, ties counted once."""
+        """Elements of all stored tensors."""
         in_layers = sum(p.num_elements for layer in self.layers for p in layer.parameters)
-        return in_layers + sum(t.num_elements for t in self.outside if t.name not in self.tied)
+        return in_layers + sum(tensor.num_elements for tensor in self.outside)
 
 
 INPUT_EMBEDDINGS = frozenset(

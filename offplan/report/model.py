@@ -136,7 +136,7 @@ def _render_facts(model: Model) -> list[Text]:
         )
     facts.append(f"KV cache: {_describe_kv_cache(model)}")
     if model.tied:
-        facts.append(f"Tied, counted once: {', '.join(sorted(model.tied))}")
+        facts.append(f"Tied, and stored: {', '.join(sorted(model.tied))}")
     if model.not_loaded:
         facts.append(f"Not loaded: {len(model.not_loaded)} tensors outside the causal model")
     facts += [f"Note: {note}" for note in model.notes]

@@ -1,5 +1,9 @@
 """The transformers model without its weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -8,6 +12,8 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
+from offplan.runtime.model.probe import PROBE, probe_attention, refuse
+from offplan.runtime.transformers_private import choose_attention
 
 
 def build_skeleton(model: Model) -> PreTrainedModel:
@@ -16,8 +22,10 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
     """
     if model.architecture.is_quantised:
-        raise _refuse(f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints")
+        raise refuse(f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints")
     config = build_config(model.config, model.source)
+    if model.tied:  # a head that is stored is used, whatever the config says
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(
@@ -26,11 +34,26 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     except Exception as error:
         raise cannot_build(model.source, error) from error
     _check_attention(skeleton, model.source)
-    if model.experts is not None:
-        _check_experts(skeleton, model.source)
     # a model cut short (to time its layers) has fewer layers than its config says
-    del decoder_layers(skeleton)[len(model.layers) :]
+    layers = decoder_layers(skeleton)
+    del layers[len(model.layers) :]
+    _keep_in_float32(skeleton, model)
+    with _experts_without_weights(skeleton, model):
+        for module, asked in probe_attention(skeleton, layers).items():
+            vars(module)["asked"] = asked
+    choose_attention(skeleton, ATTENTION_NAME)
     return skeleton.eval().requires_grad_(False)
+
+
+def _keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
+    """Widen what stays in float32 in a model that is computed in a shorter type.
+
+    Source: transformers 5.23, ``_keep_in_fp32_modules_strict`` and ``_keep_in_fp32_modules``.
+    """
+    keeps = partial(model.architecture.keeps_float32, dtype=model.compute_dtype)
+    for name, tensor in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
+        if tensor.is_floating_point() and keeps(name):
+            tensor.data = tensor.data.float()
 
 
 def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
@@ -38,38 +61,40 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise _refuse(
+        raise refuse(
             f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
             "attention"
         )
     # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
     if indexers := [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]:
-        raise _refuse(
+        raise refuse(
             f"{source} has sparse attention ({indexers[0]}), whose keys have a cache of their own; "
             "`run` knows full and sliding attention"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     if changing := {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}:
-        raise _refuse(
+        raise refuse(
             f"{source} has rotary embeddings of the type {changing.pop()}, which change with the "
             "text's length; `run` knows fixed ones"
         )
 
 
-def _check_experts(skeleton: PreTrainedModel, source: str) -> None:
-    """Raise CheckpointError for routed experts whose products transformers lets nobody choose."""
+@contextmanager
+def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterator[None]:
+    """Have routed experts give shapes alone; raises CheckpointError where that cannot be chosen."""
+    if model.experts is None:
+        yield
+        return
     try:
         skeleton.set_experts_implementation("grouped_mm")
     except ValueError:
-        raise _refuse(
-            f"{source} has experts that transformers multiplies in a way of their own; `run` needs "
-            "those that it lets be chosen"
+        raise refuse(
+            f"{model.source} has experts that transformers multiplies in a way of their own"
         ) from None
-
-
-def _refuse(why: str) -> CheckpointError:
-    return CheckpointError(f"{why}. Its plan can still be made and exported")
+    skeleton.set_experts_implementation(PROBE)
+    yield
+    skeleton.set_experts_implementation("grouped_mm")
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:

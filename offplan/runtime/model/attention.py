@@ -12,14 +12,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from offplan.errors import CheckpointError
 from offplan.runtime.model.filled import Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
+from offplan.runtime.model.scored import attend_scored, weigh
 
 ATTENTION_NAME = Way.CHUNK.value
 """Name of the attention that a model is built with; each pass chooses its own."""
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of transformers' attention interface that change the result and are not heeded here."""
 
 
 def _register(way: Way) -> None:
@@ -32,20 +30,20 @@ def _register(way: Way) -> None:
         value: torch.Tensor,
         attention_mask: Any,
         scaling: float | None = None,
-        sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend from new tokens to those cached ones that ``attention_mask`` says are filled.
 
         ``query`` is [batch, heads, new, head_dim]; ``key`` and ``value`` are the whole cache,
-        [batch, kv_heads, context, ...], or MLA's latents and their rotary parts. Returns [batch,
-        new, heads, value_dim] and None. Runs on the current stream, synchronises nothing. Raises
-        CheckpointError for an attention that would come out wrong.
+        [batch, kv_heads, context, ...], or MLA's latents and their rotary parts; ``s_aux`` are the
+        softmax's sinks, [heads]. What else a layer asks for, its module was told when the model was
+        built (``runtime.model.probe``). Returns [batch, new, heads, value_dim] and None. Runs on
+        the current stream, synchronises nothing.
         """
-        _check_known(way, module, key.shape[2], sliding_window, others)
         # no function in between: it would be one more frame that the graph's break goes through
         if way is Way.CHUNK:
-            out = _attend_chunk(module, query, key, value, attention_mask, scaling, sliding_window)
+            out = _attend_chunk(module, query, key, value, attention_mask, scaling, s_aux)
         elif way is Way.BLOCKS:
             out = flex_attention(
                 query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
@@ -54,7 +52,7 @@ def _register(way: Way) -> None:
             assert scaling is not None
             return attend_latent(module, query, key, value, attention_mask, scaling, way), None
         else:
-            out = _attend_one(query, key, value, attention_mask, scaling, sliding_window)
+            out = _attend_one(module, query, key, value, attention_mask, scaling, s_aux)
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(way.value, attend)
@@ -62,23 +60,6 @@ def _register(way: Way) -> None:
 
 for _way in Way:
     _register(_way)
-
-
-def _check_known(
-    way: Way, module: torch.nn.Module, context: int, window: int | None, others: dict[str, Any]
-) -> None:
-    """Raise CheckpointError for arguments of an attention that is not known here."""
-    unknown = [name for name in UNSUPPORTED if others.get(name) is not None]
-    if window is not None and window < context:
-        if keeps_latents(module):
-            unknown.append("latents and a sliding window")
-        elif way is Way.BLOCKS:
-            unknown.append("a sliding window that its config does not name")
-    if unknown:
-        raise CheckpointError(
-            f"{type(module).__name__} needs attention with {unknown[0]}, which `run` does not "
-            "have; its plan can still be made and exported"
-        )
 
 
 @torch.compiler.disable  # it would be compiled again for every position of a chunk
@@ -89,17 +70,19 @@ def _attend_chunk(
     value: torch.Tensor,
     before: torch.Tensor,
     scaling: float | None,
-    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend from a chunk of a prompt to all tokens up to its own, the last of which it is."""
     start, num_tokens = before.flatten().tolist()
-    num_new = query.shape[2]
+    num_new, window, soft_cap = query.shape[2], module.asked.window, module.asked.soft_cap
     # what no window reaches would only make the mask, and the work, grow with the context
     first = max(0, start - window + 1) if window is not None else 0
     key, value = (part[:, :, first : start + num_new] for part in (key, value))
     if keeps_latents(module):
         key, value = module.expansion.extend(key, value, start, num_tokens)
     num_kept = key.shape[2]
+    if sinks is not None or soft_cap is not None:
+        return attend_scored(query, key, value, window, scaling, soft_cap, sinks)
     mask = None
     if window is not None and num_kept > window:
         mask = _window_mask(num_new, num_kept, window, query.device)
@@ -143,12 +126,13 @@ def _attend_in_two(
 
 
 def _attend_one(
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
     scaling: float | None,
-    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend from one new token: the queries of a KV group are rows of one product.
 
@@ -156,14 +140,17 @@ def _attend_one(
     times more at batch 64.
     """
     batch, heads, _, head_dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, window, soft_cap = key.shape[1], module.asked.window, module.asked.soft_cap
     if window is not None and window < mask.shape[-1]:
         # position j is in the window of the last position p iff j <= p and not j + window <= p
         beyond = torch.zeros_like(mask)
         beyond[..., :-window] = mask[..., window:]
         mask = mask & ~beyond
     folded = query.view(batch, kv_heads, heads // kv_heads, head_dim)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    if sinks is None and soft_cap is None:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = weigh(folded, key, value, mask, scaling or head_dim**-0.5, soft_cap, sinks)
     return out.reshape(batch, heads, 1, value.shape[-1])
 
 

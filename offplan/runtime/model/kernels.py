@@ -73,11 +73,11 @@ def find_own_experts(model: Model, module: PreTrainedModel) -> tuple[str, int]:
 def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFilled:
     """Find how a captured decode step of this model tells attention where its cache ends.
 
-    Compiled block attention needs heads of a power of two from 16 on and no sliding window, the
-    kernel for latents their ranks likewise, and KERNEL_TYPES.
+    Compiled block attention needs heads of a power of two from 16 on and layers that ask for
+    nothing, the kernel for latents their ranks likewise, and KERNEL_TYPES.
     """
-    windows = model.architecture.windows
-    if any(window is not None and window < context for window in windows):
+    asked = [vars(part)["asked"] for part in module.modules() if "asked" in vars(part)]
+    if not all(each.is_plain_within(context) for each in asked):
         return filled_mask
     config = module.config.get_text_config()
     if rank := getattr(config, "kv_lora_rank", None):

@@ -4,6 +4,7 @@ What is done to a layer is done once, and undone with the model.
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class DecoderLayers:
                     vars(module)["layer_idx"] = 0
             own = layer.forward
             self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)
-            layer.forward = self._make_forward(index, type(layer).__name__)
+            layer.forward = self._make_forward(index, inspect.signature(own))
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -120,16 +121,17 @@ class DecoderLayers:
         if self.cache is not None:
             self.cache.clear_from(position)
 
-    def _make_forward(self, index: int, kind: str) -> Callable[..., Any]:
-        def forward(hidden_states: torch.Tensor, *others: Any, **arguments: Any) -> Any:
+    def _make_forward(self, index: int, signature: inspect.Signature) -> Callable[..., Any]:
+        # by name: some models pass more than hidden states by their place
+        first, *names = signature.parameters
+
+        def forward(*others: Any, **arguments: Any) -> Any:
             assert self.cache is not None
-            names = [name for name, value in arguments.items() if value is self.cache]
-            if others or not names:
-                raise CheckpointError(
-                    f"{kind} takes its cache in a way that `run` does not know; its plan can still "
-                    "be made and exported"
-                )
-            arguments |= dict.fromkeys(names, self.cache.layers[index])
-            return self.call(index, Call(hidden_states, arguments))
+            arguments = dict(zip((first, *names), others, strict=False)) | arguments
+            hidden = arguments.pop(first)
+            for name, value in arguments.items():
+                if value is self.cache:
+                    arguments[name] = self.cache.layers[index]
+            return self.call(index, Call(hidden, arguments))
 
         return forward

@@ -1,0 +1,230 @@
+"""What each attention of a model asks for, found by running the model without weights.
+
+transformers makes the masks of its own attentions from the config, in ways that differ from one
+model to the next: windows, chunks, prefixes, attention to both sides. Attention here makes its own,
+so what those would hide is read off them, at the start of a text and far into it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from offplan.errors import CheckpointError
+from offplan.runtime.transformers_private import ExpertsInterface, choose_attention
+
+PROBE = "offplan_probe"
+NUM_NEW = 4
+"""Tokens that look at a text: enough to tell a window, which moves with them, from a chunk."""
+NUM_TOKENS = 2**20
+"""Tokens of the text; a window of more is none."""
+HARMLESS = {"dropout", "is_causal", "logits_to_keep", "output_attentions", "output_router_logits"}
+HARMLESS |= {"position_ids", "scaling", "sliding_window", "use_cache"}
+"""Arguments of transformers' attentions that change nothing which the mask does not show."""
+
+
+class Asked(NamedTuple):
+    """What one attention asks for beyond a softmax of all tokens up to each one's own."""
+
+    window: int | None = None
+    """Tokens that each sees at most, its own included; None where nothing is hidden."""
+    sinks: bool = False
+    """Whether the softmax has a learned sink for each head."""
+    soft_cap: float | None = None
+    """Value that scores are softly capped at."""
+
+    def is_plain_within(self, context: int) -> bool:
+        """Whether it asks for nothing in texts of so many tokens."""
+        return self._replace(window=None) == Asked() and (self.window or context) >= context
+
+
+def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Module, Asked]:
+    """Find what each attention in the ``layers`` of a model on the meta device asks for.
+
+    The model's attention and experts must be chosen again afterwards. Raises CheckpointError for a
+    layer without an attention that transformers lets be chosen, and for one that asks for something
+    that is not known here, or that cannot be told without weights.
+    """
+    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
+        raise refuse(f"{type(model).__name__} counts positions by its cache")
+    _call(model, layers, 0)  # what only the start of a text has, such as a prefix, is refused
+    return dict(_call(model, layers, NUM_TOKENS - NUM_NEW))
+
+
+def _call(
+    model: PreTrainedModel, layers: nn.ModuleList, start: int
+) -> list[tuple[nn.Module, Asked]]:
+    """Call a model on the tokens from ``start`` on; return what its attentions were asked for."""
+    found: list[tuple[nn.Module, Asked]] = []
+    masks: list[tuple[Any, int | str | None]] = []
+    """Masks, of which layers share few, and the windows that they leave."""
+
+    def find_window(mask: Any) -> int | str | None:
+        known = [window for other, window in masks if other is mask]
+        if not known:
+            known = [_find_window(mask, start)]
+            masks.append((mask, known[0]))
+        return known[0]
+
+    def attend(
+        module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any
+    ) -> tuple[torch.Tensor, None]:
+        found.append((module, _read(module, find_window(attention_mask), others)))
+        batch, heads, new, _ = query.shape
+        return query.new_empty(batch, new, heads, value.shape[-1]), None
+
+    AttentionInterface.register(PROBE, attend)
+    choose_attention(model, PROBE)
+    tokens = torch.zeros(1, NUM_NEW, dtype=torch.int64, device="meta")
+    with _checked(layers, found), torch.inference_mode():
+        try:
+            model(
+                input_ids=tokens,
+                position_ids=torch.arange(start, start + NUM_NEW, device="meta")[None],
+                past_key_values=Cache(layers=[_Kept(start) for _ in layers]),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a model does that needs values
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise refuse(
+                f"what attention of {type(model).__name__} sees cannot be told without its weights "
+                f"({reason})"
+            ) from error
+    return found
+
+
+@contextmanager
+def _checked(layers: nn.ModuleList, found: list[tuple[nn.Module, Asked]]) -> Iterator[None]:
+    """Check each layer that is called meanwhile: whether it attends, and returns hidden states."""
+    for index, layer in enumerate(layers):
+        layer.forward = _make_checked(index, layer.forward, found)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # its class has it
+
+
+def _make_checked(
+    index: int, forward: Callable[..., Any], found: list[tuple[nn.Module, Asked]]
+) -> Callable[..., Any]:
+    def checked(hidden: torch.Tensor, *others: Any, **arguments: Any) -> torch.Tensor:
+        before = len(found)
+        try:
+            made = forward(hidden, *others, **arguments)
+        except CheckpointError:
+            raise
+        except Exception:
+            # behind attention a layer may look at values, which nothing has here
+            if len(found) == before:
+                raise
+            return hidden
+        if len(found) == before:
+            raise refuse(f"layer {index} has no attention that transformers lets be chosen")
+        if not isinstance(made, torch.Tensor):
+            raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
+        return made
+
+    return checked
+
+
+class _Kept(CacheLayerMixin):
+    """The shapes of a cache that keeps so many tokens before the new ones, and nothing else."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self._start = start
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate nothing."""
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of all tokens, [batch, heads, kept + new, dim], without values."""
+        kept = self._start
+        keys, values = (
+            states.new_empty(*states.shape[:2], kept + states.shape[2], states.shape[3])
+            for states in (key_states, value_states)
+        )
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of what is kept, the new tokens included."""
+        return self._start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the tokens before the new ones."""
+        return self._start
+
+    def get_max_length(self) -> int:
+        """Return the number of tokens that it can keep."""
+        return NUM_TOKENS
+
+
+def _make_mask(
+    mask_function: Callable[..., Any],
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    **others: Any,
+) -> torch.Tensor:
+    """Make the mask, bool of [1, 1, new, kept], that transformers says by a function."""
+    query = torch.arange(q_offset, q_offset + q_length).view(1, 1, -1, 1)
+    key = torch.arange(kv_offset, kv_offset + kv_length).view(1, 1, 1, -1)
+    none = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    mask: torch.Tensor = mask_function(none, none, query, key)
+    return mask.expand(1, 1, q_length, kv_length)
+
+
+AttentionMaskInterface.register(PROBE, _make_mask)
+ExpertsInterface.register(PROBE, lambda experts, hidden, *routing: torch.empty_like(hidden))
+
+
+def _read(module: nn.Module, window: int | str | None, others: dict[str, Any]) -> Asked:
+    """Read what an attention is asked for off its window and its other arguments."""
+    given = {name: value for name, value in others.items() if value is not None}
+    sinks, soft_cap = given.pop("s_aux", None), given.pop("softcap", None)
+    if unknown := sorted(given.keys() - HARMLESS):
+        raise refuse(f"{type(module).__name__} needs attention with {unknown[0]}")
+    if isinstance(window, str):
+        raise refuse(f"{type(module).__name__} attends to {window}")
+    if window is not None and hasattr(module, "kv_b_proj"):
+        raise refuse(f"{type(module).__name__} has latents and a sliding window")
+    return Asked(window, sinks is not None, soft_cap)
+
+
+def _find_window(mask: Any, start: int) -> int | str | None:
+    """Find the window that a mask, bool of [1, 1, new, kept], leaves, or say what it shows."""
+    if not isinstance(mask, torch.Tensor) or mask.is_meta or mask.dtype is not torch.bool:
+        return "what a mask of its own says"
+    rows = mask[0, 0]
+    own = torch.arange(start, start + len(rows))
+    first = rows.int().argmax(-1)
+    last = rows.shape[1] - 1 - rows.flip(-1).int().argmax(-1)
+    width = own - first + 1
+    if not torch.equal(last, own):
+        return "tokens behind its own"
+    if not torch.equal(rows.sum(-1), width):
+        return "some of the tokens before its own"
+    if not start or not first.any():  # the start of a text is in every window
+        return None
+    return int(width[0]) if (width == width[0]).all() else "chunks of the text"
+
+
+def refuse(why: str) -> CheckpointError:
+    """Make the error for a model that `run` cannot run."""
+    return CheckpointError(f"{why}; `run` cannot run it. Its plan can still be made and exported")
