@@ -11,6 +11,7 @@ from transformers import (
     DeepseekV32Config,
     Gemma2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     JetMoeConfig,
     MistralConfig,
     Olmo3Config,
@@ -74,6 +75,12 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "qwen3_wide": Qwen3Config(**SIZES, **{**HEADS, "head_dim": 16}),
     "mistral_windowed": MistralConfig(**SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8),
     "olmo3_windowed": Olmo3Config(**SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8),
+    "sinks": GptOssConfig(
+        **SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8, num_local_experts=4
+    ),
+    "soft_caps": Gemma2Config(
+        **SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8, attn_logit_softcapping=2.0
+    ),
     "latents_wide": DeepseekV2Config(
         **SIZES, **{**LATENTS, "qk_rope_head_dim": 16}, q_lora_rank=None, head_dim=16
     ),
@@ -86,8 +93,8 @@ def save_tiny(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS)[name], dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or "sinks" in name:
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder, max_shard_size="60KB")
     return folder

@@ -4,13 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.plan import Rule
+from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
-from tests.runtime.resident import BATCH, NUM_TOKENS, PROMPT, check_against_resident, run
+from tests.runtime.resident import (
+    BATCH,
+    NUM_TOKENS,
+    PROMPT,
+    check_against_resident,
+    run,
+    run_resident,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,6 +54,27 @@ def test_logits_equal_resident(
         embeddings="host" if untied and name == "two rules" else "device",
     )
     check_against_resident(checkpoint, decision, capture)
+
+
+@pytest.mark.parametrize("chunk", [4, 10])
+@pytest.mark.parametrize("name", ["sinks", "soft_caps", "mistral_windowed", "olmo3_windowed"])
+def test_what_attention_asks_for_is_heeded(name: str, chunk: int, tmp_path: Path) -> None:
+    """Compiled and captured, with and without offloading, against stock transformers."""
+    folder = save_tiny(name, tmp_path)
+    check_against_resident(folder, offload(group(2, 1), prefill_chunk=chunk), capture=True)
+    got, _ = run_resident(folder, chunk, True)
+    stock = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    expected = []
+    for prompt in (PROMPT, BATCH):
+        tokens = prompt
+        for _ in range(NUM_TOKENS + 1):
+            with torch.inference_mode():
+                expected.append(stock(input_ids=tokens, use_cache=False).logits[:, -1])
+            tokens = torch.cat([tokens, expected[-1].argmax(-1, keepdim=True)], 1)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
 def test_closing_gives_the_device_memory_back(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from offplan.runtime.model.filled import Way
 from offplan.runtime.model.latent import attend_latent, keeps_latents
-from offplan.runtime.model.scored import attend_scored, weigh
+from offplan.runtime.model.scored import attend_in_blocks, weigh
 
 ATTENTION_NAME = Way.CHUNK.value
 """Name of the attention that a model is built with; each pass chooses its own."""
@@ -82,7 +82,10 @@ def _attend_chunk(
         key, value = module.expansion.extend(key, value, start, num_tokens)
     num_kept = key.shape[2]
     if sinks is not None or soft_cap is not None:
-        return attend_scored(query, key, value, window, scaling, soft_cap, sinks)
+        if query.is_cuda:
+            return attend_in_blocks(query, key, value, window, scaling, soft_cap, sinks)
+        seen = _window_mask(num_new, num_kept, window or num_kept, query.device)
+        return weigh(query, key, value, seen, scaling, soft_cap, sinks)
     mask = None
     if window is not None and num_kept > window:
         mask = _window_mask(num_new, num_kept, window, query.device)
@@ -146,11 +149,10 @@ def _attend_one(
         beyond = torch.zeros_like(mask)
         beyond[..., :-window] = mask[..., window:]
         mask = mask & ~beyond
+    if sinks is not None or soft_cap is not None:
+        return weigh(query, key, value, mask, scaling, soft_cap, sinks)
     folded = query.view(batch, kv_heads, heads // kv_heads, head_dim)
-    if sinks is None and soft_cap is None:
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    else:
-        out = weigh(folded, key, value, mask, scaling or head_dim**-0.5, soft_cap, sinks)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, 1, value.shape[-1])
 
 

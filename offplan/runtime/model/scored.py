@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from offplan.runtime.model.filled import BLOCK_TOKENS
 
@@ -18,28 +18,34 @@ def weigh(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    scaling: float,
+    scaling: float | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from one new token, as transformers' own attentions do.
+    """Attend by whole products, as transformers' own attentions do.
 
-    ``query`` is [batch, kv_heads, heads of each, dim], ``key`` and ``value`` [batch, kv_heads,
-    kept, dim], ``mask`` bool of [1, 1, 1, kept], ``sinks`` [heads]. Source: transformers 5.23,
-    ``eager_attention_forward`` of Gemma2 and GptOss.
+    ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim],
+    ``mask`` bool of [new or 1, kept], ``sinks`` [heads]; returns [batch, heads, new, dim]. Source:
+    transformers 5.23, ``eager_attention_forward`` of Gemma2 and GptOss.
     """
-    scores = torch.matmul(query, key.mT).float() * scaling
+    batch, heads, num_new, dim = query.shape
+    kv_heads, num_kept = key.shape[1:3]
+    # the queries of a KV group are rows of one product
+    products = torch.matmul(query.reshape(batch, kv_heads, -1, dim), key.mT)
+    scores = products.view(batch, heads, num_new, num_kept).float()
+    scores = scores * (dim**-0.5 if scaling is None else scaling)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        column = sinks.float().view(1, *query.shape[1:3], 1).expand(len(query), -1, -1, 1)
+        column = sinks.float().view(1, heads, 1, 1).expand(batch, heads, num_new, 1)
         scores = torch.cat([scores, column], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]]
-    return torch.matmul(weights.to(value.dtype), value)
+    weights = scores.softmax(-1)[..., :num_kept].to(value.dtype)
+    out = torch.matmul(weights.reshape(batch, kv_heads, -1, num_kept), value)
+    return out.view(batch, heads, num_new, value.shape[-1])
 
 
-def attend_scored(
+def attend_in_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -48,14 +54,13 @@ def attend_scored(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from the last tokens of a text to all up to each one's own.
+    """Attend from the last tokens of a text to all up to each one's own, compiled, on a GPU.
 
     ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim], of
     which each token sees the last ``window``; ``sinks`` is [heads]. A sink takes its share of the
     softmax and gives nothing: what is left of the others is a sigmoid of how far they exceed it.
     """
-    attend = _compiled() if query.is_cuda else _attend
-    out, sums = attend(
+    out, found = _compiled()(
         query,
         key,
         value,
@@ -63,21 +68,20 @@ def attend_scored(
         block_mask=_mask_up_to_own(query.shape[2], key.shape[2], window, query.device),
         scale=scaling,
         enable_gqa=True,
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
-        out = out * torch.sigmoid(sums - sinks.float().view(-1, 1)).unsqueeze(-1).to(out.dtype)
+        share = torch.sigmoid(found.lse - sinks.float().view(-1, 1)).unsqueeze(-1)
+        out = out * share.to(out.dtype)
     made: torch.Tensor = out
     return made
-
-
-_attend: Callable[..., Any] = flex_attention
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
     """Compile attention once for all lengths."""
-    return torch.compile(_attend, dynamic=True)
+    attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return attend
 
 
 @cache

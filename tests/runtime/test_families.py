@@ -1,0 +1,52 @@
+"""No family comes out wrong: it is what stock transformers gives, or refused before loading."""
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.runtime.families import VARIANTS, compare
+
+EXACT = """
+afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma4_text glm4_moe
+gpt_neox gpt_oss granite_swa llama mimo_v2_flash mixtral olmo3 olmoe phi3 phimoe qwen2_moe qwen3
+qwen3_moe
+"""
+"""Families that people run, and those that ask for something that others do not."""
+REFUSED = {
+    "bart": "counts positions by its cache",
+    "bloom": "keeps its layers where `run` does not look",
+    "deepseek_v32": "layers of the types",
+    "jetmoe": "multiplies in a way of their own",
+    "mamba": "layers of the types",
+    "qwen3_next": "layers of the types",
+}
+
+
+@pytest.mark.parametrize("family", EXACT.split())
+def test_a_family_is_exact(family: str) -> None:
+    for variant in ("plain", "windows"):
+        outcome = compare(family, variant)
+        assert outcome.kind == "exact", (variant, outcome.why)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_is_refused(family: str) -> None:
+    outcome = compare(family, "plain")
+    assert outcome.kind == "refused"
+    assert REFUSED[family] in outcome.why
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gemma3_text"])
+def test_attention_to_both_sides_is_refused(family: str) -> None:
+    outcome = compare(family, "to both sides")
+    assert outcome.kind == "refused"
+    assert "tokens behind its own" in outcome.why
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_no_family_comes_out_wrong(family: str, variant: str) -> None:
+    outcome = compare(family, variant)
+    if outcome.kind == "not built":
+        pytest.skip(outcome.why)
+    assert outcome.kind in ("exact", "refused"), outcome.why
