@@ -60,16 +60,18 @@ def attend_in_blocks(
     which each token sees the last ``window``; ``sinks`` is [heads]. A sink takes its share of the
     softmax and gives nothing: what is left of the others is a sigmoid of how far they exceed it.
     """
-    out, found = _compiled()(
-        query,
-        key,
-        value,
-        score_mod=_cap_by(soft_cap),
-        block_mask=_mask_up_to_own(query.shape[2], key.shape[2], window, query.device),
-        scale=scaling,
-        enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
-    )
+    # uncompiled, as other parts of some passes run, it would hold every score
+    with torch.compiler.set_stance("default"):
+        out, found = _compiled()(
+            query,
+            key,
+            value,
+            score_mod=None if soft_cap is None else _cap_by(soft_cap, query.device),
+            block_mask=_mask_up_to_own(query.shape[2], key.shape[2], window, query.device),
+            scale=scaling,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
     if sinks is not None:
         share = torch.sigmoid(found.lse - sinks.float().view(-1, 1)).unsqueeze(-1)
         out = out * share.to(out.dtype)
@@ -84,24 +86,22 @@ def _compiled() -> Callable[..., Any]:
     return attend
 
 
-@cache
-def _cap_by(soft_cap: float | None) -> Callable[..., torch.Tensor] | None:
-    """Return what caps a score; one function for each cap, for which attention is compiled."""
-    if soft_cap is None:
-        return None
+def _cap_by(soft_cap: float, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return what caps a score. Lengths and caps are tensors: attention is compiled for any."""
+    cap = torch.full((), soft_cap, device=device)
 
-    def cap(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
-        return soft_cap * torch.tanh(score / soft_cap)
+    def cap_softly(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
 
-    return cap
+    return cap_softly
 
 
 def _mask_up_to_own(
     num_new: int, num_kept: int, window: int | None, device: torch.device
 ) -> BlockMask:
     """Make the blocks that tokens see of those up to each one's own, the last ones of the kept."""
-    offset = torch.tensor(num_kept - num_new, device=device)
-    reach = torch.tensor(num_kept if window is None else window, device=device)
+    offset = torch.full((), num_kept - num_new, device=device)
+    reach = torch.full((), num_kept if window is None else window, device=device)
 
     def sees(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
