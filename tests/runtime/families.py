@@ -60,6 +60,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "cohere_compass_text": {"layer_types": ["full_attention"] * 5},
     "lfm2_moe": {"layer_types": ["full_attention"] * 5},
+    # stock zeroes the padding's row of a tied embedding, whatever is stored
+    "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family insists on; None leaves a size out."""
