@@ -56,7 +56,8 @@ def shorten(text: str, limit: int = 120) -> str:
 
 def describe(error: BaseException, limit: int = 120) -> str:
     """Return an error's kind and its text, on one line, for another error's message."""
-    return shorten(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"), limit)
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+    return shorten("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text), limit)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
