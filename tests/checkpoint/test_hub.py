@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -119,10 +120,24 @@ def test_offline_without_a_cache(single, tmp_path):
     assert not single.requests
 
 
-def test_damaged_cache_is_read_again(single, tmp_path):
+def cut(cached):
+    cached.write_bytes(cached.read_bytes()[:40])
+
+
+def flip_a_name(cached):
+    cached.write_bytes(cached.read_bytes().replace(b"layers.0", b"layers.2"))
+
+
+def put_a_pipe(cached):
+    cached.unlink()
+    os.mkfifo(cached)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_name, put_a_pipe])
+def test_damaged_cache_is_read_again(single, tmp_path, damage):
     online = open_from(single.url, tmp_path)
     (cached,) = tmp_path.glob(f"offplan/headers/org--tiny/{COMMIT}/*")
-    cached.write_bytes(cached.read_bytes()[:40])
+    damage(cached)
     assert open_from(single.url, tmp_path) == online
     assert len(single.shard_gets()) == 2
 
