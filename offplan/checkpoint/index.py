@@ -95,4 +95,4 @@ def _total_size(metadata: Any) -> int | None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, float) and total.is_integer():  # some writers leave a float
         total = int(total)
-    return total if type(total) is int else None
+    return total if type(total) is int and 0 <= total < 2**63 else None

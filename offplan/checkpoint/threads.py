@@ -35,6 +35,7 @@ def in_threads(
             try:
                 future.set_result(work(todo.popleft()))
             except BaseException as error:
+                todo.clear()
                 future.set_exception(error)
             finished.put(future)
 
