@@ -16,7 +16,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("part", ["no such part", "up_proj", "q_proj", "embed", "lm_head"])
-@pytest.mark.parametrize("further", [(), ONE_TOKEN, ("--frontier",)])
+@pytest.mark.parametrize("further", [(), ONE_TOKEN, ("--for", "vllm"), ("--frontier",)])
 def test_empty_tensors(cli: CLI, tmp_path: Path, part: str, further: tuple[object, ...]) -> None:
     shapes = {
         name: ("BF16", (0, 8)) if part in name else shape for name, shape in dense_shapes().items()
