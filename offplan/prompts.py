@@ -1,14 +1,37 @@
 """Prompts as tokens: a text by the model's tokenizer, or a workload's number of random ones."""
 
-import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
+from offplan.checkpoint.jsontext import describe, quote
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.weights import find_small_files, has_weights
 from offplan.errors import InputError
 from offplan.plan import Workload
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+)
+"""Files that the tokenizers of causal language models are read from.
+
+Source: transformers 5.23, ``vocab_files_names`` of its tokenizers.
+"""
+_GENERATION_FILE = "generation_config.json"
 
 
 def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
@@ -24,36 +47,74 @@ def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
 
 
 def load_tokenizer(model: Model) -> Any:
-    """Load a model's tokenizer, which transformers reads from where the model was read.
+    """Load a model's tokenizer from where the model was read, fetched from the Hub if need be.
 
-    Raises InputError where there is none that can be read without running code of its own.
+    Raises InputError where there is none that can be read without running code of its own, and
+    HubError.
     """
+    folder = find_small_files(model, _TOKENIZER_FILES)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        lacking = "no tokenizer" if has_weights(model) else "neither weights nor a tokenizer"
+        raise InputError(
+            f"{model.source} has {lacking}: expected files such as {_TOKENIZER_FILES[0]} in "
+            f"{folder}; fetch them, or leave --prompt out"
+        )
     try:
         # whether to trust code, left open, would be asked on the terminal
         return AutoTokenizer.from_pretrained(
-            model.source, revision=model.revision or "main", trust_remote_code=False
+            str(folder), trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{model.source} has no tokenizer for --prompt: {reason}") from None
+    # what stands in the files may be anything, and so are the errors
+    except Exception as error:
+        raise InputError(
+            f"{model.source} has no tokenizer that can be read ({describe(error)}); fetch it "
+            "again, or leave --prompt out"
+        ) from None
 
 
-def read_prompt(tokenizer: Any, text: str) -> torch.Tensor:
-    """Turn a text into tokens: int64, [1, tokens]; raises InputError where there are none."""
+def read_prompt(model: Model, tokenizer: Any, text: str) -> torch.Tensor:
+    """Turn a text into tokens: int64, [1, tokens].
+
+    Raises InputError where there are none, and where the model does not know one.
+    """
     tokens: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
     if not tokens.numel():
         raise InputError("the prompt is empty: type some text, or leave --prompt out")
+    vocabulary = model.architecture.vocabulary_size
+    if vocabulary is not None and (largest := int(tokens.max())) >= vocabulary:
+        raise InputError(
+            f"the tokenizer of {model.source} makes token {largest} of the prompt, and the model "
+            f"has tokens up to {vocabulary - 1}: they do not belong together, fetch both again"
+        )
     return tokens
 
 
 def find_end_tokens(model: Model, tokenizer: Any) -> frozenset[int]:
-    """Return tokens that end a text, by the model's config, generation config and tokenizer."""
+    """Return tokens that end a text, by the model's config, generation config and tokenizer.
+
+    Raises InputError for a generation config that cannot be read, and HubError.
+    """
     named = [*model.architecture.end_tokens, tokenizer.eos_token_id]
+    folder = find_small_files(model, (_GENERATION_FILE,))
     # chat models may name what ends a turn only there; not every model has one
-    with contextlib.suppress(OSError, ValueError):
-        generation = GenerationConfig.from_pretrained(
-            model.source, revision=model.revision or "main"
-        )
-        ends = generation.eos_token_id
+    if (folder / _GENERATION_FILE).is_file():
+        ends = _read_generation_config(folder).eos_token_id
         named += ends if isinstance(ends, list) else [ends]
+    odd = next((token for token in named if not isinstance(token, (int, type(None)))), None)
+    if odd is not None:
+        raise InputError(
+            f"{model.source}: found {quote(odd)} as eos_token_id, expected the number of a token; "
+            f"correct {_GENERATION_FILE} or fetch it again"
+        )
     return frozenset(token for token in named if token is not None)
+
+
+def _read_generation_config(folder: Path) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    # as with tokenizers
+    except Exception as error:
+        raise InputError(
+            f"{folder / _GENERATION_FILE} cannot be read ({describe(error)}); correct it, or fetch "
+            "it again"
+        ) from None

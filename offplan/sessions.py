@@ -37,7 +37,7 @@ def open_session(
         plan.offload,
         context=plan.workload.context,
         device=chosen,
-        folder=None if dummy_weights else find_weights(found),
+        folder=None if dummy_weights else find_weights(found, on_stage("fetching weights")),
         on_progress=on_stage("loading"),
     )
 

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_is_not_the_plans(cli: CLI, command: str) -> None:
 def test_files_exchanged_while_starting(
     cli: CLI, monkeypatch: pytest.MonkeyPatch, copy: Path, command: str
 ) -> None:
-    def exchange(_: object) -> Path:
+    def exchange(*_: object) -> Path:
         first, second = sorted(copy.glob("*.safetensors"))[:2]
         shutil.copy(first, second)
         return copy

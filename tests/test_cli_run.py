@@ -92,7 +92,7 @@ def test_dummy_weights_need_no_checkpoint(cli: CLI) -> None:
         (("--device", "cuda:64"), "there is no cuda:64 here"),
         (("--max-new-tokens", 1000), "exceed the plan's context of 256"),
         (("--model", "plans/tiny-moe/config.json"), "has no weights"),
-        (("--model", "plans/tiny-moe/config.json", "--prompt", "x"), "has no tokenizer"),
+        (("--model", "plans/tiny-moe/config.json", "--prompt", "x"), "has no weights"),
         (("--prompt", ""), "the prompt is empty"),
     ],
 )

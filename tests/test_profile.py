@@ -1,6 +1,7 @@
 """Machine profiles: shipped, read, refused."""
 
 import pytest
+import yaml
 
 from offplan.errors import ProfileError
 from offplan.machine.profile import (
@@ -91,3 +92,29 @@ def test_a_second_gpu_as_the_store() -> None:
     assert with_latency.with_peer_store().copy_latency.value == 2e-6
     with pytest.raises(ProfileError, match=r"test machine has no `peer`.* plan with --store host"):
         make_machine().with_peer_store()
+
+
+@pytest.mark.parametrize("value", ["5e-324", "1e-300", "0", "1e300", ".inf", ".nan", "999 B/s"])
+@pytest.mark.parametrize("figure", ["h2d", "uva", "hbm", "matmul"])
+def test_rates_past_any_machine_are_refused(figure: str, value: str) -> None:
+    refuse(figure, value)
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        ("gpu_memory", "0 B"),
+        ("gpu_memory", "-1"),
+        ("copy_latency", "61 s"),
+        ("layer_overhead", "1e18"),
+    ],
+)
+def test_figures_past_any_machine_are_refused(figure: str, value: str) -> None:
+    refuse(figure, value)
+
+
+def refuse(figure: str, value: str) -> None:
+    profile = yaml.safe_load(dump_profile(load_profile("cpu")))
+    profile[figure]["value"] = yaml.safe_load(value)
+    with pytest.raises(ProfileError, match=f"a profile: {figure}.value: "):
+        parse_profile(yaml.safe_dump(profile), "a profile")

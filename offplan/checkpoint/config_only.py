@@ -3,7 +3,8 @@
 Slow to import, so it is imported where it is used: this is the one file here that needs torch.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,12 @@ from offplan.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+_MAX_LAYERS = 1_000
+"""Most layers of a stack, past any model's: transformers builds an object for each of its parts."""
 _MAX_EXPERTS = 100_000
-"""Most experts of a layer, past any model's: each is an object to build."""
+"""Most experts over all layers, past any model's: each becomes a tensor of the checkpoint."""
+_LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
+"""Keys that say, in the configs of transformers' architectures, how many layers a stack has."""
 
 
 def read_config_only(path: Path) -> Stored:
@@ -31,11 +36,14 @@ def read_config_only(path: Path) -> Stored:
     config = read_config(path)
     architecture = read_architecture(config)
     num_experts = architecture.routing.num_experts or 0
-    if num_experts > _MAX_EXPERTS:
-        raise CheckpointError(
-            f"found {num_experts} experts in the config, expected {_MAX_EXPERTS} at most; "
-            "correct the file"
-        )
+    for what, most, found in (
+        ("layers", _MAX_LAYERS, max(_layer_counts(config), default=0)),
+        ("experts in all layers", _MAX_EXPERTS, num_experts * (architecture.num_layers or 1)),
+    ):
+        if found > most:
+            raise CheckpointError(
+                f"{path}: found {quote(found)} {what}, expected {most} at most; correct the file"
+            )
     tensors = _without_idle_experts(architecture.routing, _build_tensors(config, str(path)))
     notes = ["sizes come from the config alone: no weights were seen"]
     if architecture.dtype is None:
@@ -46,6 +54,16 @@ def read_config_only(path: Path) -> Stored:
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
     return Stored(config, tensors, notes=tuple(notes))
+
+
+def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
+    """List the numbers of layers that a config, or a part of it, states."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _layer_counts(value)
+        # Above zero, which also leaves out what is no number.
+        elif isinstance(value, (int, float)) and value > 0 and _LAYER_COUNT.search(key):
+            yield value
 
 
 def _build_tensors(config: Mapping[str, Any], where: str) -> Tensors:

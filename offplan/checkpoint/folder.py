@@ -13,7 +13,13 @@ from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Sto
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
-_MAX_JSON_BYTES = 256 * 2**20
+ADAPTER_NAME = "adapter_config.json"
+ADAPTER_ALONE = (
+    "found an adapter (LoRA and the like), expected a model; merge it into its base model "
+    "(peft: merge_and_unload, then save_pretrained) and name the result"
+)
+"""What is said of an adapter without its base model, and of one that was saved unmerged."""
+MAX_JSON_BYTES = 256 * 2**20
 """Bytes of the longest config or index that is read; DeepSeek-R1's index has 9 MB."""
 
 
@@ -46,6 +52,8 @@ def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:
 def read_config(path: Path) -> dict[str, Any]:
     """Read a ``config.json``; raises CheckpointError when it is absent or not a JSON object."""
     if not is_file(path):
+        if is_file(path.parent / ADAPTER_NAME):
+            raise CheckpointError(f"{path.parent}: {ADAPTER_ALONE}")
         raise CheckpointError(
             f"{path.parent}: found no {path.name}, expected a checkpoint with one; "
             "name the folder that holds it"
@@ -75,10 +83,10 @@ def is_file(path: Path) -> bool:
 
 def _read_small(path: Path) -> bytes:
     with _reading(path), path.open("rb") as file:
-        data = file.read(_MAX_JSON_BYTES + 1)
-    if len(data) > _MAX_JSON_BYTES:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{path}: found more than {_MAX_JSON_BYTES} bytes, expected a small JSON file"
+            f"{path}: found more than {MAX_JSON_BYTES} bytes, expected a small JSON file"
         )
     return data
 

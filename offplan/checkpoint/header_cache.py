@@ -1,15 +1,15 @@
 """Headers from the Hub kept on disk, so that a second run and offline mode need no network.
 
-One file a shard under ``HF_HOME/offplan/headers/<org--name>/<commit>/``: the size of the whole
-shard (8 bytes, little-endian), then the shard's first bytes as served: length and JSON.
+One file a shard under ``HF_HOME/offplan/headers/<org--name>/<commit>/``: a checksum, the size of
+the whole shard (8 bytes, little-endian), then the shard's first bytes as served: length and JSON.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
-from offplan.checkpoint.headers import LENGTH_BYTES, parse_header
+from offplan.checkpoint.headers import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.files import keep
+from offplan.files import keep, read_kept
 
 
 class ShardStart(NamedTuple):
@@ -33,9 +33,8 @@ def cache_path(home: Path, repo: str, commit: str, shard: str) -> Path:
 
 def load_start(path: Path) -> ShardStart | None:
     """Return a shard's header, or None when there is none to be read."""
-    try:
-        content = path.read_bytes()
-    except OSError:
+    content = read_kept(path, 8 + LENGTH_BYTES + MAX_HEADER_BYTES)
+    if content is None:
         return None
     return ShardStart(content[8:], int.from_bytes(content[:8], "little") or None)
 

@@ -17,6 +17,8 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_NAME_LENGTH = 1024
 """Characters of the longest name, far past any model's; the format itself sets no limit."""
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+"""What describes a tensor, and no more: safetensors skips other keys, unless what they hold is
+nested too deeply or a number out of its range."""
 _AGAIN = "the file is damaged or cut short: fetch it again"
 
 
@@ -59,7 +61,7 @@ def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) 
             f"{where}: the header starts with {quote(header[:8])}, expected a JSON object; "
             "this is not a safetensors file, or it is damaged"
         )
-    entries = load_object(header, where)
+    entries = load_object(header, where, _parse_int)
     metadata = entries.pop("__metadata__", None)
     _check_metadata({} if metadata is None else metadata, where)
     start_of_data = LENGTH_BYTES + len(header)
@@ -79,6 +81,11 @@ def parse_header(header: bytes, file_bytes: int | None, shard: str, where: str) 
     if file_bytes is not None and end != file_bytes:
         raise _damaged(where, f"a file of {file_bytes} bytes", f"{end} (header and tensors)")
     return tensors
+
+
+def _parse_int(text: str) -> int | float:
+    """Read a whole number as safetensors does, to which ``-0`` is a fraction."""
+    return float(text) if text == "-0" else int(text)
 
 
 def _damaged(where: str, found: str, expected: str) -> CheckpointError:
@@ -101,8 +108,8 @@ def _parse_entry(name: str, entry: Any, shard: str, start_of_data: int, where: s
             f"{at}: found a name of {len(name)} characters, expected printable text of "
             f"{_MAX_NAME_LENGTH} at most; the file is damaged, or not to be trusted"
         )
-    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_KEYS:
-        raise _damaged(at, quote(entry), "dtype, shape and data_offsets")
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
+        raise _damaged(at, quote(entry), "dtype, shape and data_offsets alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(

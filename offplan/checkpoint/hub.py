@@ -4,25 +4,30 @@ Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME, prox
 HF_HUB_OFFLINE mean what they mean there.
 """
 
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
 
-from huggingface_hub import constants, errors, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import logging
 
-from offplan.checkpoint.folder import read_config, read_index, read_shard
+from offplan.checkpoint.download import PATIENCE_S, fetch, find_file
+from offplan.checkpoint.folder import (
+    ADAPTER_ALONE,
+    ADAPTER_NAME,
+    read_config,
+    read_index,
+    read_shard,
+)
 from offplan.checkpoint.header_cache import cache_path, load_start, store_start
-from offplan.checkpoint.hub_errors import HTTPError, NoSuchFile, explain
+from offplan.checkpoint.hub_errors import NoSuchFile, explaining
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.ranges import Cut, read_header
+from offplan.checkpoint.ranges import read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
+from offplan.checkpoint.threads import in_threads
 from offplan.errors import CheckpointError
 from offplan.progress import Progress
 
-_NUM_THREADS = 12
 _FIRST_READ_BYTES = 64 * 1024
 """Bytes asked for at first where no index tells how many tensors a shard has."""
 _ENTRY_BYTES = 90
@@ -34,16 +39,16 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
     """
-    config_path = _download(repo, CONFIG_NAME, revision)
+    config_path = _fetch_config(repo, revision)
     # huggingface_hub files a download under the commit that the revision stands for.
     commit = config_path.parent.name
     config = read_config(config_path)
     shards = _Shards(repo, commit)
-    if shards.is_known(SINGLE_NAME) or _cached(repo, INDEX_NAME, commit) is None:
+    if shards.is_known(SINGLE_NAME) or find_file(repo, INDEX_NAME, commit) is None:
         with suppress(NoSuchFile):
             single = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
             return Stored(config, tuple(single), revision=commit)
-    index = read_index(_download(repo, INDEX_NAME, commit))
+    index = read_index(fetch(repo, INDEX_NAME, commit))
     tensors = shards.read_all(_guess_sizes(index), on_progress)
     check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
     return Stored(config, tuple(tensors), revision=commit)
@@ -58,32 +63,27 @@ class _Shards:
 
     def is_known(self, shard: str) -> bool:
         """Whether the shard or its header is on this machine."""
-        return self._header(shard).exists() or _cached(self._repo, shard, self._commit) is not None
+        return (
+            self._header(shard).exists() or find_file(self._repo, shard, self._commit) is not None
+        )
 
     def read_all(self, sizes: dict[str, int], on_progress: Progress | None) -> list[TensorInfo]:
         """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
         tensors: list[TensorInfo] = []
-        stop = Event()
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            futures = [pool.submit(self._read, shard, size, stop) for shard, size in sizes.items()]
-            try:
-                for done, future in enumerate(as_completed(futures), start=1):
-                    tensors += future.result()
-                    if on_progress is not None:
-                        on_progress(done, len(futures))
-            except BaseException:
-                # The pool waits for what is running: let nothing start, nothing wait to retry.
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        with quietly(logging), explaining(self._repo, self._commit, "headers"):
+            found = in_threads(lambda of: self._read(*of), sizes.items(), patience_s=PATIENCE_S)
+            for done, of_shard in enumerate(found, start=1):
+                tensors += of_shard
+                if on_progress is not None:
+                    on_progress(done, len(sizes))
         return tensors
 
     def _header(self, shard: str) -> Path:
         return cache_path(Path(constants.HF_HOME), self._repo, self._commit, shard)
 
-    def _read(self, shard: str, size: int, stop: Event) -> list[TensorInfo]:
+    def _read(self, shard: str, size: int) -> list[TensorInfo]:
         where = f"{self._repo}: {shard}"
-        local = _cached(self._repo, shard, self._commit)
+        local = find_file(self._repo, shard, self._commit)
         if local is not None:
             return read_shard(local, shard)
         # A damaged cache is no fault of the checkpoint's: it is read again.
@@ -91,11 +91,8 @@ class _Shards:
             if (cached := load_start(self._header(shard))) is not None:
                 return cached.parse(shard, where)
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
-        try:
-            start = read_header(url, size, where, stop)
-        # OSError: offline mode is a ConnectionError.
-        except (HTTPError, OSError, Cut) as error:
-            raise explain(error, self._repo, self._commit, shard) from error
+        with explaining(self._repo, self._commit, shard):
+            start = read_header(url, size, where)
         tensors = start.parse(shard, where)
         store_start(self._header(shard), start)
         return tensors
@@ -109,18 +106,11 @@ def _guess_sizes(index: Index) -> dict[str, int]:
     return sizes
 
 
-def _download(repo: str, filename: str, revision: str | None) -> Path:
-    """Fetch a small file into the Hub's cache, or find it there; raises what ``explain`` makes."""
+def _fetch_config(repo: str, revision: str | None) -> Path:
     try:
-        with quietly(logging):
-            return Path(hf_hub_download(repo, filename, revision=revision, library_name="offplan"))
-    except errors.HFValidationError as error:
-        raise CheckpointError(f"{repo}: not a Hub id ({error}); correct the name") from error
-    except (errors.EntryNotFoundError, HTTPError, OSError) as error:
-        raise explain(error, repo, revision, filename) from error
-
-
-def _cached(repo: str, filename: str, commit: str) -> Path | None:
-    """Return where the Hub's cache has this file of this commit, or None."""
-    found = try_to_load_from_cache(repo, filename, revision=commit)
-    return Path(found) if isinstance(found, str) else None
+        return fetch(repo, CONFIG_NAME, revision)
+    except NoSuchFile:
+        with suppress(NoSuchFile):
+            fetch(repo, ADAPTER_NAME, revision)
+            raise CheckpointError(f"{repo}: {ADAPTER_ALONE}") from None
+        raise

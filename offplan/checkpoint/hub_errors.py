@@ -1,5 +1,9 @@
 """Errors of the Hub, each in one line that says what to do."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from huggingface_hub import constants, errors
 
 # The HTTP client's base error: httpx's in huggingface_hub 1, httpx2's in 2.
@@ -19,8 +23,25 @@ _BUSY = (408, 429)
 """Statuses below 500 that say nothing about what was asked for."""
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 class NoSuchFile(CheckpointError):
-    """The repository has no file of this name."""
+    """The repository, or offline the cache of it, has no file of this name."""
+
+
+@contextmanager
+def explaining(repo: str, revision: str | None, filename: str) -> Iterator[None]:
+    """Turn whatever goes wrong while the Hub is asked for a file into what ``explain`` makes."""
+    try:
+        yield
+    except OffplanError:
+        raise
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{repo}: not a Hub id ({error}); correct the name") from error
+    # A server may send what no client foresees: it fails with errors of any kind.
+    except Exception as error:
+        raise explain(error, repo, revision, filename) from error
 
 
 def explain(error: BaseException, repo: str, revision: str | None, filename: str) -> OffplanError:
@@ -54,10 +75,18 @@ def explain(error: BaseException, repo: str, revision: str | None, filename: str
         else:
             known = _BY_STATUS.get(status, "the server refused; check HF_ENDPOINT")
             reason = f"{filename}: HTTP {status}: {known}"
+    elif isinstance(error, OSError) and (error.filename or error.errno in _FULL):
+        reason = (
+            f"{filename} cannot be kept in {constants.HF_HUB_CACHE} ({error.strerror}); make room "
+            "there and let it be written to, or set HF_HOME to another folder"
+        )
     elif not isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         kind = HubError
-        reason = f"{filename}: no answer from {constants.ENDPOINT} ({describe(error)}); try again"
+        reason = (
+            f"{filename}: no valid answer from {constants.ENDPOINT} ({describe(error)}); try again"
+        )
     elif constants.HF_HUB_OFFLINE:
+        kind = NoSuchFile
         reason = (
             f"{filename} is not in the cache and HF_HUB_OFFLINE is set; run once online, or name "
             "a folder"

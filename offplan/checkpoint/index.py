@@ -72,15 +72,19 @@ def check_against_index(index: Index, tensors: Iterable[TensorInfo], where: str)
     )
 
 
+def is_inner_path(text: str) -> bool:
+    """Whether a path stays below the folder it is taken from, whatever the system's separators."""
+    return (
+        text.isprintable()
+        and len(text) <= 255
+        and set("\\:").isdisjoint(text)
+        and {"", ".", ".."}.isdisjoint(text.split("/"))
+    )
+
+
 def _check_shard_name(shard: object, where: str) -> None:
-    """Refuse a shard that could stand outside the checkpoint, whatever the system's separators."""
-    if (
-        not isinstance(shard, str)
-        or not shard.isprintable()
-        or len(shard) > 255
-        or not set("\\:").isdisjoint(shard)
-        or not {"", ".", ".."}.isdisjoint(shard.split("/"))
-    ):
+    """Refuse a shard that could stand outside the checkpoint."""
+    if not isinstance(shard, str) or not is_inner_path(shard):
         raise CheckpointError(
             f"{where}: found shard name {quote(shard)}, expected a file of the checkpoint such as "
             "'model-00001-of-00002.safetensors'; do not trust this checkpoint"
@@ -91,4 +95,4 @@ def _total_size(metadata: Any) -> int | None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, float) and total.is_integer():  # some writers leave a float
         total = int(total)
-    return total if type(total) is int else None
+    return total if type(total) is int and 0 <= total < 2**63 else None

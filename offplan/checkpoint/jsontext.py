@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from offplan.errors import CheckpointError
@@ -12,8 +13,10 @@ times DeepSeek-R1's in all of its 163. Each becomes an object of some hundred by
 header as long as the format allows could otherwise fill tens of GB."""
 
 
-def load_object(data: bytes, where: str) -> dict[str, Any]:
+def load_object(data: bytes, where: str, parse_int: Callable[[str], Any] = int) -> dict[str, Any]:
     """Read one JSON object without duplicate keys from UTF-8 bytes.
+
+    ``parse_int`` reads numbers that are written without fraction and exponent.
 
     Raises CheckpointError, naming ``where``, for anything else.
     """
@@ -25,7 +28,7 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
             "do not trust this checkpoint"
         )
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse_int)
     # RecursionError: lists nested thousands deep. ValueError covers bad UTF-8, bad JSON, keys that
     # stand twice and numbers of more digits than Python converts.
     except (ValueError, RecursionError) as error:
@@ -56,7 +59,8 @@ def shorten(text: str, limit: int = 120) -> str:
 
 def describe(error: BaseException, limit: int = 120) -> str:
     """Return an error's kind and its text, on one line, for another error's message."""
-    return shorten(" ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"), limit)
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+    return shorten("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text), limit)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offplan.checkpoint.assemble import assemble
-from offplan.checkpoint.folder import read_folder
+from offplan.checkpoint.folder import ADAPTER_ALONE, read_folder
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import CONFIG_NAME, Stored
@@ -17,6 +17,9 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.A
 """A Hub id has an organisation or, as the oldest models, none: ``gpt2``."""
 _FILE = re.compile(r".*\.(json|safetensors|bin|gguf|pth?|ya?ml)", re.IGNORECASE)
 """Names of files, which a bare word of this kind is far more likely to mean than a model."""
+
+_UNMERGED = re.compile(r"\.(lora_[AB]|base_layer)\.")
+"""Tells the tensors that peft adds to a model's own, or hides these behind."""
 
 
 def open_model(
@@ -36,7 +39,15 @@ def open_model(
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
     """
-    model = assemble(source, _read(source, revision, on_progress))
+    stored = _read(source, revision, on_progress)
+    if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
+        raise CheckpointError(f"{source}: {ADAPTER_ALONE}")
+    model = assemble(source, stored)
+    if not any(layer.nbytes for layer in model.layers):
+        raise CheckpointError(
+            f"{source}: found layers whose tensors are all empty, expected a model's; fetch the "
+            "checkpoint again"
+        )
     return model if name is None else replace(model, source=name)
 
 

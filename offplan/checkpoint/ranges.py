@@ -1,69 +1,69 @@
 """Reading the first bytes of a large file over HTTP, and no more of it."""
 
-import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from huggingface_hub import constants, errors
-from huggingface_hub.utils import (  # type: ignore[attr-defined]
-    build_hf_headers,
-    get_session,
-    hf_raise_for_status,
-)
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
+from offplan.checkpoint.answers import AGENT, checked_session
 from offplan.checkpoint.header_cache import ShardStart
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length
 from offplan.checkpoint.hub_errors import HTTPError
 
 RETRY_WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """Seconds between attempts; one attempt more than there are waits."""
-_MAX_RETRY_AFTER_S = 30.0
+_MAX_RETRY_AFTER_S = 15.0
 _RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
 _PATIENCE_S = 30.0
 _LEAST_BYTES_PER_S = 16 * 1024
 """A read may take so long and so much longer for its bytes. The client's own timeout starts anew
 with every byte, so that a server that lets them drip would hold it for ever."""
 
+_Result = TypeVar("_Result")
+
 
 class Cut(Exception):
     """The connection ended before the bytes asked for had come."""
 
 
-def read_header(url: str, guess_bytes: int, where: str, stop: threading.Event) -> ShardStart:
+def read_header(url: str, guess_bytes: int, where: str) -> ShardStart:
     """Read a safetensors file's length and JSON; ``guess_bytes`` are asked for at first.
 
-    The requests are ranged and go through huggingface_hub's own session; ``stop`` ends the waits
-    between them. Raises CheckpointError, naming ``where``, when the length cannot be right, and
-    what huggingface_hub and its HTTP client raise once the retries are used up.
+    The requests are ranged and go through huggingface_hub's own session. Raises CheckpointError,
+    naming ``where``, when the length cannot be right, and what huggingface_hub and its HTTP client
+    raise once the retries are used up.
     """
-    data, file_bytes = _read(url, 0, guess_bytes, stop)
+    data, file_bytes = retry(lambda: _read(url, 0, guess_bytes))
     wanted = LENGTH_BYTES + header_length(data, file_bytes, where)
     if len(data) < wanted:
-        rest, total = _read(url, len(data), wanted, stop)
+        rest, total = retry(lambda: _read(url, len(data), wanted))
         data, file_bytes = data + rest, file_bytes or total
     return ShardStart(data[:wanted], file_bytes)
 
 
-def _read(url: str, first: int, end: int, stop: threading.Event) -> ShardStart:
-    """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends), with retries."""
+def retry(ask: Callable[[], _Result]) -> _Result:
+    """Ask the Hub, and again after a while where it was busy or the connection broke."""
     for wait_s in RETRY_WAITS_S:
         try:
-            return _read_once(url, first, end)
-        except (HTTPError, Cut) as error:
+            return ask()
+        except (HTTPError, Cut, errors.LocalEntryNotFoundError) as error:
             retry_after_s = _retry_after_s(error)
-            if retry_after_s is None or stop.wait(max(wait_s, retry_after_s)):
+            if retry_after_s is None:
                 raise
-    return _read_once(url, first, end)
+        time.sleep(max(wait_s, retry_after_s))
+    return ask()
 
 
-def _read_once(url: str, first: int, end: int) -> ShardStart:
-    headers = build_hf_headers(library_name="offplan")
+def _read(url: str, first: int, end: int) -> ShardStart:
+    """Read bytes ``first`` to ``end`` (exclusive; fewer where the file ends)."""
+    headers = build_hf_headers(library_name=AGENT)
     headers["Range"] = f"bytes={first}-{end - 1}"
     # A compressed answer would have ranges of its own.
     headers["Accept-Encoding"] = "identity"
     timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
-        hf_raise_for_status(response)
+    with checked_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
         ranged = response.status_code == 206
         file_bytes = _file_bytes(response, ranged)
         if ranged and not response.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
@@ -90,15 +90,25 @@ def _read_once(url: str, first: int, end: int) -> ShardStart:
 def _file_bytes(response: Any, ranged: bool) -> int | None:
     """Return the size of the whole file as the answer states it."""
     stated = response.headers.get("Content-Range" if ranged else "Content-Length", "")
-    total = stated.rpartition("/")[2]
-    return int(total) if total.isascii() and total.isdecimal() else None
+    return _whole_number(stated.rpartition("/")[2])
 
 
 def _retry_after_s(error: Exception) -> float | None:
     """Return the least wait before another attempt, None when another would be no use."""
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        # Found neither at the Hub nor on disk: for lack of a network, or for what the Hub answered.
+        if not isinstance(error.__cause__, errors.HfHubHTTPError):
+            return None
+        error = error.__cause__
     if not isinstance(error, errors.HfHubHTTPError):
         return 0.0
     if error.response.status_code not in _RETRIED_STATUSES:
         return None
-    stated = error.response.headers.get("Retry-After", "")
-    return min(float(stated), _MAX_RETRY_AFTER_S) if stated.isdecimal() else 0.0
+    return min(
+        _whole_number(error.response.headers.get("Retry-After", "")) or 0, _MAX_RETRY_AFTER_S
+    )
+
+
+def _whole_number(text: str) -> int | None:
+    """Read a number of a header, None where it is none or has more digits than any size."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None

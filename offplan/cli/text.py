@@ -19,7 +19,7 @@ class Text:
         Raises InputError if the model has no tokenizer, or the prompt no tokens.
         """
         self._tokenizer: Any = load_tokenizer(model)
-        self.tokens: torch.Tensor = read_prompt(self._tokenizer, prompt)
+        self.tokens: torch.Tensor = read_prompt(model, self._tokenizer, prompt)
         """The prompt: int64, [1, tokens]."""
         self.end_tokens = find_end_tokens(model, self._tokenizer)
         self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True) if stream else None

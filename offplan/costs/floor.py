@@ -59,7 +59,7 @@ def _least_read(model: Model, missing_bytes: int, num_tokens: int) -> int:
     """Return bytes of the missing ones that a pass reads, if those read least are missing."""
     read, left = 0.0, missing_bytes
     embedding, experts = model.input_embedding, model.experts
-    if embedding is not None:
+    if embedding is not None and embedding.nbytes:
         rows = min(left, embedding.nbytes)
         read += rows * min(1.0, num_tokens / embedding.shape[0])
         left -= rows

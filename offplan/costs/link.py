@@ -100,7 +100,7 @@ def embedding_bytes(table: TensorInfo | None, shapes: Sequence[PassShape]) -> in
 
     A row a token, and that of each sequence's last one again, for the head of a prompt in chunks.
     """
-    if table is None:
+    if table is None or not table.nbytes:
         return 0
     again = shapes[0].batch if shapes[0].is_part else 0
     num_rows = sum(shape.num_tokens for shape in shapes) + again

@@ -13,11 +13,15 @@ FIT_FROM_BYTES = 2**20
 has 2 MiB. A smaller copy takes a few microseconds more than the line says."""
 
 
+MAX_FACTOR = 1e6
+"""Most often that a weight may cross in one product, far past any kernel's."""
+
+
 class CopyRate(Record):
     """How fast copies of one size are."""
 
     bytes: Bytes = Field(gt=0)
-    rate: Rate
+    rate: Annotated[Rate, Field(ge=1)]
     """Bytes over the median time of a copy, all that one costs included."""
     spread: float | None = Field(None, ge=0)
     """(largest - smallest) / median of the times."""
@@ -31,8 +35,8 @@ class CopyRate(Record):
 class Reread(Record):
     """How often a weight read in place crosses the link in a product with so many rows."""
 
-    rows: int = Field(ge=1)
-    factor: float = Field(ge=1)
+    rows: int = Field(ge=1, le=2**40)
+    factor: float = Field(ge=1, le=MAX_FACTOR)
 
 
 def _check_curve(curve: tuple[CopyRate, ...]) -> tuple[CopyRate, ...]:

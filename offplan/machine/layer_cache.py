@@ -8,17 +8,19 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from offplan.files import keep
+from offplan.files import keep, read_kept
 from offplan.machine.profile import LayerTime
 
 _LAYER_TIMES = TypeAdapter(tuple[LayerTime, ...])
+_MAX_BYTES = 2**26
+"""Bytes of the longest file that is read, past any model's: one time takes some 200."""
 
 
 class LayerTimeCache:
     """The layer times of one model at one workload, under all that they depend on.
 
-    One file ``HF_HOME/offplan/layer-times/<digest of the key>.json`` with the key and the times. A
-    file that cannot be read, or is not valid, counts as absent.
+    One file ``HF_HOME/offplan/layer-times/<digest of the key>.json`` with the key and the times
+    after a checksum. A file that cannot be read, or is not valid, counts as absent.
     """
 
     def __init__(self, home: Path, key: Mapping[str, Any]) -> None:
@@ -29,12 +31,15 @@ class LayerTimeCache:
 
     def load(self) -> tuple[LayerTime, ...] | None:
         """Return the times, or None when there are none to be read."""
+        kept = read_kept(self._path, _MAX_BYTES)
+        if kept is None:
+            return None
         try:
-            content = json.loads(self._path.read_bytes())
+            content = json.loads(kept)
             if content["key"] != self._key:
                 return None
             return _LAYER_TIMES.validate_python(content["layer_times"])
-        except (OSError, ValueError, TypeError, KeyError, ValidationError):
+        except (ValueError, TypeError, KeyError, ValidationError):
             return None
 
     def store(self, times: Sequence[LayerTime]) -> bool:

@@ -3,17 +3,24 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import Field
 
 from offplan.errors import ProfileError
-from offplan.machine.curve import Curve, Rereads
+from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
 from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml
 
 PROFILE_VERSION = 1
 _SHIPPED = Path(__file__).parent / "profiles"
+
+LinkRate = Annotated[Rate, Field(ge=1e6)]
+"""Bytes per second. Bounds lie a thousand times past any machine, so that times stay numbers that
+can be added and compared."""
+ComputeRate = Annotated[Flops, Field(ge=1e9)]
+ShortTime = Annotated[Seconds, Field(le=60)]
+Memory = Annotated[Bytes, Field(ge=1)]
 
 Value = TypeVar("Value")
 
@@ -38,14 +45,14 @@ class LayerTime(Record):
     """``Layer.key`` of the layer, or ``Model.outside_key`` for embedding, norm and head."""
     phase: str = Field(pattern="^(prefill|decode)$")
     batch: int = Field(ge=1)
-    tokens: int = Field(ge=1)
+    tokens: int = Field(ge=1, le=2**40)
     """New tokens of each sequence in the pass: the chunk in prefill, 1 in decode."""
     context: int = Field(ge=1)
     """Tokens that each sequence's attention reaches: those cached at the chunk's end, or in decode
     the prompt and half of the output."""
     is_part: bool = False
     """Whether the chunk is one of several of a prompt."""
-    seconds: Seconds
+    seconds: Annotated[Seconds, Field(le=1e5)]
 
 
 class InPlaceRead(Record):
@@ -53,9 +60,9 @@ class InPlaceRead(Record):
 
     shape: tuple[int, ...] = Field(min_length=2, max_length=3)
     """The weight's, [out, in], or that of all routed experts' weights, [experts, out, in]."""
-    tokens: int = Field(ge=1)
+    tokens: int = Field(ge=1, le=2**40)
     """Over all sequences; of routed experts those before routing."""
-    factor: float = Field(ge=1)
+    factor: float = Field(ge=1, le=MAX_FACTOR)
 
 
 class DeviceRate(Record):
@@ -63,7 +70,7 @@ class DeviceRate(Record):
 
     device: int = Field(ge=0)
     """CUDA's index of it."""
-    rate: Rate
+    rate: LinkRate
     spread: float | None = Field(None, ge=0)
     """(largest - smallest) / median of the samples."""
 
@@ -77,14 +84,14 @@ class MachineProfile(Record):
     profile: int = Field(PROFILE_VERSION, ge=PROFILE_VERSION, le=PROFILE_VERSION)
     name: str
     link: str
-    h2d: Figure[Rate]
+    h2d: Figure[LinkRate]
     """Host to device, one large pinned DMA."""
-    copy_latency: Figure[Seconds]
+    copy_latency: Figure[ShortTime]
     """Fixed cost of one DMA; a copy of n bytes takes latency + n / rate. Where there is a measured
     ``h2d_curve``, the latency that fits it best."""
-    uva: Figure[Rate]
+    uva: Figure[LinkRate]
     """Kernels reading pinned host memory in place, each byte once."""
-    uva_beside_copies: Figure[Rate] | None = None
+    uva_beside_copies: Figure[LinkRate] | None = None
     """The same while copies to the device are queued, which the kernels nearly starve; absent is
     as on an H200."""
     h2d_curve: Figure[Curve] | None = None
@@ -100,26 +107,26 @@ class MachineProfile(Record):
     uva_rereads: Figure[Rereads] | None = None
     """How often weights read in place cross, by the rows of the product; absent is as on an
     H200."""
-    hbm: Figure[Rate]
+    hbm: Figure[LinkRate]
     """Device memory, as a memory-bound kernel reads it."""
-    matmul: Figure[Flops]
+    matmul: Figure[ComputeRate]
     """bf16 matrix products, large and back to back."""
-    layer_overhead: Figure[Seconds]
+    layer_overhead: Figure[ShortTime]
     """Launch and small-kernel time of one decoder layer in decode, beyond its bytes and flops."""
-    gpu_memory: Figure[Bytes]
+    gpu_memory: Figure[Memory]
     """What the card offers to a process, context included."""
     host_memory: Figure[Bytes] | None = None
     """What can be pinned: the least of physical memory and the limits of the container and the
     process; absent is unlimited."""
-    pinning: Figure[Rate] | None = None
+    pinning: Figure[LinkRate] | None = None
     """Registering ordinary memory with the driver, the page faults of fresh pages included."""
     numa_node: Figure[int] | None = None
     """The host's memory that is nearest to the GPU; absent where the kernel names none."""
     gpu_overhead: Figure[Bytes]
     """Context, libraries and captured graphs of a process that has run a model."""
-    peer: Figure[Rate] | None = None
+    peer: Figure[LinkRate] | None = None
     """Device memory of a second GPU to this one, one large DMA."""
-    peer_latency: Figure[Seconds] | None = None
+    peer_latency: Figure[ShortTime] | None = None
     """Seconds of one DMA from that GPU beside those of its bytes."""
     in_place_reads: tuple[InPlaceRead, ...] | None = None
     """Reads by a model's own products, where it was measured too; else ``uva_rereads`` tells."""

@@ -92,12 +92,12 @@ class InPlaceRules:
     def _take(self, option: Option, needed: int) -> tuple[Rule, int]:
         """Take an option's first parameters until there are enough bytes; returns their number."""
         sums = self._sums[option]
-        last = min(bisect_left(sums, needed), len(sums) - 1)
+        last = bisect_left(sums, min(needed, sums[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
         if self.space.engine is not None:
             multiple = self.space.engine.max_bytes_unit
             max_bytes = -(-max_bytes // multiple) * multiple
-            last = min(bisect_left(sums, max_bytes), len(sums) - 1)
+            last = bisect_left(sums, min(max_bytes, sums[-1]))
         rule = option.rule(1, 1).model_dump(exclude={"group_size", "num_in_group"})
         return Rule(**{**rule, "max_bytes": max_bytes}), last + 1
 

@@ -15,6 +15,7 @@ What an engine's flags are to say is one rule with one backend, and no host embe
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -176,7 +177,10 @@ class Space:
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """What a rule may take and how, by rank, as store and engine allow."""
+        """What a rule may take and how, by rank, as store and engine allow.
+
+        Classes whose parameters are all empty are left out: a rule of one frees nothing.
+        """
         reads_in_place = self.machine.store == "host"
         backends = [
             (prefill, decode)
@@ -184,7 +188,8 @@ class Space:
             if (reads_in_place or Backend.UVA not in (prefill, decode))
             and (self.engine is None or prefill is decode)
         ]
-        found = (Option(each, *way) for each in self.classes for way in backends)
+        filled = [each for each in self.classes if any(u.nbytes for u in chain(*self.taken[each]))]
+        found = (Option(each, *way) for each in filled for way in backends)
         return tuple(sorted(found, key=lambda option: option.rank))
 
     @cached_property

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,25 +19,37 @@ PREFIX = f"/{REPO}/resolve/"
 
 _CHILD = """
 import json, sys, time
-from offplan.checkpoint import ranges
+from offplan.checkpoint import download, ranges
 sleep = time.sleep
-time.sleep = lambda seconds: sleep(min(seconds, 0.01))  # huggingface_hub's own retries
+waits = [0]
+def short_sleep(seconds):
+    waits.append(seconds)
+    sleep(min(seconds, 0.01))
+time.sleep = short_sleep
 from offplan.checkpoint.open import open_model
+from offplan.checkpoint.weights import find_small_files, find_weights
 from offplan.errors import OffplanError
 ranges.RETRY_WAITS_S = (0.01, 0.01, 0.01)
 ranges._PATIENCE_S = 0.3
+download.PATIENCE_S = float(sys.argv[3])
+download.MAX_JSON_BYTES = 2**20
 heard = []
+files = {}
 try:
     model = open_model(
         sys.argv[1], revision=sys.argv[2] or None, on_progress=lambda *seen: heard.append(seen)
     )
+    if sys.argv[4]:
+        names = tuple(sys.argv[4].split(","))
+        for folder in (find_weights(model), find_small_files(model, names)):
+            files |= {path.name: path.stat().st_size for path in folder.iterdir()}
 except OffplanError as error:
-    print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+    print(json.dumps({"error": str(error), "exit_code": error.exit_code, "wait": max(waits)}))
 else:
     print(json.dumps({
         "sha": model.headers_sha256, "revision": model.revision, "heard": heard,
         "num_tensors": model.num_tensors, "loaded_bytes": model.loaded_bytes,
-        "offsets": sorted(t.offset for t in model.outside),
+        "offsets": sorted(t.offset for t in model.outside), "files": files,
     }))
 """
 
@@ -69,6 +83,8 @@ class Hub:
     """A file of which three bytes are sent, and then nothing."""
     drip: str = ""
     """A file of which a byte is sent now and then."""
+    answers: dict[str, Callable[["_Handler"], None]] = field(default_factory=dict)
+    """What answers all requests for a file in place of the server."""
     released: threading.Event = field(default_factory=threading.Event)
     """Ends the stall, at the latest with the test."""
 
@@ -102,6 +118,11 @@ class _Handler(BaseHTTPRequestHandler):
         revision, _, name = path.removeprefix(PREFIX).partition("/")
         hub.requests.append((self.command, name, self.headers.get("Range", "")))
         hub.tokens.add(self.headers.get("Authorization", ""))
+        if name in hub.answers:
+            self.close_connection = True
+            with suppress(OSError):
+                hub.answers[name](self)
+            return None
         planned = hub.statuses.get(name)
         if planned:
             status = planned.pop(0) if len(planned) > 1 else planned[0]
@@ -125,6 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
+        if code == "EntryNotFound":
+            self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -163,6 +186,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         return self.send(content[first : first + num_bytes], num_bytes)
 
+    def send_head(self, status: int, **headers: str) -> None:
+        """Send a status and headers; an underscore in a name stands for a hyphen."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def send_on(self, data: bytes) -> None:
+        """Send the same bytes for as long as the client listens."""
+        while not self.hub.released.is_set():
+            self.wfile.write(data)
+            self.hub.sent_bytes += len(data)
+
+    def send_slowly(self, data: bytes) -> None:
+        """Send a byte now and then, for as long as the client listens."""
+        while not self.hub.released.wait(0.05):
+            self.wfile.write(data)
+            self.wfile.flush()
+
     def send_drops(self, data: bytes) -> None:
         self.close_connection = True
         for position in range(len(data)):
@@ -197,14 +239,25 @@ def start(hub: Hub) -> ThreadingHTTPServer:
     return server
 
 
-def open_from(url: str, home: Path, repo: str = REPO, revision: str = "", **env: str) -> Any:
-    """Open a model in a process of its own, as the environment is read at import."""
+def open_from(
+    url: str,
+    home: Path,
+    repo: str = REPO,
+    revision: str = "",
+    patience_s: float = 20,
+    files: str = "",
+    **env: str,
+) -> Any:
+    """Open a model in a process of its own, as the environment is read at import.
+
+    With ``files``, names with commas between, its weights and those files are fetched too.
+    """
     environment = {key: v for key, v in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "2"}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", **env}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     child = subprocess.run(
-        [sys.executable, "-c", _CHILD, repo, revision],
+        [sys.executable, "-c", _CHILD, repo, revision, str(patience_s), files],
         env=environment,
         capture_output=True,
         text=True,

@@ -212,3 +212,36 @@ def test_code_named_by_a_config_is_never_run(saved, tmp_path, monkeypatch):
         architectures=["pipeline", "Trainer", "Qwen3ForCausalLM"],
     )
     assert len(open_model(str(path)).layers) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10_000}, "found 10000 layers, expected 1000 at most"),
+        ({"num_hidden_layers": 1e300}, "as num_hidden_layers, expected a whole number"),
+        ({"num_hidden_layers": 500, "num_experts": 5_000}, "found 2500000 experts in all layers"),
+        ({"vision_config": {"depth": 10**400}}, "layers, expected 1000 at most"),
+        ({"vision_config": {"num_layers": float("inf")}}, "found inf layers"),
+    ],
+)
+def test_numbers_past_any_model_are_refused_before_building(tmp_path, change, message):
+    config = json.loads((Path("plans/tiny-moe/config.json")).read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError) as raised:
+        open_model(str(tmp_path / "config.json"))
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_layer_counts_that_are_no_numbers_do_not_count(tmp_path):
+    config = json.loads((Path("plans/tiny-moe/config.json")).read_text())
+    odd = {"encoder_layers": float("nan"), "depth": None, "blocks": "many"}
+    (tmp_path / "config.json").write_text(json.dumps(config | odd))
+    assert open_model(str(tmp_path / "config.json")).layers
+
+
+def test_quantisation_of_null_is_none(tmp_path):
+    config = json.loads((Path("plans/tiny-moe/config.json")).read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    notes = open_model(str(tmp_path / "config.json")).notes
+    assert not any("quantis" in note for note in notes)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from offplan.checkpoint.index import parse_index
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import (
@@ -268,3 +269,34 @@ def test_a_folder_is_read_without_heavy_imports(sharded):
     )
     command = [sys.executable, "-c", script, str(sharded)]
     assert subprocess.check_output(command, text=True).strip() == "[]"
+
+
+def test_adapter_folder_is_called_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"found an adapter .* merge it into its base model"):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B", "base_layer"])
+def test_adapter_that_is_not_merged_is_called_one(tmp_path, part):
+    shapes = {**dense_shapes(), f"model.layers.0.self_attn.q_proj.{part}.weight": ("BF16", (2, 8))}
+    write_folder(tmp_path, DENSE_CONFIG, {"model.safetensors": shapes})
+    with pytest.raises(CheckpointError, match="found an adapter"):
+        open_model(str(tmp_path))
+
+
+def test_layers_without_any_element(tmp_path):
+    shapes = {
+        name: ("BF16", (0, 8)) if "layers" in name else shape
+        for name, shape in dense_shapes().items()
+    }
+    write_folder(tmp_path, DENSE_CONFIG, {"model.safetensors": shapes})
+    with pytest.raises(CheckpointError, match="tensors are all empty"):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("size", ["Infinity", "-Infinity", "NaN", "1e400", "1e308", "-5", "9" * 99])
+def test_total_size_that_is_none_counts_as_absent(size):
+    text = f'{{"weight_map": {{"a": "b"}}, "metadata": {{"total_size": {size}}}}}'
+    assert parse_index(text.encode(), "x").total_size is None

@@ -52,6 +52,7 @@ def test_packed_type_takes_half_a_byte():
 
 ODD = {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}
 TWO = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+PAST = b'{"dtype": "U8", "shape": [4], "data_offsets": [0, 4], "x": 1e999}'
 MALFORMED = {
     "empty file": (b"", "8 bytes of header length"),
     "short length": (b"\x01\x02", "found 2 bytes"),
@@ -77,6 +78,15 @@ MALFORMED = {
     "endless name": (header_bytes({"1." * 9999: TWO}) + bytes(4), "1024 at most"),
     "metadata of numbers": (header_bytes({"__metadata__": {"a": 1}}), "__metadata__"),
     "metadata of half a character": (header_bytes({"__metadata__": {"a": "\ud800"}}), "__metadata"),
+    "nested past safetensors' limit": (entry(x=json.loads("[" * 200 + "]" * 200)), "alone"),
+    "number past a float": (header_bytes(b'{"a": %s}' % PAST) + bytes(4), "alone"),
+    "no number": (entry(x=float("nan")), "alone"),
+    "half a character in a further key": (entry(x="\ud800"), "alone"),
+    "a further key": (entry(x=1), "alone"),
+    "negative zero": (
+        header_bytes(b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [-0, 4]}}') + bytes(4),
+        "data_offsets",
+    ),
     "entry is a list": (header_bytes({"a": []}), "expected dtype, shape"),
     "no offsets": (header_bytes({"a": {"dtype": "U8", "shape": [1]}}), "expected dtype, shape"),
     "unknown dtype": (entry(dtype="F33"), "found dtype 'F33'"),
@@ -110,13 +120,14 @@ def test_malformed_header_is_refused_in_one_line(data, message):
 
 
 STRICTER = {
+    "a further key",
     "duplicate tensor",
     "endless name",
     "name that steers a terminal",
     "name of two lines",
     "name that turns the text",
 }
-"""What offplan refuses though safetensors takes the last of the two, or any name."""
+"""What offplan refuses though safetensors takes the last of the two, any name or any key."""
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -119,10 +120,24 @@ def test_offline_without_a_cache(single, tmp_path):
     assert not single.requests
 
 
-def test_damaged_cache_is_read_again(single, tmp_path):
+def cut(cached):
+    cached.write_bytes(cached.read_bytes()[:40])
+
+
+def flip_a_name(cached):
+    cached.write_bytes(cached.read_bytes().replace(b"layers.0", b"layers.2"))
+
+
+def put_a_pipe(cached):
+    cached.unlink()
+    os.mkfifo(cached)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_name, put_a_pipe])
+def test_damaged_cache_is_read_again(single, tmp_path, damage):
     online = open_from(single.url, tmp_path)
     (cached,) = tmp_path.glob(f"offplan/headers/org--tiny/{COMMIT}/*")
-    cached.write_bytes(cached.read_bytes()[:40])
+    damage(cached)
     assert open_from(single.url, tmp_path) == online
     assert len(single.shard_gets()) == 2
 
@@ -199,13 +214,13 @@ def test_server_that_fails_from_the_first_request(single, tmp_path):
 
 def test_connection_that_is_always_cut(sharded, tmp_path):
     sharded.drops = {FIRST: 99}
-    assert f"{FIRST}: no answer from {sharded.url}" in refusal(sharded, tmp_path, exit_code=1)
+    assert f"{FIRST}: no valid answer from {sharded.url}" in refusal(sharded, tmp_path, exit_code=1)
 
 
 def test_server_that_stalls(sharded, tmp_path):
     sharded.stall = FIRST
     text = refusal(sharded, tmp_path, exit_code=1, HF_HUB_DOWNLOAD_TIMEOUT="1")
-    assert f"{FIRST}: no answer from {sharded.url}" in text
+    assert f"{FIRST}: no valid answer from {sharded.url}" in text
 
 
 def test_server_that_drips(sharded, tmp_path):
@@ -263,3 +278,216 @@ def test_shard_that_is_none(serve, folders, tmp_path, content, message):
     assert message in text
     assert text.startswith(REPO)
     assert not list(tmp_path.glob("offplan/headers/**/*.header"))
+
+
+BODIES = {
+    "binary": ({}, b"\xff\xfe\x00" * 40),
+    "not what it is compressed as": ({"Content_Encoding": "gzip"}, b"<html>"),
+    "list": ({"Content_Type": "application/json"}, b"[1, 2]"),
+    "list of errors": ({}, b'{"errors": [1]}'),
+    "number of seconds": ({"RateLimit": f'"api";r=0;t={"9" * 5000}'}, b""),
+    "warning": ({"X_HF_Warning": "a; \x1b[2J"}, b""),
+}
+
+
+@pytest.mark.parametrize("name", [FIRST, "config.json"])
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("status", [403, 429])
+def test_body_of_an_error_is_not_read(sharded, tmp_path, name, kind, status):
+    headers, body = BODIES[kind]
+
+    def answer(handler):
+        handler.send_head(status, **headers, Content_Length=str(len(body)))
+        handler.wfile.write(body)
+
+    sharded.answers = {name: answer}
+    refusal(sharded, tmp_path, exit_code=2 if status == 403 else 1)
+
+
+@pytest.mark.parametrize("name", [FIRST, "config.json"])
+def test_endless_error(sharded, tmp_path, name):
+    def answer(handler):
+        if handler.command == "HEAD" and name == "config.json":
+            return handler.send_head(200, X_Repo_Commit=COMMIT, ETag='"a"')
+        handler.send_head(403)
+        return handler.send_on(bytes(2**16))
+
+    sharded.answers = {name: answer}
+    assert "HTTP 403" in refusal(sharded, tmp_path)
+    assert sharded.sent_bytes < 2**25
+
+
+def test_endless_config(single, tmp_path):
+    def answer(handler):
+        handler.send_head(200, X_Repo_Commit=COMMIT, ETag='"a"')
+        if handler.command == "GET":
+            handler.send_on(bytes(2**16))
+
+    single.answers = {"config.json": answer}
+    assert "config.json: found more than 1048576 bytes" in refusal(single, tmp_path)
+    assert single.sent_bytes < 2**26
+
+
+def slow_head(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+    handler.send_slowly(b"a")
+
+
+def slow_config(handler):
+    handler.send_head(200, X_Repo_Commit=COMMIT, ETag='"a"', Content_Length="1000")
+    if handler.command == "GET":
+        handler.send_slowly(b"{")
+
+
+def around(handler):
+    handler.send_head(302, Location=handler.path, Content_Length="0")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("config.json", slow_head),
+        ("config.json", slow_config),
+        (INDEX, slow_config),
+        (FIRST, slow_head),
+    ],
+)
+def test_answer_that_never_ends_is_not_waited_for(sharded, tmp_path, name, answer):
+    sharded.answers = {name: answer}
+    text = refusal(sharded, tmp_path, exit_code=1, patience_s=1)
+    assert "nothing more came in 1 s" in text
+    assert name in text or "headers" in text
+
+
+@pytest.mark.parametrize("name", ["config.json", FIRST])
+def test_redirects_without_end(sharded, tmp_path, name):
+    sharded.answers = {name: around}
+    assert f"{name}: no valid answer" in refusal(sharded, tmp_path, exit_code=1)
+    assert len(sharded.requests) < 200
+
+
+@pytest.mark.parametrize("seconds", ["100000", "9" * 5000, "\u00b2", "-1", "soon"])
+@pytest.mark.parametrize("name", ["config.json", FIRST])
+def test_wait_that_the_server_asks_for_is_short(sharded, tmp_path, seconds, name):
+    def answer(handler):
+        handler.send_head(429, Retry_After=seconds, Content_Length="0")
+
+    sharded.answers = {name: answer}
+    got = open_from(sharded.url, tmp_path)
+    assert "too many requests" in got["error"]
+    assert got["wait"] <= 15
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "9" * 19, "-3", "\u00b2"])
+def test_size_of_a_file_that_is_no_number(sharded, tmp_path, digits):
+    def answer(handler):
+        handler.send_head(206, Content_Range=f"bytes 0-999/{digits}", Content_Length="4")
+        handler.wfile.write(b"none")
+
+    sharded.answers = {FIRST: answer}
+    refusal(sharded, tmp_path, exit_code=1)
+
+
+@pytest.mark.parametrize("header", ["X_Repo_Commit", "X_Linked_ETag", "ETag"])
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [("../../../../outside", 200), ("/etc/x", 404), ("..", 404), ("a\\b", 200), ("a" * 300, 200)],
+)
+def test_names_that_lead_out_of_the_cache(single, tmp_path, header, value, status):
+    def answer(handler):
+        headers = {"X_Repo_Commit": COMMIT, "ETag": '"a"', header: value}
+        handler.send_head(status, **headers, X_Error_Code="EntryNotFound", Content_Length="2")
+        if handler.command == "GET":
+            handler.wfile.write(b"{}")
+
+    single.answers = {"config.json": answer}
+    home = tmp_path / "deep" / "down" / "home"
+    assert "expected the plain name of a version" in refusal(single, home)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/x", "a//b", "a\\b", "..", "\x1b[2J", "a" * 300])
+def test_revision_that_leads_out_of_the_cache(single, tmp_path, revision):
+    text = refusal(single, tmp_path, revision=revision)
+    assert "expected a branch, a tag or a commit" in text
+    assert not single.requests
+
+
+@pytest.mark.parametrize("way", ["route", "link"])
+@pytest.mark.parametrize("route", ["{elsewhere}/token", "http://127.0.0.1@localhost:1/", "["])
+def test_token_goes_to_no_other_host_for_xet(serve, folders, tmp_path, way, route):
+    hub = serve(folders[0])
+    config, hub.files["token"] = hub.files["config.json"], b"{}"
+    route = route.format(elsewhere=hub.url.replace("127.0.0.1", "localhost") + "/elsewhere")
+
+    def answer(handler):
+        named = {"X_Xet_Refresh_Route": route} if way == "route" else {}
+        named |= {"Link": f'<{route}>; rel="xet-auth"'} if way == "link" else {}
+        named |= {"X_Xet_Hash": "a" * 64, "Content_Length": str(len(config))}
+        handler.send_head(200, X_Repo_Commit=COMMIT, ETag='"a"', **named)
+        if handler.command == "GET":
+            handler.wfile.write(config)
+
+    hub.answers = {"config.json": answer}
+    got = open_from(hub.url, tmp_path, HF_TOKEN="hf_secret")
+    assert hub.tokens_elsewhere == set()
+    # It is fetched the plain way, or not at all.
+    assert "no valid answer" in got["error"] if route == "[" else got["revision"] == COMMIT
+
+
+def test_weights_and_small_files_are_fetched(sharded, folders, tmp_path):
+    sharded.files["tokenizer.json"] = b"{}"
+    sharded.statuses = {SECOND: [200, 503, 429, 200]}
+    got = open_from(sharded.url, tmp_path, files="tokenizer.json,merges.txt")
+    sizes = {name: len(content) for name, content in sharded.files.items()}
+    assert got["files"] == sizes
+    asked = len(sharded.requests)
+    assert open_from(sharded.url, tmp_path, files="tokenizer.json,merges.txt")["files"] == sizes
+    # What the commit has, and lacks, is known: the config is asked for, by its branch, and no more.
+    assert [name for _, name, _ in sharded.requests[asked:]] == ["config.json"]
+    options = {"files": "tokenizer.json,merges.txt", "HF_HUB_OFFLINE": "1"}
+    assert open_from("http://127.0.0.1:9", tmp_path, **options)["files"] == sizes
+
+
+def test_small_files_that_are_not_known_offline_are_lacked(sharded, tmp_path):
+    open_from(sharded.url, tmp_path, files="a.json")
+    options = {"files": "b.json", "HF_HUB_OFFLINE": "1"}
+    assert "b.json" not in open_from("http://127.0.0.1:9", tmp_path, **options)["files"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "exit_code"),
+    [(SECOND, 500, 1), (SECOND, 403, 2), ("tokenizer.json", 500, 1)],
+)
+def test_download_that_fails(sharded, tmp_path, name, status, exit_code):
+    open_from(sharded.url, tmp_path)
+    sharded.statuses = {name: [status]}
+    text = refusal(sharded, tmp_path, exit_code=exit_code, files="tokenizer.json")
+    assert f"{name}: " in text
+    assert str(status) in text
+
+
+def test_shard_that_is_longer_than_its_header_says(sharded, tmp_path):
+    open_from(sharded.url, tmp_path)
+    sharded.tails = {SECOND: 2**30}
+    assert f"{SECOND}: found more than" in refusal(sharded, tmp_path, files="x")
+    assert sharded.sent_bytes < 2**26
+
+
+def test_cache_that_cannot_be_written(single, tmp_path):
+    (tmp_path / "hub").write_text("a file where the folder should be")
+    text = refusal(single, tmp_path)
+    assert f"config.json cannot be kept in {tmp_path}" in text
+    assert "try again" not in text
+
+
+def test_adapter_is_called_one(serve, folders, tmp_path):
+    hub = serve(folders[0])
+    hub.files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}
+    assert "found an adapter" in refusal(hub, tmp_path)
+
+
+@pytest.mark.parametrize("source", ["./x", "/x/y", "a/b/c", "x/", "../x/y", "~/x", "x/model.gguf"])
+def test_paths_are_never_asked_of_the_hub(single, tmp_path, source):
+    assert "nothing on disk and no Hub id" in refusal(single, tmp_path, repo=source)
+    assert not single.requests

@@ -1,0 +1,144 @@
+"""Files of the Hub, brought whole into its own cache: checked, and bounded in bytes and time."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.utils import logging
+from typing_extensions import Self
+
+from offplan.checkpoint.answers import AGENT, checked_session
+from offplan.checkpoint.folder import MAX_JSON_BYTES
+from offplan.checkpoint.hub_errors import NoSuchFile, explaining
+from offplan.checkpoint.index import is_inner_path
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.quiet import quietly
+from offplan.checkpoint.ranges import retry
+from offplan.checkpoint.threads import in_threads
+from offplan.errors import CheckpointError
+
+PATIENCE_S = 120.0
+"""Seconds without news after which the Hub is given up. News are files, and blocks of 10 MB."""
+_NUM_THREADS = 8
+
+
+def find_file(repo: str, filename: str, commit: str) -> Path | None:
+    """Return where the Hub's cache has this file of this commit, or None."""
+    found = try_to_load_from_cache(repo, filename, revision=commit)
+    return Path(found) if isinstance(found, str) else None
+
+
+def fetch(repo: str, filename: str, revision: str | None) -> Path:
+    """Bring one small file into the Hub's cache, or find it there.
+
+    Raises NoSuchFile where the repository has none, CheckpointError and HubError.
+    """
+    return next(fetch_each(repo, revision, {filename: MAX_JSON_BYTES}))
+
+
+def fetch_where_present(repo: str, commit: str, filenames: tuple[str, ...]) -> None:
+    """Bring those of these small files into the Hub's cache that the commit has.
+
+    Raises CheckpointError and HubError.
+    """
+    wanted = {
+        name: MAX_JSON_BYTES
+        for name in filenames
+        # A path where it is on disk, and another object where it is known that there is none.
+        if try_to_load_from_cache(repo, name, revision=commit) is None
+    }
+    for _ in fetch_each(repo, commit, wanted, may_lack=True):
+        pass
+
+
+def fetch_each(
+    repo: str,
+    revision: str | None,
+    max_bytes: Mapping[str, int],
+    *,
+    may_lack: bool = False,
+    patience_s: float | None = None,
+) -> Iterator[Path]:
+    """Bring files into the Hub's cache, each of so many bytes at most, and yield them as they come.
+
+    ``patience_s`` is how long to wait for news, PATIENCE_S if left out.
+
+    Raises CheckpointError, HubError and, unless the repository ``may_lack`` files, NoSuchFile.
+    """
+    if revision is not None and not is_inner_path(revision):
+        raise CheckpointError(
+            f"{repo}: found {quote(revision)} as revision, expected a branch, a tag or a commit; "
+            "correct --revision, or the plan"
+        )
+    arrived = [0]
+
+    def bring(filename: str) -> Path | None:
+        try:
+            return _download(repo, filename, revision, max_bytes[filename], arrived)
+        except NoSuchFile:
+            if may_lack:
+                return None
+            raise
+
+    with quietly(logging), explaining(repo, revision, " or ".join([*max_bytes][:2])):
+        paths = in_threads(
+            bring,
+            max_bytes,
+            patience_s=PATIENCE_S if patience_s is None else patience_s,
+            num_threads=_NUM_THREADS,
+            progress=lambda: arrived[0],
+        )
+        yield from (path for path in paths if path is not None)
+
+
+def _download(
+    repo: str, filename: str, revision: str | None, max_bytes: int, arrived: list[int]
+) -> Path:
+    counter = _make_counter(f"{repo}: {filename}", max_bytes, arrived)
+
+    def ask() -> Path:
+        checked_session()
+        # How far it is comes to what stands where a bar would be shown.
+        return Path(
+            hf_hub_download(
+                repo, filename, revision=revision, library_name=AGENT, tqdm_class=counter
+            )
+        )
+
+    with explaining(repo, revision, filename):
+        return retry(ask)
+
+
+def _make_counter(where: str, max_bytes: int, arrived: list[int]) -> type:
+    """Return what hears of a file's bytes before they are written, and refuses too many.
+
+    It has what huggingface_hub calls of a progress bar, and shows nothing.
+    """
+
+    class Counter:
+        def __init__(self, *, total: int | None = None, **_: object) -> None:
+            self._num_bytes = 0
+            self._check(total or 0)
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, num_bytes: int = 1) -> None:
+            self._num_bytes += num_bytes
+            arrived[0] += num_bytes
+            self._check(self._num_bytes)
+
+        def set_postfix_str(self, *_: object, **__: object) -> None:
+            pass
+
+        def _check(self, num_bytes: int) -> None:
+            if num_bytes > max_bytes:
+                raise CheckpointError(
+                    f"{where}: found more than {max_bytes} bytes, expected no file so large; the "
+                    "server is not to be trusted: check HF_ENDPOINT"
+                )
+
+    return Counter

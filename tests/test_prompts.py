@@ -1,0 +1,67 @@
+"""Prompts, and the tokenizers that read them, from files that may hold anything."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.errors import InputError
+from tests.cli import TINY_MOE
+
+pytest.importorskip("transformers")
+
+from offplan.prompts import find_end_tokens, load_tokenizer, read_prompt
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    """A copy of the tiny checkpoint."""
+    shutil.copytree(TINY_MOE, tmp_path / "copy")
+    return open_model(str(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "null", "{}", '{"model": 1}', '{"version": [], "model": null}', "\xff"]
+)
+def test_tokenizer_of_odd_content(model: Model, content: str) -> None:
+    Path(model.source, "tokenizer.json").write_text(content, "latin-1")
+    with pytest.raises(InputError) as raised:
+        load_tokenizer(model)
+    assert "has no tokenizer that can be read" in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_no_tokenizer_and_no_weights_either(model: Model, alone: bool) -> None:
+    for path in Path(model.source).glob("*token*"):
+        path.unlink()
+    if alone:
+        model = open_model(f"{model.source}/config.json")
+    with pytest.raises(InputError) as raised:
+        load_tokenizer(model)
+    assert ("has neither weights nor a tokenizer" if alone else "has no tokenizer") in str(
+        raised.value
+    )
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "1", "", '{"eos_token_id": "x"}', '{"eos_token_id": [[1]]}']
+)
+def test_generation_config_of_odd_content(model: Model, content: str) -> None:
+    Path(model.source, "generation_config.json").write_text(content)
+    with pytest.raises(InputError, match="generation_config"):
+        find_end_tokens(model, load_tokenizer(model))
+
+
+def test_generation_config_names_further_ends(model: Model) -> None:
+    Path(model.source, "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert {3, 4} <= find_end_tokens(model, load_tokenizer(model))
+
+
+def test_tokens_that_the_model_does_not_know(model: Model) -> None:
+    known = replace(model, config={**model.config, "vocab_size": 3})
+    with pytest.raises(InputError, match="the model has tokens up to 2"):
+        read_prompt(known, load_tokenizer(model), "Weights")
