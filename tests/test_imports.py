@@ -124,7 +124,7 @@ def loaded_modules(code: str) -> set[str]:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    loaded = loaded_modules("import offplan.cli.main")
+    loaded = loaded_modules("import offplan.cli.main, offplan.cli.app")
     heavy = {"torch", "transformers", "pydantic", "yaml", "huggingface_hub", "safetensors"}
     assert not loaded & heavy
 

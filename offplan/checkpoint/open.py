@@ -36,6 +36,9 @@ def open_model(
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
     """
+    for text in (source, revision, name):
+        if text is not None and not text.isprintable():
+            raise CheckpointError(f"{quote(text)} cannot be printed: give it another name")
     model = assemble(source, _read(source, revision, on_progress))
     return model if name is None else replace(model, source=name)
 

@@ -7,7 +7,15 @@ import torch
 from transformers import TextStreamer
 
 from offplan.checkpoint.model import Model
+from offplan.cli.output import printable
 from offplan.prompts import find_end_tokens, load_tokenizer, read_prompt
+
+
+class _Streamer(TextStreamer):
+    """Prints text as it is made, which is a model's, and no terminal is to obey it."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
 
 
 class Text:
@@ -19,10 +27,10 @@ class Text:
         Raises InputError if the model has no tokenizer, or the prompt no tokens.
         """
         self._tokenizer: Any = load_tokenizer(model)
-        self.tokens: torch.Tensor = read_prompt(self._tokenizer, prompt)
+        self.tokens: torch.Tensor = read_prompt(model, self._tokenizer, prompt)
         """The prompt: int64, [1, tokens]."""
         self.end_tokens = find_end_tokens(model, self._tokenizer)
-        self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True) if stream else None
+        self._streamer = _Streamer(self._tokenizer, skip_special_tokens=True) if stream else None
 
     def follow(self, tokens: Iterable[torch.Tensor]) -> str:
         """Take the tokens that continue the prompt as they come, each int64 of shape [1].
