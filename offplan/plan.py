@@ -22,7 +22,7 @@ PLAN_VERSION: Literal[1] = 1
 MOST = 2**24
 """Beyond any workload and any model: sequences, or tokens of one; slots of a ring, or layers."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
-MOST_FILE_BYTES = 2**20
+MOST_FILE_BYTES = 2**18
 """Beyond any plan's file."""
 PRINTED_TO = 1e-3
 """A size of four significant digits is right to less than this part of it."""

@@ -42,7 +42,7 @@ def price_again(plan: Plan, model: Model) -> Plan:
         return plan
     priced = plan.model_copy(update={"prediction": prediction})
     if (excess := priced.describe_excess()) is not None:
-        raise PlanError(f"the plan was edited, and by its rules {excess}, or undo the edit")
+        raise PlanError(f"the plan was edited, or made by another version: {excess}")
     return priced
 
 
@@ -75,9 +75,9 @@ def _refuse_changes(plan: Plan, prediction: Prediction) -> None:
     told = [changes[term] for term in terms if term in changes]
     if told:
         raise PlanError(
-            "the plan was edited: by its rules and its workload its prediction is wrong ("
-            f"{'; '.join(told)}), and the profile it was made from is not here to price it again: "
-            "make it again with offplan plan, or undo the edit"
+            "the plan was edited, or made by another version: its prediction is not what its "
+            f"rules and workload give ({'; '.join(told)}), and the profile it was made from is not "
+            "here to price it again: make it again with offplan plan, or undo the edit"
         )
 
 

@@ -48,15 +48,17 @@ def test_names_that_cannot_be_printed_are_refused(cli: CLI, option: str, name: s
     assert err[:-1].isprintable()
 
 
-@pytest.mark.parametrize("key", ["source: ", "dtype: ", "  name: ", "offload:\n  "])
+@pytest.mark.parametrize("key", ["source: ", "dtype: ", "  name: ", "offplan: ", "goal: {"])
 @pytest.mark.parametrize("odd", [r"\e[31m", r"\ud800", r"\u202e"])
 def test_nothing_odd_of_a_plan_reaches_the_terminal(
     cli: CLI, tmp_path: Path, key: str, odd: str
 ) -> None:
     path = write_plan(tmp_path, "[]")
-    path.write_text(path.read_text("utf-8").replace(key, f'{key}"{odd}": ', 1), "utf-8")
+    after = ": 1, " if key.endswith("{") else " #"  # a key, or a value in another's place
+    path.write_text(path.read_text("utf-8").replace(key, f'{key}"{odd}"{after}', 1), "utf-8")
     code, out, err = cli("run", path)
     assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "cannot be printed" in err
     assert err[:-1].isprintable()
 
 

@@ -225,7 +225,7 @@ def test_all_errors_of_a_file_are_told_at_once_and_shortly() -> None:
 
 
 def test_a_file_without_an_end_is_no_plan() -> None:
-    with pytest.raises(PlanError, match="is no plan: it is longer than 1 MiB"):
+    with pytest.raises(PlanError, match="is no plan: it is longer than 256 KiB"):
         load_plan(Path("/dev/zero"))
 
 

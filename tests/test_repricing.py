@@ -42,6 +42,17 @@ def test_a_plan_that_nobody_edited_passes(
     assert price_again(plan, model) is plan
 
 
+@pytest.mark.parametrize("name", ["qwen3-8b", "deepseek-v2-lite"])
+def test_a_plan_of_a_hub_id_passes_with_a_copy(name: str) -> None:
+    config = str(ROOT / "tests" / "models" / name / "config.json")
+    for path in (ROOT / "plans").glob(f"{name}*.yaml"):
+        plan = load_plan(path)
+        assert price_again(plan, open_planned_model(plan, config)) is plan
+        measured = plan.machine.model_copy(update={"profile": None})
+        plan = plan.model_copy(update={"machine": measured})
+        assert price_again(plan, open_planned_model(plan, config)) is plan
+
+
 EDITS = {
     "step": ("prefetch_step: 1", "prefetch_step: 50"),
     "everything": EVERYTHING,
@@ -72,7 +83,7 @@ def test_an_edited_plan_is_priced_again(
 def test_without_its_profile_an_edited_plan_is_refused(
     model: Model, tmp_path: Path, edit: tuple[str, str]
 ) -> None:
-    with pytest.raises(PlanError, match=r"was edited: .* -> .*make it again with offplan plan"):
+    with pytest.raises(PlanError, match=r"was edited, .* -> .*make it again with offplan plan"):
         price_again(edited(tmp_path, MEASURED, edit), model)
 
 
@@ -87,7 +98,7 @@ def test_an_edited_plan_keeps_its_budget(
     model: Model, tmp_path: Path, edit: tuple[str, str], what: str
 ) -> None:
     rules = ("group_size: 2, num_in_group: 1", "group_size: 1, num_in_group: 1")
-    with pytest.raises(PlanError, match=f"by its rules it takes .* of {what} by its prediction"):
+    with pytest.raises(PlanError, match=f"another version: it takes .* of {what} by its"):
         price_again(edited(tmp_path, edit, rules), model)
 
 
@@ -98,7 +109,7 @@ def test_the_command_says_what_changed(
     path, cli = tmp_path / "plan.yaml", CLI(monkeypatch, capsys)
     code, _, err = cli("export", path, "--engine", "vllm", "--model", TINY_MOE)
     assert code == 0
-    assert "was edited, and is priced again: gpu_memory.total 1 MiB -> " in err
+    assert "another version, and is priced again: gpu_memory.total 1 MiB -> " in err
     assert "; decode.link_bytes 99.75 KiB -> " in err
     assert err.startswith(f"offplan: {path} was")
 

@@ -38,7 +38,10 @@ def open_model(
     """
     for text in (source, revision, name):
         if text is not None and not text.isprintable():
-            raise CheckpointError(f"{quote(text)} cannot be printed: give it another name")
+            raise CheckpointError(
+                f"{quote(text)}: found characters that cannot be printed, expected a folder, a Hub "
+                "id, a revision or a name without any; rename it"
+            )
     model = assemble(source, _read(source, revision, on_progress))
     return model if name is None else replace(model, source=name)
 

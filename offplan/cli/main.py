@@ -4,7 +4,6 @@ import os
 import sys
 from io import TextIOWrapper
 
-from offplan.cli.output import print_note
 from offplan.errors import OffplanError
 
 INTERRUPTED = 130
@@ -51,6 +50,8 @@ def _run() -> int | str | None:
 
 def _tell(error: BaseException) -> int:
     """Say what ended a command, in a line, and return its exit code."""
+    from offplan.cli.output import print_note  # not above: a Ctrl-C finds as little as may be there
+
     if isinstance(error, KeyboardInterrupt):
         print_note("interrupted")
         return INTERRUPTED

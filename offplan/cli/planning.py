@@ -38,7 +38,8 @@ def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
     found = open_planned_model(plan, model, ProgressBar("reading headers"))
     priced = price_again(plan, found)
     if changes := list_changes(plan, priced):
-        print_note(f"{path} was edited, and is priced again: {'; '.join(changes)}")
+        why = "was edited, or made by another version, and is priced again"
+        print_note(f"{path} {why}: {'; '.join(changes)}")
     return priced, found
 
 
