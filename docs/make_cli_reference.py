@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from typer.models import ArgumentInfo, OptionInfo
 
-from offplan.cli.main import EXIT_CODES, app
+from offplan.cli.app import EXIT_CODES, app
 
 PAGE = Path(__file__).with_name("cli-reference.md")
 

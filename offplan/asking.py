@@ -7,9 +7,9 @@ from pydantic import ValidationError
 from offplan.checkpoint.model import Model
 from offplan.choices import EngineName, ObjectiveName, Store
 from offplan.errors import InputError
-from offplan.machines import Machine, load_machine
+from offplan.machines import Machine
 from offplan.plan import Budget, Goal, Plan, Workload
-from offplan.planned import open_planned_model
+from offplan.planned import open_planned_model, open_planned_profile
 from offplan.progress import Progress
 from offplan.question import Question
 from offplan.records import explain
@@ -46,8 +46,8 @@ def ask(
         budget = Budget(gpu_memory=free, host_memory=host_memory)
         goal = Goal(objective=objective, max_ttft=max_ttft_s, max_tpot=max_tpot_s, engine=engine)
     except ValidationError as error:
-        where, why = explain(error)
-        raise InputError(f"{where}: {why}") from None
+        wrong = (f"{where}: {why}" for where, why in explain(error))
+        raise InputError("; ".join(wrong)) from None
     workload = workload or Workload()
     return Question(model, machine.profile, workload, budget, goal, store, machine.profile_name)
 
@@ -70,17 +70,19 @@ def ask_again(
     where the plan's profile is gone or not valid, and InputError for a plan whose machine was
     measured and kept in no profile, unless ``machine`` is given.
     """
-    if machine is None:
-        profile = plan.machine.profile
-        if profile is None:
+    if machine is not None:
+        profile, name = machine.profile, machine.profile_name
+    else:
+        kept, name = open_planned_profile(plan), plan.machine.profile
+        if kept is None:
             raise InputError(
                 f"the plan was made from figures measured on {plan.machine.name}, which no profile "
                 "keeps (machine.profile is null): measure that machine again, or name a profile of "
                 "it with --machine"
             )
-        machine = load_machine(profile)
+        profile = kept
     found = open_planned_model(plan, model, on_progress)
     # a local copy goes by the name that the plan has for it
     named = replace(found, source=plan.model.source, revision=plan.model.revision)
     asked = plan.workload, plan.budget, plan.goal, plan.offload.store
-    return Question(named, machine.profile, *asked, machine.profile_name)
+    return Question(named, profile, *asked, name)

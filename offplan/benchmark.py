@@ -13,6 +13,7 @@ from offplan.plan import Plan
 from offplan.planned import open_planned_model
 from offplan.progress import Stages, silent
 from offplan.prompts import random_prompt
+from offplan.repricing import price_again
 from offplan.runtime.device import device_name, find_device
 from offplan.runtime.measuring.accelerated import require_accelerate
 from offplan.runtime.measuring.versus import WAYS, Bench, Measurement, measure_plan
@@ -67,6 +68,7 @@ def bench_plan(
     vocabulary is not known, and more steps than the context has room for.
     """
     found = open_planned_model(plan, model, on_stage("reading headers"))
+    plan = price_again(plan, found)
     workload = plan.workload
     room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
     num_steps = num_steps or max(1, min(DEFAULT_STEPS, room))

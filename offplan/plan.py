@@ -4,12 +4,13 @@ A plan is a small YAML file with a stable order and nothing volatile in it. It i
 YAML's safe loader; an unknown key, or one given twice, is an error.
 """
 
+import reprlib
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
@@ -19,7 +20,10 @@ from offplan.units import format_bytes, format_seconds
 
 PLAN_VERSION: Literal[1] = 1
 MOST = 2**24
-"""Beyond any workload: sequences, or tokens of one."""
+"""Beyond any workload and any model: sequences, or tokens of one; slots of a ring, or layers."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+MOST_FILE_BYTES = 2**18
+"""Beyond any plan's file."""
 PRINTED_TO = 1e-3
 """A size of four significant digits is right to less than this part of it."""
 
@@ -48,10 +52,10 @@ class ModelRef(Record):
 class Workload(Record):
     """What the plan is optimised for."""
 
-    batch: int = Field(default=1, ge=1, le=MOST)
-    prompt_tokens: int = Field(default=512, ge=1, le=MOST)
-    output_tokens: int = Field(default=128, ge=1, le=MOST)
-    context: int = Field(default=4096, ge=1, le=MOST)
+    batch: Count = 1
+    prompt_tokens: Count = 512
+    output_tokens: Count = 128
+    context: Count = 4096
     """Tokens a sequence may reach; the KV cache is sized by it."""
 
     @property
@@ -125,8 +129,8 @@ class Rule(Record):
 
     cpu_offload_params: tuple[str, ...] = ()
     """Segments: dotted runs of name parts relative to the layer. Empty matches everything."""
-    group_size: int | None = Field(default=None, ge=1)
-    num_in_group: int | None = Field(default=None, ge=1)
+    group_size: Count | None = None
+    num_in_group: Count | None = None
     max_bytes: ExactBytes | None = Field(default=None, gt=0)
     prefill: Backend
     decode: Backend
@@ -165,9 +169,9 @@ class Rule(Record):
 class Offload(Record):
     """The decision itself."""
 
-    prefetch_step: int = Field(default=1, ge=1)
+    prefetch_step: Count = 1
     """Slots in the ring."""
-    prefill_chunk: int = Field(ge=1)
+    prefill_chunk: Count
     """Prompt tokens of each sequence in one forward pass, at most."""
     embeddings: Literal["device", "host"] = "device"
     """``host``: the input embedding stays in pinned host memory and is read by row, in place."""
@@ -242,15 +246,36 @@ class Plan(Record):
     offload: Offload
     prediction: Prediction
 
+    _folder: Path = PrivateAttr(default=Path())
+    """Where a path that the plan names starts: the folder of its file, or the current one."""
+
     @model_validator(mode="after")
     def _keeps_its_budget(self) -> "Plan":
-        total, budget = self.prediction.gpu_memory.total_bytes, self.budget.gpu_memory
-        if total > budget * (1 + PRINTED_TO):
-            raise ValueError(
-                f"it takes {format_bytes(total)} of GPU memory by its prediction, more than its "
-                f"budget of {format_bytes(budget)}: plan it again for that budget"
-            )
+        if (excess := self.describe_excess()) is not None:
+            raise ValueError(excess)
         return self
+
+    def describe_excess(self) -> str | None:
+        """Say by which term the prediction exceeds the budget; None where it keeps it."""
+        predicted, budget = self.prediction, self.budget
+        stored = predicted.host_memory_bytes
+        if self.offload.store == "peer":
+            stored = predicted.peer_memory_bytes
+        taken = (
+            ("GPU memory", predicted.gpu_memory.total_bytes, budget.gpu_memory),
+            ("memory of the store", stored, budget.host_memory),
+        )
+        for what, num_bytes, most in taken:
+            if most is not None and num_bytes > most * (1 + PRINTED_TO):
+                return (
+                    f"it takes {format_bytes(num_bytes)} of {what} by its prediction, more than "
+                    f"its budget of {format_bytes(most)}: plan it again for that budget"
+                )
+        return None
+
+    def locate(self, path: str) -> str:
+        """Return a path that the plan names as it is from here: it starts at the plan's file."""
+        return str(self._folder / path)
 
 
 def load_plan(path: Path) -> Plan:
@@ -259,12 +284,18 @@ def load_plan(path: Path) -> Plan:
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MOST_FILE_BYTES + 1)
+        if len(text) > MOST_FILE_BYTES:
+            raise PlanError(f"{path} is no plan: it is longer than {format_bytes(MOST_FILE_BYTES)}")
+        data = load_yaml(text.decode("utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
     except ValueError as error:
         raise PlanError(f"{path} is not YAML: {error}") from None
-    return parse_plan(data, str(path))
+    plan = parse_plan(data, str(path))
+    plan._folder = path.absolute().parent
+    return plan
 
 
 def parse_plan(data: Any, name: str) -> Plan:
@@ -273,7 +304,8 @@ def parse_plan(data: Any, name: str) -> Plan:
         raise PlanError(f"{name} is not a plan: it must be a mapping with the key `offplan: 1`")
     if data["offplan"] != PLAN_VERSION:
         raise PlanError(
-            f"{name} is a plan of version {data['offplan']!r}; this offplan reads {PLAN_VERSION}"
+            f"{name} is a plan of version {reprlib.repr(data['offplan'])}; this offplan reads "
+            f"{PLAN_VERSION}"
         )
     return Plan.check(data, name, "plan", PlanError)
 

@@ -1,8 +1,11 @@
-"""The model that a plan was made for, found again and held against the plan."""
+"""What a plan was made for, found again: its model, held against the plan, and its machine."""
+
+import os
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import DriftError
+from offplan.machine.profile import MachineProfile, load_profile, shipped_profiles
 from offplan.plan import Plan
 from offplan.progress import Progress
 
@@ -20,7 +23,7 @@ def open_planned_model(
     computes in, are not those of the plan.
     """
     if model is None:
-        model = open_model(plan.model.source, revision=plan.model.revision, on_progress=on_progress)
+        model = open_model(_locate(plan), revision=plan.model.revision, on_progress=on_progress)
     elif isinstance(model, str):
         model = open_model(model, on_progress=on_progress)
     if model.headers_sha256 != plan.model.headers_sha256:
@@ -35,3 +38,25 @@ def open_planned_model(
             "plan it again"
         )
     return model
+
+
+def open_planned_profile(plan: Plan) -> MachineProfile | None:
+    """Read the profile that a plan was made from; None where it was measured and kept in none.
+
+    Raises ProfileError where it is gone or not valid.
+    """
+    name = plan.machine.profile
+    if name is None:
+        return None
+    return load_profile(name if name in shipped_profiles() else plan.locate(name))
+
+
+def _locate(plan: Plan) -> str:
+    """Return what a plan's source is from here: a path, which starts at the plan's file, or an id.
+
+    What lies at that path from the current folder is never meant: from another one it would not be.
+    """
+    source = plan.model.source
+    located = plan.locate(source)
+    is_path = plan.model.revision is None and (os.path.exists(located) or os.path.exists(source))
+    return located if is_path else source

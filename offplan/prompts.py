@@ -77,7 +77,10 @@ def read_prompt(model: Model, tokenizer: Any, text: str) -> torch.Tensor:
 
     Raises InputError where there are none, and where the model does not know one.
     """
-    tokens: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    try:
+        tokens: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    except Exception as error:  # some files fail only when they are used
+        raise InputError(f"the tokenizer of {model.source} fails: {describe(error)}") from None
     if not tokens.numel():
         raise InputError("the prompt is empty: type some text, or leave --prompt out")
     vocabulary = model.architecture.vocabulary_size

@@ -1,7 +1,10 @@
 """What plans and machine profiles are made of: YAML, checked records, quantities with units."""
 
+import difflib
+import json
 import re
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -15,12 +18,18 @@ Basis = Literal["measured", "reported", "datasheet", "estimated"]
 """How a figure was obtained, the most certain way first."""
 _WITH_UNITS = {"with units": True}
 """Context in which quantities are dumped with units instead of as plain numbers."""
+_MOST_ERRORS = 8
+"""Errors of one file that are told; the others are counted."""
+_MOST_SHOWN = 160
+"""Characters of a file's own text, or of a library's, in an error."""
 
 
 class Record(BaseModel):
     """Base of all records: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False
+    )
 
     def dump_with_units(self) -> dict[str, Any]:
         """Return what a YAML file says of the record: its keys there, and quantities with units."""
@@ -30,13 +39,23 @@ class Record(BaseModel):
     def check(cls, data: Any, name: str, whole: str, error: type[InputError]) -> Self:
         """Make the record of a file's data.
 
-        Raises ``error``, which says ``name``, the key that is wrong or else ``whole``, and why.
+        Raises ``error``, which says ``name`` and, for each key that is wrong (else ``whole``), why.
         """
         try:
             return cls.model_validate(data)
         except ValidationError as refused:
-            where, why = explain(refused)
-            raise error(f"{name}: {where or whole}: {why}") from None
+            wrong = explain(refused, _known_keys(cls))
+            told = [f"{where or whole}: {why}" for where, why in wrong[:_MOST_ERRORS]]
+            if more := len(wrong) - len(told):
+                told.append(f"and {more} more errors")
+            raise error(f"{name}: {'; '.join(told)}") from None
+
+
+def _known_keys(record: type[Record]) -> set[str]:
+    """Return the keys that a file of this record may have, at any depth."""
+    schema = record.model_json_schema()
+    sections = [schema, *schema.get("$defs", {}).values()]
+    return {key for section in sections for key in section.get("properties", ())}
 
 
 def _read(parse: Callable[[Any], float]) -> BeforeValidator:
@@ -66,17 +85,51 @@ ExactSeconds = Annotated[float, _read_seconds, _show(units.format_seconds_exact)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key given twice, of which YAML's loader takes the last without a word."""
+    """Reads plain values: numbers as JSON has them, no key twice, no aliases, nothing unprintable.
+
+    YAML's own loader takes the last of a key's values without a word, and ``1:30`` for 90; an alias
+    lets a short text stand for gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not read: write out what they stand for")
+        return super().compose_node(parent, index)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        text = str(super().construct_scalar(node))
+        if not text.replace("\n", "").isprintable():
+            shown = reprlib.repr(text)
+            raise yaml.MarkedYAMLError(None, None, f"{shown} cannot be printed", node.start_mark)
+        return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for number, key in enumerate(keys):
-            if any(key.value == other.value for other in keys[:number]):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
-                )
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                twice = f"the key {reprlib.repr(key.value)} is given twice"
+                raise yaml.MarkedYAMLError(None, None, twice, key.start_mark)
+            seen.add(key.value)
         return mapping
+
+
+def _construct_plain(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    return json.loads(loader.construct_scalar(node).lower())
+
+
+# dates, merges and numbers to the base of 60 or 8 are no plain values, and stay texts
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern in {
+    "null": r"null|~|",
+    "bool": r"true|false",
+    "int": r"-?(0|[1-9][0-9]*)",
+    "float": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e[-+]?[0-9]+)?",
+}.items():  # Source: YAML 1.2.2, 10.2, the JSON schema
+    _tag = f"tag:yaml.org,2002:{_name}"
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"({_pattern})\Z", re.IGNORECASE), None)
+    if _name != "null":
+        _Loader.add_constructor(_tag, _construct_plain)
 
 
 def load_yaml(text: str) -> Any:
@@ -86,15 +139,34 @@ def load_yaml(text: str) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     # besides its own, what a value raises that is not of the type that it says
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(_shorten(" ".join(str(error).split()))) from None
 
 
-def explain(error: ValidationError) -> tuple[str, str]:
-    """Return the path of the first key that is wrong, empty for the whole record, and why."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    why = first["msg"].removeprefix("Value error, ")
-    # in the words of who writes the file: YAML has lists and mappings
-    why = re.sub(r"dictionary or instance of \w+", "mapping", why)
-    return where, why.replace("a valid tuple", "a list")
+def explain(error: ValidationError, known: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Return the path of each key that is wrong, empty for the whole record, and why.
+
+    ``known`` are keys that may have been meant by one that there is not.
+    """
+    wrong = []
+    for each in error.errors():
+        path = [str(part) for part in each["loc"]]
+        why = _IN_YAML.get(each["type"], each["msg"].removeprefix("Value error, "))
+        if each["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(path[-1][:_MOST_SHOWN], known, 1)
+            why += f"; is {near[0]} meant?" if near else ""
+        wrong.append((_shorten(".".join(path)), _shorten(why)))
+    return wrong
+
+
+_IN_YAML = {
+    "extra_forbidden": "there is no such key",
+    "missing": "it is missing",
+    "model_type": "it should be a valid mapping",
+    "tuple_type": "it should be a list",
+}
+"""pydantic's errors in the words of who writes the file: YAML has lists and mappings."""
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

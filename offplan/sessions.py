@@ -8,6 +8,7 @@ from offplan.errors import InputError
 from offplan.plan import Plan
 from offplan.planned import open_planned_model
 from offplan.progress import Stages, silent
+from offplan.repricing import price_again
 from offplan.runtime.device import find_device
 from offplan.runtime.session import Session
 
@@ -26,11 +27,13 @@ def open_session(
     plan says. ``device`` is ``cuda``, ``cuda:1`` or ``cpu``; left out, it is a GPU if there is one.
     ``dummy_weights`` are random, and none are read. ``on_stage`` hears what begins.
 
-    Raises CheckpointError, HubError and DriftError where the model is not the plan's, InputError
-    for a device that is not here and a model without weights, MemoryLimitError, and what Session
-    raises, with whatever was taken until then given back.
+    Raises CheckpointError, HubError and DriftError where the model is not the plan's, PlanError
+    where it was edited and exceeds its budget or cannot be priced again, InputError for a device
+    that is not here and a model without weights, MemoryLimitError, and what Session raises, with
+    whatever was taken until then given back.
     """
     found = open_planned_model(plan, model, on_stage("reading headers"))
+    plan = price_again(plan, found)
     chosen = find_device(device)
     return Session(
         found,

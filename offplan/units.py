@@ -6,6 +6,7 @@ Capacity is printed in GiB (binary), links in GB/s (decimal), as vendors and dri
 import itertools
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
@@ -30,7 +31,7 @@ def _parse(text: str | float, units: Mapping[str, float], what: str, example: st
     except (KeyError, ArithmeticError):  # another unit, or beyond what Decimal can hold
         value = _LIMIT
     if value >= _LIMIT:
-        raise InputError(f"{text!r} is not a {what}: write it as {example}")
+        raise InputError(f"{reprlib.repr(text)} is not a {what}: write it as {example}")
     return value
 
 

@@ -45,7 +45,9 @@ class CLI:
 
 def write_plan(folder: Path, rules: str) -> Path:
     """Take the shipped plan with other rules."""
-    text = Path("plans/tiny-moe.yaml").read_text()
+    text = (ROOT / "plans" / "tiny-moe.yaml").read_text()
+    text = text.replace("source: tiny-moe", f"source: {TINY_MOE}")
+    text = text.replace("budget: {gpu_memory: 1 MiB,", "budget: {gpu_memory: 64 MiB,")
     before, after = text.split("  prefetch_step:")[0], text[text.index("prediction:") :]
     path = folder / "plan.yaml"
     path.write_text(f"{before}  prefetch_step: 2\n  prefill_chunk: 8\n  rules: {rules}\n{after}")

@@ -259,9 +259,9 @@ def test_bad_usage_exits_2(cli: CLI, arguments: tuple[object, ...]) -> None:
 
 def test_analyze_writes_the_plan_that_plan_prints(cli: CLI, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    code, _, err = cli("analyze", "plans/tiny-moe", *OFFLOADING, "-o", path)
+    code, _, err = cli("analyze", TINY_MOE, *OFFLOADING, "-o", path)
     assert (code, err) == (0, f"offplan: wrote {path}\n")
-    assert path.read_text() == cli("plan", "plans/tiny-moe", *OFFLOADING).out
+    assert path.read_text() == cli("plan", TINY_MOE, *OFFLOADING).out
     assert list(tmp_path.iterdir()) == [path]
 
 

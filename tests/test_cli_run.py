@@ -109,26 +109,25 @@ def test_another_model_is_drift(cli: CLI) -> None:
 
 
 def test_another_type_is_drift(cli: CLI, tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    text = Path("plans/tiny-moe.yaml").read_text()
-    path.write_text(text.replace("dtype: bfloat16", "dtype: float16"))
+    path = write_plan(tmp_path, "[]")
+    path.write_text(path.read_text().replace("dtype: bfloat16", "dtype: float16"))
     code, _, err = cli("run", path)
-    assert (code, "made for float16; plans/tiny-moe computes in bfloat16" in err) == (4, True)
+    assert (code, f"made for float16; {TINY_MOE} computes in bfloat16" in err) == (4, True)
 
 
 def test_a_second_gpu_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     workload = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
     budget = ("--gpu-memory", "1MiB", "--store", "peer", *workload)
-    code, _, err = cli("plan", "plans/tiny-moe", "--machine", "cpu", *budget)
+    code, _, err = cli("plan", TINY_MOE, "--machine", "cpu", *budget)
     assert (code, "has no `peer`" in err) == (2, True)
     machine, path = tmp_path / "machine.yaml", tmp_path / "plan.yaml"
     profile = load_profile("cpu").model_dump(mode="json", exclude_none=True)
     profile["peer"] = {"value": "100 GB/s", "basis": "estimated", "source": "a test"}
     machine.write_text(yaml.safe_dump(profile))
-    code, out, _ = cli("analyze", "plans/tiny-moe", "--machine", machine, *budget, "-o", path)
+    code, out, _ = cli("analyze", TINY_MOE, "--machine", machine, *budget, "-o", path)
     assert code == 0
     assert "on the second GPU: " in out
-    assert cli("plan", "plans/tiny-moe", "--machine", machine, *budget).out == path.read_text()
+    assert cli("plan", TINY_MOE, "--machine", machine, *budget).out == path.read_text()
     assert "\n  store: peer\n" in path.read_text()
     code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu")
     assert (code, out.startswith(WEIGHTS)) == (0, True)

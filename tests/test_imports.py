@@ -22,13 +22,14 @@ ARROWS = {
     "machine": ["records", "progress", "files", "hostmem"],
     "segments": [],
     "plan": ["records", "segments", "choices"],
-    "planned": ["checkpoint", "plan"],
+    "planned": ["checkpoint", "machine", "plan"],
     "placement": ["checkpoint", "plan"],
     "schedule": ["placement"],
     "costs": ["checkpoint", "machine", "schedule"],
     "engines": ["plan", "placement"],
     "question": ["checkpoint", "machine", "plan", "engines"],
     "planner": ["costs", "question"],
+    "repricing": ["costs", "planned"],
     "runtime": [],
     "runtime.device": ["errors"],
     "runtime.faults": ["errors"],
@@ -43,8 +44,8 @@ ARROWS = {
     "machines": ["planner", "runtime.measuring"],
     "asking": ["machines", "planned"],
     "prompts": ["checkpoint", "plan"],
-    "sessions": ["planned", "runtime.session"],
-    "benchmark": ["planned", "prompts", "runtime.measuring"],
+    "sessions": ["repricing", "runtime.session"],
+    "benchmark": ["prompts", "repricing", "runtime.measuring"],
     "report": ["planner", "benchmark"],
     "cli": ["asking", "sessions", "report"],
 }
@@ -123,7 +124,7 @@ def loaded_modules(code: str) -> set[str]:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    loaded = loaded_modules("import offplan.cli.main")
+    loaded = loaded_modules("import offplan.cli.main, offplan.cli.app")
     heavy = {"torch", "transformers", "pydantic", "yaml", "huggingface_hub", "safetensors"}
     assert not loaded & heavy
 

@@ -37,7 +37,7 @@ def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return open_model(str(TINY_MOE), name="plans/tiny-moe")
+    return open_model(str(TINY_MOE), name=str(TINY_MOE))
 
 
 def names_for_type_checkers() -> set[str]:

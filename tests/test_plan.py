@@ -27,7 +27,7 @@ from offplan.plan import (
 )
 from offplan.planner.make import make_plan
 from offplan.question import Question
-from offplan.records import Basis
+from offplan.records import Basis, load_yaml
 from tests.costs.builders import dense_model, make_machine, moe_model, rule
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
@@ -111,8 +111,12 @@ budgets = st.builds(
 def plans(draw: st.DrawFn) -> Plan:
     prediction, budget = draw(predictions), draw(budgets)
     least = prediction.gpu_memory.total_bytes  # a plan keeps its budget
-    roomy = budget.model_copy(update={"gpu_memory": budget.gpu_memory + least})
-    decided = {"prediction": prediction, "offload": draw(offloads), "budget": roomy}
+    stored = prediction.host_memory_bytes + prediction.peer_memory_bytes
+    roomy = {"gpu_memory": budget.gpu_memory + least}
+    if budget.host_memory is not None:
+        roomy["host_memory"] = budget.host_memory + stored
+    kept = budget.model_copy(update=roomy)
+    decided = {"prediction": prediction, "offload": draw(offloads), "budget": kept}
     return example_plan.model_copy(update=decided)
 
 
@@ -168,8 +172,13 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         "!!map foo",
         "{a: b, a: c}",
         "[{a: b, a: c}]",
-        "a: 2001-99-99",
-        "a: 0b_",
+        "&a [1, *a]",
+        "&a {<<: *a}",
+        'a: "\\e[2J"',
+        "{? '' : 1, ? '' : 2}",
+        "a: " + "9" * 5000,
+        "a: !!int 1:30",
+        "a: !!float 1:1.5",
         "a: !!int ''",
         "a: !!bool maybe",
         "a: !!timestamp x",
@@ -181,6 +190,43 @@ def test_odd_documents_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(PlanError, match="is not YAML"):
         load_plan(path)
+
+
+@pytest.mark.parametrize("value", ["1:30", "0x10", "0o7", "1_000", "2001-01-01", "yes", ".inf"])
+def test_values_are_what_they_look_like(value: str) -> None:
+    assert load_yaml(f"a: {value}") == {"a": value}
+    assert load_yaml("[1, -2.5, 1e-05, true, null, ~]") == [1, -2.5, 1e-05, True, None, None]
+
+
+def test_many_keys_are_compared_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_plan(example_plan) + "".join(f"k{i}: {i}\n" for i in range(5000)))
+    with pytest.raises(PlanError, match=r"k7: there is no such key; and 4992 more errors$"):
+        load_plan(path)
+
+
+def test_all_errors_of_a_file_are_told_at_once_and_shortly() -> None:
+    data = yaml.safe_load(dump_plan(example_plan))
+    data["offload"] |= {"prefetch_steps": 2, "prefill_chunk": 2**63}
+    data["budget"]["gpu_memory"] = "1" * 10**6
+    del data["machine"]["name"]
+    data["k" * 10**6] = 1
+    with pytest.raises(PlanError) as refused:
+        parse_plan(data, "a plan")
+    told = str(refused.value)
+    assert len(told) < 1000
+    for part in (
+        "offload.prefetch_steps: there is no such key; is prefetch_step meant?",
+        "offload.prefill_chunk: Input should be less than",
+        "budget.gpu_memory: '111",
+        "machine.name: it is missing",
+    ):
+        assert part in told
+
+
+def test_a_file_without_an_end_is_no_plan() -> None:
+    with pytest.raises(PlanError, match="is no plan: it is longer than 256 KiB"):
+        load_plan(Path("/dev/zero"))
 
 
 def test_json_has_the_keys_that_scripts_rely_on() -> None:

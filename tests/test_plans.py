@@ -19,7 +19,7 @@ COMMANDS = [
 def test_replan(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(PLANS)
     *arguments, force, to, path = shlex.split(command)
     assert (force, to) == ("--force", "-o")
     code, out, err = CLI(monkeypatch, capsys)(*arguments)
@@ -29,4 +29,4 @@ def test_replan(
 
 def test_every_plan_has_its_command() -> None:
     made = {Path(shlex.split(command)[-1]) for command in COMMANDS}
-    assert made == {path.relative_to(ROOT) for path in PLANS.glob("*.yaml")}
+    assert made == {path.relative_to(PLANS) for path in PLANS.glob("*.yaml")}

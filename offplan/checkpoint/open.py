@@ -39,6 +39,12 @@ def open_model(
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
     """
+    for text in (source, revision, name):
+        if text is not None and not text.isprintable():
+            raise CheckpointError(
+                f"{quote(text)}: found characters that cannot be printed, expected a folder, a Hub "
+                "id, a revision or a name without any; rename it"
+            )
     stored = _read(source, revision, on_progress)
     if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
         raise CheckpointError(f"{source}: {ADAPTER_ALONE}")

@@ -1,7 +1,14 @@
 """``offplan analyze``: the model, the machine, and the plan that suits both."""
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, draw_report, print_result, save_file
+from offplan.cli.output import (
+    ProgressBar,
+    check_writable,
+    draw_report,
+    print_note,
+    print_result,
+    save_file,
+)
 from offplan.errors import InfeasibleError, InputError
 
 
@@ -26,9 +33,8 @@ def analyze(
     """Show a model's layers, the machine, and the plan for a workload and a budget."""
     from offplan.asking import ask
     from offplan.checkpoint.open import open_model
-    from offplan.cli.planning import note_budget, read_workload
+    from offplan.cli.planning import note_budget, read_workload, save_plan
     from offplan.machines import find_machine, why_unmeasured
-    from offplan.plan import dump_plan
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.payload import analyze_payload
 
@@ -61,4 +67,5 @@ def analyze(
     if analysis.result is None:
         kind = InfeasibleError if analysis.infeasible else InputError
         raise kind(f"{output} was not written: there is no plan")
-    save_file(output, dump_plan(analysis.result.plan), force=force)
+    save_plan(output, analysis.result.plan, force=force)
+    print_note(f"wrote {output}")

@@ -7,7 +7,7 @@ import typer
 
 from offplan.choices import EngineName
 from offplan.cli import options
-from offplan.cli.output import JSON_VERSION, print_json, print_note
+from offplan.cli.output import JSON_VERSION, print_json, print_note, printable
 
 
 def export(
@@ -29,4 +29,4 @@ def export(
     for note in notes:
         print_note(note)
     if flags:
-        print(shlex.join(flags))
+        print(printable(shlex.join(flags)))

@@ -1,79 +1,75 @@
-"""``offplan``: the one place where errors become exit codes.
+"""The command line's start and end: the one place where errors become exit codes."""
 
-Nothing heavy is imported here or at the top of a command's file: ``offplan --help`` starts at once.
-"""
-
+import os
 import sys
 from io import TextIOWrapper
-from typing import Annotated
 
-import typer
-
-import offplan
-from offplan.cli.analyze import analyze
-from offplan.cli.bench import bench
-from offplan.cli.export import export
-from offplan.cli.measure import measure
-from offplan.cli.output import print_note
-from offplan.cli.plan import plan
-from offplan.cli.run import run
-from offplan.cli.schema import schema
 from offplan.errors import OffplanError
-
-EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model is "
-    "not the plan's."
-)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
-
-app = typer.Typer(
-    name="offplan",
-    help="Plan, then run, a model whose weights do not fit the GPU.",
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # plain help: it starts faster and reads the same in the docs
-    pretty_exceptions_enable=False,
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"offplan {offplan.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def before_commands(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
-    """Take options that belong to no command."""
-
-
-for command in (analyze, plan, run, bench, export, measure, schema):
-    app.command()(command)
+_NO_THREAD = "can't start new thread"
+"""What Python's RuntimeError says where there is no memory for another thread's stack."""
 
 
 def main() -> None:
     """Run the command line; always ends in ``SystemExit``."""
+    code = _run()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # the interpreter would try once more, and end in a traceback
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        code = code or _tell(error)
+    sys.exit(code)
+
+
+def _run() -> int | str | None:
+    """Run a command, and return its exit code."""
+    try:
+        _prepare_streams()
+        # it takes a while, in which people may have thought better of it
+        from offplan.cli.app import app
+
+        app(prog_name="offplan")
+    except KeyboardInterrupt as error:
+        return _tell(error)
+    except SystemExit as ended:
+        # typer has made an exit of a Ctrl-C inside a command
+        return _tell(KeyboardInterrupt()) if ended.code == INTERRUPTED else ended.code
+    # an OSError is a full disk or a lost network share, a module that cannot be imported a broken
+    # installation or too little memory: not ours, and no traceback helps
+    except (OffplanError, OSError, MemoryError, ImportError) as error:
+        return _tell(error)
+    except RuntimeError as error:
+        if _NO_THREAD not in str(error):
+            raise
+        return _tell(MemoryError(error))
+    return 0
+
+
+def _tell(error: BaseException) -> int:
+    """Say what ended a command, in a line, and return its exit code."""
+    from offplan.cli.output import print_note  # not above: a Ctrl-C finds as little as may be there
+
+    if isinstance(error, KeyboardInterrupt):
+        print_note("interrupted")
+        return INTERRUPTED
+    text = str(error)
+    if isinstance(error, MemoryError):
+        text = f"out of memory{text and f' ({text})'}: raise the limit, or close what else takes it"
+    elif isinstance(error, ImportError):
+        text = f"a module cannot be imported ({text}): install offplan again, or give it memory"
+    if not isinstance(error, BrokenPipeError):  # nobody listens, and that is no news
+        print_note(" ".join(text.split()))
+    return error.exit_code if isinstance(error, OffplanError) else OffplanError.exit_code
+
+
+def _prepare_streams() -> None:
+    """Have all three standard streams, also where the shell has closed them."""
+    # in the order of their descriptors, which else the next files that are opened would get
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: better than no report
-    try:
-        app(prog_name="offplan")
-    # an OSError is a full disk or a lost network share: not ours, and no traceback helps
-    except (OffplanError, OSError) as error:
-        print_note(" ".join(str(error).split()))
-        sys.exit(error.exit_code if isinstance(error, OffplanError) else OffplanError.exit_code)
-    except (KeyboardInterrupt, SystemExit) as ended:
-        # typer has made an exit of a Ctrl-C inside a command
-        if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
-            raise
-        print_note("interrupted")
-        sys.exit(INTERRUPTED)

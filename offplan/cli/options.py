@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,25 @@ from typing import Annotated
 import typer
 
 from offplan import choices
+from offplan.errors import InputError
 from offplan.units import parse_bytes, parse_seconds
+
+
+def read_text(argument: str) -> str:
+    """Read an argument as UTF-8 where the locale, such as C, has no characters for its bytes.
+
+    Raises InputError for bytes that are not UTF-8.
+    """
+    try:
+        argument.encode()  # the locale's characters, and no bytes that Python keeps as surrogates
+        return argument
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        raise InputError(f"{argument!a} is not a text: type it in UTF-8") from None
+
 
 _size = partial(typer.Option, parser=parse_bytes, metavar="TEXT")
 _time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")

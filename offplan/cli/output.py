@@ -27,11 +27,12 @@ def print_result(payload: dict[str, Any], *parts: "RenderableType", json: bool) 
 
 def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> "Console":
     """Print tables, an empty line between them, to ``file`` or stdout; returns the console."""
-    from rich.console import Console
-
+    from offplan.cli.console import PlainConsole
     from offplan.report.table import WIDTH
 
-    console = Console(width=WIDTH, highlight=False, file=file, record=True)
+    console = PlainConsole(
+        width=WIDTH, highlight=False, markup=False, emoji=False, file=file, record=True
+    )
     for number, part in enumerate(parts):
         if number:
             console.print()
@@ -41,11 +42,16 @@ def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> "Cons
 
 def draw_report(title: str, *parts: "RenderableType") -> str:
     """Return what ``print_report`` prints as a picture: an SVG with a ``title`` over it."""
-    picture = print_report(*parts, file=io.StringIO()).export_svg(title=title)
+    picture = print_report(*parts, file=io.StringIO()).export_svg(title=printable(title))
     # Rich's style names a font to be fetched: a picture that is opened should ask nobody.
     style, end, drawing = picture.partition("</style>")
     style = re.sub(r"@font-face \{.*?\}\s*", "", style, flags=re.DOTALL)
     return style.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas") + end + drawing
+
+
+def printable(text: str) -> str:
+    """Write as escapes what a terminal would obey or cannot show; lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def print_json(payload: dict[str, Any]) -> None:
@@ -55,7 +61,7 @@ def print_json(payload: dict[str, Any]) -> None:
 
 def print_note(text: str) -> None:
     """Say something that is not the result, on stderr."""
-    print(f"offplan: {text}", file=sys.stderr, flush=True)
+    print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
 
 
 _BAR_WIDTH = 30

@@ -3,7 +3,7 @@
 import sys
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, print_json, print_result, write_file
+from offplan.cli.output import ProgressBar, check_writable, print_json, print_result
 from offplan.errors import InputError
 
 
@@ -31,7 +31,7 @@ def plan(
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.asking import ask
     from offplan.checkpoint.open import open_model
-    from offplan.cli.planning import note_budget, read_workload
+    from offplan.cli.planning import note_budget, read_workload, save_plan
     from offplan.machines import find_machine, why_unmeasured
     from offplan.plan import dump_plan
     from offplan.planner.frontier import find_frontier
@@ -75,7 +75,7 @@ def plan(
         return
     made = make_plan(question).plan
     if output is not None:
-        write_file(output, dump_plan(made), force=force)
+        save_plan(output, made, force=force)
     if json:
         print_json(made.model_dump(mode="json"))
     elif output is None:

@@ -5,13 +5,17 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
+from offplan.cli.options import read_text
 from offplan.cli.output import ProgressBar, print_note, print_result
 
 
 def run(
     plan: options.Plan,
     prompt: Annotated[
-        str | None, typer.Option(help="Text to continue; without it, random tokens.")
+        str | None,
+        typer.Option(
+            parser=read_text, metavar="TEXT", help="Text to continue; without it, random tokens."
+        ),
     ] = None,
     model: options.LocalModel = None,
     max_new_tokens: Annotated[

@@ -7,7 +7,15 @@ import torch
 from transformers import TextStreamer
 
 from offplan.checkpoint.model import Model
+from offplan.cli.output import printable
 from offplan.prompts import find_end_tokens, load_tokenizer, read_prompt
+
+
+class _Streamer(TextStreamer):
+    """Prints text as it is made, which is a model's, and no terminal is to obey it."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
 
 
 class Text:
@@ -22,7 +30,7 @@ class Text:
         self.tokens: torch.Tensor = read_prompt(model, self._tokenizer, prompt)
         """The prompt: int64, [1, tokens]."""
         self.end_tokens = find_end_tokens(model, self._tokenizer)
-        self._streamer = TextStreamer(self._tokenizer, skip_special_tokens=True) if stream else None
+        self._streamer = _Streamer(self._tokenizer, skip_special_tokens=True) if stream else None
 
     def follow(self, tokens: Iterable[torch.Tensor]) -> str:
         """Take the tokens that continue the prompt as they come, each int64 of shape [1].

@@ -198,7 +198,7 @@ def load_profile(name: str) -> MachineProfile:
     Raises ProfileError, saying which names exist and which key is wrong.
     """
     path = _SHIPPED / f"{name}.yaml" if name in shipped_profiles() else Path(name)
-    if not path.is_file():
+    if not (name.isprintable() and path.is_file()):
         raise ProfileError(
             f"no machine profile {name!r}: it is neither a file nor one of "
             f"{', '.join(shipped_profiles())}"

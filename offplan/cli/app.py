@@ -1,0 +1,54 @@
+"""``offplan`` and its commands.
+
+Nothing heavy is imported here or at the top of a command's file: ``offplan --help`` starts at once.
+"""
+
+from typing import Annotated
+
+import typer
+
+import offplan
+from offplan.cli.analyze import analyze
+from offplan.cli.bench import bench
+from offplan.cli.export import export
+from offplan.cli.measure import measure
+from offplan.cli.plan import plan
+from offplan.cli.run import run
+from offplan.cli.schema import schema
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model is "
+    "not the plan's."
+)
+
+app = typer.Typer(
+    name="offplan",
+    help="Plan, then run, a model whose weights do not fit the GPU.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: it starts faster and reads the same in the docs
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"offplan {offplan.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Take options that belong to no command."""
+
+
+for command in (analyze, plan, run, bench, export, measure, schema):
+    app.command()(command)

@@ -1,0 +1,103 @@
+"""A plan held against its own decision, so that an edited one promises what it does."""
+
+from offplan.checkpoint.model import Model
+from offplan.costs.predict import predict
+from offplan.errors import PlanError, ProfileError
+from offplan.machine.profile import MachineProfile, load_profile
+from offplan.plan import Backend, Plan, Prediction
+from offplan.planned import open_planned_profile
+
+STAND_IN = "h200-pcie5"
+"""A shipped profile, for figures that are the same on every machine."""
+_MACHINE_FREE = (
+    *(f"gpu_memory.{term}" for term in ("resident", "ring", "kv_cache", "activations")),
+    "host_memory",
+    "peer_memory",
+)
+"""Terms that follow from model, workload and decision alone."""
+_HEADLINES = (
+    "gpu_memory.total",
+    *("host_memory", "peer_memory"),
+    *("prefill.step", "prefill.link_bytes", "decode.step", "decode.link_bytes"),
+)
+"""Terms that say the most about an edit."""
+
+
+def price_again(plan: Plan, model: Model) -> Plan:
+    """Return a plan with the prediction that its decision, workload and budget have by now.
+
+    A plan that nobody has edited comes back as it is. ``model`` is the plan's.
+
+    Raises PlanError for rules that do not fit the model, for a plan that exceeds its own budget,
+    and, where the profile it was made from is not there any more, for one whose memory or bytes
+    over the link are not those that it predicts.
+    """
+    machine = _find_machine(plan)
+    known = machine or load_profile(STAND_IN)
+    prediction = predict(model, known, plan.workload, plan.budget, plan.offload)
+    if machine is None:
+        _refuse_changes(plan, prediction)
+        return plan
+    if _terms(prediction) == _terms(plan.prediction):
+        return plan
+    priced = plan.model_copy(update={"prediction": prediction})
+    if (excess := priced.describe_excess()) is not None:
+        raise PlanError(f"the plan was edited, or made by another version: {excess}")
+    return priced
+
+
+def list_changes(before: Plan, after: Plan) -> list[str]:
+    """Say what has changed from one prediction to another: the headlines, else every term."""
+    changes = _changes(before.prediction, after.prediction)
+    return [changes[term] for term in _HEADLINES if term in changes] or [*changes.values()]
+
+
+def _find_machine(plan: Plan) -> MachineProfile | None:
+    """Find the profile that a plan was made from; None where it is gone, or another by now."""
+    try:
+        machine = open_planned_profile(plan)
+        if machine is not None and plan.offload.store == "peer":
+            machine = machine.with_peer_store()
+    except ProfileError:
+        return None
+    same = machine is not None and machine.fingerprint == plan.machine.fingerprint
+    return machine if same else None
+
+
+def _refuse_changes(plan: Plan, prediction: Prediction) -> None:
+    """Raise PlanError where a plan's own prediction is not what its decision gives anywhere."""
+    terms = [*_MACHINE_FREE]
+    for phase in ("prefill", "decode"):
+        # how often a kernel reads what it reads in place is the machine's affair
+        if not any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules):
+            terms.append(f"{phase}.link_bytes")
+    changes = _changes(plan.prediction, prediction)
+    told = [changes[term] for term in terms if term in changes]
+    if told:
+        raise PlanError(
+            "the plan was edited, or made by another version: its prediction is not what its "
+            f"rules and workload give ({'; '.join(told)}), and the profile it was made from is not "
+            "here to price it again: make it again with offplan plan, or undo the edit"
+        )
+
+
+def _changes(before: Prediction, after: Prediction) -> dict[str, str]:
+    """Describe each term that two predictions print differently, by its path in the file."""
+    new = _terms(after)
+    return {
+        term: f"{term} {old} -> {new[term]}"
+        for term, old in _terms(before).items()
+        if old != new[term]
+    }
+
+
+def _terms(prediction: Prediction) -> dict[str, str]:
+    """Return the terms as a plan prints them, by their path: ``decode.link_bytes``.
+
+    Printed ones compare: what was read back from a file is rounded as it prints.
+    """
+    terms: dict[str, str] = {}
+    for key, value in prediction.dump_with_units().items():
+        section = value if isinstance(value, dict) else {"": value}
+        terms |= {f"{key}.{name}".rstrip("."): figure for name, figure in section.items()}
+    return terms

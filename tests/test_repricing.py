@@ -1,0 +1,146 @@
+"""Edited plans: priced again where that is possible, refused where it is not."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError, PlanError
+from offplan.plan import Plan, dump_plan, load_plan
+from offplan.planned import open_planned_model
+from offplan.repricing import list_changes, price_again
+from tests.cli import CLI, ROOT, TINY_MOE
+
+PLAN = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
+ROOMY = ("gpu_memory: 1 MiB", "gpu_memory: 2 MiB")
+MEASURED = ("profile: cpu", "profile: null")
+EVERYTHING = ("[self_attn], group_size: 2", "[], group_size: 2")
+
+
+def edited(folder: Path, *edits: tuple[str, str]) -> Plan:
+    text = PLAN
+    for before, after in edits:
+        assert before in text
+        text = text.replace(before, after, 1)
+    path = folder / "plan.yaml"
+    path.write_text(text, "utf-8")
+    return load_plan(path)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return open_model(str(TINY_MOE))
+
+
+@pytest.mark.parametrize("edits", [(), (MEASURED,), (("profile: cpu", "profile: gone.yaml"),)])
+def test_a_plan_that_nobody_edited_passes(
+    model: Model, tmp_path: Path, edits: tuple[tuple[str, str], ...]
+) -> None:
+    plan = edited(tmp_path, *edits)
+    assert price_again(plan, model) is plan
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "deepseek-v2-lite"])
+def test_a_plan_of_a_hub_id_passes_with_a_copy(name: str) -> None:
+    config = str(ROOT / "tests" / "models" / name / "config.json")
+    for path in (ROOT / "plans").glob(f"{name}*.yaml"):
+        plan = load_plan(path)
+        assert price_again(plan, open_planned_model(plan, config)) is plan
+        measured = plan.machine.model_copy(update={"profile": None})
+        plan = plan.model_copy(update={"machine": measured})
+        assert price_again(plan, open_planned_model(plan, config)) is plan
+
+
+EDITS = {
+    "step": ("prefetch_step: 1", "prefetch_step: 50"),
+    "everything": EVERYTHING,
+    "no rules": (PLAN[PLAN.index("rules:\n") : PLAN.index("prediction:")], "rules: []\n"),
+    "chunk": ("prefill_chunk: 32", "prefill_chunk: 8"),
+    "context": ("context: 256", "context: 512"),
+    "batch": ("{batch: 1", "{batch: 2"),
+    "embeddings": ("  prefill_chunk", "  embeddings: host\n  prefill_chunk"),
+    "host memory": ("host_memory: 99.75 KiB", "host_memory: 1 KiB"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edited_plan_is_priced_again(
+    model: Model, tmp_path: Path, edit: tuple[str, str]
+) -> None:
+    plan = edited(tmp_path, ROOMY, edit)
+    priced = price_again(plan, model)
+    assert list_changes(plan, priced)
+    assert price_again(priced, model) is priced
+    path = tmp_path / "priced.yaml"
+    path.write_text(dump_plan(priced), "utf-8")
+    again = load_plan(path)
+    assert price_again(again, model) is again
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_without_its_profile_an_edited_plan_is_refused(
+    model: Model, tmp_path: Path, edit: tuple[str, str]
+) -> None:
+    with pytest.raises(PlanError, match=r"was edited, .* -> .*make it again with offplan plan"):
+        price_again(edited(tmp_path, MEASURED, edit), model)
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (EDITS["step"], "GPU memory"),
+        (("host_memory: null", "host_memory: 100 KiB"), "memory of the store"),
+    ],
+)
+def test_an_edited_plan_keeps_its_budget(
+    model: Model, tmp_path: Path, edit: tuple[str, str], what: str
+) -> None:
+    rules = ("group_size: 2, num_in_group: 1", "group_size: 1, num_in_group: 1")
+    with pytest.raises(PlanError, match=f"another version: it takes .* of {what} by its"):
+        price_again(edited(tmp_path, edit, rules), model)
+
+
+def test_the_command_says_what_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    edited(tmp_path, ROOMY, EVERYTHING)
+    path, cli = tmp_path / "plan.yaml", CLI(monkeypatch, capsys)
+    code, _, err = cli("export", path, "--engine", "vllm", "--model", TINY_MOE)
+    assert code == 0
+    assert "another version, and is priced again: gpu_memory.total 1 MiB -> " in err
+    assert "; decode.link_bytes 99.75 KiB -> " in err
+    assert err.startswith(f"offplan: {path} was")
+
+
+def test_a_relative_source_starts_at_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    shutil.copytree(TINY_MOE, tmp_path / "model")
+    machine = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
+    shutil.copy(machine, tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    cli, path = CLI(monkeypatch, capsys), plans / "plan.yaml"
+    assert cli("plan", "model", "--machine", "mine.yaml", "-o", path).code == 0
+    text = path.read_text("utf-8")
+    assert "source: ../model\n" in text
+    assert "profile: ../mine.yaml\n" in text
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    plan = load_plan(path)
+    assert dump_plan(plan) == text
+    assert price_again(plan, open_planned_model(plan)) is plan
+    assert cli("plan", "../model", "--machine", "../mine.yaml", "-o", "here.yaml").code == 0
+    assert "source: ../model\n" in Path("here.yaml").read_text("utf-8")
+
+
+def test_a_source_is_not_looked_for_in_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = edited(tmp_path)
+    monkeypatch.chdir(TINY_MOE.parent)
+    with pytest.raises(CheckpointError, match=r"tiny-moe': found nothing on disk"):
+        open_planned_model(plan)
