@@ -45,6 +45,8 @@ class ModelRef(Record):
     revision: str | None = None
     """Commit on the Hub; null off the Hub."""
     headers_sha256: str
+    config_sha256: str | None = None
+    """Fingerprint of ``config.json``; null in plans from before it was recorded."""
     dtype: str
     """The type that most bytes are stored in, as torch names it: ``bfloat16``."""
 

@@ -32,6 +32,12 @@ def open_planned_model(
             f"{plan.model.source}; {model.source} has {model.headers_sha256[:12]}: plan it again, "
             "or name another copy with --model"
         )
+    if plan.model.config_sha256 not in (None, model.config_sha256):
+        raise DriftError(
+            f"the plan was made for another config.json ({plan.model.config_sha256[:12]}) than "
+            f"that of {model.source} ({model.config_sha256[:12]}), which may give other tokens: "
+            "plan it again, or restore the file"
+        )
     if model.dtype != plan.model.dtype:
         raise DriftError(
             f"the plan was made for {plan.model.dtype}; {model.source} computes in {model.dtype}: "

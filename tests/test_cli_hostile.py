@@ -104,7 +104,7 @@ def test_tokens_past_the_vocabulary(cli: CLI, copy: Path) -> None:
     path.write_text(json.dumps(data), "utf-8")
     plan = ROOT / "plans" / "tiny-moe.yaml"
     code, _, err = cli("run", plan, "--model", copy, "--prompt", "W", "--device", "cpu")
-    assert (code, "makes token 1000000 of the prompt, and the model has tokens up to" in err) == (2, True)
+    assert (code, "makes token 1000000 of the prompt, and the model has" in err) == (2, True)
 
 
 def test_a_prompt_in_any_locale(cli: CLI) -> None:

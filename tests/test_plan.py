@@ -1,6 +1,9 @@
 """The plan file: what is written reads back, and what is wrong is named."""
 
+import json
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan import units
-from offplan.errors import PlanError
+from offplan.errors import DriftError, PlanError
 from offplan.plan import (
     Backend,
     Budget,
@@ -25,6 +28,7 @@ from offplan.plan import (
     load_plan,
     parse_plan,
 )
+from offplan.planned import open_planned_model
 from offplan.planner.make import make_plan
 from offplan.question import Question
 from offplan.records import Basis, load_yaml
@@ -328,3 +332,24 @@ def test_nothing_to_offload_is_an_empty_list() -> None:
     budget = Budget(gpu_memory=2**30)
     plan = make_plan(Question(dense_model(2), make_machine(), WORKLOAD, budget)).plan
     assert "rules: []" in dump_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_drift"),
+    [
+        ({"num_experts_per_tok": 1}, True),
+        ({"rope_theta": 1.0}, True),
+        ({"transformers_version": "9"}, False),
+        ({"_name_or_path": "elsewhere"}, False),
+    ],
+)
+def test_an_edited_config_is_drift(
+    tmp_path: Path, change: dict[str, object], is_drift: bool
+) -> None:
+    plans = Path(__file__).parents[1] / "plans"
+    copy = shutil.copytree(plans / "tiny-moe", tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    plan = load_plan(plans / "tiny-moe.yaml")
+    with pytest.raises(DriftError, match="another config") if is_drift else nullcontext():
+        open_planned_model(plan, str(copy))

@@ -169,6 +169,12 @@ class Model:
         last = max((layer.index for layer in self.layers), default=-1)
         return read_architecture(self.config, last + 1)
 
+    @cached_property
+    def config_sha256(self) -> str:
+        """Fingerprint of all in the config that may change what the model gives."""
+        content = json.dumps(_without_volatile(self.config), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
     @property
     def compute_dtype(self) -> str:
         """The dtype of hidden states and of the KV cache, as torch names it."""
@@ -231,6 +237,21 @@ class Model:
         """Elements of all stored tensors."""
         in_layers = sum(p.num_elements for layer in self.layers for p in layer.parameters)
         return in_layers + sum(tensor.num_elements for tensor in self.outside)
+
+
+_VOLATILE = frozenset(
+    ("_commit_hash", "_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version")
+)
+"""Keys of a config that change nothing that a model gives, or (its types) are checked apart."""
+
+
+def _without_volatile(value: Any) -> Any:
+    """Drop volatile keys of a config, at every depth."""
+    if isinstance(value, list):
+        return [_without_volatile(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_volatile(each) for key, each in value.items() if key not in _VOLATILE}
 
 
 INPUT_EMBEDDINGS = frozenset(
