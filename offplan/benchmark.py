@@ -14,6 +14,7 @@ from offplan.planned import open_planned_model
 from offplan.progress import Stages, silent
 from offplan.prompts import random_prompt
 from offplan.repricing import price_again
+from offplan.runnable import check_before_fetching
 from offplan.runtime.device import device_name, find_device
 from offplan.runtime.measuring.accelerated import require_accelerate
 from offplan.runtime.measuring.versus import WAYS, Bench, Measurement, measure_plan
@@ -80,6 +81,8 @@ def bench_plan(
         )
     _check_ways(others)
     chosen = find_device(device)
+    if not dummy_weights:
+        check_before_fetching(found)
     setup = Bench(
         model=found,
         offload=plan.offload,

@@ -9,6 +9,7 @@ from offplan.plan import Plan
 from offplan.planned import open_planned_model
 from offplan.progress import Stages, silent
 from offplan.repricing import price_again
+from offplan.runnable import check_before_fetching
 from offplan.runtime.device import find_device
 from offplan.runtime.session import Session
 
@@ -35,6 +36,8 @@ def open_session(
     found = open_planned_model(plan, model, on_stage("reading headers"))
     plan = price_again(plan, found)
     chosen = find_device(device)
+    if not dummy_weights:
+        check_before_fetching(found)
     return Session(
         found,
         plan.offload,

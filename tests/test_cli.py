@@ -74,6 +74,8 @@ mlp.gate                            5        5.0    0.6%   ▌
 Experts: 8 a layer, 2 a token, 12 KiB each
 KV cache: 480 B a token
 
+`offplan run` can execute it.
+
 Not planned: no GPU here and no --machine: link bandwidth and compute were not
 measured, so nothing is planned; --machine takes a profile's file or one of
 """

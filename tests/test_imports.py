@@ -44,8 +44,9 @@ ARROWS = {
     "machines": ["planner", "runtime.measuring"],
     "asking": ["machines", "planned"],
     "prompts": ["checkpoint", "plan"],
-    "sessions": ["repricing", "runtime.session"],
-    "benchmark": ["prompts", "repricing", "runtime.measuring"],
+    "runnable": ["runtime.loading"],
+    "sessions": ["repricing", "runnable", "runtime.session"],
+    "benchmark": ["prompts", "repricing", "runnable", "runtime.measuring"],
     "report": ["planner", "benchmark"],
     "cli": ["asking", "sessions", "report"],
 }

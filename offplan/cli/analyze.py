@@ -37,6 +37,7 @@ def analyze(
     from offplan.machines import find_machine, why_unmeasured
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.payload import analyze_payload
+    from offplan.runnable import why_not_run
 
     check_writable(output, svg, force=force)
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
@@ -45,7 +46,7 @@ def analyze(
     )
     chosen = find_machine(machine, found, workload, store=store, on_stage=ProgressBar)
     if chosen is None:
-        analysis = Analysis(found, None, unmeasured=why_unmeasured())
+        analysis = Analysis(found, why_not_run(found), None, unmeasured=why_unmeasured())
     else:
         question = ask(
             found,

@@ -3,7 +3,7 @@
 import sys
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, print_json, print_result
+from offplan.cli.output import ProgressBar, check_writable, print_json, print_note, print_result
 from offplan.errors import InputError
 
 
@@ -36,7 +36,9 @@ def plan(
     from offplan.plan import dump_plan
     from offplan.planner.frontier import find_frontier
     from offplan.planner.make import make_plan
+    from offplan.report.analysis import describe_running
     from offplan.report.frontier import frontier_payload, render_frontier
+    from offplan.runnable import why_not_run
 
     if frontier and output is not None:
         raise InputError("--frontier shows many plans and writes none: leave --output out")
@@ -74,6 +76,8 @@ def plan(
         print_result({"frontier": frontier_payload(points)}, render_frontier(points), json=json)
         return
     made = make_plan(question).plan
+    if why_not := why_not_run(found):  # what can be run needs no word
+        print_note(describe_running(why_not))
     if output is not None:
         save_plan(output, made, force=force)
     if json:

@@ -15,6 +15,7 @@ from offplan.question import Question
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
+from offplan.runnable import why_not_run
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Analysis:
     """What ``analyze`` found: a result, why there is none, or what could not be measured."""
 
     model: Model
+    why_not_run: str | None
+    """Why ``run`` cannot execute the model; None where it can."""
     machine: MachineProfile | None
     """The machine's figures; None where there was nothing to measure."""
     result: PlanResult | None = None
@@ -36,17 +39,23 @@ class Analysis:
 
 def analyze_question(question: Question) -> Analysis:
     """Plan for a question; that no plan fits is a finding like another."""
+    model, why_not = question.model, why_not_run(question.model)
     try:
         result = make_plan(question)
     except InfeasibleError as error:
-        return Analysis(question.model, question.machine, infeasible=error)
-    crossovers = find_crossovers(question.model, question.planned_machine, result.plan)
-    return Analysis(question.model, question.machine, result, crossovers)
+        return Analysis(model, why_not, question.machine, infeasible=error)
+    crossovers = find_crossovers(model, question.planned_machine, result.plan)
+    return Analysis(model, why_not, question.machine, result, crossovers)
+
+
+def describe_running(why_not: str | None) -> str:
+    """Say in a line whether ``run`` can execute a model."""
+    return "`offplan run` can execute it." if why_not is None else f"Plans only: {why_not}"
 
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show everything, part by part."""
-    parts = render_model(analysis.model)
+    parts = [*render_model(analysis.model), Text(describe_running(analysis.why_not_run))]
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:

@@ -30,6 +30,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     return {
         **model_payload(analysis.model),
+        "run": {"can_execute": analysis.why_not_run is None, "why_not": analysis.why_not_run},
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else result.plan.model_dump(mode="json"),
         "why": None if result is None else why_payload(result, analysis.crossovers),

@@ -1,0 +1,86 @@
+"""Whether ``run`` can execute a model, told from its headers and config alone."""
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from offplan.checkpoint.model import Model
+from offplan.errors import CheckpointError
+from offplan.files import keep, read_kept
+
+_RUNTIME = Path(__file__).parent / "runtime"
+_PATIENCE_S = 120
+"""Seconds after which a model that is still being built is given up."""
+_MAX_BYTES = 2**16
+"""Bytes of the longest answer that is kept."""
+
+
+def why_not_run(model: Model) -> str | None:
+    """Return why ``run`` cannot execute a model, None where it can.
+
+    No weight is read or fetched: transformers' class is built without them, what its attentions ask
+    for is probed, and the stored tensors are mapped to its parameters. Where torch is not imported
+    yet, which planning does not need, a process of its own does it. The answer is kept on disk,
+    under all that it depends on.
+    """
+    from huggingface_hub import constants
+
+    path = Path(constants.HF_HOME) / "offplan" / "runnable" / f"{_key(model)}.json"
+    kept = read_kept(path, _MAX_BYTES)
+    if kept is None:
+        reason = find_obstacle(model) if "torch" in sys.modules else _ask_process(model)
+        kept = json.dumps(reason).encode()
+        keep(path, kept)
+    why: str | None = json.loads(kept)
+    return why
+
+
+def find_obstacle(model: Model) -> str | None:
+    """Say what keeps ``run`` from executing a model, None if nothing does; imports torch."""
+    from offplan.runtime.loading.mapping import map_tensors
+    from offplan.runtime.loading.skeleton import build_skeleton
+
+    try:
+        map_tensors(build_skeleton(model), model)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def check_before_fetching(model: Model) -> None:
+    """Raise CheckpointError for a model that cannot run and whose weights are still on the Hub."""
+    if not Path(model.source).exists() and (obstacle := find_obstacle(model)):
+        raise CheckpointError(obstacle)
+
+
+def _key(model: Model) -> str:
+    """Name all that the answer depends on: the model, the packages, and the runtime itself."""
+    digest = hashlib.sha256()
+    for package in ("torch", "transformers"):
+        digest.update(version(package).encode())
+    for part in (model.source, model.headers_sha256, model.config_sha256):
+        digest.update(part.encode())
+    for path in sorted(_RUNTIME.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _ask_process(model: Model) -> str | None:
+    command = [sys.executable, "-c", "from offplan.runnable import answer; answer()"]
+    try:
+        done = subprocess.run(
+            command, input=pickle.dumps(model), capture_output=True, timeout=_PATIENCE_S, check=True
+        )
+        reason: str | None = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return f"that could not be told ({type(error).__name__} while it was built)"
+    return reason
+
+
+def answer() -> None:
+    """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
+    print(json.dumps(find_obstacle(pickle.load(sys.stdin.buffer))))

@@ -1,0 +1,75 @@
+"""Whether a model can be run is known from its headers and config, before anything is fetched."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offplan import runnable
+from offplan.checkpoint.open import open_model
+from offplan.cli.output import JSON_VERSION
+from offplan.errors import CheckpointError
+from offplan.runnable import check_before_fetching, find_obstacle, why_not_run
+from tests.cli import CLI
+
+TINY = Path(__file__).parents[1] / "plans" / "tiny-moe"
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
+    return CLI(monkeypatch, capsys)
+
+
+@pytest.fixture
+def both_ways(tmp_path: Path) -> Path:
+    """A checkpoint whose config asks for attention to tokens behind each one's own."""
+    folder = shutil.copytree(TINY, tmp_path / "both_ways")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    return folder
+
+
+def test_what_runs_and_what_does_not(both_ways: Path) -> None:
+    assert find_obstacle(open_model(str(TINY))) is None
+    assert "tokens behind its own" in (find_obstacle(open_model(str(both_ways))) or "")
+
+
+def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    (both_ways / "config.json").write_text(json.dumps(config | {"n_shared_experts": 2}))
+    assert "belongs to another" in (find_obstacle(open_model(str(both_ways))) or "")
+
+
+def test_the_answer_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both_ways: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    model = open_model(str(both_ways))
+    told = why_not_run(model)
+    monkeypatch.setattr(runnable, "find_obstacle", None)
+    assert told is not None
+    assert why_not_run(model) == told
+
+
+def test_a_process_of_its_own_says_the_same(both_ways: Path) -> None:
+    model = open_model(str(both_ways))
+    assert runnable._ask_process(model) == find_obstacle(model)
+
+
+def test_nothing_is_fetched_for_a_model_that_cannot_run(both_ways: Path) -> None:
+    model = open_model(str(both_ways), name="on/the-hub")
+    with pytest.raises(CheckpointError, match="tokens behind its own"):
+        check_before_fetching(model)
+    check_before_fetching(open_model(str(both_ways)))  # loading says so itself
+
+
+def test_the_commands_say_so(cli: CLI, both_ways: Path) -> None:
+    code, out, _ = cli("analyze", both_ways, "--machine", "cpu", "--json")
+    answer = json.loads(out)
+    assert (code, answer["offplan"]) == (0, JSON_VERSION)
+    assert answer["run"]["can_execute"] is False
+    assert "tokens behind its own" in answer["run"]["why_not"]
+    code, out, err = cli("plan", both_ways, "--machine", "cpu", "--context", 1024)
+    assert (code, out.splitlines()[0]) == (0, "offplan: 1")
+    assert "Plans only: " in err
