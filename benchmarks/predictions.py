@@ -143,7 +143,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             print(case.name, file=sys.stderr, flush=True)
-            model, workload = open_model(case.config), case.workload
+            # absolute: a plan's relative source starts at its file
+            model, workload = open_model(str(Path(case.config).resolve())), case.workload
             if (case.config, workload) not in machines:
                 chunks = prefill_chunks(workload.prompt_tokens)
                 times = measure_layer_times(model, workload, chunks)

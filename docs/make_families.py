@@ -6,6 +6,7 @@ Needs the tests' helpers, so it runs from a clone's root; ten minutes on two cor
 """
 
 import os
+import re
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -40,6 +41,7 @@ def _judge(family: str) -> tuple[str, Outcome]:
 def _shorten(family: str, why: str) -> str:
     """Keep the reason of a refusal, without the model's name or what follows."""
     why = why.split("; `run`")[0].split(". Its plan")[0].split(" (expected")[0].split("\n")[0]
+    why = re.sub(r"^(what attention )?(?:of )?[A-Z]\w+ ", lambda found: found[1] or "", why)
     return why.removeprefix(family).strip(" :")[:120]
 
 

@@ -1,6 +1,7 @@
 """Every stored tensor reaches its place, whole and as it is stored; what cannot is an error."""
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from offplan.checkpoint.open import open_model
@@ -27,8 +28,8 @@ from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory import store
 from offplan.schedule import slots_read
 from tests.checkpoint.files import write_sparse
-from tests.runtime.conftest import CONFIGS, NUM_LAYERS, save_tiny
-from tests.runtime.plans import group, offload
+from tests.runtime.conftest import CONFIGS, HEADS, NUM_LAYERS, OTHERS, SIZES, save_tiny
+from tests.runtime.plans import group, offload, open_session
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "nothing": (),
@@ -319,3 +320,40 @@ def test_host_memory_peaks_near_the_weights(tmp_path: Path) -> None:
     assert offloaded > 200e6
     # on the CPU, what is resident is host memory too
     assert peak < 1.1 * offloaded + resident + 100e6
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_what_stays_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
+    """Router biases near 8 would lose what tells experts apart if they were rounded to bfloat16."""
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(OTHERS["deepseek_v3"], dtype=torch.bfloat16)
+    biases = {}
+    for name, buffer in stock.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            biases[name] = (8 + torch.rand(buffer.shape)).to(stored)
+            buffer.data = biases[name]
+    stock.save_pretrained(tmp_path)
+    with open_session(tmp_path, offload()) as session:
+        values = dict(session.loaded.module.named_buffers())
+        for name, bias in biases.items():
+            torch.testing.assert_close(values[name], bias.float(), rtol=0, atol=0)
+    with open_session(tmp_path, offload(group(1, 1))) as session:
+        session.prefill(torch.tensor([[3, 1, 4]]))
+        placement, model = session.loaded.placement, session.loaded.model
+        widened = sum(bias.nbytes for bias in biases.values()) * (stored is torch.bfloat16)
+        assert placement.resident_bytes == model.outside_bytes + 2 * widened
+
+
+def test_a_stored_head_that_the_config_ties_is_used(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False)
+    untied = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    untied.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(told | {"tie_word_embeddings": True}))
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    with open_session(tmp_path, offload(group(2, 1))) as session:
+        got = session.prefill(prompt).clone()
+    with torch.inference_mode():
+        expected = untied.eval()(input_ids=prompt).logits[:, -1]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

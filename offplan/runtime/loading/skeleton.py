@@ -32,6 +32,8 @@ def build_skeleton(model: Model) -> PreTrainedModel:
                 config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
             )
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise refuse(f"{model.source} chooses its attention in a way of its own") from None
         raise cannot_build(model.source, error) from error
     _check_attention(skeleton, model.source)
     # a model cut short (to time its layers) has fewer layers than its config says
