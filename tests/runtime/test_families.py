@@ -1,5 +1,8 @@
 """No family comes out wrong: it is what stock transformers gives, or refused before loading."""
 
+import re
+from pathlib import Path
+
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -33,6 +36,13 @@ def test_a_family_is_refused(family: str) -> None:
     outcome = compare(family, "plain")
     assert outcome.kind == "refused"
     assert REFUSED[family] in outcome.why
+
+
+def test_the_docs_say_what_is_tested_here() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text("utf-8")
+    exact, _, refused = page.partition("## Refused")
+    assert set(EXACT.split()) <= set(re.findall(r"[\w-]+", exact.partition("## Exact")[2]))
+    assert set(REFUSED) <= set(re.findall(r"[\w-]+", refused))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gemma3_text"])
