@@ -59,10 +59,11 @@ Source: ``runtime.model.attention._window_mask``; kernels want the mask in the t
 """
 
 SCORE_BYTES = 10
-"""Bytes of one attention score over latents without the kernel: in float32, as its softmax in
-float32, and in bfloat16.
+"""Bytes of one attention score that no kernel keeps to itself: in float32, as its softmax in
+float32, and in bfloat16. They are those over latents without our kernel, and those of a decode step
+with sinks or soft caps.
 
-Source: ``runtime.model.latent._mix``.
+Source: ``runtime.model.latent.attend_latent``, ``runtime.model.scored.weigh``.
 """
 
 SPLITS = 192
@@ -180,8 +181,8 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """Bytes of attention's temporaries.
 
     They are ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of
-    what attention returns for a chunk that is not the first, or a window's mask; and for latent
-    attention ``latent_bytes``.
+    what attention returns for a chunk that is not the first, or a window's mask; in decode the
+    scores of attention with sinks or soft caps; and for latent attention ``latent_bytes``.
     """
     width = _output_width(model, layer, _ATTENTION_ROLES)
     total = ATTENTION_COPIES * shape.num_tokens * width * model.element_bytes
@@ -191,6 +192,9 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     elif shape.phase is Phase.PREFILL and shape.tokens < shape.context:
         made = shape.num_tokens * dims.num_heads * dims.value_dim
         total += JOINED_PARTS * made * model.element_bytes
+    heads = model.architecture.attention
+    if shape.phase is Phase.DECODE and (heads.sinks or heads.soft_cap is not None):
+        total += SCORE_BYTES * shape.batch * shape.context * heads.num_heads
     if model.architecture.latents is not None:
         total += latent_bytes(model, layer, shape)
     return total

@@ -149,6 +149,15 @@ def test_latents_in_decode(rope: int, dtype: str, window: int | None, num_bytes:
     assert latent_bytes(model, layer, PassShape(Phase.DECODE, 2, 1, 30)) == num_bytes
 
 
+@pytest.mark.parametrize("more", [{"model_type": "gpt_oss"}, {"attn_logit_softcapping": 5.0}])
+def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object]) -> None:
+    model, plain = make_model([DENSE], **more), make_model([DENSE])
+    step, prompt = PassShape(Phase.DECODE, 2, 1, 30), PassShape(Phase.PREFILL, 2, 30, 30)
+    for shape, num_bytes in ((step, 2 * 30 * 4 * SCORE_BYTES), (prompt, 0)):
+        found = [attention_bytes(each, each.layers[0], shape) for each in (model, plain)]
+        assert found[0] - found[1] == num_bytes
+
+
 def test_many_sequences_have_a_split_each() -> None:
     model = make_model([DENSE], kv_lora_rank=32, qk_rope_head_dim=16)
     shape = PassShape(Phase.DECODE, 500, 1, 30)
