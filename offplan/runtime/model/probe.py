@@ -53,7 +53,11 @@ def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Mo
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         raise refuse(f"{type(model).__name__} counts positions by its cache")
     _call(model, layers, 0)  # what only the start of a text has, such as a prefix, is refused
-    return dict(_call(model, layers, NUM_TOKENS - NUM_NEW))
+    found = _call(model, layers, NUM_TOKENS - NUM_NEW)
+    asked = dict(found)
+    if unlike := [module for module, each in found if asked[module] != each]:
+        raise refuse(f"{type(unlike[0]).__name__} attends more than once, and not alike")
+    return asked
 
 
 def _call(
