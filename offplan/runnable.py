@@ -12,11 +12,10 @@ from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 from offplan.files import keep, read_kept
 
-_RUNTIME = Path(__file__).parent / "runtime"
 _PATIENCE_S = 120
 """Seconds after which a model that is still being built is given up."""
-_MAX_BYTES = 2**16
-"""Bytes of the longest answer that is kept."""
+_RUNS = b"runs"
+"""What is kept of a model that can be run."""
 
 
 def why_not_run(model: Model) -> str | None:
@@ -24,19 +23,18 @@ def why_not_run(model: Model) -> str | None:
 
     No weight is read or fetched: transformers' class is built without them, what its attentions ask
     for is probed, and the stored tensors are mapped to its parameters. Where torch is not imported
-    yet, which planning does not need, a process of its own does it. The answer is kept on disk,
+    yet, which planning does not need, a process of its own does it. That it can is kept on disk,
     under all that it depends on.
     """
     from huggingface_hub import constants
 
     path = Path(constants.HF_HOME) / "offplan" / "runnable" / f"{_key(model)}.json"
-    kept = read_kept(path, _MAX_BYTES)
-    if kept is None:
-        reason = find_obstacle(model) if "torch" in sys.modules else _ask_process(model)
-        kept = json.dumps(reason).encode()
-        keep(path, kept)
-    why: str | None = json.loads(kept)
-    return why
+    if read_kept(path, len(_RUNS)) == _RUNS:
+        return None
+    reason = find_obstacle(model) if "torch" in sys.modules else _ask_process(model)
+    if reason is None:  # an obstacle may pass: a package may be missing, the machine be busy
+        keep(path, _RUNS)
+    return reason
 
 
 def find_obstacle(model: Model) -> str | None:
@@ -58,13 +56,13 @@ def check_before_fetching(model: Model) -> None:
 
 
 def _key(model: Model) -> str:
-    """Name all that the answer depends on: the model, the packages, and the runtime itself."""
+    """Name all that the answer depends on: the model, the packages, and offplan itself."""
     digest = hashlib.sha256()
     for package in ("torch", "transformers"):
         digest.update(version(package).encode())
     for part in (model.source, model.headers_sha256, model.config_sha256):
         digest.update(part.encode())
-    for path in sorted(_RUNTIME.rglob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 

@@ -185,7 +185,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
             in_out=model_type in model_types.EXPERTS_IN_OUT,
         ),
         matrices_in_out=model_type in model_types.CONV1D_TYPES,
-        float32_parts=model_types.FLOAT32_PARTS.get(model_type, ()),
+        float32_parts=model_types.FLOAT32_PARTS.get(model_type, ())
+        + model_types.FLOAT32_PARTS_STORED.get(model_type, ()),
         float32_parts_in_float16=model_types.FLOAT32_PARTS_IN_FLOAT16.get(model_type, ()),
         head_is_tied=model_types.TIED_BY_DEFAULT.get(model_type) if tie is None else tie,
         notes=notes,

@@ -58,6 +58,10 @@ kimi_linear longcat_flash
 OWN_SIZES: dict[str, dict[str, Any]] = {
     **{family: {"num_key_value_heads": 4} for family in _WHOLE_HEADS.split()},
     "falcon": {"head_dim": None},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 3,
+        "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+    },
     "cohere_compass_text": {"layer_types": ["full_attention"] * 5},
     "lfm2_moe": {"layer_types": ["full_attention"] * 5},
     # stock zeroes the padding's row of a tied embedding, whatever is stored
@@ -105,7 +109,7 @@ class Outcome:
 def compare(family: str, variant: str) -> Outcome:
     """Build a tiny model of a family, run it by a plan, and compare it with stock transformers."""
     try:
-        config = _make_config(family, VARIANTS[variant])
+        config = make_config(family, VARIANTS[variant])
         with torch.device("meta"):
             meta = AutoModelForCausalLM.from_config(config)
         if sum(parameter.numel() for parameter in meta.parameters()) > MOST_PARAMETERS:
@@ -130,7 +134,7 @@ def compare(family: str, variant: str) -> Outcome:
     return Outcome("exact" if difference < TOLERANCE else "wrong", f"{difference:.1e}")
 
 
-def _make_config(family: str, changes: dict[str, Any]) -> Any:
+def make_config(family: str, changes: dict[str, Any]) -> Any:
     sizes = {**SIZES, **OWN_SIZES.get(family, {}), **changes}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     config = CONFIG_MAPPING[family](**sizes)

@@ -4,9 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.runtime.families import VARIANTS, compare
+from offplan.checkpoint.model_types import FLOAT32_PARTS_STORED
+from tests.runtime.families import PROMPT, VARIANTS, compare, make_config
+from tests.runtime.plans import group, offload, open_session
 
 EXACT = """
 afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma4_text glm4_moe
@@ -16,6 +20,7 @@ qwen3_moe
 """Families that people run, and those that ask for something that others do not."""
 REFUSED = {
     "bart": "counts positions by its cache",
+    "gemma3n_text": "share their keys and values",
     "bloom": "keeps its layers where `run` does not look",
     "deepseek_v32": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
@@ -50,6 +55,17 @@ def test_attention_to_both_sides_is_refused(family: str) -> None:
     outcome = compare(family, "to both sides")
     assert outcome.kind == "refused"
     assert "tokens behind its own" in outcome.why
+
+
+@pytest.mark.parametrize("family", FLOAT32_PARTS_STORED)
+def test_what_is_renamed_and_kept_in_float32(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(make_config(family, {}), dtype=torch.bfloat16)
+    stock.save_pretrained(tmp_path)
+    with open_session(tmp_path, offload(group(1, 1))) as session:
+        session.prefill(PROMPT)
+        state = session.loaded.module.state_dict().values()
+        assert session.loaded.model.loaded_bytes == sum(value.nbytes for value in state)
 
 
 @pytest.mark.sweep
