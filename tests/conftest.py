@@ -1,8 +1,13 @@
-"""For all tests: how Hypothesis draws its examples, and how many threads torch takes."""
+"""For all tests: Hypothesis, torch's threads, the command line, a checkpoint to change."""
 
 import os
+import shutil
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests.cli import CLI, TINY_MOE
 
 # before torch is imported: threads that wait for each other cost more than these tiny products, and
 # each of pytest's workers would have as many as there are cores
@@ -11,3 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
+    """The command line, in the folder that tests run in."""
+    return CLI(monkeypatch, capsys)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the tiny checkpoint, to be changed."""
+    return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))

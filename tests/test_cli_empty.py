@@ -10,11 +10,6 @@ from tests.cli import CLI
 ONE_TOKEN = ("--prompt-tokens", 1, "--output-tokens", 1, "--context", 2)
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
-    return CLI(monkeypatch, capsys)
-
-
 @pytest.mark.parametrize("part", ["no such part", "up_proj", "q_proj", "embed", "lm_head"])
 @pytest.mark.parametrize("further", [(), ONE_TOKEN, ("--for", "vllm"), ("--frontier",)])
 def test_empty_tensors(cli: CLI, tmp_path: Path, part: str, further: tuple[object, ...]) -> None:

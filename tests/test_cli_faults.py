@@ -17,16 +17,6 @@ from tests.cli import CLI, ROOT, TINY_MOE
 PLAN = ROOT / "plans" / "tiny-moe.yaml"
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
-    return CLI(monkeypatch, capsys)
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
-
-
 def expect(cli: CLI, command: str, model: Path, code: int, message: str) -> None:
     found, out, err = cli(command, PLAN, "--model", model, "--device", "cpu")
     assert (found, out) == (code, "")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +15,6 @@ from tests.rendering import show
 PROFILE = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
 PROGRAM = "from offplan.cli.main import main; main()"
 ODD = ["a\x1b[31mb", "a\udcffb", "a\u202eb"]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
-    return CLI(monkeypatch, capsys)
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
 
 
 def test_names_are_no_markup(cli: CLI, tmp_path: Path) -> None:

@@ -62,11 +62,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return machine
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
-    return CLI(monkeypatch, capsys)
-
-
 def test_layers_are_timed_once(machine: Machine) -> None:
     model = open_model(str(TINY_MOE))
     first, second = (measure_here(model, WORKLOAD) for _ in range(2))

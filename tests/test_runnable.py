@@ -1,7 +1,6 @@
 """Whether a model can be run is known from its headers and config, before anything is fetched."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,32 +10,24 @@ from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
 from offplan.errors import CheckpointError
 from offplan.runnable import check_before_fetching, find_obstacle, why_not_run
-from tests.cli import CLI
-
-TINY = Path(__file__).parents[1] / "plans" / "tiny-moe"
+from tests.cli import CLI, TINY_MOE
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CLI:
-    return CLI(monkeypatch, capsys)
-
-
-@pytest.fixture
-def both_ways(tmp_path: Path) -> Path:
+def both_ways(copy: Path) -> Path:
     """A checkpoint whose config asks for attention to tokens behind each one's own."""
-    folder = shutil.copytree(TINY, tmp_path / "both_ways")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
-    return folder
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    return copy
 
 
 def test_what_runs_and_what_does_not(both_ways: Path) -> None:
-    assert find_obstacle(open_model(str(TINY))) is None
+    assert find_obstacle(open_model(str(TINY_MOE))) is None
     assert "tokens behind its own" in (find_obstacle(open_model(str(both_ways))) or "")
 
 
 def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
-    config = json.loads((TINY / "config.json").read_text())
+    config = json.loads((TINY_MOE / "config.json").read_text())
     (both_ways / "config.json").write_text(json.dumps(config | {"n_shared_experts": 2}))
     assert "belongs to another" in (find_obstacle(open_model(str(both_ways))) or "")
 
@@ -45,7 +36,7 @@ def test_that_a_model_runs_is_kept_and_obstacles_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
-    model = open_model(str(TINY))
+    model = open_model(str(TINY_MOE))
     for answer, told in (("it was busy", "it was busy"), (None, None), ("never asked", None)):
         monkeypatch.setattr(runnable, "find_obstacle", lambda _, answer=answer: answer)
         assert why_not_run(model) == told

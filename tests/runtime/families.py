@@ -121,7 +121,7 @@ def compare(family: str, variant: str) -> Outcome:
         folder = Path(name)
         try:
             model.save_pretrained(folder)
-            expected = [_run_stock(folder, prompt) for prompt, _ in REQUESTS]
+            expected = [run_stock(folder, prompt) for prompt, _ in REQUESTS]
         except Exception as error:
             return Outcome("not built", f"{type(error).__name__}: {error}")
         try:
@@ -156,7 +156,7 @@ def _draw_weights(model: Any) -> Any:
     return model
 
 
-def _run_stock(folder: Path, prompt: torch.Tensor) -> list[torch.Tensor]:
+def run_stock(folder: Path, prompt: torch.Tensor) -> list[torch.Tensor]:
     """Logits after the prompt and after each greedy token, by stock transformers, uncached."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"

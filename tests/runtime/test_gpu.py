@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.plan import Rule
 from tests.runtime.conftest import save_tiny
+from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.resident import (
     BATCH,
@@ -63,16 +63,7 @@ def test_what_attention_asks_for_is_heeded(name: str, chunk: int, tmp_path: Path
     folder = save_tiny(name, tmp_path)
     check_against_resident(folder, offload(group(2, 1), prefill_chunk=chunk), capture=True)
     got, _ = run_resident(folder, chunk, True)
-    stock = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    expected = []
-    for prompt in (PROMPT, BATCH):
-        tokens = prompt
-        for _ in range(NUM_TOKENS + 1):
-            with torch.inference_mode():
-                expected.append(stock(input_ids=tokens, use_cache=False).logits[:, -1])
-            tokens = torch.cat([tokens, expected[-1].argmax(-1, keepdim=True)], 1)
+    expected = [*run_stock(folder, PROMPT), *run_stock(folder, BATCH)]
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
