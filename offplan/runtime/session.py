@@ -153,8 +153,9 @@ class Session:
 
         Returns the next logits, [batch, vocabulary], overwritten by the next call; make
         ``tokens`` and read the logits inside ``stream()``. Synchronises nothing on CUDA, once
-        captured. Raises InputError beyond the context or for tokens of another batch,
-        MemoryLimitError.
+        captured, but where Phi-3 or Phi-3.5-MoE reads a text again, as a prompt, because it has
+        outgrown ``original_max_position_embeddings``. Raises InputError beyond the context or for
+        tokens of another batch, MemoryLimitError.
         """
         self._check_open()
         with self.stream(), torch.inference_mode():

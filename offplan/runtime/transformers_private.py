@@ -16,7 +16,12 @@ from transformers.core_model_loading import MergeModulelist as MergeModulelist
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling_deepseek_v2
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as Phi3RotaryEmbedding
+from transformers.models.phimoe.modeling_phimoe import (
+    PhimoeRotaryEmbedding as PhimoeRotaryEmbedding,
+)
 
 
 def rename(
@@ -71,3 +76,25 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:
     """Return the gated activation of routed experts, [pairs, width], of [pairs, 2 x width]."""
     return experts._apply_gate(made)
+
+
+def changes_by_positions(rotary: nn.Module) -> bool:
+    """Whether a rotary embedding's forward changes its frequencies by the positions it is given."""
+    decorated = dynamic_rope_update(lambda: None).__code__  # all that it decorates share this
+    forward: Any = type(rotary).forward
+    while forward is not None and forward.__code__ is not decorated:
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+def compute_frequencies(
+    config: Any, rope_type: str, layer_type: str | None, num_tokens: int
+) -> torch.Tensor:
+    """Compute the rotary frequencies for a text of so many tokens, float32 on the host.
+
+    Rounded as in a pass, where transformers has the length as a tensor.
+    """
+    compute, length = ROPE_INIT_FUNCTIONS[rope_type], torch.tensor(num_tokens)
+    frequencies: torch.Tensor
+    frequencies, _ = compute(config, length.device, seq_len=length, layer_type=layer_type)
+    return frequencies

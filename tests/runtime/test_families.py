@@ -35,6 +35,21 @@ def test_a_family_is_exact(family: str) -> None:
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        ("gemma3_text", "longrope in some layers"),
+        ("hunyuan_v1_dense", "dynamic with alpha"),
+        ("llama", "dynamic"),
+        ("phi3", "longrope"),
+        ("phimoe", "longrope"),
+    ],
+)
+def test_rotary_embeddings_that_change_are_exact(family: str, variant: str) -> None:
+    outcome = compare(family, variant)
+    assert outcome.kind == "exact", outcome.why
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_is_refused(family: str) -> None:
     outcome = compare(family, "plain")

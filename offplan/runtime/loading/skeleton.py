@@ -12,6 +12,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
+from offplan.runtime.model.frequencies import hold_frequencies
 from offplan.runtime.model.probe import PROBE, probe_attention, refuse
 from offplan.runtime.transformers_private import choose_attention
 
@@ -38,6 +39,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     if model.architecture.num_sharing_layers:
         raise refuse(f"{model.source} has layers that share their keys and values")
     _check_attention(skeleton, model.source)
+    hold_frequencies(skeleton)
     # a model cut short (to time its layers) has fewer layers than its config says
     layers = decoder_layers(skeleton)
     del layers[len(model.layers) :]
@@ -77,10 +79,11 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
         )
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    if changing := {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}:
+    changing = {part.get("rope_type") for part in ropes} & {"dynamic", "longrope"}
+    if changing and not any(hasattr(module, "rope_type") for module in skeleton.modules()):
         raise refuse(
             f"{source} has rotary embeddings of the type {changing.pop()}, which change with the "
-            "text's length; `run` knows fixed ones"
+            "text's length, in a way of its own"
         )
 
 

@@ -13,6 +13,7 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.caches import LayerCaches, Position
 from offplan.runtime.model.filled import filled_mask
+from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import DecoderLayers
@@ -65,6 +66,9 @@ class ModelRunner:
         self._position = Position(device)
         self._rows_read = 0
         """Rows of the input embedding that passes have read."""
+        self._frequencies = Frequencies(module)
+        self._text: torch.Tensor | None = None
+        """The tokens of each sequence where they are to be read again, int64 on the device."""
         self._expansions = keep_latents(module)
         self.layers = DecoderLayers(decoder_layers(module), compiled=capture)
         self._executor = Executor(self.layers, link)
@@ -89,18 +93,23 @@ class ModelRunner:
                 f"context is {self._context}"
             )
         with self._whole_or_afresh():
+            prompt = prompt.to(self._loaded.store.device)
             self._allocate_cache(batch)
             self.layers.forget_from(num_tokens)
+            self._frequencies.set_length(num_tokens)
             self._rows_read += prompt.numel()
             if num_tokens > self._chunk:  # each sequence's last one is read again, for the head
                 self._rows_read += batch
             logits = self._passes.run(
                 self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk)),
                 self._forward_prompt,
-                prompt.to(self._loaded.store.device),
+                prompt,
                 may_capture=self.captures_prompt(batch, num_tokens),
             )
             self.set_length(num_tokens)
+            if num_tokens < self._frequencies.renewal:
+                self._text = prompt.new_empty(batch, self._frequencies.renewal)
+                self._text[:, :num_tokens] = prompt
         return logits
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -118,7 +127,12 @@ class ModelRunner:
             raise InputError(
                 f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
             )
+        if self._text is not None:
+            self._text[:, self.length] = tokens[:, 0]
+            if self.length + 1 == self._frequencies.renewal:
+                return self.prefill(self._text)
         with self._whole_or_afresh():
+            self._frequencies.set_length(self.length + 1)
             self._rows_read += self._batch
             schedule = self._enter(Phase.DECODE, self._batch)
             steady = schedule.before == schedule.after
@@ -133,6 +147,7 @@ class ModelRunner:
         """Say that the cache holds so many tokens; queued on the current stream."""
         self._position.tensor.fill_(num_tokens)
         self.length = num_tokens
+        self._text = None
 
     @property
     def embedding_bytes(self) -> int:
