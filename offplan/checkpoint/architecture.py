@@ -118,6 +118,10 @@ class Architecture:
     """Layers after them that predict further tokens."""
     num_sharing_layers: int
     """Layers, the last ones, that read an earlier layer's keys and values."""
+    num_streams: int
+    """Hidden states that a token has between layers: one, or as many as AltUp keeps."""
+    per_layer_width: int
+    """Elements that a token hands to all layers beside its hidden states (Gemma 3n, Gemma 4)."""
     mixers: tuple[Mixer, ...]
     """How each decoder layer mixes tokens."""
     windows: tuple[int | None, ...]
@@ -173,6 +177,9 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         num_layers=stated_layers,
         num_prediction_layers=read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0,
         num_sharing_layers=read_count(text, "num_kv_shared_layers") or 0,
+        num_streams=read_count(text, "altup_num_inputs") or 1,
+        per_layer_width=(read_count(text, "hidden_size_per_layer_input") or 0)
+        * (stated_layers or num_layers),
         mixers=mixers,
         windows=windows,
         attention=_read_attention(text, model_type),

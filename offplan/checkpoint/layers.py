@@ -19,6 +19,10 @@ GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or bu
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
 
+_OWN_KEYS = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
+"""What layers that share an earlier one's keys and values do not load, though Gemma 3n stores it.
+Source: transformers 5.23, ``Gemma3nTextModel._keys_to_ignore_on_load_unexpected``."""
+
 _INDEX_PART = re.compile(rf"\.{INDEX}(?=\.)")
 _MAX_DEPTH = 3
 """Indices in a name that may count layers: a hostile name of thousands would cost their square."""
@@ -55,11 +59,14 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     layers: list[list[TensorInfo]] = [[] for _ in range(num_layers)]
     outside: list[TensorInfo] = []
     not_loaded: set[str] = set()
+    num_keeping = num_layers - architecture.num_sharing_layers
     in_stack = re.compile(rf"{re.escape(prefix)}\.{INDEX}\..")
     for tensor in tensors:
         found = in_stack.match(tensor.name)
-        if found and int(found[1]) < num_layers and not _is_recomputed(tensor):
-            layers[int(found[1])].append(tensor)
+        index = int(found[1]) if found else num_layers
+        is_idle = index >= num_keeping and _OWN_KEYS.search(tensor.name)
+        if index < num_layers and not is_idle and not _is_recomputed(tensor):
+            layers[index].append(tensor)
             continue
         outside.append(tensor)
         if found or _is_mtp(tensor.name):

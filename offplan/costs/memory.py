@@ -44,6 +44,13 @@ is found without a copy.
 Source: transformers' heads and torch's argmax, read.
 """
 
+PER_LAYER_COPIES = 8
+"""Times that live, while they are made, which all layers are handed of a token beside its hidden
+states: projected, in float32 as they are normed (three times, of two elements' size), looked up.
+
+Source: transformers' ``project_per_layer_inputs``, read.
+"""
+
 JOINED_PARTS = 2
 """Outputs of attention alive beside the joined one in a later chunk: over the tokens before the
 chunk, and over its own.
@@ -135,7 +142,7 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
     last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
 
     def of_chunk(shape: PassShape) -> int:
-        blocks = [attention_bytes, mlp_bytes]
+        blocks = [attention_bytes, mlp_bytes, per_layer_bytes]
         if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk:
             blocks.append(eager_expert_bytes)
         most = max(block(model, layer, shape) for block in blocks for layer in layers)
@@ -152,12 +159,14 @@ def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
     """Bytes that a prompt keeps while ``chunk`` is in a layer.
 
     WAITING_COPIES of a hidden state of every other token, since all chunks pass a layer before the
-    next one runs; the rotary table of the whole prompt, a cosine and a sine for each element of a
-    query head; and the keys and values that chunks of latent attention expand, of all heads.
+    next one runs; what layers are handed of each token beside it; the rotary table of the whole
+    prompt, a cosine and a sine for each element of a query head; and the keys and values that
+    chunks of latent attention expand, of all heads.
     """
     dims = attention_dims(model.architecture, chunk.phase)
     others = workload.batch * (workload.prompt_tokens - chunk.tokens)
-    kept = WAITING_COPIES * others * model.architecture.hidden_size
+    kept = WAITING_COPIES * others * _hidden_width(model)
+    kept += workload.batch * workload.prompt_tokens * model.architecture.per_layer_width
     kept += 2 * workload.prompt_tokens * dims.query_dim
     if chunk.is_part and model.architecture.latents is not None:
         width = dims.num_heads * (dims.query_dim + dims.value_dim)
@@ -166,8 +175,24 @@ def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
 
 
 def hidden_bytes(model: Model, shape: PassShape) -> int:
-    """Bytes of hidden states: HIDDEN_COPIES x new tokens x hidden size x element size."""
-    return HIDDEN_COPIES * shape.num_tokens * model.architecture.hidden_size * model.element_bytes
+    """Bytes of hidden states: HIDDEN_COPIES x new tokens x hidden size x element size.
+
+    A token has as many of them as AltUp keeps.
+    """
+    return HIDDEN_COPIES * shape.num_tokens * _hidden_width(model) * model.element_bytes
+
+
+def _hidden_width(model: Model) -> int:
+    return model.architecture.num_streams * model.architecture.hidden_size
+
+
+def per_layer_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """Bytes of what is handed to layers, while it is made: PER_LAYER_COPIES x new tokens x width.
+
+    It is made ahead of the layers, for all of them.
+    """
+    width = model.architecture.per_layer_width
+    return PER_LAYER_COPIES * shape.num_tokens * width * model.element_bytes
 
 
 def logits_bytes(model: Model, shape: PassShape) -> int:

@@ -15,6 +15,7 @@ from offplan.costs.memory import (
     LOGIT_COPIES,
     MARGIN,
     MASK_BYTES,
+    PER_LAYER_COPIES,
     SCORE_BYTES,
     SPLITS,
     WAITING_COPIES,
@@ -27,6 +28,7 @@ from offplan.costs.memory import (
     logits_bytes,
     mlp_bytes,
     overhead_bytes,
+    per_layer_bytes,
     predict_gpu_memory,
     waiting_bytes,
 )
@@ -62,6 +64,18 @@ def test_terms_of_a_dense_model() -> None:
     first = PassShape(Phase.PREFILL, 2, 10, 10)
     assert attention_bytes(model, layer, first) == ATTENTION_COPIES * TOKENS * width * 2
     assert mlp_bytes(model, layer, SHAPE) == TOKENS * (3 + 3 + 1) * HIDDEN * 2
+
+
+def test_what_layers_are_handed_beside_hidden_states() -> None:
+    plain = dense_model(2)
+    own = {"altup_num_inputs": 4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 2}
+    model = replace(plain, config={**plain.config, **own})
+    assert hidden_bytes(model, SHAPE) == 4 * hidden_bytes(plain, SHAPE)
+    assert per_layer_bytes(model, model.layers[0], SHAPE) == PER_LAYER_COPIES * TOKENS * 16 * 2
+    workload = Workload(batch=2, prompt_tokens=30, output_tokens=1, context=64)
+    waiting = WAITING_COPIES * 2 * 20 * HIDDEN * 2
+    more = waiting_bytes(model, workload, SHAPE) - waiting_bytes(plain, workload, SHAPE)
+    assert more == 3 * waiting + 2 * 30 * 16 * 2
 
 
 def test_each_expert_of_a_token_has_its_temporaries() -> None:

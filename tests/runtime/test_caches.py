@@ -10,7 +10,7 @@ CONTEXT = 7
 
 def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
     position = Position(torch.device("cpu"))
-    cache = LayerCaches(6, CONTEXT, position)
+    cache = LayerCaches(6, 6, CONTEXT, position)
     heads = [3, 3, 1, 3, 1, 3]
     states = [torch.randn(2, count, 1, 5, dtype=torch.bfloat16) for count in heads]
     for index, new in enumerate(states):

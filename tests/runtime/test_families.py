@@ -9,18 +9,26 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offplan.checkpoint.model_types import FLOAT32_PARTS_STORED
-from tests.runtime.families import PROMPT, VARIANTS, compare, make_config
+from offplan.checkpoint.open import open_model
+from tests.runtime.families import (
+    PROMPT,
+    VARIANTS,
+    compare,
+    draw_weights,
+    make_config,
+    run_planned,
+    run_stock,
+)
 from tests.runtime.plans import group, offload, open_session
 
 EXACT = """
-afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma4_text glm4_moe
-gpt_neox gpt_oss granite_swa llama mimo_v2_flash mixtral olmo3 olmoe phi3 phimoe qwen2_moe qwen3
-qwen3_moe
+afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma3n_text gemma4_text
+glm4_moe gpt_neox gpt_oss granite_swa llama mimo_v2_flash mixtral olmo3 olmoe phi3 phimoe qwen2_moe
+qwen3 qwen3_moe
 """
 """Families that people run, and those that ask for something that others do not."""
 REFUSED = {
     "bart": "counts positions by its cache",
-    "gemma3n_text": "share their keys and values",
     "bloom": "keeps its layers where `run` does not look",
     "deepseek_v32": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
@@ -39,13 +47,14 @@ def test_a_family_is_exact(family: str) -> None:
     ("family", "variant"),
     [
         ("gemma3_text", "longrope in some layers"),
+        ("gemma4_text", "shared keys and values"),
         ("hunyuan_v1_dense", "dynamic with alpha"),
         ("llama", "dynamic"),
         ("phi3", "longrope"),
         ("phimoe", "longrope"),
     ],
 )
-def test_rotary_embeddings_that_change_are_exact(family: str, variant: str) -> None:
+def test_a_variant_is_exact(family: str, variant: str) -> None:
     outcome = compare(family, variant)
     assert outcome.kind == "exact", outcome.why
 
@@ -80,6 +89,19 @@ def test_what_is_renamed_and_kept_in_float32(family: str, tmp_path: Path) -> Non
         session.prefill(PROMPT)
         state = session.loaded.module.state_dict().values()
         assert session.loaded.model.loaded_bytes == sum(value.nbytes for value in state)
+
+
+def test_keys_that_are_stored_and_shared_are_not_loaded(tmp_path: Path) -> None:
+    config = make_config("gemma3n_text", {"num_kv_shared_layers": 0, "kv_lora_rank": None})
+    model = draw_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    model.config.num_kv_shared_layers = 3
+    model.save_pretrained(tmp_path)
+    found = open_model(str(tmp_path))
+    assert len(found.not_loaded) == 3 * len(["k_proj", "k_norm", "v_proj"])
+    kept = [layer.kv_cache.bytes_per_token for layer in found.layers]
+    assert kept == [2 * 2 * 8 * 4] * 2 + [0] * 3
+    got, expected = run_planned(tmp_path, PROMPT, 3), run_stock(tmp_path, PROMPT)
+    torch.testing.assert_close(torch.stack(got), torch.stack(expected))
 
 
 @pytest.mark.sweep

@@ -38,12 +38,15 @@ def assign(places: Places, parameters: Mapping[str, nn.Parameter]) -> None:
 
 def materialise_buffers(skeleton: PreTrainedModel, device: torch.device) -> None:
     """Give buffers their values on the device; those that are stored are loaded over them later."""
-    for module in skeleton.modules():
+    models = (part for part in skeleton.modules() if isinstance(part, PreTrainedModel))
+    # a model within comes later, and knows its own
+    owners = {module: model for model in models for module in model.modules()}
+    for module, model in owners.items():
         buffers: dict[str, Any] = module._buffers
         own = {name: buffer for name, buffer in buffers.items() if buffer is not None}
         if any(buffer.is_meta for buffer in own.values()):
             for name, buffer in own.items():
                 buffers[name] = torch.empty_like(buffer, device="cpu")
-            compute_buffers(skeleton, module)
+            compute_buffers(model, module)
             for name in own:
                 buffers[name] = buffers[name].to(device)

@@ -36,8 +36,6 @@ def build_skeleton(model: Model) -> PreTrainedModel:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise refuse(f"{model.source} chooses its attention in a way of its own") from None
         raise cannot_build(model.source, error) from error
-    if model.architecture.num_sharing_layers:
-        raise refuse(f"{model.source} has layers that share their keys and values")
     _check_attention(skeleton, model.source)
     hold_frequencies(skeleton)
     # a model cut short (to time its layers) has fewer layers than its config says

@@ -101,8 +101,9 @@ class _Layer(CacheLayerMixin):
 class LayerCaches(Cache):
     """One layer of cache for each decoder layer, all at the same position."""
 
-    def __init__(self, num_layers: int, context: int, position: Position) -> None:
-        self._blocks = _Blocks(num_layers, context), _Blocks(num_layers, context)
+    def __init__(self, num_layers: int, num_keeping: int, context: int, position: Position) -> None:
+        """Make room once the layers are first called, by blocks for the ``num_keeping`` that do."""
+        self._blocks = _Blocks(num_keeping, context), _Blocks(num_keeping, context)
         layers = [_Layer(position, context, *self._blocks) for _ in range(num_layers)]
         super().__init__(layers=layers)
 

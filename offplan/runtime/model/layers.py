@@ -64,7 +64,10 @@ class DecoderLayers:
         for index, layer in enumerate(layers):
             # torch.compile guards on every integer that it reads from a module
             for module in layer.modules():
-                if hasattr(module, "layer_idx"):
+                # transformers 5.17 hands a few layers' keys on to later ones by their indices
+                if hasattr(module, "layer_idx") and not getattr(
+                    module, "store_full_length_kv", False
+                ):
                     vars(module)["layer_idx"] = 0
             own = layer.forward
             self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)

@@ -92,7 +92,7 @@ def _call(
                 position_ids=torch.arange(start, start + NUM_NEW, device="meta")[None],
                 past_key_values=Cache(layers=[_Kept(start) for _ in layers]),
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=slice(-1, None),
             )
         except CheckpointError:
             raise

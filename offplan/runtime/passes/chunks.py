@@ -49,7 +49,7 @@ class ChunkedPrompt:
     def _step(self, index: int, number: int) -> torch.Tensor:
         hidden = self._hidden[number]
         self._forward.prepare(self._rows[number], Way.CHUNK)
-        with as_compiled_for(hidden.shape[1], self._planned):
+        with as_compiled_for(hidden.shape[-2], self._planned):
             return self._layers.step(index, Call(hidden, self._arguments[number][index]))
 
     def finish(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ class ChunkedPrompt:
         It passes the norm and the head as if the layers had run; the token is embedded once more on
         the way.
         """
-        return self._layers.finish(self._hidden[-1][:, -1:], self._forward_last)
+        return self._layers.finish(self._hidden[-1][..., -1:, :], self._forward_last)
 
 
 def as_compiled_for(num_tokens: int, planned: int) -> Any:

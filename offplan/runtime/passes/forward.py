@@ -12,6 +12,10 @@ from offplan.runtime.model.filled import Filled, FindFilled, Way, filled_before
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.transformers_private import choose_attention
 
+LAST = slice(-1, None)
+"""The tokens that get logits. As a number, 1, Gemma 4 would take it for leave to drop all others
+ahead of the layers that share keys, of which attention here would not know."""
+
 
 @dataclass
 class Forward:
@@ -70,6 +74,6 @@ class Forward:
             attention_mask=filled.mask,
             past_key_values=self.layers.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=LAST,
         )
         return output.logits[:, -1]

@@ -222,7 +222,11 @@ class ModelRunner:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        self.layers.cache = LayerCaches(len(self.layers), self._context, self._position)
+        # others read an earlier layer's
+        num_keeping = sum(layer.kv_cache.bytes_per_token > 0 for layer in self._loaded.model.layers)
+        self.layers.cache = LayerCaches(
+            len(self.layers), num_keeping, self._context, self._position
+        )
         with torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.
