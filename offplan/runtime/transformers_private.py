@@ -5,6 +5,7 @@ version is allowed.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,26 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
     """
     if model.config._attn_implementation != name:
         model.config._attn_implementation = name
+
+
+def cut_by_constants(model: PreTrainedModel) -> None:
+    """Have Gemma 3n's MLPs cut activations at a constant number of standard deviations.
+
+    Theirs make it anew on the host in each call, which a pass that is captured must not do.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_gaussian_topk") and module.activation_sparsity > 0:
+            share = torch.tensor(module.activation_sparsity)
+            number = torch.distributions.Normal(0, 1).icdf(share).to(module.gate_proj.weight.dtype)
+            module._gaussian_topk = partial(_cut_below, number.item())
+
+
+def _cut_below(number: float, inputs: torch.Tensor) -> torch.Tensor:
+    """Cut ``inputs``, [..., width], below so many deviations. Source: ``Gemma3nTextMLP``."""
+    mean = inputs.mean(-1, keepdim=True)
+    deviation = inputs.std(-1, keepdim=True, unbiased=False)
+    return nn.functional.relu(inputs - (mean + deviation * number))
 
 
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
 from offplan.runtime.model.probe import PROBE, probe_attention, refuse
-from offplan.runtime.transformers_private import choose_attention
+from offplan.runtime.transformers_private import choose_attention, cut_by_constants
 
 
 def build_skeleton(model: Model) -> PreTrainedModel:
@@ -38,6 +38,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
         raise cannot_build(model.source, error) from error
     _check_attention(skeleton, model.source)
     hold_frequencies(skeleton)
+    cut_by_constants(skeleton)
     # a model cut short (to time its layers) has fewer layers than its config says
     layers = decoder_layers(skeleton)
     del layers[len(model.layers) :]
