@@ -24,7 +24,7 @@ def describe_kv_caches(
     ``layers`` are the layers' parameters; they decide where they disagree with the config.
     ``element_bytes`` is the size of what the model computes in.
     """
-    # Layers that read another layer's keys and values keep none of their own.
+    # Layers that read another layer's keys and values keep none of their own, but see as many.
     num_own = max(0, len(layers) - architecture.num_sharing_layers)
     caches = [
         _layer_cache(architecture, index, parameters, element_bytes)
@@ -36,7 +36,7 @@ def describe_kv_caches(
             f"the cache of {len(unknown)} layers (the first is {unknown[0]}) was not understood "
             "and is counted as 0 bytes"
         )
-    sharing = [KVCache()] * (len(layers) - num_own)
+    sharing = [KVCache(window=window) for window in architecture.windows[num_own : len(layers)]]
     return [cache or KVCache() for cache in caches] + sharing, notes
 
 

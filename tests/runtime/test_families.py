@@ -100,6 +100,7 @@ def test_keys_that_are_stored_and_shared_are_not_loaded(tmp_path: Path) -> None:
     assert len(found.not_loaded) == 3 * len(["k_proj", "k_norm", "v_proj"])
     kept = [layer.kv_cache.bytes_per_token for layer in found.layers]
     assert kept == [2 * 2 * 8 * 4] * 2 + [0] * 3
+    assert [layer.kv_cache.window for layer in found.layers] == [512, None, 512, None, None]
     got, expected = run_planned(tmp_path, PROMPT, 3), run_stock(tmp_path, PROMPT)
     torch.testing.assert_close(torch.stack(got), torch.stack(expected))
 
