@@ -28,6 +28,11 @@ window where the family knows one, each compared with stock transformers token b
 Stored types that run: BF16, F16 and F32. Quantised checkpoints (FP8, MXFP4, NVFP4, INT4 of any
 kind, bitsandbytes, torchao, MLX) are read and planned, and refused by `run` before anything is
 loaded. `offplan analyze` says in a line whether a model can be run, and why not.
+
+Rotary embeddings that change with the text's length (longrope, dynamic NTK) run in all of these
+families that have them, at any length, as transformers' `generate` has them: keys keep the
+frequencies of the pass that they were made in, and Phi-3 and Phi-3.5-MoE read a text again once it
+outgrows `original_max_position_embeddings`.
 """
 
 

@@ -10,11 +10,14 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Gemma2Config,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     GptOssConfig,
     JetMoeConfig,
+    LlamaConfig,
     MistralConfig,
     Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -45,6 +48,9 @@ LATENTS = {
     "topk_group": 1,
     "n_group": 1,
 }
+
+LIMIT = 8
+"""Tokens up to which rotary embeddings that change with the text's length stay as they are."""
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, **HEADS),
@@ -80,6 +86,34 @@ OTHERS: dict[str, PreTrainedConfig] = {
     ),
     "soft_caps": Gemma2Config(
         **SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8, attn_logit_softcapping=2.0
+    ),
+    "dynamic": LlamaConfig(
+        **{**SIZES, "max_position_embeddings": LIMIT},
+        **HEADS,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "longrope": Phi3Config(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        original_max_position_embeddings=LIMIT,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.5, 2.0, 3.0, 4.0],
+        },
+    ),
+    "shared_keys": Gemma4TextConfig(
+        **SIZES,
+        **{**HEADS, "head_dim": 16},
+        global_head_dim=16,
+        sliding_window=8,
+        layer_types=[*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        num_kv_shared_layers=3,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64,
     ),
     "latents_wide": DeepseekV2Config(
         **SIZES, **{**LATENTS, "qk_rope_head_dim": 16}, q_lora_rank=None, head_dim=16
