@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offplan.errors import CheckpointError
+from offplan.runtime.model.frequencies import hold_frequencies
 from offplan.runtime.session import Session
 from tests.runtime.families import BATCH, CHANGING, LIMIT, NUM_STEPS, PROMPT, make_config, run_stock
 from tests.runtime.plans import group, offload, open_session
@@ -53,3 +55,13 @@ def test_a_text_that_outgrows_the_limit_is_read_again_once(tmp_path: Path) -> No
     assert [text.tolist() for text in read] == [
         PROMPT[:, :length].tolist() for length in (LIMIT - 1, LIMIT + 1)
     ]
+
+
+def test_changes_in_ways_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config("llama", CHANGING["dynamic"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    hold_frequencies(model)
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", lambda *_: {})
+    with pytest.raises(CheckpointError, match="in a way of its own"):
+        hold_frequencies(model)

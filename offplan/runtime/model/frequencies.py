@@ -41,9 +41,11 @@ def hold_frequencies(model: PreTrainedModel) -> None:
         # Phimoe makes its tables on the host, in each pass
         forward = inspect.unwrap((Phi3RotaryEmbedding if is_phimoe else type(module)).forward)
         prepare = type(model).prepare_inputs_for_generation
-        if "config" in forward.__code__.co_names or (
-            prepare is not GenerationMixin.prepare_inputs_for_generation
-            and model.config.model_type not in RENEWING
+        is_own = prepare is not GenerationMixin.prepare_inputs_for_generation
+        if (
+            "config" in forward.__code__.co_names
+            or (is_own and model.config.model_type not in RENEWING)
+            or (is_phimoe and module.rope_type not in ("default", "longrope"))
         ):
             raise refuse(
                 f"{type(model).__name__} has rotary embeddings that change with the text's length "
