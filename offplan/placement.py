@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from offplan.checkpoint.model import Layer, Model, Parameter
+from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.plan import Backend, Offload, Rule
@@ -48,7 +49,7 @@ class Unit:
     @property
     def tensors(self) -> list[TensorInfo]:
         """The stored tensors of all its parameters."""
-        return [tensor for parameter in self.parameters for tensor in parameter.tensors]
+        return [tensor for parameter in self.parameters for tensor in parameter.stored]
 
     @property
     def name(self) -> str:
@@ -62,9 +63,8 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The first parameter's shape as stored; that of routed experts with their number."""
-        tensors = self.parameters[0].tensors
-        shape = tuple(tensors[0].shape)
+        """The shape that the first parameter stands for; of routed experts with their number."""
+        shape, tensors = self.parameters[0].shape, self.parameters[0].tensors
         return (len(tensors), *shape) if self.is_expert and len(shape) == 2 else shape
 
 

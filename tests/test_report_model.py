@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from offplan.checkpoint.model import Layer, Parameter
+from offplan.checkpoint.model import Layer
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.report.bar import ShareBar
 from offplan.report.model import group_layers, name_layers

@@ -14,6 +14,7 @@ from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
 from offplan.errors import CheckpointError
+from offplan.forms.quantisation import Quantisation, read_quantisation
 
 MAX_LAYERS = 10_000
 """Most layers of a model, past any there is; each costs time to understand and to plan."""
@@ -104,8 +105,8 @@ class Architecture:
     """Transformers' classes that the config names, such as ``Qwen3ForCausalLM``."""
     dtype: str | None
     """The dtype that the config names, as torch does: ``bfloat16``."""
-    is_quantised: bool
-    """Whether the config is of a quantised checkpoint."""
+    quantisation: Quantisation | None
+    """How the checkpoint's modules are stored; None where the config says nothing of it."""
     hidden_size: int
     """Elements of a token's hidden state; 0 where the config does not say."""
     vocabulary_size: int | None
@@ -143,6 +144,11 @@ class Architecture:
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the config is of a quantised checkpoint."""
+        return self.quantisation is not None
+
     def keeps_float32(self, name: str, dtype: str) -> bool:
         """Whether a parameter stays in float32 in a model that is computed in ``dtype``."""
         parts = self.float32_parts if dtype in ("bfloat16", "float16") else ()
@@ -170,7 +176,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         model_type=model_type,
         class_names=_read_names(config.get("architectures")),
         dtype=read_dtype(config),
-        is_quantised=bool(config.get("quantization_config")),
+        quantisation=read_quantisation(config, model_type),
         hidden_size=_read_hidden_size(text),
         vocabulary_size=read_count(text, "vocab_size"),
         end_tokens=_read_end_tokens(config, text),

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config import read_model_type
-from offplan.checkpoint.experts import describe_experts, group_parameters
+from offplan.checkpoint.experts import describe_experts
+from offplan.checkpoint.group import group_parameters
 from offplan.checkpoint.kv_cache import describe_kv_caches
 from offplan.checkpoint.layers import split_layers
 from offplan.checkpoint.model import (
@@ -13,10 +14,10 @@ from offplan.checkpoint.model import (
     OUTPUT_HEADS,
     Layer,
     Model,
-    Parameter,
     compute_dtype,
     owner,
 )
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import CONFIG_NAME, TORCH_NAMES, Stored, Tensors, headers_sha256
 from offplan.errors import CheckpointError
 
@@ -32,18 +33,15 @@ def assemble(source: str, stored: Stored) -> Model:
     split = split_layers(architecture, stored.tensors)
     if architecture.num_layers is None:
         architecture = read_architecture(stored.config, len(split.layers))
-    dtype = _main_dtype(stored.tensors)
-    computed = compute_dtype(dtype, architecture.dtype)
+    dtype = compute_dtype(_main_dtype(stored.tensors), architecture.dtype)
     parameters = [
         tuple(
-            replace(parameter, is_widened=_is_widened(parameter, architecture, computed))
-            for parameter in group_parameters(
-                f"{split.prefix}.{index}", tensors, architecture.routing.num_experts
-            )
+            replace(parameter, is_widened=_is_widened(parameter, architecture, dtype))
+            for parameter in group_parameters(f"{split.prefix}.{index}", tensors, architecture)
         )
         for index, tensors in enumerate(split.layers)
     ]
-    element_bytes = FLOAT_BYTES[computed]
+    element_bytes = FLOAT_BYTES[dtype]
     caches, cache_notes = describe_kv_caches(architecture, parameters, element_bytes)
     layers = tuple(
         Layer(
@@ -77,7 +75,6 @@ def assemble(source: str, stored: Stored) -> Model:
             *cache_notes,
             *expert_notes,
             *tie_notes,
-            *_note_packing(stored.tensors),
         ),
     )
 
@@ -98,20 +95,6 @@ def _find_tied(architecture: Architecture, outside: Tensors) -> tuple[frozenset[
         return frozenset(), []
     stored = f"{' and '.join(sorted(heads))} is stored beside the input embedding"
     return heads, [f"{stored}, though {CONFIG_NAME} ties them: both are loaded"]
-
-
-def _note_packing(tensors: Tensors) -> list[str]:
-    """Return a note when an element of some tensor holds several weights."""
-    # GPTQ, AWQ and compressed-tensors pack eight 4-bit weights in an int32; bitsandbytes, MXFP4
-    # and NVFP4 two in a byte.
-    if any(
-        tensor.dtype in ("I32", "U8")
-        and tensor.name.endswith(("qweight", "weight_packed", "_blocks", ".weight"))
-        and len(tensor.shape) > 1
-        for tensor in tensors
-    ):
-        return ["weights are packed: what is counted as parameters are the elements stored"]
-    return []
 
 
 def _main_dtype(tensors: Tensors) -> str:

@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.architecture import Routing, read_architecture
-from offplan.checkpoint.experts import split_expert
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quiet import quietly
-from offplan.checkpoint.tensors import INDEX_NAME, TORCH_NAMES, Stored, TensorInfo, Tensors
+from offplan.checkpoint.tensors import (
+    INDEX_NAME,
+    TORCH_NAMES,
+    Stored,
+    TensorInfo,
+    Tensors,
+    split_expert,
+)
 from offplan.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,59 +1,10 @@
-"""Routed experts: told from the rest of a layer, and counted."""
+"""Routed experts, counted."""
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from offplan.checkpoint.architecture import Routing
-from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.model import Experts, Layer, Parameter
-from offplan.checkpoint.tensors import CONFIG_NAME, INDEX, TensorInfo
-from offplan.errors import CheckpointError
-
-_EXPERTS = "experts"
-_NO_INDEX = -1
-"""Stands for the index in what is stored for no single expert."""
-_EXPERT_PART = re.compile(rf"(?:^|\.){_EXPERTS}\.{INDEX}\.")
-
-
-def group_parameters(
-    prefix: str, tensors: Iterable[TensorInfo], num_experts: int | None
-) -> tuple[Parameter, ...]:
-    """Group a layer's tensors into parameters, sorted by name.
-
-    Experts stored one by one (``experts.3.up_proj.weight``) come together under the name without
-    the index; fused ones (first dimension a multiple of ``num_experts``) are one tensor.
-    Raises CheckpointError when an expert lacks a tensor that another has, unless it is past
-    ``num_experts``: LongCat's zero experts compute nothing.
-    """
-    by_name: defaultdict[str, dict[int, TensorInfo]] = defaultdict(dict)
-    start = len(prefix) + 1
-    for tensor in tensors:
-        whole = tensor.name[start:]
-        index, name = split_expert(whole) or (_NO_INDEX, whole)
-        by_name[name][index] = tensor
-    count = max((max(found) + 1 for found in by_name.values()), default=0)
-    parameters = []
-    for name, found in sorted(by_name.items()):
-        if found.keys() == {_NO_INDEX}:
-            only = found[_NO_INDEX]
-            parameters.append(Parameter(name, (only,), _is_fused(name, only, num_experts)))
-            continue
-        if _NO_INDEX in found:
-            raise CheckpointError(
-                f"{prefix}: found {quote(name)} both fused and expert by expert, expected one of "
-                "them; the checkpoint mixes two layouts: fetch it again"
-            )
-        # Whole up to the last one needed, and without a gap after it.
-        needed = max(max(found) + 1, min(count, num_experts or count))
-        if len(found) != needed:
-            missing = next(index for index in range(needed) if index not in found)
-            raise CheckpointError(
-                f"{prefix}: found {len(found)} experts with {quote(name)}, expected {needed} "
-                f"(expert {missing} has none); the checkpoint is incomplete: fetch it again"
-            )
-        parameters.append(Parameter(name, tuple(found[index] for index in range(needed)), True))
-    return tuple(parameters)
+from offplan.checkpoint.model import Experts, Layer
+from offplan.checkpoint.tensors import CONFIG_NAME
 
 
 def describe_experts(routing: Routing, layers: Sequence[Layer]) -> tuple[Experts | None, list[str]]:
@@ -87,31 +38,8 @@ def describe_experts(routing: Routing, layers: Sequence[Layer]) -> tuple[Experts
 def _count_stored(layer: Layer, stated: int | None) -> int:
     """Return how many experts a layer's tensors hold."""
     routed = [parameter for parameter in layer.parameters if parameter.is_expert]
-    first = routed[0].tensors[0]
-    # Only where the experts are stored one by one does a tensor's name hold an index of theirs.
-    if not first.name.endswith(f".{routed[0].name}"):
+    if not routed[0].is_fused:
         return min(len(parameter.tensors) for parameter in routed)
     # Fused: the first dimension is the count, or a multiple of it (DBRX stacks rows).
     rows = min(parameter.tensors[0].shape[0] for parameter in routed)
     return stated if stated and rows % stated == 0 else rows
-
-
-def split_expert(name: str) -> tuple[int, str] | None:
-    """Part ``mlp.experts.3.up_proj.weight`` into 3 and ``mlp.experts.up_proj.weight``.
-
-    None for a name without an expert's index.
-    """
-    found = _EXPERT_PART.search(name)
-    return found and (int(found[1]), name[: found.start(1)] + name[found.end() :])
-
-
-def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:
-    """Whether one tensor holds all of a layer's routed experts."""
-    parts = name.split(".")
-    if num_experts is None:
-        return _EXPERTS in parts and len(tensor.shape) >= 3
-    if _EXPERTS in parts:
-        return bool(tensor.shape) and tensor.shape[0] > 0 and tensor.shape[0] % num_experts == 0
-    # Granite names no experts: block_sparse_moe.input_linear.weight [E, 2I, H].
-    in_moe = any("moe" in part for part in parts)
-    return in_moe and len(tensor.shape) == 3 and tensor.shape[0] == num_experts

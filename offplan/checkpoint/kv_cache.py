@@ -7,11 +7,11 @@ Source: the cache classes and the attention modules of transformers 5.23 (``cach
 from collections.abc import Sequence
 
 from offplan.checkpoint.architecture import Architecture, LinearAttention
-from offplan.checkpoint.model import KVCache, Parameter
+from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
+from offplan.forms.form import Kind
 
-_WHOLE = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2")
-"""Types of one element a weight: their shapes tell the rows, those of packed weights do not."""
 _RECURRENT_BYTES = 4
 """Bytes of an element of the delta rule's state, kept in float32 whatever is computed in."""
 
@@ -66,7 +66,7 @@ def _elements_per_token(architecture: Architecture, parameters: Sequence[Paramet
         configured = 2 * heads.num_kv_heads * heads.head_dim
         return _stored_heads(parameters) or configured or None
     # LongCat has two attentions a layer; Kimi-Linear has layers without the latent.
-    # Segments, not names: a quantised projection has several parameters.
+    # Segments, not names: a projection may have a bias.
     segments = {parameter.segment for parameter in parameters}
     num_latents = sum(segment.endswith("kv_a_proj_with_mqa") for segment in segments)
     if not num_latents:
@@ -86,10 +86,11 @@ def _stored_heads(parameters: Sequence[Parameter]) -> int | None:
 
 
 def _rows(parameters: Sequence[Parameter], end: str) -> int | None:
-    """Return the rows of the only matrix whose name ends so; None where it is packed."""
-    found = [parameter.tensors[0] for parameter in parameters if parameter.name.endswith(end)]
-    whole = len(found) == 1 and found[0].dtype in _WHOLE and len(found[0].shape) == 2
-    return found[0].shape[0] if whole else None
+    """Return the rows of the only matrix whose name ends so; None where its form hides them."""
+    found = [parameter for parameter in parameters if parameter.name.endswith(end)]
+    if len(found) != 1 or len(found[0].shape) != 2 or found[0].form.kind in (Kind.NF4, Kind.OTHER):
+        return None
+    return found[0].shape[0]
 
 
 def _linear_attention(linear: LinearAttention, element_bytes: int) -> KVCache:

@@ -9,47 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
+from offplan.checkpoint.group import group_outside
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
 
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each type that models compute in, as torch names them."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """Tensors of one layer that share a name once the expert's index is left out.
-
-    It is the smallest thing a rule's segments can choose.
-    """
-
-    name: str
-    """Its name relative to the layer, without expert index: ``mlp.experts.down_proj.weight``."""
-    tensors: Tensors
-    """One tensor, or one for each routed expert in the order of their indices."""
-    is_expert: bool = False
-    """Whether it belongs to the routed experts (fused or one by one)."""
-    is_widened: bool = False
-    """Whether it is stored in two bytes an element and kept in float32 once loaded."""
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes as stored, over all its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @cached_property
-    def num_elements(self) -> int:
-        """Elements over all its tensors."""
-        return sum(tensor.num_elements for tensor in self.tensors)
-
-    @property
-    def segment(self) -> str:
-        """Its name without the final part: ``mlp.experts.down_proj``.
-
-        bitsandbytes hangs its scales on the weight's own name (``down_proj.weight.absmax``): they
-        belong to the same segment.
-        """
-        owner, found, _ = self.name.partition(".weight.")
-        return owner if found else self.name.rpartition(".")[0] or self.name
 
 
 @dataclass(frozen=True)
@@ -99,7 +64,8 @@ class Layer:
         Twelve hexadecimal digits, the same on every machine and for every source of the model.
         """
         parameters = [
-            [p.name, len(p.tensors), sorted({(t.dtype, t.shape) for t in p.tensors})]
+            [p.name, len(p.tensors), sorted({(t.dtype, t.shape) for t in p.stored})]
+            + ([] if p.form.is_raw else [p.form])
             for p in self.parameters
         ]
         cache = [self.kv_cache.bytes_per_token, self.kv_cache.window, self.kv_cache.state_bytes]
@@ -147,7 +113,7 @@ class Model:
     config: Mapping[str, Any]
     """``config.json``, as read."""
     dtype: str
-    """The dtype most bytes are stored in, as torch names it: ``bfloat16``."""
+    """The dtype that weights stand for and are computed with, as torch names it: ``bfloat16``."""
     layers: tuple[Layer, ...]
     """The decoder layers in the order of execution, without multi-token-prediction layers."""
     outside: Tensors
@@ -178,7 +144,7 @@ class Model:
     @property
     def compute_dtype(self) -> str:
         """The dtype of hidden states and of the KV cache, as torch names it."""
-        return compute_dtype(self.dtype, self.architecture.dtype)
+        return self.dtype
 
     @property
     def element_bytes(self) -> int:
@@ -189,6 +155,11 @@ class Model:
     def total_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
+
+    @cached_property
+    def outside_parameters(self) -> tuple[Parameter, ...]:
+        """What lies outside the layers, each weight with its scales, by their whole names."""
+        return group_outside(self.outside, self.architecture)
 
     @cached_property
     def loaded_outside(self) -> Tensors:
@@ -210,21 +181,29 @@ class Model:
     def input_embedding(self) -> TensorInfo | None:
         """The input embedding, if it is a tensor of its own; None where the head is tied to it.
 
-        Only a few rows of it are read in a pass, so it may as well lie on the host.
+        Only a few rows of it are read in a pass, so it may as well lie on the host. None where it
+        is stored in another form than its values: it cannot be read by row.
         """
         named = self._outside_named(INPUT_EMBEDDINGS)
-        return named[0] if len(named) == 1 and self._outside_named(OUTPUT_HEADS) else None
+        if len(named) != 1 or not named[0].form.is_raw or not self._outside_named(OUTPUT_HEADS):
+            return None
+        return named[0].tensors[0]
 
     @cached_property
-    def head(self) -> TensorInfo | None:
+    def head(self) -> Parameter | None:
         """The matrix that turns hidden states into logits: the head, or what it is tied to."""
         named = self._outside_named(OUTPUT_HEADS) or self._outside_named(INPUT_EMBEDDINGS)
         return named[0] if named else None
 
-    def _outside_named(self, owners: frozenset[str]) -> list[TensorInfo]:
-        """Matrices outside the layers that belong to modules of these names."""
-        named = (t for t in self.loaded_outside if owner(t.name) in owners)
-        return [tensor for tensor in named if len(tensor.shape) == 2]
+    def _outside_named(self, owners: frozenset[str]) -> list[Parameter]:
+        """Matrices outside the layers that belong to modules of these names, and are loaded."""
+        return [
+            parameter
+            for parameter in self.outside_parameters
+            if owner(parameter.name) in owners
+            and len(parameter.shape) == 2
+            and parameter.tensors[0].name not in self.not_loaded
+        ]
 
     @cached_property
     def loaded_bytes(self) -> int:
@@ -234,9 +213,9 @@ class Model:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all stored tensors."""
-        in_layers = sum(p.num_elements for layer in self.layers for p in layer.parameters)
-        return in_layers + sum(tensor.num_elements for tensor in self.outside)
+        """Weights that are stored, whatever their form: scales and the like are none."""
+        in_layers = (p for layer in self.layers for p in layer.parameters)
+        return sum(p.num_weights for p in (*in_layers, *self.outside_parameters))
 
 
 _VOLATILE = frozenset(

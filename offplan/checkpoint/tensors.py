@@ -30,6 +30,7 @@ INDEX = "(0|[1-9][0-9]{0,5})"
 
 Anything else is a word: ``03`` must not stand for the same layer or expert as ``3``.
 """
+_EXPERT_PART = re.compile(rf"(?:^|\.)experts\.{INDEX}\.")
 
 
 class TensorInfo(NamedTuple):
@@ -85,3 +86,12 @@ def headers_sha256(tensors: Tensors) -> str:
 def is_index(part: str) -> bool:
     """Whether a name part is an index."""
     return re.fullmatch(INDEX, part) is not None
+
+
+def split_expert(name: str) -> tuple[int, str] | None:
+    """Part ``mlp.experts.3.up_proj.weight`` into 3 and ``mlp.experts.up_proj.weight``.
+
+    None for a name without an expert's index.
+    """
+    found = _EXPERT_PART.search(name)
+    return found and (int(found[1]), name[: found.start(1)] + name[found.end() :])

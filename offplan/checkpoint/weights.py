@@ -59,7 +59,7 @@ def _shard_bytes(model: Model) -> dict[str, int]:
     """Return the bytes of each shard, as its header says."""
     sizes: defaultdict[str, int] = defaultdict(int)
     parameters = (parameter for layer in model.layers for parameter in layer.parameters)
-    for tensor in (*(t for parameter in parameters for t in parameter.tensors), *model.outside):
+    for tensor in (*(t for parameter in parameters for t in parameter.stored), *model.outside):
         if tensor.shard is not None:
             sizes[tensor.shard] = max(sizes[tensor.shard], tensor.offset + tensor.nbytes)
     return sizes

@@ -111,7 +111,7 @@ def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> Com
         hidden_bytes = head.nbytes // max(head.shape)
         rows = 2 * at.num_tokens * hidden_bytes  # an embedding row in, a hidden state out
         reading = (head.nbytes + rows) / machine.hbm.value
-        flops = 2 * head.num_elements * at.batch
+        flops = 2 * head.num_weights * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 
     return _measured_or(machine, model.outside_key, shape, estimate)

@@ -290,7 +290,7 @@ def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
     Source: ``runtime.model.kernels.ExpertKernels``.
     """
     assert model.experts is not None
-    shapes = [parameter.tensors[0].shape for parameter in layer.parameters if parameter.is_expert]
+    shapes = [parameter.shape for parameter in layer.parameters if parameter.is_expert]
     served = model.dtype in KERNEL_TYPES and all(
         len(shape) > 1 and not any(size % KERNEL_MULTIPLE for size in shape[-2:])
         for shape in shapes
@@ -333,7 +333,7 @@ def _output_width(model: Model, layer: Layer, roles: Collection[Role]) -> int:
 def _distinct_layers(model: Model) -> list[Layer]:
     """One layer of each kind of structure: same parameter names, same first shapes."""
     distinct = {
-        (layer.kv_cache, tuple((p.name, p.tensors[0].shape) for p in layer.parameters)): layer
+        (layer.kv_cache, tuple((p.name, p.shape) for p in layer.parameters)): layer
         for layer in model.layers
     }
     return list(distinct.values())

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from offplan.checkpoint.model import Parameter
+from offplan.checkpoint.parameter import Parameter
 
 _ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "wo", "dense", "c_proj"})
 _MLP_OUTPUTS = frozenset({"down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h"})

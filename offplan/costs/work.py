@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offplan.checkpoint.architecture import Architecture
-from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
+from offplan.checkpoint.model import Experts, KVCache, Layer, Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -145,5 +146,5 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
 
 
 def _matrix_elements(parameter: Parameter) -> int:
-    """Elements that take part in matrix products: biases and norms do not."""
-    return parameter.num_elements if len(parameter.tensors[0].shape) > 1 else 0
+    """Weights that take part in matrix products: biases and norms do not."""
+    return parameter.num_weights if len(parameter.shape) > 1 else 0

@@ -9,7 +9,8 @@ Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offplan.checkpoint.model import Layer, Model, Parameter
+from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.parameter import Parameter
 
 _EXPERT_WEIGHTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "w13"),

@@ -6,113 +6,66 @@ from safetensors import safe_open
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import DTYPE_BITS
-from tests.checkpoint.files import DENSE_CONFIG, write_folder
-
-ROWS, COLUMNS = 256, 512
-GROUPS = COLUMNS // 128
-WEIGHT = ROWS * COLUMNS
-FORMATS = {
-    "fp8 blocks": {
-        "weight": ("F8_E4M3", (ROWS, COLUMNS)),
-        "weight_scale_inv": ("F32", (ROWS // 128, GROUPS)),
-    },
-    "fp8 tensor": {
-        "weight": ("F8_E4M3", (ROWS, COLUMNS)),
-        "weight_scale": ("BF16", (1,)),
-        "input_scale": ("BF16", (1,)),
-    },
-    "gptq": {
-        "qweight": ("I32", (COLUMNS // 8, ROWS)),
-        "qzeros": ("I32", (GROUPS, ROWS // 8)),
-        "scales": ("F16", (GROUPS, ROWS)),
-        "g_idx": ("I32", (COLUMNS,)),
-    },
-    "awq": {
-        "qweight": ("I32", (COLUMNS, ROWS // 8)),
-        "qzeros": ("I32", (GROUPS, ROWS // 8)),
-        "scales": ("F16", (GROUPS, ROWS)),
-    },
-    "compressed-tensors int4": {
-        "weight_packed": ("I32", (ROWS, COLUMNS // 8)),
-        "weight_scale": ("BF16", (ROWS, GROUPS)),
-        "weight_zero_point": ("I32", (ROWS // 8, GROUPS)),
-        "weight_shape": ("I64", (2,)),
-        "weight_g_idx": ("I32", (COLUMNS,)),
-    },
-    "compressed-tensors nvfp4": {
-        "weight_packed": ("U8", (ROWS, COLUMNS // 2)),
-        "weight_scale": ("F8_E4M3", (ROWS, COLUMNS // 16)),
-        "weight_global_scale": ("F32", (1,)),
-        "input_global_scale": ("F32", (1,)),
-    },
-    "modelopt nvfp4": {
-        "weight": ("U8", (ROWS, COLUMNS // 2)),
-        "weight_scale": ("F8_E4M3", (ROWS, COLUMNS // 16)),
-        "weight_scale_2": ("F32", ()),
-        "input_scale": ("F32", ()),
-    },
-    "packed fp4": {"weight": ("F4", (ROWS, COLUMNS)), "scale": ("F8_E8M0", (ROWS, COLUMNS // 32))},
-    "bitsandbytes nf4": {
-        "weight": ("U8", (WEIGHT // 2, 1)),
-        "weight.absmax": ("U8", (WEIGHT // 64,)),
-        "weight.nested_absmax": ("F32", (WEIGHT // 64 // 256,)),
-        "weight.nested_quant_map": ("F32", (256,)),
-        "weight.quant_map": ("F32", (16,)),
-        "weight.quant_state.bitsandbytes__nf4": ("U8", (111,)),
-    },
-    "bitsandbytes int8": {
-        "weight": ("I8", (ROWS, COLUMNS)),
-        "SCB": ("F32", (ROWS,)),
-        "weight_format": ("U8", ()),
-    },
-}
-CONFIG = {**DENSE_CONFIG, "num_experts": 2, "num_experts_per_tok": 1}
-PROJECTIONS = ("self_attn.k_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj")
+from offplan.forms.form import Kind
+from tests.checkpoint.files import write_folder
+from tests.checkpoint.quantised import (
+    ATTENTION,
+    FORMATS,
+    NUM_WEIGHTS,
+    ROUTED,
+    num_bytes,
+    shapes_of,
+    write_quantised,
+)
 
 
-def num_bytes(tensors):
-    sizes = (bits_of(dtype, shape) for dtype, shape in tensors.values())
-    return sum(sizes) // 8
-
-
-def bits_of(dtype, shape):
-    bits = DTYPE_BITS[dtype]
-    for size in shape:
-        bits *= size
-    return bits
+def block_of(form, columns):
+    """The block that headers show: channel-wise whole numbers have all of a row's columns."""
+    is_whole = form.kind in (Kind.W4A16, Kind.W8A16)
+    return (1, columns) if is_whole and form.block is None else form.block
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_companions_are_grouped_with_their_weight(tmp_path, name):
-    parts = FORMATS[name]
-    shapes = {
-        f"model.layers.{index}.{projection}.{part}": shape
-        for index in range(2)
-        for projection in PROJECTIONS
-        for part, shape in parts.items()
-    }
-    folder = write_folder(tmp_path, CONFIG, {"model.safetensors": shapes})
-    model = open_model(str(folder))
-    each = num_bytes(parts)
-    assert model.layers[1].segments == {"self_attn.k_proj": each, "mlp.experts.up_proj": 2 * each}
-    assert model.total_bytes == model.loaded_bytes == 6 * each
-    assert model.experts.bytes_per_expert == each
-    # The cache is the config's: packed shapes say nothing of heads, whole ones (1 byte) do.
-    whole = name.startswith("fp8")
-    assert model.layers[0].kv_cache == KVCache(2 * ROWS * 2 if whole else 2 * 1 * 4 * 2)
-    assert any("packed" in note for note in model.notes) == (
-        name not in ("fp8 blocks", "fp8 tensor", "packed fp4", "bitsandbytes int8")
+def test_a_weight_and_what_lies_beside_it_are_one_parameter(tmp_path, name):
+    format = FORMATS[name]
+    model = open_model(str(write_quantised(tmp_path, format)))
+    parameters = {p.name: p for layer in model.layers for p in layer.parameters}
+    key, routed = parameters["self_attn.k_proj.weight"], parameters["mlp.experts.up_proj.weight"]
+    for parameter, shape in ((key, ATTENTION["k_proj"]), (routed, ROUTED["up_proj"])):
+        assert parameter.form == format.form._replace(block=block_of(format.form, shape[1]))
+        assert parameter.shape == shape
+    assert routed.is_expert
+    assert len(routed.tensors) == 2
+    each = {(t.name.removeprefix("model.layers.1.self_attn.k_proj.")): t[1:3] for t in key.stored}
+    assert each == format.parts(*ATTENTION["k_proj"])
+    assert {len(routed.of(part)) for part, _ in routed.beside} == {2}
+    assert model.layers[1].segments["mlp.experts.up_proj"] == routed.nbytes
+    assert routed.nbytes == 2 * num_bytes(format.parts(*ROUTED["up_proj"]))
+    assert model.experts.bytes_per_expert == sum(
+        num_bytes(format.parts(*shape)) for shape in ROUTED.values()
     )
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_figures_of_the_model_are_those_of_what_it_stands_for(tmp_path, name):
+    format = FORMATS[name]
+    model = open_model(str(write_quantised(tmp_path, format)))
+    assert model.num_parameters == NUM_WEIGHTS
+    assert model.total_bytes == model.loaded_bytes == num_bytes(shapes_of(format))
+    assert model.dtype == "bfloat16"
+    assert {layer.kv_cache for layer in model.layers} == {KVCache(2 * 2 * 64 * 2)}
+    assert model.head.shape == (64, 256)
+    assert (model.input_embedding is None) == format.takes_all
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_the_files_are_valid_to_safetensors(tmp_path, name):
-    folder = write_folder(tmp_path, CONFIG, {"model.safetensors": FORMATS[name]})
+    folder = write_quantised(tmp_path, FORMATS[name])
     with safe_open(folder / "model.safetensors", "np") as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    expected = {key: shape for key, (_, shape) in FORMATS[name].items()}
+    expected = {key: shape for key, (_, shape) in shapes_of(FORMATS[name]).items()}
     # An F4 tensor is opened as pairs of elements.
-    assert found == expected or name == "packed fp4"
+    assert found == expected or "type of their own" in name
 
 
 def test_every_dtype_of_safetensors_is_counted(tmp_path):

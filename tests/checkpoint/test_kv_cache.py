@@ -2,15 +2,18 @@ import pytest
 
 from offplan.checkpoint.architecture import read_architecture
 from offplan.checkpoint.kv_cache import describe_kv_caches
-from offplan.checkpoint.model import KVCache, Parameter
+from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.forms.form import OTHER, RAW
 
 
-def parameters(*names, dtype="BF16", **shapes):
+def parameters(*names, form=RAW, **shapes):
     """Parameters of one layer; keyword names write a dot as a double underscore."""
     by_name = dict.fromkeys(names, (8, 8)) | {k.replace("__", "."): v for k, v in shapes.items()}
     return tuple(
-        Parameter(name, (TensorInfo(name, dtype, shape),)) for name, shape in by_name.items()
+        Parameter(name, (TensorInfo(name, "BF16", shape),), form=form)
+        for name, shape in by_name.items()
     )
 
 
@@ -49,8 +52,8 @@ STATE = KVCache(state_bytes=(2 * 2 * 8 + 4 * 16) * 4 * 2 + 4 * 8 * 16 * 4)
             parameters(self_attn__k_proj__weight=(64, 8), self_attn__v_proj__weight=(32, 8)),
             (64 + 32) * 2,
         ),
-        # Packed weights' shapes say nothing.
-        (GQA, parameters(self_attn__k_proj__weight=(999, 1), dtype="U8"), 2 * 2 * 16 * 2),
+        # Shapes of what is not understood say nothing.
+        (GQA, parameters(self_attn__k_proj__weight=(999, 1), form=OTHER), 2 * 2 * 16 * 2),
         # A quantised projection is one projection.
         (
             MLA,

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
+from offplan.checkpoint.model import Experts, KVCache, Layer, Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.machine.profile import LayerTime, MachineProfile
 from offplan.placement import Placement, place

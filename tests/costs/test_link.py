@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offplan.checkpoint.model import Experts, Parameter
+from offplan.checkpoint.model import Experts
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, uva_bytes, uva_bytes_by_layer
 from offplan.costs.work import PassShape

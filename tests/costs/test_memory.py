@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from offplan.checkpoint.model import Experts, KVCache, Layer, Parameter
+from offplan.checkpoint.model import Experts, KVCache, Layer
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.memory import (
     ATTENTION_COPIES,

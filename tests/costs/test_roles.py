@@ -2,7 +2,7 @@
 
 import pytest
 
-from offplan.checkpoint.model import Parameter
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.roles import Role, role_of
 

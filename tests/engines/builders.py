@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from offplan.checkpoint.model import Experts, Layer, Model, Parameter
+from offplan.checkpoint.model import Experts, Layer, Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.plan import Plan, Rule, parse_plan
 

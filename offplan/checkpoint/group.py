@@ -1,0 +1,148 @@
+"""Tensors grouped into parameters: experts by their index, scales with their weights."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from math import prod
+
+from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tensors import TensorInfo, Tensors, split_expert
+from offplan.errors import CheckpointError
+from offplan.forms.form import OTHER, Part
+from offplan.forms.names import part_of
+from offplan.forms.recognise import CODE_TYPES, Shape, recognise
+
+_EXPERTS = "experts"
+_NO_INDEX = -1
+"""Stands for the index in what is stored for no single expert."""
+_OUTPUTS = frozenset(
+    ["o_proj", "out_proj", "wo", "dense", "down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h"]
+)
+"""Modules that give hidden states."""
+
+
+def group_parameters(
+    prefix: str, tensors: Iterable[TensorInfo], architecture: Architecture
+) -> tuple[Parameter, ...]:
+    """Group a layer's tensors into parameters, sorted by name.
+
+    Experts stored one by one (``experts.3.up_proj.weight``) come together under the name without
+    the index; fused ones (first dimension a multiple of the number of experts) are one tensor.
+    Raises CheckpointError when an expert lacks a tensor that another has, unless it is past
+    that number: LongCat's zero experts compute nothing.
+    """
+    by_name: defaultdict[str, dict[int, TensorInfo]] = defaultdict(dict)
+    start = len(prefix) + 1
+    for tensor in tensors:
+        whole = tensor.name[start:]
+        index, name = split_expert(whole) or (_NO_INDEX, whole)
+        by_name[name][index] = tensor
+    count = max((max(found) + 1 for found in by_name.values()), default=0)
+    num_experts = architecture.routing.num_experts
+    whole_by_name: dict[str, Tensors] = {}
+    for name, found in by_name.items():
+        if found.keys() == {_NO_INDEX}:
+            whole_by_name[name] = (found[_NO_INDEX],)
+            continue
+        if _NO_INDEX in found:
+            raise CheckpointError(
+                f"{prefix}: found {quote(name)} both fused and expert by expert, expected one of "
+                "them; the checkpoint mixes two layouts: fetch it again"
+            )
+        # Whole up to the last one needed, and without a gap after it.
+        needed = max(max(found) + 1, min(count, num_experts or count))
+        if len(found) != needed:
+            missing = next(index for index in range(needed) if index not in found)
+            raise CheckpointError(
+                f"{prefix}: found {len(found)} experts with {quote(name)}, expected {needed} "
+                f"(expert {missing} has none); the checkpoint is incomplete: fetch it again"
+            )
+        whole_by_name[name] = tuple(found[index] for index in range(needed))
+    return _join_parts(whole_by_name, architecture)
+
+
+def group_outside(tensors: Tensors, architecture: Architecture) -> tuple[Parameter, ...]:
+    """Group what lies outside the layers into parameters by their whole names, experts apart."""
+    return _join_parts({tensor.name: (tensor,) for tensor in tensors}, architecture)
+
+
+def _join_parts(
+    by_name: Mapping[str, Tensors], architecture: Architecture
+) -> tuple[Parameter, ...]:
+    """Join weights that are stored as codes with what lies beside them; sorted by name."""
+    parts = {name: part_of(name) for name in by_name}
+    claims = Counter(weight for weight, part in parts.values() if part is Part.WEIGHT)
+    weights = {
+        weight: name
+        for name, (weight, part) in parts.items()
+        if part is Part.WEIGHT and by_name[name][0].dtype in CODE_TYPES and claims[weight] == 1
+    }
+    beside: defaultdict[str, dict[Part, Tensors]] = defaultdict(dict)
+    alone = by_name.keys() - weights.values()
+    for name, (weight, part) in parts.items():
+        is_companion = part is not Part.WEIGHT and weight in weights and part not in beside[weight]
+        if is_companion and len(by_name[name]) == len(by_name[weights[weight]]):
+            beside[weight][part] = by_name[name]
+            alone.discard(name)
+    parameters = [
+        _describe(weight, by_name[name], beside[weight], architecture)
+        for weight, name in weights.items()
+    ]
+    parameters += [_describe(name, by_name[name], {}, architecture) for name in alone]
+    return tuple(sorted(parameters, key=lambda parameter: parameter.name))
+
+
+def _describe(
+    name: str, tensors: Tensors, beside: Mapping[Part, Tensors], architecture: Architecture
+) -> Parameter:
+    """Describe one weight, of all experts if it is theirs."""
+    first = {part: of_part[0] for part, of_part in beside.items()}
+    quantisation = architecture.quantisation
+    module = part_of(tensors[0].name)[0].removesuffix(".weight")
+    stated = quantisation.stated(module) if quantisation is not None and beside else None
+    form, shape = recognise(tensors[0], first, stated)
+    if len(shape) == 1:
+        shape = _unflatten(name, shape, architecture)
+    alike = all(
+        (tensor.dtype, tensor.shape) == (of_part[0].dtype, of_part[0].shape)
+        for of_part in (tensors, *beside.values())
+        for tensor in of_part
+    )
+    is_known = quantisation is None or quantisation.is_known
+    is_expert = split_expert(tensors[0].name) is not None
+    return Parameter(
+        name,
+        tensors,
+        is_expert or _is_fused(name, tensors[0], architecture.routing.num_experts),
+        form=form if form.is_raw or (alike and is_known) else OTHER,
+        beside=tuple(sorted(beside.items())),
+        logical_shape=None if form.is_raw else shape,
+    )
+
+
+def _unflatten(name: str, shape: Shape, architecture: Architecture) -> Shape:
+    """Return the shape of a matrix of which only the number of elements is known.
+
+    A layer's products take hidden states in or give them out, but for latent attention's.
+    """
+    owner = name.removesuffix(".weight").rpartition(".")[2]
+    size, hidden, latents = prod(shape), architecture.hidden_size, architecture.latents
+    columns = hidden
+    if latents is not None and owner == "kv_b_proj":
+        columns = latents.rank
+    if not columns or size % columns:
+        return (1, size)
+    return (columns, size // columns) if owner in _OUTPUTS else (size // columns, columns)
+
+
+def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:
+    """Whether one tensor holds all of a layer's routed experts."""
+    parts = name.split(".")
+    if num_experts is None:
+        return _EXPERTS in parts and len(tensor.shape) >= 3
+    if _EXPERTS in parts:
+        return bool(tensor.shape) and tensor.shape[0] > 0 and tensor.shape[0] % num_experts == 0
+    # Granite names no experts: block_sparse_moe.input_linear.weight [E, 2I, H].
+    in_moe = any("moe" in part for part in parts)
+    return in_moe and len(tensor.shape) == 3 and tensor.shape[0] == num_experts

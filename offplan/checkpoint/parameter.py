@@ -1,0 +1,70 @@
+"""A parameter of a model: a weight, with whatever is stored for it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from offplan.checkpoint.tensors import Tensors, split_expert
+from offplan.forms.form import RAW, Form, Part
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight, of one module or of all routed experts, and the tensors that it is stored in.
+
+    It is the smallest thing a rule's segments can choose.
+    """
+
+    name: str
+    """Its name relative to the layer, without expert index: ``mlp.experts.down_proj.weight``.
+
+    It is the weight's own, also where what is stored is named ``qweight`` or ``weight_packed``.
+    """
+    tensors: Tensors
+    """Values or codes: one tensor, or one for each routed expert in the order of their indices."""
+    is_expert: bool = False
+    """Whether it belongs to the routed experts (fused or one by one)."""
+    is_widened: bool = False
+    """Whether it is stored in two bytes an element and kept in float32 once loaded."""
+    form: Form = RAW
+    """How the values are stored."""
+    beside: tuple[tuple[Part, Tensors], ...] = ()
+    """Scales and what else the values are made with, each as many tensors as ``tensors``."""
+    logical_shape: tuple[int, ...] | None = None
+    """The shape that each of ``tensors`` stands for, [..., out, in]; None for that stored."""
+
+    def of(self, part: Part) -> Tensors:
+        """Return the tensors of one part, in the order of the experts; () where there are none."""
+        return self.tensors if part is Part.WEIGHT else dict(self.beside).get(part, ())
+
+    @cached_property
+    def stored(self) -> Tensors:
+        """All its tensors."""
+        return self.tensors + tuple(tensor for _, tensors in self.beside for tensor in tensors)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what one of ``tensors`` stands for."""
+        return self.tensors[0].shape if self.logical_shape is None else self.logical_shape
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes as stored, over all its tensors."""
+        return sum(tensor.nbytes for tensor in self.stored)
+
+    @cached_property
+    def num_weights(self) -> int:
+        """Weights that it stands for: scales and the like are none."""
+        if self.logical_shape is None:
+            return sum(tensor.num_elements for tensor in self.tensors)
+        return len(self.tensors) * prod(self.logical_shape)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one tensor holds all routed experts."""
+        return self.is_expert and split_expert(self.tensors[0].name) is None
+
+    @property
+    def segment(self) -> str:
+        """Its name without the final part: ``mlp.experts.down_proj``."""
+        return self.name.rpartition(".")[0] or self.name

@@ -1,0 +1,104 @@
+"""The form in which a weight's values are stored."""
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(str, Enum):
+    """Ways to store a matrix of weights."""
+
+    RAW = "raw"
+    """Each value by itself, in the type of its tensor."""
+    FP8_BLOCK = "fp8_block"
+    """FP8, with a scale for each block of rows and columns."""
+    FP8_CHANNEL = "fp8_channel"
+    """FP8, with a scale for each row."""
+    FP8_TENSOR = "fp8_tensor"
+    """FP8, with one scale for the matrix."""
+    MXFP4 = "mxfp4"
+    """Two E2M1 values a byte, the first in the low half; a power of two for each 32 of a row.
+
+    Source: OCP Microscaling Formats v1.0.
+    """
+    NVFP4 = "nvfp4"
+    """Two E2M1 values a byte; an FP8 scale for each 16 of a row, and one for the matrix."""
+    W4A16 = "w4a16"
+    """Whole numbers of 4 bits, with a scale for each group of a row, packed as ``packing`` says."""
+    W8A16 = "w8a16"
+    """Whole numbers of 8 bits, likewise."""
+    BNB8 = "bnb8"
+    """bitsandbytes' whole numbers of 8 bits, with a row's largest magnitude as its scale."""
+    NF4 = "nf4"
+    """bitsandbytes' quantiles of 4 bits, in blocks of the flattened matrix."""
+    OTHER = "other"
+    """A way that is sized, not understood."""
+
+
+class Part(str, Enum):
+    """What a stored tensor is to the weight it belongs to."""
+
+    WEIGHT = "weight"
+    """The values or their codes (``weight``, ``weight_packed``, ``qweight``, ``_blocks``)."""
+    SCALE = "scale"
+    """What codes are multiplied by, each for its block, group, row or matrix."""
+    ZERO = "zero"
+    """The code of zero, for each group."""
+    OFFSET = "offset"
+    """What is added to the scaled codes of a group (MLX's ``biases``)."""
+    GROUP_INDEX = "group_index"
+    """The group of each column (``g_idx``)."""
+    GLOBAL_SCALE = "global_scale"
+    """A matrix's scale of its scales (``weight_scale_2``, ``weight_global_scale``)."""
+    INPUT_SCALE = "input_scale"
+    """The scale of activations that are quantised too."""
+    SHAPE = "shape"
+    """The matrix's shape, stored as a tensor."""
+    CODES = "codes"
+    """The values that codes stand for (bitsandbytes' ``quant_map``)."""
+    NESTED_SCALE = "nested_scale"
+    NESTED_CODES = "nested_codes"
+    """Scales and values of the scales, where they are quantised too (bitsandbytes)."""
+    STATE = "state"
+    """What else bitsandbytes keeps: its parameters as JSON, or the name of a layout."""
+
+
+class Packing(str, Enum):
+    """The order in which whole numbers are packed into words of 32 bits."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    """[out, in / 8] along rows, the first in the lowest bits; codes are moved up by 8 (of 4 bits).
+
+    Source: compressed-tensors, ``pack_to_int32``.
+    """
+    GPTQ = "gptq"
+    """[in / 8, out] along columns, in order; zeros along [groups, out / 8], stored less one."""
+    GPTQ_V2 = "gptq_v2"
+    """As GPTQ, zeros stored as they are."""
+    AWQ = "awq"
+    """[in, out / 8] along columns, in the order 0 2 4 6 1 3 5 7; zeros likewise."""
+    MLX = "mlx"
+    """[out, in / 8] along rows, the first in the lowest bits, unsigned."""
+    NONE = "none"
+    """One to a byte."""
+
+
+class Form(NamedTuple):
+    """How a weight is stored."""
+
+    kind: Kind
+    block: tuple[int, int] | None = None
+    """Rows and columns (out, in) of weights that share a scale, where it is neither row nor matrix.
+
+    (128, 128) of FP8 in blocks, (1, 32) of MXFP4, (1, 16) of NVFP4, (1, group) of whole numbers.
+    """
+    packing: Packing | None = None
+    """How whole numbers of 4 or 8 bits are packed; None of other kinds."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether each value is stored by itself."""
+        return self.kind is Kind.RAW
+
+
+RAW = Form(Kind.RAW)
+OTHER = Form(Kind.OTHER)

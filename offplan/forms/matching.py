@@ -1,0 +1,94 @@
+"""Which modules a config's lists of names and patterns mean.
+
+Patterns come from strangers: those that could take exponential or high polynomial time are refused.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from offplan.errors import CheckpointError
+
+_MAX_PATTERN = 2_000
+_MAX_REPEATS = 6
+"""Unbounded repeats in one pattern: matching takes time in the power of their number."""
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{]|\\[1-9]")
+_PLAIN = re.compile(r"[\w.\-]*")
+
+
+def skips(patterns: Iterable[str], module: str) -> bool:
+    """Whether a list of modules not to convert means this one, as transformers matches it.
+
+    Source: transformers 5.23, ``should_convert_module``: a pattern means the modules that it
+    matches from their start up to a dot, and those whose names end with it.
+    """
+    starts, ends, pattern = _compile_skips(tuple(patterns))
+    if module.endswith(ends):
+        return True
+    found = pattern is not None and pattern.match(module) is not None
+    return found or not starts.isdisjoint(_starts_of(module))
+
+
+def has_run(patterns: Iterable[str], module: str) -> bool:
+    """Whether one of these names stands in a module's name, dot to dot."""
+    return any(f".{pattern}." in f".{module}." for pattern in patterns)
+
+
+def targets(patterns: Iterable[str], module: str) -> bool:
+    """Whether compressed-tensors' targets mean this linear layer.
+
+    Source: compressed-tensors, ``utils.match.is_match``: the class, the name, or ``re:`` a pattern.
+    """
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if compile_pattern(pattern.removeprefix("re:")).match(module):
+                return True
+        elif pattern in ("Linear", module):
+            return True
+    return False
+
+
+def matches_wildcard(patterns: Iterable[str], module: str) -> bool:
+    """Whether ModelOpt's wildcards mean this module, or one that it lies in."""
+    return any(_compile_wildcard(pattern).match(module) is not None for pattern in patterns)
+
+
+@lru_cache(maxsize=1024)
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a stranger's pattern; raises CheckpointError for one that is wrong, or may hang."""
+    repeats = pattern.count("*") + pattern.count("+") + pattern.count("{")
+    simple = len(pattern) <= _MAX_PATTERN and repeats <= _MAX_REPEATS
+    if simple and not _REPEATED_GROUP.search(pattern):
+        try:
+            return re.compile(pattern)
+        except (re.error, OverflowError, RecursionError):
+            pass
+    raise CheckpointError(
+        f"quantization_config: found the pattern {pattern[:80]!a}, expected a simple regular "
+        "expression of module names; correct the config"
+    )
+
+
+@lru_cache(maxsize=64)
+def _compile_wildcard(pattern: str) -> re.Pattern[str]:
+    body = ".*".join(re.escape(part) for part in re.split(r"\*+", pattern))
+    compile_pattern(body)
+    return re.compile(rf"{body}(?:\.|$)")
+
+
+@lru_cache(maxsize=8)
+def _compile_skips(
+    patterns: tuple[str, ...],
+) -> tuple[frozenset[str], tuple[str, ...], re.Pattern[str] | None]:
+    """Split patterns into plain names, which are looked up, and one expression of the others."""
+    plain = frozenset(pattern for pattern in patterns if _PLAIN.fullmatch(pattern))
+    others = [compile_pattern(pattern).pattern for pattern in patterns if pattern not in plain]
+    joined = "|".join(f"(?:{pattern})" for pattern in others)
+    whole = re.compile(rf"(?:{joined})(?:(?<=\.)|(?=\.|$))") if others else None
+    return plain, patterns, whole
+
+
+def _starts_of(module: str) -> set[str]:
+    """List a module and those that it lies in, by name."""
+    parts = module.split(".")
+    return {".".join(parts[: count + 1]) for count in range(len(parts))}

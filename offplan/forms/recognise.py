@@ -1,0 +1,175 @@
+"""Stored forms, recognised from types and shapes, and by the config where these leave a choice.
+
+What does not fit together is OTHER: it is sized as it is stored, and no runtime executes it.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Protocol
+
+from offplan.forms.form import OTHER, RAW, Form, Kind, Packing, Part
+
+Shape = tuple[int, ...]
+
+FP8_TYPES = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+CODE_TYPES = FP8_TYPES | {"I8", "U8", "I32", "U32", "F4"}
+"""Types that stand for weights only with something beside them."""
+WORD_BITS = 32
+_FP4_GROUPS = {"F8_E4M3": (Kind.NVFP4, 16), "F8_E8M0": (Kind.MXFP4, 32), "U8": (Kind.MXFP4, 32)}
+"""Kind and group of 4-bit floats by the type of their scales."""
+WHOLE_KINDS = {4: Kind.W4A16, 8: Kind.W8A16}
+"""Kinds of whole numbers by their bits."""
+
+
+class Stored(Protocol):
+    """A stored tensor's description."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's whole name."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors' name of the type."""
+
+    @property
+    def shape(self) -> Shape:
+        """Elements along each dimension, as stored."""
+
+
+def recognise(
+    weight: Stored, beside: Mapping[Part, Stored], stated: Form | None
+) -> tuple[Form, Shape]:
+    """Return the form of a weight and the shape that it stands for, [..., out, in].
+
+    ``beside`` are the tensors that belong to it, ``stated`` is what the config says of its module.
+    The shape of a bitsandbytes weight of 4 bits is (elements,): the headers do not tell more.
+    """
+    if not beside:
+        is_matrix = len(weight.shape) > 1
+        return (OTHER if is_matrix and weight.dtype in CODE_TYPES else RAW), weight.shape
+    if weight.dtype in FP8_TYPES:
+        return _recognise_fp8(weight.shape, beside, stated), weight.shape
+    if weight.dtype == "I32":
+        return _recognise_words(weight, beside, stated)
+    if weight.dtype == "U32":
+        return _recognise_mlx(weight.shape, beside, stated)
+    if Part.CODES in beside:
+        is_nf4 = Part.STATE in beside and beside[Part.STATE].name.endswith("__nf4")
+        return (Form(Kind.NF4) if is_nf4 else OTHER), (2 * prod(weight.shape),)
+    scale = beside.get(Part.SCALE)
+    if weight.dtype == "I8" and scale is not None and scale.dtype != "F8_E8M0":
+        return _recognise_bytes(weight.shape, scale, beside), weight.shape
+    return _recognise_fp4(weight, beside)
+
+
+def _recognise_fp8(shape: Shape, beside: Mapping[Part, Stored], stated: Form | None) -> Form:
+    if not beside.keys() <= {Part.SCALE, Part.INPUT_SCALE} or len(shape) < 2:
+        return OTHER
+    scale = beside.get(Part.SCALE)
+    if scale is None:
+        return OTHER
+    return _granularity(shape, scale.shape, stated)
+
+
+def _granularity(shape: Shape, scale: Shape, stated: Form | None) -> Form:
+    """Tell what an FP8 matrix, or each of a stack of them, has scales for."""
+    *stack, rows, columns = shape
+    block = stated.block if stated is not None else None
+    if block is not None and stated is not None and stated.kind is Kind.FP8_BLOCK:
+        fits = scale == (*stack, -(-rows // block[0]), -(-columns // block[1]))
+        return stated if fits else OTHER
+    # of one matrix: scalar, [1]; of a stack: [experts], [experts, 1, 1]
+    if prod(scale) == prod(stack) and scale[: len(stack)] == tuple(stack):
+        return Form(Kind.FP8_TENSOR)
+    if scale in ((*stack, rows), (*stack, rows, 1)):
+        return Form(Kind.FP8_CHANNEL)
+    for size in (128, 64, 32, 256):
+        if scale == (*stack, -(-rows // size), -(-columns // size)):
+            return Form(Kind.FP8_BLOCK, (size, size))
+    return OTHER
+
+
+def _recognise_words(
+    weight: Stored, beside: Mapping[Part, Stored], stated: Form | None
+) -> tuple[Form, Shape]:
+    """Recognise whole numbers packed into 32 bits by compressed-tensors, GPTQ or AWQ."""
+    scale, zero = beside.get(Part.SCALE), beside.get(Part.ZERO)
+    if scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
+        return OTHER, weight.shape
+    if not weight.name.endswith("qweight"):
+        return _recognise_rows(weight.shape, scale.shape, beside, stated)
+    groups, rows = scale.shape
+    bits = WORD_BITS * zero.shape[-1] // rows if zero is not None and zero.shape and rows else 0
+    if bits not in WHOLE_KINDS:
+        return OTHER, weight.shape
+    # AWQ packs along the outputs, GPTQ along the inputs
+    is_awq = weight.shape[1] * WORD_BITS == rows * bits
+    packings = (Packing.AWQ,) if is_awq else (Packing.GPTQ, Packing.GPTQ_V2)
+    columns = weight.shape[0] * (1 if is_awq else WORD_BITS // bits)
+    form = OTHER
+    if stated is not None and stated.packing in packings and (is_awq or weight.shape[1] == rows):
+        form = _grouped(bits, stated.packing, columns, groups)
+    return form, (rows, columns)
+
+
+def _recognise_rows(
+    shape: Shape, scale: Shape, beside: Mapping[Part, Stored], stated: Form | None
+) -> tuple[Form, Shape]:
+    """Recognise rows of packed whole numbers; without a zero the config alone tells the bits."""
+    rows, words = shape
+    zero = beside.get(Part.ZERO)
+    bits = 4
+    known = stated is not None and stated.kind in WHOLE_KINDS.values()
+    if known and stated is not None:
+        bits = 4 if stated.kind is Kind.W4A16 else 8
+    elif zero is not None and zero.shape and rows:
+        bits = WORD_BITS * zero.shape[0] // rows
+    if bits not in WHOLE_KINDS or scale[0] != rows:
+        return OTHER, shape
+    columns = words * WORD_BITS // bits
+    form = _grouped(bits, Packing.COMPRESSED_TENSORS, columns, scale[1])
+    return (form if known else OTHER), (rows, columns)
+
+
+def _recognise_mlx(
+    shape: Shape, beside: Mapping[Part, Stored], stated: Form | None
+) -> tuple[Form, Shape]:
+    bits = 8 if stated is not None and stated.kind is Kind.W8A16 else 4
+    *stack, words = shape
+    columns = words * WORD_BITS // bits
+    logical = (*stack, columns)
+    scale, offset = beside.get(Part.SCALE), beside.get(Part.OFFSET)
+    if stated is None or scale is None or offset is None or scale.shape != offset.shape:
+        return OTHER, logical
+    return _grouped(bits, Packing.MLX, columns, scale.shape[-1] if scale.shape else 0), logical
+
+
+def _recognise_bytes(shape: Shape, scale: Stored, beside: Mapping[Part, Stored]) -> Form:
+    """Recognise whole numbers of 8 bits, one to a byte."""
+    if scale.name.endswith(".SCB"):
+        return Form(Kind.BNB8) if scale.shape == shape[:-1] else OTHER
+    if len(shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != shape[0]:
+        return OTHER
+    return _grouped(8, Packing.NONE, shape[1], scale.shape[1])
+
+
+def _grouped(bits: int, packing: Packing | None, columns: int, num_groups: int) -> Form:
+    if not num_groups or columns % num_groups:
+        return OTHER
+    return Form(WHOLE_KINDS[bits], (1, columns // num_groups), packing)
+
+
+def _recognise_fp4(weight: Stored, beside: Mapping[Part, Stored]) -> tuple[Form, Shape]:
+    """Recognise 4-bit floats, two a byte, with a scale for each group of a row."""
+    scale = beside.get(Part.SCALE)
+    if scale is None or len(weight.shape) < 2 or scale.dtype not in _FP4_GROUPS:
+        return OTHER, weight.shape
+    kind, group = _FP4_GROUPS[scale.dtype]
+    *stack, columns = weight.shape
+    if len(scale.shape) == len(stack):  # gpt-oss: [experts, out, groups, bytes]
+        columns *= stack.pop()
+    logical = (*stack, columns if weight.dtype == "F4" else 2 * columns)
+    is_whole = (kind is Kind.NVFP4) == (Part.GLOBAL_SCALE in beside)
+    fits = scale.shape == (*stack, -(-logical[-1] // group))
+    return (Form(kind, (1, group)) if fits and is_whole else OTHER), logical

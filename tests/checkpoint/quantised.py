@@ -1,0 +1,344 @@
+"""Tiny checkpoints of each stored form, named, typed and shaped as their tools write them."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offplan.checkpoint.tensors import DTYPE_BITS
+from offplan.forms.form import OTHER, Form, Kind, Packing
+from tests.checkpoint.files import Shapes, write_folder
+
+HIDDEN, INNER, EXPERT_INNER, VOCABULARY = 256, 512, 128, 64
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": EXPERT_INNER,
+    "mlp_only_layers": [0],
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+MLP = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+ROUTED = {
+    "gate_proj": (EXPERT_INNER, HIDDEN),
+    "up_proj": (EXPERT_INNER, HIDDEN),
+    "down_proj": (HIDDEN, EXPERT_INNER),
+}
+ATTENTION = {
+    "q_proj": (256, HIDDEN),
+    "k_proj": (128, HIDDEN),
+    "v_proj": (128, HIDDEN),
+    "o_proj": (HIDDEN, 256),
+}
+LINEAR = {
+    **{
+        f"model.layers.{at}.self_attn.{name}": ATTENTION[name]
+        for at in (0, 1)
+        for name in ATTENTION
+    },
+    **{f"model.layers.0.mlp.{name}": shape for name, shape in MLP.items()},
+    **{
+        f"model.layers.1.mlp.experts.{expert}.{name}": shape
+        for expert in (0, 1)
+        for name, shape in ROUTED.items()
+    },
+}
+"""The linear layers of the model, [out, in]."""
+RAW = {
+    "model.embed_tokens": (VOCABULARY, HIDDEN),
+    "model.norm": (HIDDEN,),
+    "lm_head": (VOCABULARY, HIDDEN),
+    "model.layers.1.mlp.gate": (2, HIDDEN),
+    **{
+        f"model.layers.{at}.{name}": shape
+        for at in (0, 1)
+        for name, shape in {
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+            "self_attn.q_norm": (64,),
+            "self_attn.k_norm": (64,),
+        }.items()
+    },
+}
+NUM_WEIGHTS = sum(math.prod(shape) for shape in (*LINEAR.values(), *RAW.values()))
+
+Parts = dict[str, tuple[str, tuple[int, ...]]]
+
+
+class Format(NamedTuple):
+    """A way that a tool quantises."""
+
+    config: Mapping[str, Any] | None
+    """What it writes as ``quantization_config``."""
+    parts: Callable[[int, int], Parts]
+    """What it stores of a linear layer [out, in]."""
+    form: Form
+    takes_all: bool = False
+    """Whether embedding and head are quantised too."""
+    from_config: bool = True
+    """Whether the config alone says what is stored."""
+
+
+def weights(**arguments: Any) -> dict[str, Any]:
+    """The config of compressed-tensors for one group of all linear layers but head and router."""
+    layout, inputs = arguments.pop("format"), arguments.pop("inputs", None)
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+    }
+
+
+INT4 = {"format": "pack-quantized", "num_bits": 4, "type": "int", "group_size": 128}
+FORMATS = {
+    "fp8 blocks": Format(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale_inv": ("BF16", (out // 128, inner // 128)),
+        },
+        Form(Kind.FP8_BLOCK, (128, 128)),
+    ),
+    "fp8 tensor": Format(
+        {
+            "quant_method": "fp8",
+            "weight_block_size": None,
+            "activation_scheme": "static",
+            "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate"],
+        },
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale_inv": ("BF16", ()),
+            "activation_scale": ("BF16", ()),
+        },
+        Form(Kind.FP8_TENSOR),
+    ),
+    "compressed-tensors fp8 channel": Format(
+        weights(
+            format="float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True
+        ),
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("BF16", (out, 1)),
+        },
+        Form(Kind.FP8_CHANNEL),
+    ),
+    "compressed-tensors fp8 tensor": Format(
+        weights(
+            format="float-quantized",
+            num_bits=8,
+            type="float",
+            strategy="tensor",
+            inputs={"dynamic": False, "num_bits": 8},
+        ),
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("BF16", (1,)),
+            "input_scale": ("BF16", (1,)),
+        },
+        Form(Kind.FP8_TENSOR),
+    ),
+    "compressed-tensors fp8 blocks": Format(
+        weights(
+            format="float-quantized",
+            num_bits=8,
+            type="float",
+            strategy="block",
+            block_structure=[128, 128],
+        ),
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("BF16", (out // 128, inner // 128)),
+        },
+        Form(Kind.FP8_BLOCK, (128, 128)),
+    ),
+    "compressed-tensors int4": Format(
+        weights(**INT4, strategy="group", symmetric=True),
+        lambda out, inner: {
+            "weight_packed": ("I32", (out, inner // 8)),
+            "weight_scale": ("BF16", (out, inner // 128)),
+            "weight_shape": ("I64", (2,)),
+        },
+        Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
+    ),
+    "compressed-tensors int4 with zeros, by activation": Format(
+        weights(**INT4, strategy="group", symmetric=False, actorder="group"),
+        lambda out, inner: {
+            "weight_packed": ("I32", (out, inner // 8)),
+            "weight_scale": ("BF16", (out, inner // 128)),
+            "weight_zero_point": ("I32", (out // 8, inner // 128)),
+            "weight_shape": ("I64", (2,)),
+            "weight_g_idx": ("I32", (inner,)),
+        },
+        Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
+    ),
+    "compressed-tensors int8 packed": Format(
+        weights(format="pack-quantized", num_bits=8, type="int", group_size=64, strategy="group"),
+        lambda out, inner: {
+            "weight_packed": ("I32", (out, inner // 4)),
+            "weight_scale": ("BF16", (out, inner // 64)),
+            "weight_shape": ("I64", (2,)),
+        },
+        Form(Kind.W8A16, (1, 64), Packing.COMPRESSED_TENSORS),
+    ),
+    "compressed-tensors nvfp4": Format(
+        weights(
+            format="nvfp4-pack-quantized",
+            num_bits=4,
+            type="float",
+            strategy="tensor_group",
+            group_size=16,
+            inputs={"dynamic": "local", "num_bits": 4},
+        ),
+        lambda out, inner: {
+            "weight_packed": ("U8", (out, inner // 2)),
+            "weight_scale": ("F8_E4M3", (out, inner // 16)),
+            "weight_global_scale": ("F32", (1,)),
+            "input_global_scale": ("F32", (1,)),
+        },
+        Form(Kind.NVFP4, (1, 16)),
+    ),
+    "modelopt nvfp4": Format(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+        },
+        lambda out, inner: {
+            "weight": ("U8", (out, inner // 2)),
+            "weight_scale": ("F8_E4M3", (out, inner // 16)),
+            "weight_scale_2": ("F32", ()),
+            "input_scale": ("F32", ()),
+        },
+        Form(Kind.NVFP4, (1, 16)),
+    ),
+    "modelopt fp8": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head*"]},
+        lambda out, inner: {
+            "weight": ("F8_E4M3", (out, inner)),
+            "weight_scale": ("F32", ()),
+            "input_scale": ("F32", ()),
+        },
+        Form(Kind.FP8_TENSOR),
+    ),
+    "gptq": Format(
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
+        lambda out, inner: {
+            "qweight": ("I32", (inner // 8, out)),
+            "qzeros": ("I32", (inner // 128, out // 8)),
+            "scales": ("F16", (inner // 128, out)),
+            "g_idx": ("I32", (inner,)),
+        },
+        Form(Kind.W4A16, (1, 128), Packing.GPTQ),
+    ),
+    "gptq of 8 bits, a scale a row": Format(
+        {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+        lambda out, inner: {
+            "qweight": ("I32", (inner // 4, out)),
+            "qzeros": ("I32", (1, out // 4)),
+            "scales": ("F16", (1, out)),
+            "g_idx": ("I32", (inner,)),
+        },
+        Form(Kind.W8A16, None, Packing.GPTQ_V2),
+    ),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        lambda out, inner: {
+            "qweight": ("I32", (inner, out // 8)),
+            "qzeros": ("I32", (inner // 128, out // 8)),
+            "scales": ("F16", (inner // 128, out)),
+        },
+        Form(Kind.W4A16, (1, 128), Packing.AWQ),
+    ),
+    "mlx": Format(
+        {"bits": 4, "group_size": 64},
+        lambda out, inner: {
+            "weight": ("U32", (out, inner // 8)),
+            "scales": ("BF16", (out, inner // 64)),
+            "biases": ("BF16", (out, inner // 64)),
+        },
+        Form(Kind.W4A16, (1, 64), Packing.MLX),
+        takes_all=True,
+        from_config=False,
+    ),
+    "bitsandbytes nf4": Format(
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        lambda out, inner: {
+            "weight": ("U8", (out * inner // 2, 1)),
+            "weight.absmax": ("U8", (out * inner // 64,)),
+            "weight.nested_absmax": ("F32", (-(-out * inner // 64 // 256),)),
+            "weight.nested_quant_map": ("F32", (256,)),
+            "weight.quant_map": ("F32", (16,)),
+            "weight.quant_state.bitsandbytes__nf4": ("U8", (96,)),
+        },
+        Form(Kind.NF4),
+    ),
+    "bitsandbytes int8": Format(
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        lambda out, inner: {
+            "weight": ("I8", (out, inner)),
+            "SCB": ("F32", (out,)),
+            "weight_format": ("U8", ()),
+        },
+        Form(Kind.BNB8),
+    ),
+    "torchao": Format(
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
+        lambda out, inner: {
+            "_weight_qdata": ("I8", (out, inner)),
+            "_weight_scale": ("BF16", (out, 1)),
+        },
+        OTHER,
+        from_config=False,
+    ),
+    "4-bit floats in a type of their own": Format(
+        {"quant_method": "fp8", "expert_dtype": "fp4"},
+        lambda out, inner: {
+            "weight": ("F4", (out, inner)),
+            "scale": ("F8_E8M0", (out, inner // 32)),
+        },
+        Form(Kind.MXFP4, (1, 32)),
+        from_config=False,
+    ),
+}
+
+
+def shapes_of(format: Format) -> Shapes:
+    """The tensors of the model in a format."""
+    linear = LINEAR | (
+        {name: RAW[name] for name in ("model.embed_tokens", "lm_head")} if format.takes_all else {}
+    )
+    quantised = {
+        f"{module}.{part}": stored
+        for module, (out, inner) in linear.items()
+        for part, stored in format.parts(out, inner).items()
+    }
+    raw = {f"{name}.weight": ("BF16", RAW[name]) for name in RAW if name not in linear}
+    return quantised | raw
+
+
+def write_quantised(folder: Path, format: Format) -> Path:
+    """Write the model in a format."""
+    quantised = {} if format.config is None else {"quantization_config": format.config}
+    return write_folder(folder, CONFIG | quantised, {"model.safetensors": shapes_of(format)})
+
+
+def num_bytes(parts: Parts) -> int:
+    """Bytes of these tensors."""
+    return sum(math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in parts.values())
