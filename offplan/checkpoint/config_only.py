@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from offplan.checkpoint.architecture import Routing, read_architecture
 from offplan.checkpoint.folder import is_file, read_config, read_index
 from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.quantise import Use, quantise
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.tensors import (
     INDEX_NAME,
@@ -50,12 +51,13 @@ def read_config_only(path: Path) -> Stored:
             raise CheckpointError(
                 f"{path}: found {quote(found)} {what}, expected {most} at most; correct the file"
             )
-    tensors = _without_idle_experts(architecture.routing, _build_tensors(config, str(path)))
+    built = _without_idle_experts(architecture.routing, _build_tensors(config, str(path)))
+    tensors = quantise(built, architecture, str(path))
     notes = ["sizes come from the config alone: no weights were seen"]
     if architecture.dtype is None:
         notes.append("the config names no dtype: took float32, as transformers does")
-    if architecture.is_quantised:
-        notes.append("the config is of a quantised checkpoint: sizes are before quantisation")
+    if architecture.quantisation is not None and architecture.quantisation.note is not None:
+        notes.append(architecture.quantisation.note)
     if architecture.num_prediction_layers:
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
@@ -72,8 +74,11 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
             yield value
 
 
-def _build_tensors(config: Mapping[str, Any], where: str) -> Tensors:
-    """Return the tensors that ``save_pretrained`` would write, by the checkpoint's names."""
+def _build_tensors(config: Mapping[str, Any], where: str) -> list[tuple[TensorInfo, Use]]:
+    """Return the tensors that ``save_pretrained`` would write unquantised, and their use.
+
+    They are named as in the checkpoint.
+    """
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -87,17 +92,51 @@ def _build_tensors(config: Mapping[str, Any], where: str) -> Tensors:
             model = _model_class(built)._from_config(
                 built, attn_implementation="eager", experts_implementation="eager"
             )
+            marks = _mark_uses(model)
             saved = revert_weight_conversion(model, _saved_state(model))
         except Exception as error:
             raise cannot_build(where, error) from error
-    types = {name: dtype for dtype, name in TORCH_NAMES.items()}
-    return tuple(
-        TensorInfo(name, types[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
-        for name, tensor in saved.items()
-    )
+    types = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
+    found = []
+    for name, tensor in saved.items():
+        dtype, use = marks.get(tensor.dtype, (tensor.dtype, Use.OTHER))
+        found.append((TensorInfo(name, types[str(dtype)], tuple(tensor.shape)), use))
+    return found
 
 
-def _without_idle_experts(routing: Routing, tensors: Tensors) -> Tensors:
+def _mark_uses(model: Any) -> "dict[torch.dtype, tuple[torch.dtype, Use]]":
+    """Give weights a type that tells their use, and return what it stands for.
+
+    The type outlasts all that is done to a weight's name and shape on the way to the checkpoint.
+    """
+    import torch
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    present = {tensor.dtype for tensor in model.state_dict().values()}
+    spare = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.bool, torch.complex64]
+    spare = [dtype for dtype in spare if dtype not in present]
+    marks: dict[tuple[torch.dtype, Use], torch.dtype] = {}
+    for name, module in model.named_modules():
+        linear = isinstance(module, (nn.Linear, Conv1D))
+        for part, parameter in module.named_parameters(recurse=False):
+            is_routed = name.endswith("experts") and parameter.ndim == 3
+            if is_routed or (linear and part == "weight"):
+                use = Use.PRODUCT
+            elif isinstance(module, nn.Embedding):
+                use = Use.LOOKUP
+            else:
+                continue
+            if parameter.dtype in marks.values():  # tied to one that was marked
+                continue
+            mark = marks.setdefault((parameter.dtype, use), spare[len(marks)])
+            parameter.requires_grad_(False).data = parameter.data.to(mark)
+    return {mark: original for original, mark in marks.items()}
+
+
+def _without_idle_experts(
+    routing: Routing, built: list[tuple[TensorInfo, Use]]
+) -> list[tuple[TensorInfo, Use]]:
     """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
 
     Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +
@@ -105,9 +144,9 @@ def _without_idle_experts(routing: Routing, tensors: Tensors) -> Tensors:
     """
     num_experts = routing.num_experts
     if num_experts is None or not routing.has_idle:
-        return tensors
-    indices = ((tensor, split_expert(tensor.name)) for tensor in tensors)
-    return tuple(tensor for tensor, at in indices if at is None or at[0] < num_experts)
+        return built
+    indices = (split_expert(tensor.name) for tensor, _ in built)
+    return [each for each, at in zip(built, indices, strict=True) if not at or at[0] < num_experts]
 
 
 def _model_class(built: Any) -> Any:

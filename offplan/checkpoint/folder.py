@@ -19,6 +19,8 @@ ADAPTER_ALONE = (
     "(peft: merge_and_unload, then save_pretrained) and name the result"
 )
 """What is said of an adapter without its base model, and of one that was saved unmerged."""
+QUANTISATION_NAME = "hf_quant_config.json"
+"""File in which ModelOpt says how it quantised, beside a config that may not say it."""
 MAX_JSON_BYTES = 256 * 2**20
 """Bytes of the longest config or index that is read; DeepSeek-R1's index has 9 MB."""
 
@@ -50,7 +52,10 @@ def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a ``config.json``; raises CheckpointError when it is absent or not a JSON object."""
+    """Read a ``config.json``, and beside it how ModelOpt quantised where it does not say so.
+
+    Raises CheckpointError when it is absent or not a JSON object.
+    """
     if not is_file(path):
         if is_file(path.parent / ADAPTER_NAME):
             raise CheckpointError(f"{path.parent}: {ADAPTER_ALONE}")
@@ -58,7 +63,13 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path.parent}: found no {path.name}, expected a checkpoint with one; "
             "name the folder that holds it"
         )
-    return load_object(_read_small(path), str(path))
+    config = load_object(_read_small(path), str(path))
+    beside = path.parent / QUANTISATION_NAME
+    if config.get("quantization_config") or not is_file(beside):
+        return config
+    stated = load_object(_read_small(beside), str(beside)).get("quantization")
+    own = stated if isinstance(stated, dict) else {}
+    return config | {"quantization_config": own | {"quant_method": "modelopt"}}
 
 
 def read_index(path: Path) -> Index:

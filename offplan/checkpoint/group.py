@@ -13,7 +13,8 @@ from offplan.forms.form import OTHER, Part
 from offplan.forms.names import part_of
 from offplan.forms.recognise import CODE_TYPES, Shape, recognise
 
-_EXPERTS = "experts"
+_EXPERTS = frozenset(("experts", "switch_mlp"))
+"""Name parts that say that a module holds routed experts; the latter is MLX's."""
 _NO_INDEX = -1
 """Stands for the index in what is stored for no single expert."""
 _OUTPUTS = frozenset(
@@ -139,9 +140,10 @@ def _unflatten(name: str, shape: Shape, architecture: Architecture) -> Shape:
 def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:
     """Whether one tensor holds all of a layer's routed experts."""
     parts = name.split(".")
+    is_named = not _EXPERTS.isdisjoint(parts)
     if num_experts is None:
-        return _EXPERTS in parts and len(tensor.shape) >= 3
-    if _EXPERTS in parts:
+        return is_named and len(tensor.shape) >= 3
+    if is_named:
         return bool(tensor.shape) and tensor.shape[0] > 0 and tensor.shape[0] % num_experts == 0
     # Granite names no experts: block_sparse_moe.input_linear.weight [E, 2I, H].
     in_moe = any("moe" in part for part in parts)

@@ -14,6 +14,7 @@ from offplan.checkpoint.download import PATIENCE_S, fetch, find_file
 from offplan.checkpoint.folder import (
     ADAPTER_ALONE,
     ADAPTER_NAME,
+    QUANTISATION_NAME,
     read_config,
     read_index,
     read_shard,
@@ -26,6 +27,7 @@ from offplan.checkpoint.ranges import read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.checkpoint.threads import in_threads
 from offplan.errors import CheckpointError
+from offplan.forms.recognise import CODE_TYPES
 from offplan.progress import Progress
 
 _FIRST_READ_BYTES = 64 * 1024
@@ -43,15 +45,23 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     # huggingface_hub files a download under the commit that the revision stands for.
     commit = config_path.parent.name
     config = read_config(config_path)
+    tensors = _read_tensors(repo, commit, on_progress)
+    if not config.get("quantization_config") and any(t.dtype in CODE_TYPES for t in tensors):
+        with suppress(NoSuchFile):
+            fetch(repo, QUANTISATION_NAME, commit)
+            config = read_config(config_path)
+    return Stored(config, tuple(tensors), revision=commit)
+
+
+def _read_tensors(repo: str, commit: str, on_progress: Progress | None) -> list[TensorInfo]:
     shards = _Shards(repo, commit)
     if shards.is_known(SINGLE_NAME) or find_file(repo, INDEX_NAME, commit) is None:
         with suppress(NoSuchFile):
-            single = shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
-            return Stored(config, tuple(single), revision=commit)
+            return shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
     index = read_index(fetch(repo, INDEX_NAME, commit))
     tensors = shards.read_all(_guess_sizes(index), on_progress)
     check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
-    return Stored(config, tuple(tensors), revision=commit)
+    return tensors
 
 
 class _Shards:

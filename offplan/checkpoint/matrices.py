@@ -20,7 +20,7 @@ def output_width(parameter: Parameter, architecture: Architecture) -> int:
     last, shape = parameter.name.rpartition(".")[2], parameter.shape
     if len(shape) < 2 or last.endswith(_BESIDE):
         return 0
-    if not parameter.form.is_raw:
+    if shape != parameter.tensors[0].shape:  # of packed ones, [..., out, in] is known
         return shape[-2]
     if not parameter.is_fused:
         return shape[-1 if architecture.matrices_in_out else -2]

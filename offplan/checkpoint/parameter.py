@@ -31,7 +31,10 @@ class Parameter:
     beside: tuple[tuple[Part, Tensors], ...] = ()
     """Scales and what else the values are made with, each as many tensors as ``tensors``."""
     logical_shape: tuple[int, ...] | None = None
-    """The shape that each of ``tensors`` stands for, [..., out, in]; None for that stored."""
+    """The shape that each of ``tensors`` stands for; None for that stored.
+
+    Where it is another than that stored it is [..., out, in].
+    """
 
     def of(self, part: Part) -> Tensors:
         """Return the tensors of one part, in the order of the experts; () where there are none."""

@@ -8,9 +8,11 @@ Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tensors import split_expert
 
 _EXPERT_WEIGHTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "w13"),
@@ -26,7 +28,7 @@ _UNCHANGED = frozenset(_KEPT.split())
 
 @dataclass(frozen=True)
 class EngineParameter:
-    """One checkpoint parameter and the engine's parameter that holds it."""
+    """One checkpoint parameter and an engine's parameter that holds it, or a part of it."""
 
     layer: int
     parameter: Parameter
@@ -35,11 +37,15 @@ class EngineParameter:
 
 
 def vllm_parameters(model: Model) -> Iterator[EngineParameter]:
-    """Name every parameter of the layers as vLLM does."""
+    """Name every parameter of the layers as vLLM does: scales are parameters of their own."""
     for layer in model.layers:
         fused = _fused_projections(layer)
         for parameter in layer.parameters:
-            yield EngineParameter(layer.index, parameter, _vllm_name(parameter, fused))
+            for tensors in (parameter.tensors, *(of_part for _, of_part in parameter.beside)):
+                _, name = split_expert(tensors[0].name) or (0, tensors[0].name)
+                stored = name.removeprefix(f"{layer.prefix}.")
+                named = _vllm_expert_name if parameter.is_expert else partial(_vllm_name, fused)
+                yield EngineParameter(layer.index, parameter, named(stored))
 
 
 def _fused_projections(layer: Layer) -> dict[str, str]:
@@ -57,19 +63,17 @@ def _fused_projections(layer: Layer) -> dict[str, str]:
     return fused
 
 
-def _vllm_name(parameter: Parameter, fused: dict[str, str]) -> str | None:
-    if parameter.is_expert:
-        return _vllm_expert_name(parameter)
-    owner, _, final = parameter.name.rpartition(".")
+def _vllm_name(fused: dict[str, str], stored: str) -> str | None:
+    owner, _, final = stored.rpartition(".")
     last = owner.rpartition(".")[2]
     if last not in _UNCHANGED and not last.endswith("norm"):
         return None
     return f"{fused.get(owner, owner)}.{final}"
 
 
-def _vllm_expert_name(parameter: Parameter) -> str | None:
-    """Name a routed expert's parameter: ``mlp.experts.routed_experts.w13_weight``."""
-    module, found, rest = f".{parameter.name}".partition(".experts.")
+def _vllm_expert_name(stored: str) -> str | None:
+    """Name what is stored of routed experts: ``mlp.experts.routed_experts.w13_weight``."""
+    module, found, rest = f".{stored}".partition(".experts.")
     projection, _, final = rest.partition(".")
     weight = _EXPERT_WEIGHTS.get(projection)
     if not found or weight is None:

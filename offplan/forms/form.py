@@ -99,6 +99,13 @@ class Form(NamedTuple):
         """Whether each value is stored by itself."""
         return self.kind is Kind.RAW
 
+    @property
+    def label(self) -> str:
+        """Name it for a reader: ``fp8 block 128x128``, ``w4a16 1x128 awq``."""
+        block = "" if self.block is None else f"{self.block[0]}x{self.block[1]}"
+        packing = "" if self.packing is None else self.packing.value
+        return " ".join(filter(None, (self.kind.value.replace("_", " "), block, packing)))
+
 
 RAW = Form(Kind.RAW)
 OTHER = Form(Kind.OTHER)

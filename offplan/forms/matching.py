@@ -13,7 +13,7 @@ _MAX_PATTERN = 2_000
 _MAX_REPEATS = 6
 """Unbounded repeats in one pattern: matching takes time in the power of their number."""
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]|\\[1-9]")
-_PLAIN = re.compile(r"[\w.\-]*")
+_PLAIN = re.compile(r"[\w.\-]*[\w\-]")
 
 
 def skips(patterns: Iterable[str], module: str) -> bool:

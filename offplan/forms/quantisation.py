@@ -7,8 +7,9 @@ Source: transformers 5.23, ``utils.quantization_config`` and ``quantizers``; com
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
+from offplan.errors import CheckpointError
 from offplan.forms.form import OTHER, Form, Kind, Packing
 from offplan.forms.matching import has_run, matches_wildcard, skips, targets
 from offplan.forms.recognise import WHOLE_KINDS
@@ -42,18 +43,35 @@ class Quantisation:
         return self.method in _READERS
 
     def stated(self, module: str) -> Form | None:
-        """Return the form that the config states for a module of this name."""
+        """Return the form that the config states for a module of this name; None if it is unsure.
+
+        A pattern that is not taken leaves it unsure: what headers alone do not tell is OTHER then.
+        """
         if self.find is None or len(module) > _MAX_NAME:
             return None
-        scheme = self.find(module)
+        try:
+            scheme = self.find(module)
+        except CheckpointError:
+            return None
         return None if scheme is None else scheme.form
 
 
+_SCALES = "the config does not say the type of the scales: scales taken as {}"
 _MAX_NAME = 500
 """Characters of the longest name that patterns are matched with."""
 
 
-def read_quantisation(config: Mapping[str, Any], model_type: str) -> Quantisation | None:
+class _Model(NamedTuple):
+    """What quantisers' defaults depend on."""
+
+    model_type: str
+    float_type: str
+    """Safetensors' name of the type that scales have where it is the model's own."""
+
+
+def read_quantisation(
+    config: Mapping[str, Any], model_type: str, dtype: str | None
+) -> Quantisation | None:
     """Read how a model is quantised; None where its config says nothing of it."""
     stated = config.get("quantization_config") or config.get("compression_config")
     if not stated:
@@ -67,17 +85,18 @@ def read_quantisation(config: Mapping[str, Any], model_type: str) -> Quantisatio
     if method == "unknown" and "config_groups" in stated:
         method = "compressed-tensors"
     read = _READERS.get(method)
-    return Quantisation(method) if read is None else read(stated, model_type)
+    model = _Model(model_type, "F16" if dtype == "float16" else "BF16")
+    return Quantisation(method) if read is None else read(stated, model)
 
 
-def _read_fp8(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     block = stated.get("weight_block_size", [128, 128])
     is_pair = isinstance(block, list) and len(block) == 2 and all(map(_is_size, block))
     if (block is not None and not is_pair) or stated.get("modules_to_convert"):
         return Quantisation("fp8")
     if stated.get("expert_dtype", "fp8") != "fp8" or stated.get("fmt", "e4m3") != "e4m3":
         return Quantisation("fp8")
-    scale = "BF16" if model_type.startswith("qwen") or block is None else "F32"
+    scale = "BF16" if model.model_type.startswith("qwen") or block is None else "F32"
     names = stated.get("modules_to_not_convert", stated.get("ignored_layers"))
     form = Form(Kind.FP8_TENSOR) if block is None else Form(Kind.FP8_BLOCK, (block[0], block[1]))
     scheme = Scheme(
@@ -91,11 +110,11 @@ def _read_fp8(stated: Mapping[str, Any], model_type: str) -> Quantisation:
         "fp8",
         lambda module: None if skips(kept, module) else scheme,
         skips_head=names is None,
-        note=f"the config does not say the type of the scales: scales taken as {scale}",
+        note=_SCALES.format(scale),
     )
 
 
-def _read_mxfp4(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_mxfp4(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     scheme = Scheme(Form(Kind.MXFP4, (1, 32)), "mxfp4", bits=4)
     kept = _names(stated.get("modules_to_not_convert"))
     return Quantisation(
@@ -105,7 +124,7 @@ def _read_mxfp4(stated: Mapping[str, Any], model_type: str) -> Quantisation:
     )
 
 
-def _read_bitsandbytes(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     names = stated.get("llm_int8_skip_modules")
     kept = _names(names)
     if stated.get("load_in_8bit") is True or stated.get("_load_in_8bit") is True:
@@ -126,7 +145,7 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model_type: str) -> Quantisati
     )
 
 
-def _read_gptq(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     packings = {"gptq": Packing.GPTQ, "gptq_v2": Packing.GPTQ_V2}
     packing = packings.get(str(stated.get("checkpoint_format") or "gptq"))
     form = _grouped_form(stated.get("bits"), stated.get("group_size"), packing)
@@ -144,11 +163,11 @@ def _read_gptq(stated: Mapping[str, Any], model_type: str) -> Quantisation:
         in_stack = _IN_STACK.search(module) is not None
         return scheme if taken and in_stack and not targets(patterns, module) else None
 
-    note = "the config does not say the type of the scales: scales taken as F16"
+    note = _SCALES.format("F16")
     return Quantisation("gptq", find, note=note)
 
 
-def _read_awq(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     version = str(stated.get("version") or "gemm").lower()
     packing = Packing.AWQ if version == "gemm" else None
     form = _grouped_form(stated.get("bits", stated.get("w_bit")), stated.get("group_size"), packing)
@@ -162,11 +181,11 @@ def _read_awq(stated: Mapping[str, Any], model_type: str) -> Quantisation:
         is_kept = skips(kept, module) or has_run(kept, module)
         return scheme if _IN_STACK.search(module) and not is_kept else None
 
-    note = "the config does not say the type of the scales: scales taken as F16"
+    note = _SCALES.format("F16")
     return Quantisation("awq", find, note=note)
 
 
-def _read_compressed_tensors(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_compressed_tensors(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     groups = stated.get("config_groups")
     ignored = _names(stated.get("ignore"))
     unknown = Quantisation("compressed-tensors")
@@ -176,7 +195,9 @@ def _read_compressed_tensors(stated: Mapping[str, Any], model_type: str) -> Quan
     for group in groups.values():
         if not _is_record(group):
             return unknown
-        scheme = _read_group(group, str(group.get("format") or stated.get("format")))
+        scheme = _read_group(
+            group, str(group.get("format") or stated.get("format")), model.float_type
+        )
         meant = _names(group.get("targets"))
         # a target without a dot is the name of a class, of which only one is known here
         if scheme is None or any("." not in name and name != "Linear" for name in meant):
@@ -188,11 +209,11 @@ def _read_compressed_tensors(stated: Mapping[str, Any], model_type: str) -> Quan
             return None
         return next((scheme for meant, scheme in found if targets(meant, module)), None)
 
-    note = "the config does not say the type of the scales: scales taken as BF16"
+    note = _SCALES.format(model.float_type)
     return Quantisation("compressed-tensors", find, note=note)
 
 
-def _read_group(group: Mapping[str, Any], layout: str) -> Scheme | None:
+def _read_group(group: Mapping[str, Any], layout: str, scale: str) -> Scheme | None:
     """Return the scheme of one of compressed-tensors' groups; None where it is not known."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not _is_record(weights):
@@ -216,7 +237,7 @@ def _read_group(group: Mapping[str, Any], layout: str) -> Scheme | None:
         if strategy not in kinds or not symmetric:
             return None
         name = "ct fp8 tensor" if strategy == "tensor" else "ct fp8"
-        return Scheme(kinds[strategy], name, has_input_scale=is_static)
+        return Scheme(kinds[strategy], name, scale=scale, has_input_scale=is_static)
     if layout == "nvfp4-pack-quantized":
         form = Form(Kind.NVFP4, (1, 16))
         return Scheme(form, "nvfp4", bits=4, has_input_scale=_is_record(inputs))
@@ -230,16 +251,21 @@ def _read_group(group: Mapping[str, Any], layout: str) -> Scheme | None:
             return None
         has_index = str(weights.get("actorder")).lower() in ("group", "true")
         return Scheme(
-            form, "packed", bits=_bits(form), has_zeros=not symmetric, has_group_index=has_index
+            form,
+            "packed",
+            scale=scale,
+            bits=_bits(form),
+            has_zeros=not symmetric,
+            has_group_index=has_index,
         )
     if layout == "int-quantized" and bits == 8:
         form = _grouped_form(8, size if strategy == "group" else -1, Packing.NONE)
         zeros = not symmetric
-        return Scheme(form, "ct int8", has_zeros=zeros, has_input_scale=is_static)
+        return Scheme(form, "ct int8", scale=scale, has_zeros=zeros, has_input_scale=is_static)
     return None
 
 
-def _read_modelopt(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     inner = stated.get("quantization")
     stated = inner if _is_record(inner) else stated
     kept = _names(stated.get("ignore", stated.get("exclude_modules")))
@@ -255,7 +281,7 @@ def _read_modelopt(stated: Mapping[str, Any], model_type: str) -> Quantisation:
     )
 
 
-def _read_mlx(stated: Mapping[str, Any], model_type: str) -> Quantisation:
+def _read_mlx(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     form = _grouped_form(stated.get("bits"), stated.get("group_size"), Packing.MLX)
     if form is OTHER or stated.get("mode", "affine") != "affine":
         return Quantisation("mlx")
@@ -267,15 +293,15 @@ def _read_mlx(stated: Mapping[str, Any], model_type: str) -> Quantisation:
             its = _grouped_form(value.get("bits"), value.get("group_size"), Packing.MLX)
             if its is OTHER:
                 return Quantisation("mlx")
-            own[module] = Scheme(its, "mlx", bits=_bits(its))
-    scheme = Scheme(form, "mlx", bits=_bits(form))
-    note = "the config does not say the type of the scales: scales taken as BF16"
+            own[module] = Scheme(its, "mlx", bits=_bits(its), scale=model.float_type)
+    scheme = Scheme(form, "mlx", bits=_bits(form), scale=model.float_type)
+    note = _SCALES.format(model.float_type)
     return Quantisation(
         "mlx", lambda module: own.get(module, scheme), takes_embeddings=True, note=note
     )
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], str], Quantisation]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any], _Model], Quantisation]] = {
     "fp8": _read_fp8,
     "mxfp4": _read_mxfp4,
     "bitsandbytes": _read_bitsandbytes,

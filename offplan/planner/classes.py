@@ -21,12 +21,7 @@ _MOE_ATOMS = (
 )
 """Beside routed experts the rest is small: attention and dense MLP are taken whole in unions."""
 
-_LEAF_PARTS = frozenset(
-    (
-        *("weight", "bias", "weight_scale", "weight_scale_inv", "input_scale"),
-        *("qweight", "qzeros", "scales", "g_idx"),
-    )
-)
+_LEAF_PARTS = frozenset(("weight", "bias"))
 """Last parts of names that say which tensor of a module it is: rules name the module."""
 
 

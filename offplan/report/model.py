@@ -9,6 +9,7 @@ from rich.text import Text
 
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.tensors import is_index
+from offplan.forms.form import RAW
 from offplan.report.bar import ShareBar
 from offplan.report.table import WIDTH, make_table
 from offplan.units import format_bytes, format_bytes_alike
@@ -52,8 +53,8 @@ def name_layers(layers: list[Layer]) -> str:
 def outside_segments(model: Model) -> Counter[str]:
     """Add up the stored bytes outside the layers by name, the final part left out."""
     sums: Counter[str] = Counter()
-    for tensor in sorted(model.outside):
-        sums[tensor.name.rpartition(".")[0] or tensor.name] += tensor.nbytes
+    for parameter in model.outside_parameters:
+        sums[parameter.segment] += parameter.nbytes
     return sums
 
 
@@ -135,12 +136,25 @@ def _render_facts(model: Model) -> list[Text]:
             f"{format_bytes(experts.bytes_per_expert)} each"
         )
     facts.append(f"KV cache: {_describe_kv_cache(model)}")
+    if forms := _describe_forms(model):
+        facts.append(f"Stored as: {forms}")
     if model.tied:
         facts.append(f"Tied, and stored: {', '.join(sorted(model.tied))}")
     if model.not_loaded:
         facts.append(f"Not loaded: {len(model.not_loaded)} tensors outside the causal model")
     facts += [f"Note: {note}" for note in model.notes]
     return [Text(fact) for fact in facts]
+
+
+def _describe_forms(model: Model) -> str:
+    """Say how many bytes are stored in which form; nothing where all are their values."""
+    sums: Counter[str] = Counter()
+    in_layers = (parameter for layer in model.layers for parameter in layer.parameters)
+    for parameter in (*in_layers, *model.outside_parameters):
+        sums[parameter.form.label] += parameter.nbytes
+    if sums.keys() == {RAW.label}:
+        return ""
+    return ", ".join(f"{label} {format_bytes(size)}" for label, size in sums.most_common())
 
 
 def _describe_kv_cache(model: Model) -> str:

@@ -1,15 +1,20 @@
 """Quantised checkpoints, written to files as their tools write them, and read back."""
 
+import json
+from pathlib import Path
+
 import pytest
 from safetensors import safe_open
 
 from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import DTYPE_BITS
-from offplan.forms.form import Kind
+from offplan.errors import CheckpointError
+from offplan.forms.form import OTHER, Form, Kind, Packing, Part
 from tests.checkpoint.files import write_folder
 from tests.checkpoint.quantised import (
     ATTENTION,
+    CONFIG,
     FORMATS,
     NUM_WEIGHTS,
     ROUTED,
@@ -58,6 +63,61 @@ def test_figures_of_the_model_are_those_of_what_it_stands_for(tmp_path, name):
     assert (model.input_embedding is None) == format.takes_all
 
 
+FUSED = {
+    "mlx": (
+        {"bits": 4, "group_size": 64},
+        {
+            "switch_mlp.up_proj.weight": ("U32", (2, 128, 32)),
+            "switch_mlp.up_proj.scales": ("BF16", (2, 128, 4)),
+            "switch_mlp.up_proj.biases": ("BF16", (2, 128, 4)),
+        },
+        Form(Kind.W4A16, (1, 64), Packing.MLX),
+    ),
+    "fp8 blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {
+            "experts.gate_up_proj": ("F8_E4M3", (2, 128, 256)),
+            "experts.gate_up_proj_scale_inv": ("BF16", (2, 1, 2)),
+        },
+        Form(Kind.FP8_BLOCK, (128, 128)),
+    ),
+    "fp8 tensor": (
+        {"quant_method": "fp8", "weight_block_size": None},
+        {
+            "experts.gate_up_proj": ("F8_E4M3", (2, 128, 256)),
+            "experts.gate_up_proj_scale_inv": ("BF16", (2,)),
+        },
+        Form(Kind.FP8_TENSOR),
+    ),
+    "mxfp4": (
+        {"quant_method": "mxfp4"},
+        {
+            "experts.gate_up_proj_blocks": ("U8", (2, 128, 8, 16)),
+            "experts.gate_up_proj_scales": ("U8", (2, 128, 8)),
+        },
+        Form(Kind.MXFP4, (1, 32)),
+    ),
+    "mxfp4 without its scales": (
+        {"quant_method": "mxfp4"},
+        {"experts.gate_up_proj_blocks": ("U8", (2, 128, 256))},
+        OTHER,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_experts_that_lie_in_one_tensor(tmp_path, name):
+    quantised, parts, form = FUSED[name]
+    shapes = {f"model.layers.0.mlp.{part}": stored for part, stored in parts.items()}
+    config = CONFIG | {"num_hidden_layers": 1, "quantization_config": quantised}
+    (layer,) = open_model(str(write_folder(tmp_path, config, {"model.safetensors": shapes}))).layers
+    (parameter,) = layer.parameters
+    assert parameter.form == form
+    assert parameter.shape == (2, 128, 256)
+    assert parameter.is_fused
+    assert parameter.nbytes == num_bytes(shapes) == layer.expert_bytes
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_files_are_valid_to_safetensors(tmp_path, name):
     folder = write_quantised(tmp_path, FORMATS[name])
@@ -77,3 +137,131 @@ def test_every_dtype_of_safetensors_is_counted(tmp_path):
     assert model.total_bytes == sum(4 * bits for bits in DTYPE_BITS.values())
     with safe_open(folder / "model.safetensors", "np") as file:
         assert sorted(file.keys()) == sorted(shapes)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].from_config])
+def test_the_config_alone_tells_what_is_stored(tmp_path, name):
+    pytest.importorskip("transformers")
+    folder = write_quantised(tmp_path, FORMATS[name])
+    stored, alone = open_model(str(folder)), open_model(str(folder / "config.json"))
+    assert alone.headers_sha256 == stored.headers_sha256
+    assert alone.num_parameters == stored.num_parameters
+    assert [layer.key for layer in alone.layers] == [layer.key for layer in stored.layers]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].from_config])
+def test_what_the_config_does_not_determine_is_refused(tmp_path, name):
+    pytest.importorskip("transformers")
+    folder = write_quantised(tmp_path, FORMATS[name])
+    with pytest.raises(CheckpointError, match="name the folder or the Hub id"):
+        open_model(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize("source", ["", "config.json"])
+def test_what_modelopt_says_beside_a_config_that_is_silent_is_read(tmp_path, source):
+    format = FORMATS["modelopt fp8"]
+    folder = write_quantised(tmp_path / "told", format)
+    silent = write_quantised(tmp_path / "silent", format._replace(config=None))
+    told = {"quant_algo": "FP8", "exclude_modules": ["lm_head*"]}
+    beside = {"producer": {"name": "modelopt"}, "quantization": told}
+    (silent / "hf_quant_config.json").write_text(json.dumps(beside))
+    model = open_model(str(silent / source))
+    assert model.headers_sha256 == open_model(str(folder)).headers_sha256
+    assert model.architecture.is_quantised
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+"""openai/gpt-oss-20b."""
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 5,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}
+"""deepseek-ai/DeepSeek-V3, but for the number of its layers, 61."""
+
+
+def read_alone(folder, config):
+    """The model that a config alone describes."""
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_model(str(folder / "config.json"))
+
+
+def test_gpt_oss_20b_from_its_config(tmp_path):
+    model = read_alone(tmp_path, GPT_OSS)
+    assert model.total_bytes == 13_761_264_768
+    assert model.num_parameters == 20_914_757_184
+    assert model.experts.bytes_per_expert == (5760 + 2880) * (90 * 17 + 2)
+    up = next(p for p in model.layers[0].parameters if p.name == "mlp.experts.gate_up_proj")
+    assert up.form == Form(Kind.MXFP4, (1, 32))
+    assert up.shape == (32, 5760, 2880)
+    assert [t.shape for t in up.of(Part.SCALE)] == [(32, 5760, 90)]
+
+
+def test_deepseek_v3_from_its_config(tmp_path):
+    model = read_alone(tmp_path, DEEPSEEK_V3)
+    dense, mixed = model.layers[0].nbytes, model.layers[4].nbytes
+    total = model.outside_bytes + 3 * dense + 58 * mixed
+    # The layer that predicts a further token: its own embedding and head, and two hidden states in.
+    predicting = mixed + 2 * (2 * 129280 * 7168 + 2 * 7168 * 7168 + 3 * 7168)
+    # The published files have 688,586,727,753 bytes, 130 of them in a header for each tensor.
+    assert total + predicting == pytest.approx(688_586_727_753 - 91_991 * 130, rel=1e-6)
+    assert any("scales taken as F32" in note for note in model.notes)
+
+
+def test_qwen3_8b_fp8_from_its_config(tmp_path):
+    config = json.loads((Path(__file__).parent.parent / "models/qwen3-8b/config.json").read_text())
+    quantised = DEEPSEEK_V3["quantization_config"]
+    model = read_alone(tmp_path, config | {"quantization_config": quantised})
+    raw = 2 * (2 * 151936 * 4096 + 36 * (2 * 4096 + 2 * 128) + 4096)
+    weights = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    assert model.total_bytes == raw + weights + 2 * weights // 128**2
+    assert any("scales taken as BF16" in note for note in model.notes)

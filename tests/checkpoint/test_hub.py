@@ -15,6 +15,7 @@ from tests.checkpoint.files import (
     write_folder,
 )
 from tests.checkpoint.hub_server import COMMIT, REPO, Hub, open_from, start
+from tests.checkpoint.quantised import FORMATS, write_quantised
 
 pytest.importorskip("huggingface_hub")
 
@@ -78,6 +79,16 @@ def test_hub_and_folder_are_the_same_model(sharded, folders, tmp_path):
     assert got["revision"] == COMMIT
     assert got["heard"] == [[1, 2], [2, 2]]
     assert sharded.tokens == {"Bearer hf_secret"}
+
+
+def test_what_modelopt_says_beside_a_config_that_is_silent_is_fetched(serve, tmp_path):
+    format = FORMATS["modelopt fp8"]._replace(config=None)
+    folder = write_quantised(tmp_path / "model", format)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"bits": 8}}))
+    hub = serve(folder)
+    got = open_from(hub.url, tmp_path / "home")
+    assert got["config_sha"] == open_model(str(folder)).config_sha256
+    assert open_from(hub.url, tmp_path / "home", HF_HUB_OFFLINE="1") == got
 
 
 def test_name_without_an_organisation_and_files_elsewhere(single, folders, tmp_path):

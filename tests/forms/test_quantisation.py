@@ -1,0 +1,118 @@
+"""What is read of a ``quantization_config``, right or wrong."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offplan.forms.form import Form, Kind, Packing
+from offplan.forms.quantisation import read_quantisation
+
+METHODS = (
+    *("fp8", "mxfp4", "bitsandbytes", "gptq", "awq"),
+    *("compressed-tensors", "modelopt", "mlx", "torchao"),
+)
+KEYS = (
+    *("bits", "group_size", "weight_block_size", "modules_to_not_convert", "ignored_layers"),
+    *("activation_scheme", "ignore", "config_groups", "format", "dynamic", "checkpoint_format"),
+    *("version", "zero_point", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
+    *("quant_algo", "exclude_modules", "quantization", "modules_in_block_to_quantize", "mode"),
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from(["Linear", "group", "int", "pack-quantized", "nf4", "NVFP4", "awq", "-:a"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["weights", "targets", "num_bits", "strategy", "type", "-:a"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(METHODS), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_no_config_breaks_the_reader(method: str, stated: dict[str, Any]) -> None:
+    quantisation = read_quantisation(
+        {"quantization_config": stated | {"quant_method": method}}, "llama", "bfloat16"
+    )
+    assert quantisation is not None
+    quantisation.stated("model.layers.0.self_attn.q_proj")
+
+
+@pytest.mark.parametrize("stated", [None, {}, [], "", 0])
+def test_a_config_that_says_nothing(stated: Any) -> None:
+    assert read_quantisation({"quantization_config": stated}, "llama", None) is None
+
+
+@pytest.mark.parametrize("stated", ["fp8", [1], 1, {"bits": 4}, {"quant_method": "new"}])
+def test_what_is_not_known_is_quantised_all_the_same(stated: Any) -> None:
+    quantisation = read_quantisation({"quantization_config": stated}, "llama", None)
+    assert quantisation is not None
+    assert not quantisation.is_known
+    assert quantisation.stated("model.layers.0.mlp.up_proj") is None
+
+
+def test_a_pattern_that_is_refused_leaves_headers_to_speak() -> None:
+    stated = {"quant_method": "fp8", "modules_to_not_convert": ["(a+)+$"]}
+    quantisation = read_quantisation({"quantization_config": stated}, "llama", None)
+    assert quantisation is not None
+    assert quantisation.stated("model.layers.0.mlp.up_proj") is None
+
+
+def read(module: str, **stated: Any) -> Form | None:
+    quantisation = read_quantisation({"quantization_config": stated}, "llama", "bfloat16")
+    assert quantisation is not None
+    return quantisation.stated(module)
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+
+
+def test_groups_of_compressed_tensors_in_their_order() -> None:
+    stated = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": [r"re:.*down_proj$"], "weights": INT8},
+            "group_1": {"targets": ["Linear"], "weights": INT4},
+        },
+        "ignore": ["lm_head"],
+    }
+    packing = Packing.COMPRESSED_TENSORS
+    assert read("model.layers.0.mlp.down_proj", **stated) == Form(Kind.W8A16, None, packing)
+    assert read("model.layers.0.mlp.up_proj", **stated) == Form(Kind.W4A16, (1, 32), packing)
+    assert read("lm_head", **stated) is None
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quant_method": "gptq", "bits": 3, "group_size": 128},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "fmt": "e5m2"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Embedding"], "weights": INT4}},
+        },
+        {"bits": 4, "group_size": 64, "mode": "mxfp4"},
+    ],
+)
+def test_what_a_known_method_may_say_and_is_not_understood(stated: dict[str, Any]) -> None:
+    quantisation = read_quantisation({"quantization_config": stated}, "llama", "bfloat16")
+    assert quantisation is not None
+    assert quantisation.find is None
