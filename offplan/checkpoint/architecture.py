@@ -14,7 +14,8 @@ from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
 from offplan.errors import CheckpointError
-from offplan.forms.quantisation import Quantisation, read_quantisation
+from offplan.forms.methods import read_quantisation
+from offplan.forms.quantisation import Quantisation
 
 MAX_LAYERS = 10_000
 """Most layers of a model, past any there is; each costs time to understand and to plan."""
@@ -176,7 +177,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         model_type=model_type,
         class_names=_read_names(config.get("architectures")),
         dtype=read_dtype(config),
-        quantisation=read_quantisation(config, model_type, read_dtype(config)),
+        quantisation=read_quantisation(config, model_type, read_dtype(config))
+        or read_quantisation(text, model_type, read_dtype(config)),
         hidden_size=_read_hidden_size(text),
         vocabulary_size=read_count(text, "vocab_size"),
         end_tokens=_read_end_tokens(config, text),

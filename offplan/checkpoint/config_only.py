@@ -51,11 +51,15 @@ def read_config_only(path: Path) -> Stored:
             raise CheckpointError(
                 f"{path}: found {quote(found)} {what}, expected {most} at most; correct the file"
             )
-    built = _without_idle_experts(architecture.routing, _build_tensors(config, str(path)))
-    tensors = quantise(built, architecture, str(path))
     notes = ["sizes come from the config alone: no weights were seen"]
+    named = config
     if architecture.dtype is None:
-        notes.append("the config names no dtype: took float32, as transformers does")
+        # What is not quantised of a quantised checkpoint is stored in 16 bits, named or not.
+        dtype = "bfloat16" if architecture.is_quantised else "float32"
+        named = {**config, "dtype": dtype}
+        notes.append(f"the config names no dtype: took {dtype}")
+    built = _without_idle_experts(architecture.routing, _build_tensors(named, str(path)))
+    tensors = quantise(built, architecture, str(path))
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
     if architecture.num_prediction_layers:

@@ -123,13 +123,6 @@ def test_old_name_of_the_dtype(saved, tmp_path):
     assert open_model(str(path)).dtype == "float16"
 
 
-def test_quantised_config_says_that_sizes_are_before_it(saved, tmp_path):
-    path = rewrite(saved, tmp_path, quantization_config={"quant_method": "fp8"})
-    model = open_model(str(path))
-    assert model.dtype == "bfloat16"
-    assert any("before quantisation" in note for note in model.notes)
-
-
 def test_infinity_in_a_config(tmp_path):
     from transformers import BambaConfig
 

@@ -185,7 +185,6 @@ GPT_OSS = {
     "sliding_window": 128,
     "attention_bias": True,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "quantization_config": {
         "quant_method": "mxfp4",
         "modules_to_not_convert": [
@@ -196,7 +195,7 @@ GPT_OSS = {
         ],
     },
 }
-"""openai/gpt-oss-20b."""
+"""openai/gpt-oss-20b, which names no dtype."""
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -244,6 +243,7 @@ def test_gpt_oss_20b_from_its_config(tmp_path):
     assert up.form == Form(Kind.MXFP4, (1, 32))
     assert up.shape == (32, 5760, 2880)
     assert [t.shape for t in up.of(Part.SCALE)] == [(32, 5760, 90)]
+    assert "the config names no dtype: took bfloat16" in model.notes
 
 
 def test_deepseek_v3_from_its_config(tmp_path):

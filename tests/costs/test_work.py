@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from offplan.checkpoint.architecture import read_architecture
-from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.work import (
     AttentionDims,
     PassShape,
@@ -15,7 +14,6 @@ from offplan.costs.work import (
     layer_work,
     prefill_shapes,
 )
-from offplan.forms.form import Form, Kind, Packing
 from offplan.placement import Phase
 from offplan.plan import Workload
 from tests.costs.builders import DENSE, HIDDEN, MOE, make_model
@@ -110,25 +108,3 @@ def test_latent_attention_expands_each_token_once() -> None:
     plain = make_model([DENSE], num_attention_heads=0)
     more = work.flops(prefill(7, 7)) - layer_work(plain, plain.layers[0]).flops(prefill(7, 7))
     assert more == 7 * 2 * 96 * 32
-
-
-def test_a_stored_form_changes_the_bytes_and_not_the_products() -> None:
-    model = make_model([DENSE])
-    (layer,) = model.layers
-    halved = [
-        replace(
-            p,
-            tensors=(TensorInfo(p.name, "I32", (p.shape[0], p.shape[1] // 8)),),
-            form=Form(Kind.W4A16, (1, 16), Packing.COMPRESSED_TENSORS),
-            logical_shape=p.shape,
-        )
-        if len(p.shape) == 2
-        else p
-        for p in layer.parameters
-    ]
-    quantised = layer_work(model, replace(layer, parameters=tuple(halved)))
-    whole = layer_work(model, layer)
-    assert quantised.token_elements == whole.token_elements
-    assert quantised.flops(prefill(8, 8)) == whole.flops(prefill(8, 8))
-    assert quantised.dense_bytes < 0.3 * whole.dense_bytes
-    assert quantised.key != whole.key

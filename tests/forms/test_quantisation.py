@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan.forms.form import Form, Kind, Packing
-from offplan.forms.quantisation import read_quantisation
+from offplan.forms.methods import read_quantisation
 
 METHODS = (
     *("fp8", "mxfp4", "bitsandbytes", "gptq", "awq"),
@@ -52,7 +52,10 @@ def test_a_config_that_says_nothing(stated: Any) -> None:
     assert read_quantisation({"quantization_config": stated}, "llama", None) is None
 
 
-@pytest.mark.parametrize("stated", ["fp8", [1], 1, {"bits": 4}, {"quant_method": "new"}])
+ROTATED = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}
+
+
+@pytest.mark.parametrize("stated", ["fp8", [1], 1, {"bits": 4}, {"quant_method": "new"}, ROTATED])
 def test_what_is_not_known_is_quantised_all_the_same(stated: Any) -> None:
     quantisation = read_quantisation({"quantization_config": stated}, "llama", None)
     assert quantisation is not None

@@ -1,0 +1,32 @@
+"""Values of a config as strangers may write them, read without trust."""
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from offplan.forms.form import OTHER, Form, Packing
+from offplan.forms.recognise import WHOLE_KINDS
+
+
+def grouped_form(bits: Any, group: Any, packing: Packing | None) -> Form:
+    """Return the form of whole numbers in groups; -1 columns are all of a row's."""
+    if packing is None or type(bits) is not int or bits not in WHOLE_KINDS:
+        return OTHER
+    if group is None or group == -1:
+        return Form(WHOLE_KINDS[bits], None, packing)
+    return Form(WHOLE_KINDS[bits], (1, group), packing) if is_size(group) else OTHER
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a number of rows or columns."""
+    return type(value) is int and 0 < value < 2**20
+
+
+def is_record(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether it is a JSON object."""
+    return isinstance(value, Mapping)
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """Return the names of a list; () for anything else."""
+    found = value if isinstance(value, (list, tuple)) else ()
+    return tuple(name for name in found if isinstance(name, str) and name)

@@ -1,0 +1,38 @@
+"""A quantised model costs the bytes that it is stored in, and the products that it stands for."""
+
+from pathlib import Path
+
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.costs.memory import activation_bytes, kv_cache_bytes
+from offplan.costs.work import PassShape, layer_work
+from offplan.forms.form import RAW
+from offplan.placement import Phase, group_units
+from offplan.plan import Workload
+from tests.checkpoint.quantised import FORMATS, Format, write_quantised
+
+PROMPT = PassShape(Phase.PREFILL, 1, 512, 512)
+BF16 = Format(None, lambda out, columns: {"weight": ("BF16", (out, columns))}, RAW)
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return open_model(str(write_quantised(tmp_path_factory.mktemp("raw"), BF16)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
+    model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
+    for layer, whole in zip(model.layers, raw.layers, strict=True):
+        stored, before = layer_work(model, layer), layer_work(raw, whole)
+        assert stored.flops(PROMPT) == before.flops(PROMPT)
+        assert stored.weight_bytes(PROMPT) < 0.7 * before.weight_bytes(PROMPT)
+        assert stored.key != before.key
+        units, before_units = group_units(layer), group_units(whole)
+        assert [(u.name, u.shape) for u in units] == [(u.name, u.shape) for u in before_units]
+        assert sum(unit.nbytes for unit in units) == layer.nbytes
+    workload = Workload(prompt_tokens=512)
+    assert activation_bytes(model, workload, 512) <= activation_bytes(raw, workload, 512)
+    assert kv_cache_bytes(model, workload) == kv_cache_bytes(raw, workload)
