@@ -48,6 +48,19 @@ def recognise(
     if not beside:
         is_matrix = len(weight.shape) > 1
         return (OTHER if is_matrix and weight.dtype in CODE_TYPES else RAW), weight.shape
+    form, shape = _infer(weight, beside, stated)
+    return (form if stated is None or _agree(form, stated) else OTHER), shape
+
+
+def _agree(form: Form, stated: Form) -> bool:
+    """Whether what was found is what the config says."""
+    same_block = stated.block is None or stated.block == form.block
+    return same_block and (form.kind, form.packing) == (stated.kind, stated.packing)
+
+
+def _infer(
+    weight: Stored, beside: Mapping[Part, Stored], stated: Form | None
+) -> tuple[Form, Shape]:
     if weight.dtype in FP8_TYPES:
         return _recognise_fp8(weight.shape, beside, stated), weight.shape
     if weight.dtype == "I32":

@@ -51,6 +51,29 @@ def test_a_weight_and_what_lies_beside_it_are_one_parameter(tmp_path, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("awq", {"group_size": 64}),
+        ("awq", {"bits": 8}),
+        ("gptq", {"checkpoint_format": "marlin"}),
+        ("gptq", {"quant_method": "awq"}),
+        ("fp8 blocks", {"weight_block_size": [64, 64]}),
+        ("fp8 blocks", {"weight_block_size": None}),
+        ("modelopt fp8", {"quant_algo": "NVFP4"}),
+        ("bitsandbytes int8", {"quant_method": "eetq"}),
+    ],
+)
+def test_what_its_config_contradicts_is_sized_and_not_understood(tmp_path, name, other):
+    format = FORMATS[name]
+    contradicted = format._replace(config={**format.config, **other})
+    model = open_model(str(write_quantised(tmp_path, contradicted)))
+    key = next(p for p in model.layers[0].parameters if p.name == "self_attn.k_proj.weight")
+    assert key.form == OTHER
+    assert key.shape == ATTENTION["k_proj"]
+    assert key.nbytes == num_bytes(format.parts(*ATTENTION["k_proj"]))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_figures_of_the_model_are_those_of_what_it_stands_for(tmp_path, name):
     format = FORMATS[name]
