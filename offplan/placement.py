@@ -14,6 +14,7 @@ from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
+from offplan.forms.form import Part
 from offplan.plan import Backend, Offload, Rule
 from offplan.units import format_bytes
 
@@ -36,20 +37,24 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Unit:
-    """What is placed as one: a parameter, or the parameters that the runtime fuses into one."""
+    """What is placed as one: a part of a parameter, or of those that the runtime fuses into one.
+
+    All parts of a parameter have its name, so that every rule takes them together.
+    """
 
     layer: int
     parameters: tuple[Parameter, ...]
+    part: Part = Part.WEIGHT
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(parameter.nbytes for parameter in self.parameters)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def tensors(self) -> list[TensorInfo]:
-        """The stored tensors of all its parameters."""
-        return [tensor for parameter in self.parameters for tensor in parameter.stored]
+        """The stored tensors of this part of all its parameters."""
+        return [tensor for parameter in self.parameters for tensor in parameter.of(self.part)]
 
     @property
     def name(self) -> str:
@@ -174,7 +179,11 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
         parts = parameter.name.split(".")
         key = tuple(partners.get(part, part) if parameter.is_expert else part for part in parts)
         groups.setdefault(key, []).append(parameter)
-    return tuple(Unit(layer.index, tuple(parameters)) for parameters in groups.values())
+    return tuple(
+        Unit(layer.index, tuple(parameters), part)
+        for parameters in groups.values()
+        for part in parameters[0].parts
+    )
 
 
 def place(model: Model, offload: Offload) -> Placement:

@@ -162,6 +162,13 @@ class Model:
         return group_outside(self.outside, self.architecture)
 
     @cached_property
+    def loaded_parameters(self) -> tuple[Parameter, ...]:
+        """What is loaded: the parameters of the layers, and those outside."""
+        in_layers = (parameter for layer in self.layers for parameter in layer.parameters)
+        outside = (p for p in self.outside_parameters if p.tensors[0].name not in self.not_loaded)
+        return (*in_layers, *outside)
+
+    @cached_property
     def loaded_outside(self) -> Tensors:
         """Tensors outside the layers that take memory once loaded."""
         return tuple(tensor for tensor in self.outside if tensor.name not in self.not_loaded)

@@ -40,6 +40,11 @@ class Parameter:
         """Return the tensors of one part, in the order of the experts; () where there are none."""
         return self.tensors if part is Part.WEIGHT else dict(self.beside).get(part, ())
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that it is stored in, the values or codes first."""
+        return (Part.WEIGHT, *(part for part, _ in self.beside))
+
     @cached_property
     def stored(self) -> Tensors:
         """All its tensors."""

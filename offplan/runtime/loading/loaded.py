@@ -11,7 +11,7 @@ from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.loading.loader import load_weights
-from offplan.runtime.loading.mapping import Target, map_tensors
+from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.loading.verify import verify_places
@@ -40,6 +40,7 @@ class LoadedModel:
         self.placement: Placement = place(model, offload)
         self.module: PreTrainedModel = build_skeleton(model)
         targets = map_tensors(self.module, model)
+        hold_codes(self.module, targets)
         peer = _find_store(self.placement, offload, device)
         check_host_room(_host_bytes(self.placement, device, peer))
         state = self.module.state_dict()

@@ -1,14 +1,28 @@
 """The mapping from stored tensors to the parameters of a transformers model that they fill."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
+from offplan.forms.form import Form, Part
+from offplan.forms.names import part_of
+from offplan.runtime.forms.runnable import (
+    check_experts,
+    check_form,
+    check_joined,
+    is_transposed,
+    part_shape,
+)
+from offplan.runtime.forms.stored import hold_stored, part_name
+from offplan.runtime.loading.staging import stored_dtype
+from offplan.runtime.model.probe import refuse
 from offplan.runtime.transformers_private import (
     Concatenate,
     MergeModulelist,
@@ -55,6 +69,18 @@ class Conversion:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """What a parameter that is a part of a weight's stored form holds."""
+
+    weight: str
+    """Name of the weight that the part belongs to, in the model as it was built."""
+    form: Form
+    part: Part
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Target:
     """The stored tensors that fill one parameter of the model."""
 
@@ -62,55 +88,126 @@ class Target:
     """Stored tensors that fill it or, with a conversion, that it is made of."""
     conversion: Conversion | None = None
     """Shared by all parameters that are made together; None when the pieces are views."""
+    codes: Codes | None = None
+    """What the parameter holds in place of values; None where it holds these."""
 
 
 def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     """Find for every parameter the stored tensors that fill it, by transformers' own mapping.
 
-    Returns targets by parameter name. Raises CheckpointError when parameters stay unfilled, stored
-    tensors have nowhere to go, or their headers say that they do not fill their places.
+    Returns targets by parameter name; of a weight that is not stored by its values, one for each
+    part. Raises CheckpointError when parameters stay unfilled, stored tensors have nowhere to go,
+    or their headers say that they do not fill their places.
     """
     state = skeleton.state_dict(keep_vars=True)
-    found: dict[str, tuple[WeightConverter | None, list[Source]]] = {}
+    stored = [
+        (parameter, part, tensor)
+        for parameter in model.loaded_parameters
+        for part in parameter.parts
+        for tensor in parameter.of(part)
+    ]
+    # a weight's parts go where its values would
+    names = [t.name if p.form.is_raw else part_of(t.name)[0] for p, _, t in stored]
+    found: dict[tuple[str, Part], _Found] = {}
     unused: list[str] = []
-    in_layers = [t for layer in model.layers for p in layer.parameters for t in p.tensors]
-    stored = [*in_layers, *model.loaded_outside]
-    renamed = rename(skeleton, (tensor.name for tensor in stored))
-    for tensor, (name, pattern, converter) in zip(stored, renamed, strict=True):
+    renamed = rename(skeleton, names)
+    for (parameter, part, tensor), (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
-            found.setdefault(name, (converter, []))[1].append((tensor, pattern or ""))
+            one = found.setdefault((name, part), _Found(converter, parameter, []))
+            one.sources.append((tensor, pattern or ""))
         else:
             unused.append(tensor.name)
     targets: dict[str, Target] = {}
-    for name, (converter, sources) in found.items():
-        pieces = _find_pieces(converter, sources)
-        if pieces is not None:
-            targets[name] = Target(pieces)
+    filled: set[int] = set()  # a tie has two names and one tensor
+    for (name, part), one in found.items():
+        if not one.parameter.form.is_raw:
+            targets |= _map_codes(name, part, one, skeleton)
+            filled.add(id(state[name]))
+            continue
+        arranged = _arrange(one.converter, one.sources, [t.shape for t, _ in one.sources])
+        if arranged is not None:
+            made = {name: Target(arranged[0])}
+            _check_headers(name, made[name], state[name])
         else:
-            conversion = Conversion(converter, skeleton, name, tuple(sources))
-            targets |= _convert_targets(conversion, state)
-    filled = {id(state[name]) for name in targets}  # a tie has two names and one tensor
+            assert one.converter is not None
+            conversion = Conversion(one.converter, skeleton, name, tuple(one.sources))
+            made = _convert_targets(conversion, state)
+        targets |= made
+        filled.update(id(state[each]) for each in made)
+    check_experts(skeleton, {target.codes.weight for target in targets.values() if target.codes})
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
     if missing or unused:
         raise CheckpointError(_describe_mismatch(model.source, missing, unused))
-    for name, target in targets.items():
-        if target.conversion is None:
-            _check_headers(name, target, state[name])
     return targets
 
 
-def _find_pieces(
-    converter: WeightConverter | None, found: list[Source]
-) -> tuple[Piece, ...] | None:
+class _Found(NamedTuple):
+    """The stored tensors that go to one parameter, and by which converter."""
+
+    converter: WeightConverter | None
+    parameter: Parameter
+    sources: list[Source]
+
+
+def _map_codes(
+    name: str, part: Part, found: _Found, skeleton: PreTrainedModel
+) -> dict[str, Target]:
+    """Find what fills a part of the weight called ``name``, whose values are not stored.
+
+    Raises CheckpointError for a form that is not executed, and for a weight that is not multiplied
+    where it is held or that transformers turns into another one when it loads.
+    """
+    form, tensors = found.parameter.form, [tensor for tensor, _ in found.sources]
+    path, _, attribute = name.rpartition(".")
+    module = skeleton.get_submodule(path)
+    check_form(name, found.parameter, module)
+    shape = found.parameter.shape
+    seen = [part_shape(form, part, tensor.shape, shape) for tensor in tensors]
+    arranged = _arrange(found.converter, found.sources, seen)
+    wanted = tuple(skeleton.get_parameter(name).shape)
+    if is_transposed(module):
+        wanted = (*wanted[:-2], wanted[-1], wanted[-2])
+    of_values = _arrange(found.converter, found.sources, [shape] * len(tensors))
+    if arranged is None or of_values is None or of_values[1] != wanted:
+        raise refuse(
+            f"{tensors[0].name} stands for {list(shape)} in {form.kind.value}, which does not fill "
+            f"{name}, {list(wanted)}, as it is stored"
+        )
+    pieces, whole = arranged
+    check_joined(name, form, wanted[-2], shape[-2])
+    codes = Codes(name, form, part, whole, stored_dtype(tensors[0]))
+    return {f"{path}.{part_name(attribute, part)}": Target(pieces, codes=codes)}
+
+
+def hold_codes(skeleton: PreTrainedModel, targets: Mapping[str, Target]) -> None:
+    """Have a model, on the meta device, hold the parts of weights that ``targets`` find."""
+    weights: dict[str, dict[Part, Codes]] = {}
+    for target in targets.values():
+        if target.codes is not None:
+            weights.setdefault(target.codes.weight, {})[target.codes.part] = target.codes
+    for name, parts in weights.items():
+        path, _, attribute = name.rpartition(".")
+        values = {
+            part: torch.empty(codes.shape, dtype=codes.dtype, device="meta")
+            for part, codes in parts.items()
+        }
+        form = parts[Part.WEIGHT].form
+        hold_stored(skeleton.get_submodule(path), attribute, form, values)
+
+
+def _arrange(
+    converter: WeightConverter | None, found: list[Source], shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[Piece, ...], tuple[int, ...]] | None:
     """Find the view of one parameter that each stored tensor fills: stacked, concatenated or both.
 
-    None where views will not do.
+    ``shapes`` are those that the tensors are taken to have. Returns the views and the parameter's
+    shape, None where views will not do.
     """
     if converter is None:
-        return tuple(Piece(tensor) for tensor, _ in found)
-    parts: dict[str, list[TensorInfo]] = {}
-    for tensor, pattern in found:
-        parts.setdefault(pattern, []).append(tensor)
+        return tuple(Piece(tensor) for tensor, _ in found), shapes[-1]
+    parts: dict[str, list[tuple[TensorInfo, tuple[int, ...]]]] = {}
+    for (tensor, pattern), shape in zip(found, shapes, strict=True):
+        parts.setdefault(pattern, []).append((tensor, shape))
     operations = [type(operation) for operation in converter.operations]
     if operations == [Concatenate]:
         one_each = len(parts) == len(found)
@@ -119,21 +216,25 @@ def _find_pieces(
     else:
         return None
     # parts of unequal size do not begin at multiples of one size
-    if not one_each or len({tensor.shape for tensor, _ in found}) > 1:
+    if not one_each or len(set(shapes)) > 1:
         return None
     order = [pattern for pattern in converter.source_patterns if pattern in parts]
     is_stacked = MergeModulelist in operations
+    axis = converter.operations[-1].dim - is_stacked if Concatenate in operations else None
     pieces: list[Piece] = []
     for pattern, tensors in parts.items():
-        for number, tensor in enumerate(tensors):
-            index: list[int | slice] = [slice(None)] * len(tensor.shape)
-            if Concatenate in operations:
+        for number, (tensor, shape) in enumerate(tensors):
+            index: list[int | slice] = [slice(None)] * len(shape)
+            if axis is not None:
                 # its dimension counts the stacked one, which the stored tensor has not
-                axis = converter.operations[-1].dim - is_stacked
-                start = order.index(pattern) * tensor.shape[axis]
-                index[axis] = slice(start, start + tensor.shape[axis])
+                start = order.index(pattern) * shape[axis]
+                index[axis] = slice(start, start + shape[axis])
             pieces.append(Piece(tensor, (*([number] if is_stacked else []), *index)))
-    return tuple(pieces)
+    whole = list(shapes[0])
+    if axis is not None:
+        whole[axis] *= len(parts)
+    num_stacked = max(map(len, parts.values()))
+    return tuple(pieces), (*([num_stacked] if is_stacked else []), *whole)
 
 
 def _convert_targets(

@@ -22,15 +22,15 @@ def build_skeleton(model: Model) -> PreTrainedModel:
 
     Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
     """
-    if model.architecture.is_quantised:
-        raise refuse(f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints")
     config = build_config(model.config, model.source)
     if model.tied:  # a head that is stored is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
+                config,
+                dtype=getattr(torch, model.compute_dtype),
+                attn_implementation=ATTENTION_NAME,
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):

@@ -1,10 +1,13 @@
 """Kernels are chosen for a model: our own where they know it, else transformers' and torch's."""
 
+import sys
+
 import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.placement import Phase
+from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
 
 KERNEL_TYPES = ("bfloat16", "float16")
@@ -20,9 +23,10 @@ class ExpertKernels:
         """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
         self._module = module
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
-        self._own, self._few_pairs = find_own_experts(model, module) if with_own else ("", 0)
-        self._groups_freely = groups_freely(model.dtype, device)
+        self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
+        self._groups_freely = groups_freely(model.compute_dtype, device)
         self._current = ""
+        self.choose(Phase.DECODE, 1)  # what transformers would take need not know what is stored
 
     def choose(self, phase: Phase, num_tokens: int) -> None:
         """Set the module up for passes of so many tokens, over all sequences."""
@@ -54,15 +58,20 @@ def groups_freely(dtype: str, device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def find_own_experts(model: Model, module: PreTrainedModel) -> tuple[str, int]:
+def find_own_experts(
+    model: Model, module: PreTrainedModel, *, with_kernels: bool
+) -> tuple[str, int]:
     """Return the name of our own kernels for experts, and the most pairs they are best for.
 
     The name is empty where they do not know this model's experts. For more pairs of a token and an
-    expert than this they would read experts several times.
+    expert than this they would read experts several times. Experts that are stored as codes are
+    known to ours alone, ``with_kernels`` or without.
     """
     # only those that transformers lets choose how they are multiplied say what they are made of
     experts = [part for part in module.modules() if hasattr(part, "has_gate")]
-    if experts and model.dtype in KERNEL_TYPES:
+    if any(map(holds_codes, experts)):
+        return STORED_EXPERTS_NAME, sys.maxsize
+    if with_kernels and experts and model.compute_dtype in KERNEL_TYPES:
         from offplan.runtime.model.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves
 
         if all(map(serves, experts)):
@@ -82,7 +91,7 @@ def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFill
     config = module.config.get_text_config()
     if rank := getattr(config, "kv_lora_rank", None):
         powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
-        return filled_up_to if powers and model.dtype in KERNEL_TYPES else filled_mask
+        return filled_up_to if powers and model.compute_dtype in KERNEL_TYPES else filled_mask
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return filled_blocks if _is_power(dim) else filled_mask
 

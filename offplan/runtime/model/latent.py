@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offplan.runtime.forms.stored import weight_of
 from offplan.runtime.model.filled import Way
 
 
@@ -103,8 +104,8 @@ def attend_latent(
     heads, rank = query.shape[1], latent.shape[-1]
     rope = rotary.shape[-1]
     nope = query.shape[-1] - rope
-    weight: Any = module.get_parameter("kv_b_proj.weight")
-    weight = weight.view(heads, -1, rank)
+    expanding: Any = module.get_submodule("kv_b_proj")
+    weight = weight_of(expanding, query.dtype).view(heads, -1, rank)
     q_nope, q_rope = query[:, :, 0].split([nope, rope], dim=-1)
     # [heads, batch, nope] @ [heads, nope, rank]
     q_latent = torch.bmm(q_nope.transpose(0, 1), weight[:, :nope]).transpose(0, 1)

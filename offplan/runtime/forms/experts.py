@@ -1,0 +1,82 @@
+"""Routed experts whose weights are stored as codes, for transformers' experts interface."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.runtime.forms.stored import KERNEL_TYPES, Stored
+from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
+
+STORED_EXPERTS_NAME = "offplan_stored"
+FEW_TOKENS = 16
+"""Tokens up to which transformers multiplies each by its own experts, which waits for nothing."""
+
+
+def holds_codes(experts: nn.Module) -> bool:
+    """Whether these experts' weights are stored in another form than their values."""
+    return "stored_experts" in vars(experts)
+
+
+def forward_stored(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Send tokens, [tokens, hidden], through their experts; returns [tokens, hidden].
+
+    ``top_k_index`` and ``top_k_weights`` are [tokens, k]. On a GPU each weight is multiplied from
+    its codes, read once for up to 64 pairs of a token and an expert; elsewhere it is expanded.
+    """
+    if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_TYPES:
+        name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
+        expanded = _Expanded(experts, hidden_states.dtype)
+        return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
+    from offplan.runtime.forms.products import multiply_pairs  # needs triton
+
+    num_tokens, num_chosen = top_k_index.shape
+    expert_of_pair = top_k_index.reshape(-1)
+    order, starts = _sort(expert_of_pair, experts.num_experts)
+
+    def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
+        stored: Stored = experts.stored_experts[name]
+        made = multiply_pairs(stored.form, stored.of(experts), x, order, starts)
+        return made + getattr(experts, f"{name}_bias")[expert_of_pair] if experts.has_bias else made
+
+    if experts.has_gate:
+        made = apply_gate(experts, multiply("gate_up_proj", hidden_states))
+    else:
+        made = experts.act_fn(multiply("up_proj", hidden_states))
+    made = multiply("down_proj", made)
+    if getattr(experts, "has_post_expert_norm", False):
+        made = experts.post_expert_norm(made)
+    weighted = made.view(num_tokens, num_chosen, -1) * top_k_weights.unsqueeze(-1)
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _sort(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """List pairs by their expert, and say where each one's begin: int32, [pairs], [experts + 1]."""
+    from offplan.runtime.model.experts import MAX_PAIRS, sort_pairs  # needs triton
+
+    if expert_of_pair.numel() <= MAX_PAIRS:
+        return sort_pairs(expert_of_pair, num_experts)[1:]
+    experts, order = expert_of_pair.sort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
+    return order.to(torch.int32), torch.searchsorted(experts, bounds, out_int32=True)
+
+
+class _Expanded:
+    """Experts as transformers holds them: with the values of their weights."""
+
+    def __init__(self, experts: Any, dtype: torch.dtype) -> None:
+        self._experts = experts
+        for name, stored in experts.stored_experts.items():
+            values = stored.expand(experts, dtype)
+            setattr(self, name, values.mT if experts.is_transposed else values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+
+ExpertsInterface.register(STORED_EXPERTS_NAME, forward_stored)

@@ -1,0 +1,93 @@
+"""A weight of a module in its stored form: where its parts are, and how it is multiplied."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from offplan.forms.form import Form, Part
+from offplan.runtime.forms.reference import Parts, expand
+
+MAX_ROWS = 128
+"""Rows of an input up to which a weight is multiplied from its codes; more are worth expanding it.
+
+Source: FP8 of 12,288 x 4,096 on an H200: 64 / 128 / 256 rows take 23 / 32 / 58 us from codes;
+expanded first, 42 us and cuBLAS' own 30 to 60.
+"""
+KERNEL_TYPES = (torch.bfloat16, torch.float16)
+"""Types of inputs that the kernels multiply."""
+
+
+def part_name(name: str, part: Part) -> str:
+    """Name the parameter that holds a part of the weight called ``name``.
+
+    Never the weight's own name: code that looks for its values fails instead of reading codes.
+    """
+    return f"{name}_{'codes' if part is Part.WEIGHT else part.value}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight, or those of all experts in one, that its module holds by parts."""
+
+    name: str
+    """The weight's own name in the module: ``weight``, ``gate_up_proj``."""
+    form: Form
+    parts: tuple[Part, ...]
+
+    def of(self, module: nn.Module) -> Parts:
+        """Return the parts that the module holds at present."""
+        return {part: getattr(module, part_name(self.name, part)) for part in self.parts}
+
+    def expand(self, module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight's values, [..., out, in], in ``dtype``, on the module's device."""
+        parts = self.of(module)
+        if not parts[Part.WEIGHT].is_cuda or dtype not in KERNEL_TYPES:
+            return expand(self.form, parts, dtype)
+        from offplan.runtime.forms.products import expand_on_gpu  # needs triton
+
+        return expand_on_gpu(self.form, parts, dtype)
+
+
+class StoredLinear(nn.Linear):
+    """A linear layer whose weight is stored in another form than its values."""
+
+    stored: Stored
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, [..., in], times the weight: [..., out].
+
+        Few rows multiply its codes, which are read once, where they lie; for many it is expanded.
+        """
+        if not x.is_cuda or x.dtype not in KERNEL_TYPES or x.numel() > MAX_ROWS * x.shape[-1]:
+            return linear(x, self.stored.expand(self, x.dtype), self.bias)
+        from offplan.runtime.forms.products import multiply_rows  # needs triton
+
+        made = multiply_rows(self.stored.form, self.stored.of(self), x.flatten(0, -2))
+        made = made.unflatten(0, x.shape[:-1])
+        return made if self.bias is None else made + self.bias
+
+
+def weight_of(module: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a linear layer's weight, [out, in], expanded if it holds codes."""
+    if isinstance(module, StoredLinear):
+        return module.stored.expand(module, dtype)
+    return module.weight
+
+
+def hold_stored(
+    module: nn.Module, name: str, form: Form, parts: Mapping[Part, torch.Tensor]
+) -> None:
+    """Have a module hold a weight by its parts, on the meta device, in place of its values."""
+    stored = Stored(name, form, tuple(parts))
+    del module._parameters[name]
+    for part, value in parts.items():
+        parameter = nn.Parameter(value, requires_grad=False)
+        module.register_parameter(part_name(name, part), parameter)
+    if type(module) is nn.Linear:
+        module.__class__ = StoredLinear
+        vars(module)["stored"] = stored
+    else:
+        vars(module).setdefault("stored_experts", {})[name] = stored
