@@ -38,6 +38,12 @@ Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows a
 1.1 times, 384 rows 1.95 times.
 """
 
+CODED_ROWS = 64
+"""Rows of a product that read the codes of an expert's weight together.
+
+Source: ``runtime.forms.products.multiply_pairs``.
+"""
+
 UVA_SLOWDOWN = 1.16
 """Slowdown taken for a machine whose profile has no ``uva_beside_copies``: that of an H200.
 
@@ -86,11 +92,15 @@ def uva_bytes(
     """
     crossing = 0.0
     for unit in units:
-        factor, share = machine.find_in_place_read(unit.shape, num_tokens), 1.0
+        is_coded = not unit.parameters[0].form.is_raw
+        # codes are read once, whether they are multiplied or expanded
+        factor = 1.0 if is_coded else machine.find_in_place_read(unit.shape, num_tokens)
+        share = 1.0
         if unit.is_expert and experts is not None:
             share = experts.touched(num_tokens) / experts.num_experts
             rows = num_tokens * experts.num_experts_per_token / experts.num_experts
-            factor = factor or max(1.0, rows / EXPERT_ROWS)
+            if is_coded or factor is None:
+                factor = max(1.0, rows / (CODED_ROWS if is_coded else EXPERT_ROWS))
         crossing += unit.nbytes * share * (factor or reread_factor(machine, num_tokens))
     return round(crossing)
 

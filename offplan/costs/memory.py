@@ -5,7 +5,7 @@ from collections.abc import Collection
 from offplan.checkpoint.matrices import output_width
 from offplan.checkpoint.model import Layer, Model
 from offplan.costs.roles import Role, role_of
-from offplan.costs.work import PassShape, attention_dims, prefill_shapes
+from offplan.costs.work import PassShape, attention_dims, expands, prefill_shapes
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Budget, GPUMemoryPrediction, Workload
@@ -108,6 +108,12 @@ weighted and put back in order, both in float32 where routing weights are.
 Source: transformers' ``grouped_mm_experts_forward``, read: its names keep all of them to the end.
 """
 
+EXPANDED_COPIES = 2
+"""Expanded weights alive at once: one that is multiplied, and what the allocator keeps of another.
+
+Source: estimated.
+"""
+
 _ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})
 _MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
 _EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
@@ -146,13 +152,23 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
         if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk:
             blocks.append(eager_expert_bytes)
         most = max(block(model, layer, shape) for block in blocks for layer in layers)
-        return hidden_bytes(model, shape) + most + logits_bytes(model, shape)
+        expanded = max(expanded_bytes(model, layer, shape) for layer in layers)
+        return hidden_bytes(model, shape) + most + expanded + logits_bytes(model, shape)
 
     prompt = max(of_chunk(shape) + waiting_bytes(model, workload, shape) for shape in last.values())
 
     # of decode steps the last one takes most
     step = of_chunk(PassShape(Phase.DECODE, workload.batch, 1, workload.context))
     return max(step, prompt) + step
+
+
+def expanded_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """Bytes of weights whose values are made of their stored codes: EXPANDED_COPIES of the largest.
+
+    Source: ``runtime.forms.stored``.
+    """
+    largest = max((p.num_weights for p in layer.parameters if expands(p, shape)), default=0)
+    return EXPANDED_COPIES * largest * model.element_bytes
 
 
 def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
@@ -295,6 +311,8 @@ def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
         len(shape) > 1 and not any(size % KERNEL_MULTIPLE for size in shape[-2:])
         for shape in shapes
     )
+    if any(not p.form.is_raw for p in layer.parameters if p.is_expert):
+        return False
     looped = shape.phase is Phase.DECODE and model.dtype != "bfloat16"
     return not served and (shape.num_tokens == 1 or looped)
 

@@ -9,6 +9,13 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.placement import Phase
 from offplan.plan import Workload
 
+EXPANDED_ROWS = 128
+"""Tokens of a pass up to which weights are multiplied from their stored codes; for more, those of
+no expert are expanded first.
+
+Source: ``runtime.forms.stored.MAX_ROWS``.
+"""
+
 
 @dataclass(frozen=True)
 class PassShape:
@@ -87,8 +94,12 @@ class LayerWork:
     """Bytes of the weights that every pass reads whole."""
     expert_bytes: int
     """Bytes of the routed experts, of which a pass reads those that its tokens are sent to."""
+    expanded_elements: int
+    """Weights whose values are made of their codes for passes of many tokens."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
+    element_bytes: int
+    """Bytes of an element of what is computed with."""
     kv_cache: KVCache
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
@@ -101,8 +112,13 @@ class LayerWork:
         return self.dense_bytes + share * self.expert_bytes
 
     def device_bytes(self, shape: PassShape) -> float:
-        """Bytes that a pass reads from GPU memory with everything resident: weights and cache."""
-        return self.weight_bytes(shape) + self.kv_cache.nbytes(shape.batch, shape.context)
+        """Bytes to and from GPU memory of a pass with everything resident.
+
+        They are the weights and the cache, and values that are made of codes and then read.
+        """
+        made = 2 * self.element_bytes * self.expanded_elements * (shape.num_tokens > EXPANDED_ROWS)
+        cache = self.kv_cache.nbytes(shape.batch, shape.context)
+        return self.weight_bytes(shape) + made + cache
 
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""
@@ -138,11 +154,24 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         key=layer.key,
         dense_bytes=layer.nbytes - layer.expert_bytes,
         expert_bytes=layer.expert_bytes,
+        expanded_elements=sum(p.num_weights for p in dense if not p.form.is_raw),
+        element_bytes=model.element_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
         attention={phase: attention_dims(model.architecture, phase) for phase in Phase},
         experts=experts,
     )
+
+
+def expands(parameter: Parameter, shape: PassShape) -> bool:
+    """Whether a pass has a weight's values made of its codes before they are multiplied.
+
+    Latent attention's ``kv_b_proj`` is absorbed into queries, and so expanded in every decode step.
+    """
+    if parameter.form.is_raw or parameter.is_expert:
+        return False
+    absorbed = shape.phase is Phase.DECODE and parameter.name.endswith("kv_b_proj.weight")
+    return absorbed or shape.num_tokens > EXPANDED_ROWS
 
 
 def _matrix_elements(parameter: Parameter) -> int:

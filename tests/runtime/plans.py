@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
 from offplan.runtime.passes.link import Link
@@ -10,6 +12,8 @@ from offplan.runtime.session import Session
 from offplan.schedule import Copy, Wait
 
 CONTEXT = 48
+NUM_TOKENS = 6
+"""Tokens that follow a prompt."""
 
 
 def group(
@@ -87,3 +91,16 @@ def open_session(
         capture=capture,
         wrap_link=LateLink if late_copies else lambda link: link,
     )
+
+
+def run_greedily(
+    folder: Path, decision: Offload, prompt: torch.Tensor, **options: bool
+) -> list[torch.Tensor]:
+    """Logits after the prompt and after each greedy token, [batch, vocabulary] each."""
+    session = open_session(folder, decision, **options)
+    with session, session.stream():
+        logits = [session.prefill(prompt).clone()]
+        for _ in range(NUM_TOKENS):
+            tokens = logits[-1].argmax(-1, keepdim=True)
+            logits.append(session.decode(tokens).clone())
+        return [entry.cpu() for entry in logits]

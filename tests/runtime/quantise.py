@@ -1,4 +1,4 @@
-"""Tiny checkpoints in each stored form, and beside each the one of the values that it stands for."""
+"""Tiny checkpoints in each stored form, and beside each one the values that it stands for."""
 
 import json
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -75,7 +75,9 @@ def store_fp8_whole(weight: torch.Tensor) -> Quantised:
 def _expand_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Expand as stock does, which wants whole blocks."""
     num_out, num_in = codes.shape
-    high, wide = (128 if size > 1 or codes.shape[at] <= 128 else 0 for at, size in enumerate(scale.shape))
+    high, wide = (
+        128 if size > 1 or codes.shape[at] <= 128 else 0 for at, size in enumerate(scale.shape)
+    )
     pads = (0, -num_in % 128 if wide else 0, 0, -num_out % 128 if high else 0)
     if scale.shape in ((num_out, 1), (1, 1)):
         pads = (0, 0, 0, 0)
@@ -153,8 +155,6 @@ def save_stored(
                 parameter.normal_(0, 0.1)
     plain, stored = folder / "plain", folder / "stored"
     model.to(dtype).save_pretrained(plain)
-    from safetensors.torch import load_file
-
     values = load_file(plain / "model.safetensors")
     tensors: Tensors = {}
     for name, value in list(values.items()):
@@ -170,7 +170,11 @@ def save_stored(
             tensors[name] = value
     save_file(values, plain / "model.safetensors", {"format": "pt"})
     stored.mkdir()
-    save_file({n: t.contiguous() for n, t in tensors.items()}, stored / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        stored / "model.safetensors",
+        {"format": "pt"},
+    )
     told = json.loads((plain / "config.json").read_text())
     quantisation = {"quant_method": "mxfp4"} if form == "mxfp4" else FORMS[form][1]
     (stored / "config.json").write_text(json.dumps(told | {"quantization_config": quantisation}))

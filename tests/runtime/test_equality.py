@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError
 from offplan.placement import Phase
-from offplan.plan import Offload, Rule
+from offplan.plan import Rule
 from offplan.runtime.generate import Measured, generate
 from tests.runtime.conftest import NUM_LAYERS, save_tiny
-from tests.runtime.plans import group, offload, open_session
+from tests.runtime.plans import group, offload, open_session, run_greedily
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -38,24 +38,11 @@ SOME_WAYS = [(1, 1, 2), (2, 1, 1), (3, 2, 3), (4, 1, 1)]
 SEGMENTS: list[tuple[str, ...]] = [(), ("self_attn",), ("mlp",), ("down_proj", "input_layernorm")]
 
 
-def run(
-    folder: Path, decision: Offload, prompt: torch.Tensor, **options: bool
-) -> list[torch.Tensor]:
-    """Logits after the prompt and after each greedy token, [batch, vocabulary] each."""
-    session = open_session(folder, decision, **options)
-    with session, session.stream():
-        logits = [session.prefill(prompt).clone()]
-        for _ in range(NUM_TOKENS):
-            tokens = logits[-1].argmax(-1, keepdim=True)
-            logits.append(session.decode(tokens).clone())
-        return [entry.cpu() for entry in logits]
-
-
 @functools.cache
 def run_resident(
     folder: Path, prompt: tuple[tuple[int, ...], ...], chunk: int
 ) -> list[torch.Tensor]:
-    return run(folder, offload(prefill_chunk=chunk), torch.tensor(prompt))
+    return run_greedily(folder, offload(prefill_chunk=chunk), torch.tensor(prompt))
 
 
 def assert_same_as_resident(
@@ -64,7 +51,7 @@ def assert_same_as_resident(
     resident = run_resident(folder, tuple(map(tuple, prompt.tolist())), chunk)
     decision = offload(*rules, prefetch_step=prefetch_step, prefill_chunk=chunk)
     for late in (False, True):
-        got = run(folder, decision, prompt, late_copies=late)
+        got = run_greedily(folder, decision, prompt, late_copies=late)
         assert all(map(torch.equal, got, resident))
 
 
@@ -116,10 +103,10 @@ def test_max_bytes(checkpoint: Path) -> None:
 def test_embeddings_on_the_host(checkpoint: Path) -> None:
     if open_model(str(checkpoint)).input_embedding is None:
         with pytest.raises(PlanError, match="tied"):
-            run(checkpoint, offload(embeddings="host"), PROMPT)
+            run_greedily(checkpoint, offload(embeddings="host"), PROMPT)
         return
     resident = run_resident(checkpoint, tuple(map(tuple, PROMPT.tolist())), 64)
-    got = run(checkpoint, offload(group(2, 1), embeddings="host"), PROMPT)
+    got = run_greedily(checkpoint, offload(group(2, 1), embeddings="host"), PROMPT)
     assert all(map(torch.equal, got, resident))
 
 

@@ -252,11 +252,18 @@ def test_whose_experts_the_kernels_serve(
     pytest.importorskip("triton")
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
-        assert bool(find_own_experts(session.loaded.model, session.loaded.module)[1]) is served
+        assert (
+            bool(
+                find_own_experts(session.loaded.model, session.loaded.module, with_kernels=True)[1]
+            )
+            is served
+        )
         if served:
             experts = next(m for m in session.loaded.module.modules() if hasattr(m, "has_gate"))
             experts.has_bias = True
-            assert not find_own_experts(session.loaded.model, session.loaded.module)[1]
+            assert not find_own_experts(
+                session.loaded.model, session.loaded.module, with_kernels=True
+            )[1]
 
 
 def test_without_triton_no_weight_is_loaded(

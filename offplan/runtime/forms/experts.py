@@ -57,7 +57,7 @@ def forward_stored(
 
 def _sort(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """List pairs by their expert, and say where each one's begin: int32, [pairs], [experts + 1]."""
-    from offplan.runtime.model.experts import MAX_PAIRS, sort_pairs  # needs triton
+    from offplan.runtime.forms.pairs import MAX_PAIRS, sort_pairs  # needs triton
 
     if expert_of_pair.numel() <= MAX_PAIRS:
         return sort_pairs(expert_of_pair, num_experts)[1:]

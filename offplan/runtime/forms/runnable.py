@@ -7,7 +7,7 @@ from torch import nn
 
 from offplan.checkpoint.parameter import Parameter
 from offplan.forms.form import Form, Kind, Packing, Part
-from offplan.runtime.model.probe import refuse
+from offplan.runtime.refusal import refuse
 
 _FP8 = frozenset(("F8_E4M3",))
 _CODES = {

@@ -5,7 +5,6 @@ import queue
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
 from offplan.runtime.loading.mapping import Target
+from offplan.runtime.loading.random_weights import fill_random
 from offplan.runtime.loading.shards import Shards
 from offplan.runtime.loading.staging import Part, Reader, split_parts, stored_dtype
 
@@ -39,7 +39,7 @@ def load_weights(
     """
     if folder is None:
         total = sum(destination.nbytes for destination in destinations.values())
-        filled = _fill_random(destinations)
+        filled = fill_random(targets, destinations)
     else:
         tensors = {piece.tensor for target in targets.values() for piece in target.pieces}
         total = sum(tensor.nbytes for tensor in tensors)
@@ -117,24 +117,3 @@ def _reading(
                 yield future.result()
 
         yield read
-
-
-def _fill_random(destinations: Mapping[str, torch.Tensor]) -> Generator[int, None, None]:
-    """Fill every destination with random weights: ones for norms, N(0, 0.02) elsewhere.
-
-    The same block of random numbers is tiled from a different start for each tensor, since drawing
-    tens of gigabytes would take minutes; routers and experts still differ from one another. Where
-    a plan puts a parameter changes none of its numbers. Yields the bytes of each tensor.
-    """
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2**22, generator=generator) * 0.02
-    noise_on = cache(noise.to)  # once for each device and type
-    for number, (name, destination) in enumerate(sorted(destinations.items())):
-        if destination.ndim == 1 and "norm" in name:
-            destination.fill_(1.0)
-        else:
-            own_noise = noise_on(destination.device, destination.dtype)
-            rolled = own_noise.roll(-(number * 1_000_003 % noise.numel()))
-            for piece in destination.view(-1).split(rolled.numel()):
-                piece.copy_(rolled[: piece.numel()])
-        yield destination.nbytes

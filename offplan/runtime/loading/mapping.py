@@ -22,7 +22,7 @@ from offplan.runtime.forms.runnable import (
 )
 from offplan.runtime.forms.stored import hold_stored, part_name
 from offplan.runtime.loading.staging import stored_dtype
-from offplan.runtime.model.probe import refuse
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import (
     Concatenate,
     MergeModulelist,

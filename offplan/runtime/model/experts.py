@@ -11,12 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from offplan.runtime.forms.pairs import MAX_PAIRS, Pairs, sort_pairs
 from offplan.runtime.model.gpu_limits import gpu_limits
 from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
 
 EXPERTS_NAME = "offplan"
-MAX_PAIRS = 1024
-"""Pairs of a token and an expert that are taken together: a program holds all of them to sort."""
 ROWS = 16
 """Pairs of one expert that a program multiplies at a time: more of them read its weight again."""
 MAX_BLOCK = 128
@@ -25,21 +24,6 @@ MAX_BLOCK = 128
 Source: of 40 combinations the best on an H200 for 1 to 64 tokens of DeepSeek-V2-Lite: 0.97 to 1.05
 of the time that a matrix-vector product takes to read as many bytes (one token: 1.27).
 """
-
-
-@triton.jit
-def _sort_pairs(expert_of_pair, order, starts, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program an expert: list its pairs, in their order, behind those of lower experts."""
-    expert = tl.program_id(0)
-    pair = tl.arange(0, BLOCK)
-    chosen = tl.load(expert_of_pair + pair, mask=pair < num_pairs, other=1 << 30)
-    first = tl.sum((chosen < expert).to(tl.int32), 0)
-    mine = chosen == expert
-    rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(order + first + rank, pair, mask=mine)
-    tl.store(starts + expert, first)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts + expert + 1, first + tl.sum(mine.to(tl.int32), 0))
 
 
 @triton.jit
@@ -120,20 +104,6 @@ def forward_experts(
     made = multiply(made, experts.down_proj, pairs, 1)
     weighted = made.view(num_tokens, num_chosen, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
-
-
-Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The expert of each pair, the pairs by expert, and where each expert's begin among them."""
-
-
-def sort_pairs(expert_of_pair: torch.Tensor, num_experts: int) -> Pairs:
-    """Sort pairs, [pairs], by their expert."""
-    num_pairs = expert_of_pair.numel()
-    order = expert_of_pair.new_empty(num_pairs, dtype=torch.int32)
-    starts = expert_of_pair.new_empty(num_experts + 1, dtype=torch.int32)
-    block = triton.next_power_of_2(num_pairs)
-    _sort_pairs[(num_experts,)](expert_of_pair, order, starts, num_pairs, BLOCK=block)
-    return expert_of_pair, order, starts
 
 
 def multiply(

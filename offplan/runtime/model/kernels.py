@@ -72,7 +72,8 @@ def find_own_experts(
     if any(map(holds_codes, experts)):
         return STORED_EXPERTS_NAME, sys.maxsize
     if with_kernels and experts and model.compute_dtype in KERNEL_TYPES:
-        from offplan.runtime.model.experts import EXPERTS_NAME, MAX_PAIRS, ROWS, serves
+        from offplan.runtime.forms.pairs import MAX_PAIRS
+        from offplan.runtime.model.experts import EXPERTS_NAME, ROWS, serves
 
         if all(map(serves, experts)):
             return EXPERTS_NAME, min(MAX_PAIRS, ROWS * min(each.num_experts for each in experts))

@@ -1,0 +1,37 @@
+"""Pairs of a token and one of its experts, sorted by the expert."""
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_PAIRS = 1024
+"""Pairs of a token and an expert that are taken together: a program holds all of them to sort."""
+
+
+@triton.jit
+def _sort_pairs(expert_of_pair, order, starts, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program an expert: list its pairs, in their order, behind those of lower experts."""
+    expert = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    chosen = tl.load(expert_of_pair + pair, mask=pair < num_pairs, other=1 << 30)
+    first = tl.sum((chosen < expert).to(tl.int32), 0)
+    mine = chosen == expert
+    rank = tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(order + first + rank, pair, mask=mine)
+    tl.store(starts + expert, first)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts + expert + 1, first + tl.sum(mine.to(tl.int32), 0))
+
+
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The expert of each pair, the pairs by expert, and where each expert's begin among them."""
+
+
+def sort_pairs(expert_of_pair: torch.Tensor, num_experts: int) -> Pairs:
+    """Sort pairs, [pairs], by their expert."""
+    num_pairs = expert_of_pair.numel()
+    order = expert_of_pair.new_empty(num_pairs, dtype=torch.int32)
+    starts = expert_of_pair.new_empty(num_experts + 1, dtype=torch.int32)
+    block = triton.next_power_of_2(num_pairs)
+    _sort_pairs[(num_experts,)](expert_of_pair, order, starts, num_pairs, BLOCK=block)
+    return expert_of_pair, order, starts
