@@ -95,7 +95,7 @@ def multiply(  # type: ignore[no-untyped-def]
     first_row = n.to(tl.int64)
     if EXPERTS:
         pair = tl.load(order + m, mask=is_pair, other=0)
-        first_row += expert * num_out.to(tl.int64)
+        first_row += tl.cast(expert, tl.int64) * num_out
     part_elements = num_pairs // pairs_per_row * row_elements
     rows = weight + first_row[:, None] * row_elements
     scales = scale + (expert * scale_rows + n // SCALE_ROWS) * scale_columns

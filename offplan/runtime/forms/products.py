@@ -30,7 +30,7 @@ def expand_on_gpu(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         GROUPS=groups,
         CHUNK=chunk,
     )  # fmt: skip
-    return out if parts[Part.WEIGHT].ndim > 2 else out[0]
+    return out if parts[Part.SCALE].ndim > 2 else out[0]
 
 
 def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _multiply(
 
 def _prepare(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return codes and scales of all experts, [experts, ...], and what the kernels are made for."""
-    codes, scales = codes_of(parts[Part.WEIGHT]), parts[Part.SCALE]
+    codes, scales = codes_of(parts), parts[Part.SCALE]
     if codes.ndim == 2:
         codes, scales = codes[None], scales[None]
     pack = 1 if form.kind.value.startswith("fp8") else 2

@@ -18,7 +18,7 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     give them. Source: transformers 5.23, ``Fp8Dequantize`` and ``convert_moe_packed_tensors``;
     compressed-tensors 0.15, ``_dequantize``.
     """
-    codes, scales = codes_of(parts[Part.WEIGHT]), parts[Part.SCALE]
+    codes, scales = codes_of(parts), parts[Part.SCALE]
     if form.kind is Kind.MXFP4:
         values = torch.tensor(_E2M1, device=codes.device)[_halves(codes).int()]
         # powers of two: nothing is rounded before the end
@@ -35,11 +35,11 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     return (values * _spread(scales.float(), values.shape, form)).to(dtype)
 
 
-def codes_of(weight: torch.Tensor) -> torch.Tensor:
+def codes_of(parts: Parts) -> torch.Tensor:
     """View codes as bytes, uint8 of [..., out, bytes]: of two weights the low half is the first."""
-    codes = _bytes(weight)
-    # the blocks of a row that MXFP4 stores apart
-    return codes.flatten(-2) if weight.dtype is torch.uint8 and weight.ndim == 4 else codes
+    codes = _bytes(parts[Part.WEIGHT])
+    # MXFP4 may store the bytes of each block apart
+    return codes if codes.ndim == parts[Part.SCALE].ndim else codes.flatten(-2)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
