@@ -17,6 +17,8 @@ from typing import Any
 
 QWEN = "tests/models/qwen3-8b/config.json"
 LITE = "tests/models/deepseek-v2-lite/config.json"
+QWEN_FP8 = "benchmarks/models/qwen3-8b-fp8/config.json"
+OSS = "benchmarks/models/gpt-oss-20b/config.json"
 EXPERTS = {
     "cpu_offload_params": ["experts"],
     "group_size": 2,
@@ -63,6 +65,13 @@ CASES = [
     Case("Qwen3-8B down_proj of every layer", QWEN, [stream("down_proj")], (1,)),
     # nine copies of 40 MiB take as long as compute at this batch
     Case("Qwen3-8B k_proj and o_proj of 9 layers", QWEN, [FEW], (64,)),
+    Case("Qwen3-8B FP8 resident", QWEN_FP8, [], (1, 16, 64)),
+    Case("Qwen3-8B FP8 resident, long", QWEN_FP8, [], (), 8192, 8192, 8448),
+    Case("Qwen3-8B FP8 every 2nd layer", QWEN_FP8, [stream(group_size=2)], (1, 16, 64)),
+    Case(
+        "Qwen3-8B FP8 every 2nd layer, long", QWEN_FP8, [stream(group_size=2)], (), 8192, 8192, 8448
+    ),
+    Case("gpt-oss-20b resident", OSS, [], (1, 16), 2048, 2048, 4096),
     Case("DeepSeek-V2-Lite resident", LITE, [], (1, 8, 16, 64)),
     Case("DeepSeek-V2-Lite resident, long", LITE, [], (), 8192, 8192, 8448),
     Case("DeepSeek-V2-Lite experts of 13 layers", LITE, [EXPERTS], (1, 8)),

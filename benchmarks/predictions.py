@@ -5,7 +5,7 @@
 Needs a CUDA device and host memory for the weights. This machine is measured once and a model's
 layers once for each workload, as ``offplan measure`` does; each plan is then run by ``offplan
 bench`` on random weights, in a process of its own. A budget holds a share of the model's weights
-beside everything else that a plan with all of them on the GPU takes. NAMEs pick cases by a part of
+beside everything else that a plan with all of them on the GPU takes, or is stated. NAMEs pick cases by a part of
 their name.
 """
 
@@ -29,27 +29,34 @@ from offplan.planner.space import prefill_chunks
 from offplan.question import Question
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
 
-MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"}
+MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"} | {
+    f"benchmarks/models/{name.lower().replace(' ', '-')}/config.json": name
+    for name in (
+        *("Qwen3-8B FP8", "Qwen3-32B W4A16", "Qwen3-30B-A3B FP8", "DeepSeek-V3 8 layers"),
+        *("gpt-oss-20b", "gpt-oss-120b"),
+    )
+}
+CONFIGS = {name: config for config, name in MODELS.items()}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the share of its weights that the GPU is to hold, and a workload."""
+    """A model, the share of its weights that the GPU is to hold or all its memory, a workload."""
 
     config: str
-    share: float
+    share: float | None
     batch: int = 1
     prompt_tokens: int = 512
     output_tokens: int = 128
     context: int = 2048
+    gpu_gib: float | None = None
+    """GPU memory of the plan, in GiB, where no share is given."""
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        return (
-            f"{MODELS[self.config]}, {self.share:.0%} of the weights, batch {self.batch}, "
-            f"{self.prompt_tokens} tokens"
-        )
+        room = f"{self.gpu_gib} GiB" if self.share is None else f"{self.share:.0%} of the weights"
+        return f"{MODELS[self.config]}, {room}, batch {self.batch}, {self.prompt_tokens} tokens"
 
     @property
     def workload(self) -> Workload:
@@ -65,6 +72,7 @@ class Case:
 LONG = {"prompt_tokens": 8192, "output_tokens": 64, "context": 8448}
 ODD = {"prompt_tokens": 3000, "output_tokens": 64, "context": 4096}
 """Of whole chunks and a rest."""
+TWO_THOUSAND = {"prompt_tokens": 2048, "output_tokens": 128, "context": 4096}
 SHORT = {"prompt_tokens": 256, "output_tokens": 64, "context": 1024}
 CASES = [
     *(Case(QWEN, share) for share in (0.25, 0.5, 0.8, 0.95)),
@@ -79,6 +87,13 @@ CASES = [
     Case(LITE, 0.5, 8, **SHORT),
     Case(LITE, 0.8, 16, **SHORT),
     Case(LITE, 0.5, 64, **SHORT),
+    Case(CONFIGS["Qwen3-8B FP8"], 0.5),
+    Case(CONFIGS["Qwen3-8B FP8"], 0.5, 16, **SHORT),
+    *(Case(CONFIGS["gpt-oss-20b"], None, gpu_gib=size) for size in (8, 12)),
+    *(Case(CONFIGS["gpt-oss-120b"], None, gpu_gib=size, **TWO_THOUSAND) for size in (24, 48)),
+    *(Case(CONFIGS["Qwen3-30B-A3B FP8"], None, batch, gpu_gib=12) for batch in (1, 8)),
+    Case(CONFIGS["DeepSeek-V3 8 layers"], 0.5),
+    Case(CONFIGS["Qwen3-32B W4A16"], None, gpu_gib=12),
 ]
 
 
@@ -92,6 +107,9 @@ def bench(plan: Path) -> dict[str, Any]:
 
 def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
     """Room for the case's share of the weights, and for everything else that a plan takes."""
+    if case.share is None:
+        assert case.gpu_gib is not None
+        return Budget(gpu_memory=round(case.gpu_gib * 2**30))
     total = machine.gpu_memory.value
     for _ in range(2):  # the margin is a share of the budget: the second round has it right
         question = Question(model, machine, case.workload, Budget(gpu_memory=total))

@@ -67,8 +67,9 @@ def count_touched_experts(session: Session, prompt: torch.Tensor) -> float | Non
     def count(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         counts.append(arguments[1].unique().numel())  # hidden states, indices, weights
 
-    experts = [m for m in session.loaded.module.modules() if hasattr(m, "down_proj")]
-    hooks = [m.register_forward_pre_hook(count) for m in experts if hasattr(m, "num_experts")]
+    # those that transformers lets be multiplied in another way say what they have
+    experts = [m for m in session.loaded.module.modules() if hasattr(m, "has_gate")]
+    hooks = [m.register_forward_pre_hook(count) for m in experts]
     with session.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)
         counts.clear()
