@@ -4,9 +4,9 @@
 
 Needs a CUDA device and host memory for the weights. This machine is measured once and a model's
 layers once for each workload, as ``offplan measure`` does; each plan is then run by ``offplan
-bench`` on random weights, in a process of its own. A budget holds a share of the model's weights
-beside everything else that a plan with all of them on the GPU takes, or is stated. NAMEs pick cases by a part of
-their name.
+bench`` on random weights, in a process of its own. A budget is stated, or holds a share of the
+model's weights beside everything else that a plan with all of them on the GPU takes. NAMEs pick
+cases by a part of their name.
 """
 
 import json
