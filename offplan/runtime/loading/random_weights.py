@@ -46,7 +46,9 @@ def fill_random(
             destination.view(-1).copy_(torch.full((1,), _fill_of(codes)).to(destination.dtype))
         else:
             noise = noise_on(destination.device, destination.dtype)
-            rolled = noise.roll(-(number * 1_000_003 % noise.numel()))
+            start = number * 1_000_003 % noise.numel()
+            # as bytes: torch rolls no short floats
+            rolled = noise.view(torch.uint8).roll(-start * noise.itemsize).view(noise.dtype)
             for piece in destination.view(-1).split(rolled.numel()):
                 piece.copy_(rolled[: piece.numel()])
         yield destination.nbytes
