@@ -143,11 +143,11 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, Any]]] = {
 
 
 def save_stored(
-    family: str, form: str, folder: Path, dtype: torch.dtype = torch.float32
+    family: str, form: str, folder: Path, dtype: torch.dtype = torch.float32, **sizes: int
 ) -> tuple[Path, Path]:
     """Save a tiny model in a stored form, and the same model's values; returns both folders."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**SIZES | OWN_SIZES.get(family, {}), dtype=dtype)
+    config = CONFIG_MAPPING[family](**SIZES | OWN_SIZES.get(family, {}) | sizes, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -31,7 +31,8 @@ RULES = {
 def test_logits_equal_resident_and_are_near_the_values(
     family: str, form: str, tmp_path: Path
 ) -> None:
-    stored, plain = save_stored(family, form, tmp_path, torch.bfloat16)
+    # all experts are chosen: rounding another way sends no token elsewhere
+    stored, plain = save_stored(family, form, tmp_path, torch.bfloat16, num_experts_per_tok=4)
     for chunk in (64, 4):
         for rules in RULES.values():
             check_against_resident(stored, offload(*rules, prefill_chunk=chunk), capture=True)

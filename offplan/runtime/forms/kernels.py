@@ -1,6 +1,7 @@
 """Products that decode weights as they read them, in GPU memory or over the link, and expansion.
 
-A weight, [out, in] for each expert, is stored in elements of ``PACK`` weights along its rows.
+A weight, [out, in] for each expert, is stored in elements of ``PACK`` weights along its rows: FP8
+in bytes, codes of four bits in words of eight or, to be expanded, in bytes of two.
 """
 
 import triton
@@ -30,6 +31,33 @@ def decode(stored, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
+def decode_pair(words, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return weights number ``part`` and ``part`` + 4 of words of eight codes, as bfloat16.
+
+    Both are made at once, in the halves of a word. 4-bit floats lack a factor of 2 ** 126, whole
+    numbers have 128 too many: their bits are the last ones of 128's mantissa.
+    """
+    both = words >> (4 * part)
+    if CODE == "fp4":
+        both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
+    else:
+        both = (both & 0x000F000F) | 0x43004300
+    low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def load_powers(exponent, mask):  # type: ignore[no-untyped-def]
+    """Load exponents of two as the bfloat16 that brings 4-bit floats to 2 ** -63 of their value.
+
+    No more: the product of both factors would be beyond the largest number.
+    """
+    biased = tl.load(exponent, mask=mask, other=0).to(tl.int16) + 63
+    return (biased << 7).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def load_scales(scale, mask, IS_EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load scales as float32, or the powers of two that they are the exponents of."""
     if IS_EXPONENT:
@@ -39,6 +67,27 @@ def load_scales(scale, mask, IS_EXPONENT: tl.constexpr):  # type: ignore[no-unty
     else:
         scales = tl.load(scale, mask=mask, other=0.0).to(tl.float32)
     return scales
+
+
+@triton.jit
+def spread(of_groups, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Repeat each column SIZE times."""
+    rows: tl.constexpr = of_groups.shape[0]
+    columns: tl.constexpr = of_groups.shape[1]
+    repeated = tl.broadcast_to(of_groups[:, :, None], [rows, columns, SIZE])
+    return tl.reshape(repeated, [rows, columns * SIZE])
+
+
+@triton.jit
+def scaled(w, s, dtype: tl.constexpr, IS_EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scale weights, bfloat16, to dtype; to 2 ** -63 of their value by exponents to bfloat16."""
+    if s.dtype == tl.bfloat16 and dtype == tl.bfloat16:
+        made = w * s
+    elif IS_EXPONENT:
+        made = (w.to(tl.float32) * s.to(tl.float32) * 2.0**63).to(dtype)
+    else:
+        made = (w.to(tl.float32) * s.to(tl.float32)).to(dtype)
+    return made
 
 
 @triton.jit
@@ -106,37 +155,39 @@ def multiply(  # type: ignore[no-untyped-def]
     for start in range(first, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < stop
+        is_input = inside[:, None] & is_pair[None, :]
         stored = tl.load(rows + k[None, :], mask=is_row[:, None] & inside[None, :], other=0)
-        if BLOCK_K <= SCALE_ELEMENTS:
-            found = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-            column = start // SCALE_ELEMENTS
-            none = 0.0
-            if ZERO == 1:
-                none = 8.0
-            elif ZERO == 2:
-                word = zero + (expert * (num_out // 8) + n // 8) * scale_columns + column
-                nibbles = tl.load(word, mask=is_row, other=0) >> (4 * (n % 8))
-                none = (nibbles & 0xF).to(tl.float32)[:, None]
-            for part in tl.static_range(PACK):
-                v = tl.load(
-                    columns + part * part_elements + k[:, None], mask=inside[:, None], other=0.0
-                )
-                w = decode(stored, part, CODE)
-                if ZERO:
-                    w = w - none
-                found = tl.dot(w.to(v.dtype), v, found)
-            sums += found * load_scales(scales + column, is_row, IS_EXPONENT)[:, None]
+        if PACK == 1:  # a tile lies under one scale: it is scaled once it is multiplied
+            v = tl.load(columns + k[:, None], mask=is_input, other=0.0)
+            found = tl.dot(decode(stored, 0, CODE).to(v.dtype), v)
+            found *= load_scales(scales + start // SCALE_ELEMENTS, is_row, IS_EXPONENT)[:, None]
+            sums += found
         else:
             column = start // SCALE_ELEMENTS + tl.arange(0, BLOCK_K // SCALE_ELEMENTS)
             is_scale = is_row[:, None] & (column < scale_columns)[None, :]
-            s = load_scales(scales[:, None] + column[None, :], is_scale, IS_EXPONENT)
-            s = tl.broadcast_to(s[:, :, None], [BLOCK_N, BLOCK_K // SCALE_ELEMENTS, SCALE_ELEMENTS])
-            s = tl.reshape(s, [BLOCK_N, BLOCK_K])
-            for part in tl.static_range(PACK):
-                v = tl.load(
-                    columns + part * part_elements + k[:, None], mask=inside[:, None], other=0.0
-                )
-                sums = tl.dot((decode(stored, part, CODE) * s).to(v.dtype), v, sums)
+            if IS_EXPONENT:
+                s = load_powers(scales[:, None] + column[None, :], is_scale)
+            else:
+                s = tl.load(scales[:, None] + column[None, :], mask=is_scale, other=0.0)
+            none = tl.full([1, 1], 136.0, tl.bfloat16)
+            if ZERO == 2:
+                words = (expert * (num_out // 8) + n // 8)[:, None] * scale_columns
+                words = tl.load(zero + words + column[None, :], mask=is_scale, other=0)
+                nibble = (words >> (4 * (n % 8))[:, None]) & 0xF
+                none = spread((nibble + 128).to(tl.float32).to(tl.bfloat16), SCALE_ELEMENTS)
+            s = spread(s, SCALE_ELEMENTS)
+            for part in tl.static_range(4):
+                low, high = decode_pair(stored, part, CODE)
+                if ZERO:
+                    low -= none
+                    high -= none
+                at = columns + part * part_elements + k[:, None]
+                v = tl.load(at, mask=is_input, other=0.0)
+                sums = tl.dot(scaled(low, s, v.dtype, IS_EXPONENT), v, sums)
+                v = tl.load(at + 4 * part_elements, mask=is_input, other=0.0)
+                sums = tl.dot(scaled(high, s, v.dtype, IS_EXPONENT), v, sums)
+    if IS_EXPONENT and x.dtype.element_ty == tl.bfloat16:
+        sums *= 2.0**63
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
     tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])
 
