@@ -73,7 +73,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     state = skeleton.state_dict(keep_vars=True)
     found: dict[str, tuple[WeightConverter | None, list[Source]]] = {}
     unused: list[str] = []
-    in_layers = [t for layer in model.layers for p in layer.parameters for t in p.tensors]
+    in_layers = [t for layer in model.layers for p in layer.parameters for t in p.stored]
     stored = [*in_layers, *model.loaded_outside]
     renamed = rename(skeleton, (tensor.name for tensor in stored))
     for tensor, (name, pattern, converter) in zip(stored, renamed, strict=True):
