@@ -10,6 +10,7 @@ from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
 from offplan.errors import CheckpointError
 from offplan.runnable import check_before_fetching, find_obstacle, why_not_run
+from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
 
 
@@ -63,3 +64,9 @@ def test_the_commands_say_so(cli: CLI, both_ways: Path) -> None:
     code, out, err = cli("plan", both_ways, "--machine", "cpu", "--context", 1024)
     assert (code, out.splitlines()[0]) == (0, "offplan: 1")
     assert "Plans only: " in err
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_that_no_config_explains_are_refused(tmp_path: Path, name: str) -> None:
+    folder = write_quantised(tmp_path, FORMATS[name]._replace(config=None))
+    assert find_obstacle(open_model(str(folder))) is not None
