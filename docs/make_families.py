@@ -28,6 +28,9 @@ window where the family knows one, each compared with stock transformers token b
 Stored types that run: BF16, F16 and F32. Quantised checkpoints (FP8, MXFP4, NVFP4, INT4 of any
 kind, bitsandbytes, torchao, MLX) are read and planned, and refused by `run` before anything is
 loaded. `offplan analyze` says in a line whether a model can be run, and why not.
+
+Layers may have full or sliding attention, or the linear attention of Gated DeltaNet (Qwen3-Next,
+Qwen3.5, OLMo-Hybrid). Other linear attentions, state spaces and convolutions are refused.
 """
 
 

@@ -4,6 +4,8 @@ Every name in this file was tried with transformers 5.17 and 5.23; try them agai
 version is allowed.
 """
 
+import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +19,19 @@ from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling_deepseek_v2
+
+GATED_DELTA_NETS = frozenset(
+    {
+        *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+        "OlmoHybridGatedDeltaNet",
+    }
+)
+"""Classes of linear attention that go on from what a ``LinearAttentionLayer`` keeps."""
+DELTA_RULE = (
+    *("causal_conv1d_fn", "causal_conv1d_update"),
+    *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+)
+"""Functions of their modules that they compute by."""
 
 
 def rename(
@@ -71,3 +86,20 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:
     """Return the gated activation of routed experts, [pairs, width], of [pairs, 2 x width]."""
     return experts._apply_gate(made)
+
+
+def compute_by_torch(linear: nn.Module) -> bool:
+    """Have a Gated DeltaNet compute by transformers' own torch code; False where it is not found.
+
+    Where the packages fla and causal_conv1d are installed transformers prefers theirs. All of its
+    class in the process compute so from here on.
+    """
+    modeling = sys.modules[type(linear).__module__]
+    for name in DELTA_RULE:
+        found: Any = getattr(modeling, name, None)
+        function = inspect.unwrap(found)
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_filename != modeling.__file__:
+            return False
+        setattr(modeling, name, function)
+    return True

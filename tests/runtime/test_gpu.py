@@ -57,7 +57,10 @@ def test_logits_equal_resident(
 
 
 @pytest.mark.parametrize("chunk", [4, 10])
-@pytest.mark.parametrize("name", ["sinks", "soft_caps", "mistral_windowed", "olmo3_windowed"])
+@pytest.mark.parametrize(
+    "name",
+    ["sinks", "soft_caps", "mistral_windowed", "olmo3_windowed", "linear", "linear_experts"],
+)
 def test_what_attention_asks_for_is_heeded(name: str, chunk: int, tmp_path: Path) -> None:
     """Compiled and captured, with and without offloading, against stock transformers."""
     folder = save_tiny(name, tmp_path)

@@ -16,6 +16,7 @@ from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.model.linear import find_linear, take_in_spans
 from offplan.runtime.passes.captured import Passes
 from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.passes.executor import Executor
@@ -66,10 +67,17 @@ class ModelRunner:
         self._rows_read = 0
         """Rows of the input embedding that passes have read."""
         self._expansions = keep_latents(module)
+        linear = enumerate(find_linear(decoder_layers(module)))
+        self._linear = {index: part for index, part in linear if part is not None}
+        """Linear attentions by the index of their layer."""
+        for part in self._linear.values():
+            take_in_spans(part)
         self.layers = DecoderLayers(decoder_layers(module), compiled=capture)
         self._executor = Executor(self.layers, link)
         find = find_filled(model, module, context) if capture else filled_mask
-        self.forward = Forward(module, self.layers, self._position, context, find)
+        self.forward = Forward(
+            module, self.layers, self._position, context, find, bool(self._linear)
+        )
         self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)
         self._ring = empty_ring(loaded.placement)
@@ -142,9 +150,12 @@ class ModelRunner:
 
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
         """Whether a prompt of this shape is captured when it comes twice in a row."""
+        most = MAX_CAPTURED_CHUNKS
+        if self._linear:  # launches something for every few tokens, however long the chunk
+            most = min(most, MAX_CAPTURED_TOKENS // self._chunk)
         return (
             self._capture
-            and self._chunk <= num_tokens <= MAX_CAPTURED_CHUNKS * self._chunk
+            and self._chunk <= num_tokens <= most * self._chunk
             and batch * self._chunk <= MAX_CAPTURED_TOKENS
             and self._experts.can_capture(batch * self._chunk)
         )
@@ -207,7 +218,9 @@ class ModelRunner:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        self.layers.cache = LayerCaches(len(self.layers), self._context, self._position)
+        self.layers.cache = LayerCaches(
+            len(self.layers), self._context, self._position, self._linear
+        )
         with torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.
