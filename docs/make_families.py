@@ -33,6 +33,9 @@ Rotary embeddings that change with the text's length (longrope, dynamic NTK) run
 families that have them, at any length, as transformers' `generate` has them: keys keep the
 frequencies of the pass that they were made in, and Phi-3 and Phi-3.5-MoE read a text again once it
 outgrows `original_max_position_embeddings`.
+
+Layers may have full or sliding attention, or the linear attention of Gated DeltaNet (Qwen3-Next,
+Qwen3.5, OLMo-Hybrid). Other linear attentions, state spaces and convolutions are refused.
 """
 
 

@@ -4,6 +4,8 @@ Every name in this file was tried with transformers 5.17 and 5.23; try them agai
 version is allowed.
 """
 
+import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -23,6 +25,19 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as Phi3Ro
 from transformers.models.phimoe.modeling_phimoe import (
     PhimoeRotaryEmbedding as PhimoeRotaryEmbedding,
 )
+
+GATED_DELTA_NETS = frozenset(
+    {
+        *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+        "OlmoHybridGatedDeltaNet",
+    }
+)
+"""Classes of linear attention that go on from what a ``LinearAttentionLayer`` keeps."""
+DELTA_RULE = (
+    *("causal_conv1d_fn", "causal_conv1d_update"),
+    *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+)
+"""Functions of their modules that they compute by."""
 
 
 def rename(
@@ -119,3 +134,20 @@ def compute_frequencies(
     frequencies: torch.Tensor
     frequencies, _ = compute(config, length.device, seq_len=length, layer_type=layer_type)
     return frequencies
+
+
+def compute_by_torch(linear: nn.Module) -> bool:
+    """Have a Gated DeltaNet compute by transformers' own torch code; False where it is not found.
+
+    Where the packages fla and causal_conv1d are installed transformers prefers theirs. All of its
+    class in the process compute so from here on.
+    """
+    modeling = sys.modules[type(linear).__module__]
+    for name in DELTA_RULE:
+        found: Any = getattr(modeling, name, None)
+        function = inspect.unwrap(found)
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_filename != modeling.__file__:
+            return False
+        setattr(modeling, name, function)
+    return True

@@ -19,8 +19,10 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 NUM_LAYERS = 5
@@ -48,6 +50,14 @@ LATENTS = {
     "topk_group": 1,
     "n_group": 1,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
+}
 
 LIMIT = 8
 """Tokens up to which rotary embeddings that change with the text's length stay as they are."""
@@ -66,6 +76,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 OTHERS: dict[str, PreTrainedConfig] = {
+    "linear": Qwen3_5TextConfig(**SIZES, **{**HEADS, "head_dim": 16}, **LINEAR),
+    "linear_experts": Qwen3NextConfig(
+        **SIZES,
+        **HEADS,
+        **LINEAR,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
     "deepseek_v3": DeepseekV3Config(**SIZES, **LATENTS, q_lora_rank=16),
     "deepseek_v32": DeepseekV32Config(
         **SIZES,
@@ -123,12 +143,17 @@ OTHERS: dict[str, PreTrainedConfig] = {
 
 
 def save_tiny(name: str, folder: Path) -> Path:
-    """Save the named tiny checkpoint; weights are large enough that layers differ audibly."""
+    """Save the named tiny checkpoint; weights are large enough that layers differ audibly.
+
+    The states of linear attention decay slowly, so that all of a prompt is heard.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS)[name], dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 or "sinks" in name:
+            if name.endswith("A_log"):
+                parameter.uniform_(-4, -1)
+            elif parameter.ndim > 1 or "sinks" in name:
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder, max_shard_size="60KB")
     return folder

@@ -186,11 +186,16 @@ def make_config(family: str, changes: dict[str, Any]) -> Any:
 
 
 def draw_weights(model: Any) -> Any:
-    """Draw weights so large that layers differ audibly; sinks and biases are not left at zero."""
+    """Draw weights so large that layers differ audibly; sinks and biases are not left at zero.
+
+    The states of linear attention decay slowly, so that all of a prompt is heard.
+    """
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
+            if name.endswith("A_log"):
+                parameter.uniform_(-4, -1)
+            elif parameter.ndim > 1:
                 parameter.normal_(0, 0.3)
             elif "sink" in name or "bias" in name:
                 parameter.normal_(0, 0.5)

@@ -23,8 +23,8 @@ from tests.runtime.plans import group, offload, open_session
 
 EXACT = """
 afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma3n_text gemma4_text
-glm4_moe gpt_neox gpt_oss granite_swa llama mimo_v2_flash mixtral olmo3 olmoe phi3 phimoe qwen2_moe
-qwen3 qwen3_moe
+glm4_moe gpt_neox gpt_oss granite_swa llama mimo_v2_flash mixtral olmo3 olmo_hybrid olmoe phi3
+phimoe qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
 """
 """Families that people run, and those that ask for something that others do not."""
 REFUSED = {
@@ -33,7 +33,7 @@ REFUSED = {
     "deepseek_v32": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
     "mamba": "layers of the types",
-    "qwen3_next": "layers of the types",
+    "minimax": "layers of the types",
 }
 
 

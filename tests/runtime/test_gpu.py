@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 OTHERS = ["sinks", "soft_caps", "mistral_windowed", "olmo3_windowed"]
-OTHERS += ["dynamic", "longrope", "shared_keys"]
+OTHERS += ["dynamic", "longrope", "shared_keys", "linear", "linear_experts"]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "every layer": (group(1, 1),),

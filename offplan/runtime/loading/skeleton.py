@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -13,8 +14,13 @@ from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
+from offplan.runtime.model.linear import find_linear
 from offplan.runtime.model.probe import PROBE, probe_attention, refuse
-from offplan.runtime.transformers_private import choose_attention, cut_by_constants
+from offplan.runtime.transformers_private import (
+    choose_attention,
+    compute_by_torch,
+    cut_by_constants,
+)
 
 
 def build_skeleton(model: Model) -> PreTrainedModel:
@@ -65,10 +71,18 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
     """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
+    known = {"full_attention", "sliding_attention"}
+    if linear := [part for part in find_linear(decoder_layers(skeleton)) if part is not None]:
+        known = {"full_attention", "linear_attention"}
+    if unknown := kinds - known:
         raise refuse(
             f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
-            "attention"
+            "attention, and the linear attention of Gated DeltaNet"
+        )
+    if not all(map(compute_by_torch, linear)):
+        raise refuse(
+            f"{source} has linear attention whose code in torch is not found in transformers "
+            f"{transformers.__version__}"
         )
     # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
     if indexers := [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]:

@@ -90,7 +90,9 @@ def measure_model_reads(
     ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many are left to
     what holds for any shape: hardly a plan has them read in place.
     """
-    shapes = {unit.shape for layer in model.layers for unit in group_units(layer)}
+    units = (unit for layer in model.layers for unit in group_units(layer))
+    # a convolution has three dimensions as well, and is no product
+    shapes = {unit.shape for unit in units if unit.is_expert or len(unit.shape) < 3}
     tokens = sorted({workload.batch * chunk for chunk in chunks})
     pairs = 0 if model.experts is None else model.experts.num_experts_per_token
     products = [

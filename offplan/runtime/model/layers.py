@@ -117,9 +117,10 @@ class DecoderLayers:
             self.call = own
 
     def forget_from(self, position: int) -> None:
-        """Clear the cache from ``position`` on.
+        """Clear the cache from ``position`` on, and the states of linear attention.
 
         Attention weighs what lies there by zero, which does not hide a NaN of an earlier request.
+        States are what they were left as, be it by a pass that only allocated or measured.
         """
         if self.cache is not None:
             self.cache.clear_from(position)

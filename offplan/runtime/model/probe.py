@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from offplan.errors import CheckpointError
+from offplan.runtime.model.linear import find_linear
 from offplan.runtime.transformers_private import ExpertsInterface, choose_attention
 
 PROBE = "offplan_probe"
@@ -47,8 +48,8 @@ def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Mo
     """Find what each attention in the ``layers`` of a model on the meta device asks for.
 
     The model's attention and experts must be chosen again afterwards. Raises CheckpointError for a
-    layer without an attention that transformers lets be chosen, and for one that asks for something
-    that is not known here, or that cannot be told without weights.
+    layer without an attention, be it linear or one that transformers lets be chosen, and for one
+    that asks for something that is not known here, or that cannot be told without weights.
     """
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         raise refuse(f"{type(model).__name__} counts positions by its cache")
@@ -85,12 +86,14 @@ def _call(
     AttentionInterface.register(PROBE, attend)
     choose_attention(model, PROBE)
     tokens = torch.zeros(1, NUM_NEW, dtype=torch.int64, device="meta")
+    linear = find_linear(layers)
+    kept = [LinearAttentionLayer() if each else _Kept(start) for each in linear]
     with _checked(layers, found), torch.inference_mode():
         try:
             model(
                 input_ids=tokens,
                 position_ids=torch.arange(start, start + NUM_NEW, device="meta")[None],
-                past_key_values=Cache(layers=[_Kept(start) for _ in layers]),
+                past_key_values=Cache(layers=kept),
                 use_cache=True,
                 logits_to_keep=slice(-1, None),
             )
@@ -108,8 +111,8 @@ def _call(
 @contextmanager
 def _checked(layers: nn.ModuleList, found: list[tuple[nn.Module, Asked]]) -> Iterator[None]:
     """Check each layer that is called meanwhile: whether it attends, and returns hidden states."""
-    for index, layer in enumerate(layers):
-        layer.forward = _make_checked(index, layer.forward, found)
+    for index, (layer, linear) in enumerate(zip(layers, find_linear(layers), strict=True)):
+        layer.forward = _make_checked(index, layer.forward, found, attends=linear is None)
     try:
         yield
     finally:
@@ -118,7 +121,7 @@ def _checked(layers: nn.ModuleList, found: list[tuple[nn.Module, Asked]]) -> Ite
 
 
 def _make_checked(
-    index: int, forward: Callable[..., Any], found: list[tuple[nn.Module, Asked]]
+    index: int, forward: Callable[..., Any], found: list[tuple[nn.Module, Asked]], *, attends: bool
 ) -> Callable[..., Any]:
     def checked(hidden: torch.Tensor, *others: Any, **arguments: Any) -> torch.Tensor:
         before = len(found)
@@ -131,8 +134,10 @@ def _make_checked(
             if len(found) == before:
                 raise
             return hidden
-        if len(found) == before:
+        if attends and len(found) == before:
             raise refuse(f"layer {index} has no attention that transformers lets be chosen")
+        if not attends and len(found) > before:
+            raise refuse(f"layer {index} has linear attention beside another one")
         if not isinstance(made, torch.Tensor):
             raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
         return made
