@@ -38,12 +38,20 @@ def assign(places: Places, parameters: Mapping[str, nn.Parameter]) -> None:
 
 def materialise_buffers(skeleton: PreTrainedModel, device: torch.device) -> None:
     """Give buffers their values on the device; those that are stored are loaded over them later."""
-    for module in skeleton.modules():
-        buffers: dict[str, Any] = module._buffers
-        own = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        if any(buffer.is_meta for buffer in own.values()):
-            for name, buffer in own.items():
-                buffers[name] = torch.empty_like(buffer, device="cpu")
-            compute_buffers(skeleton, module)
-            for name in own:
-                buffers[name] = buffers[name].to(device)
+    _materialise(skeleton, skeleton, device)
+
+
+def _materialise(module: nn.Module, model: PreTrainedModel, device: torch.device) -> None:
+    """Do so in a module and its parts; of models within ``model`` each knows its own buffers."""
+    if isinstance(module, PreTrainedModel):
+        model = module
+    buffers: dict[str, Any] = module._buffers
+    own = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+    if any(buffer.is_meta for buffer in own.values()):
+        for name, buffer in own.items():
+            buffers[name] = torch.empty_like(buffer, device="cpu")
+        compute_buffers(model, module)
+        for name in own:
+            buffers[name] = buffers[name].to(device)
+    for part in module.children():
+        _materialise(part, model, device)
