@@ -17,6 +17,7 @@ from offplan.errors import CheckpointError
 
 MAX_LAYERS = 10_000
 """Most layers of a model, past any there is; each costs time to understand and to plan."""
+_OTHER_PARTS = ("vision_config", "audio_config")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _NUM_EXPERTS = """
@@ -100,6 +101,10 @@ class Architecture:
 
     model_type: str
     """Transformers' name of the language model's part, such as ``gemma3_text``."""
+    is_multimodal: bool
+    """Whether the model reads more than text: images, video or sound."""
+    runs_text_alone: bool
+    """Whether its text part is known to give alone what a multimodal model gives for a text."""
     class_names: tuple[str, ...]
     """Transformers' classes that the config names, such as ``Qwen3ForCausalLM``."""
     dtype: str | None
@@ -163,11 +168,16 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         )
     text = text_config(config)
     model_type = str(text.get("model_type") or config.get("model_type"))
+    is_nested = text is not config
+    if is_nested:
+        text = {**model_types.TEXT_SIZES.get(model_type, {}), **text}
     stated_layers = _read_num_layers(text)
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie = _read_tie(config, text)
     return Architecture(
         model_type=model_type,
+        is_multimodal=is_nested or any(key in config for key in _OTHER_PARTS),
+        runs_text_alone=model_type in model_types.TEXT_PARTS.get(str(config.get("model_type")), ()),
         class_names=_read_names(config.get("architectures")),
         dtype=read_dtype(config),
         is_quantised=bool(config.get("quantization_config")),

@@ -67,6 +67,7 @@ def assemble(source: str, stored: Stored) -> Model:
         outside=split.outside,
         tied=tied,
         not_loaded=split.not_loaded,
+        towers=split.towers,
         experts=experts,
         headers_sha256=headers_sha256(stored.tensors),
         num_tensors=len(stored.tensors),

@@ -34,6 +34,12 @@ FLOAT32_PARTS_IN_FLOAT16 = _float32_parts("float32_in_float16")
 """Parts of names whose parameters stay in float32 in a model computed in float16 only."""
 
 
+TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"]
+"""Multimodal model types whose text part runs alone, and the model types it may have there."""
+TEXT_SIZES: dict[str, dict[str, int]] = _FACTS["text_sizes"]
+"""Sizes of text parts, by their model type, where a multimodal config leaves them out."""
+
+
 class Pattern(NamedTuple):
     """The layers of a model type that see part of the context, where its config lists none."""
 

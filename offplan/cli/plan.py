@@ -77,7 +77,7 @@ def plan(
         return
     made = make_plan(question).plan
     if why_not := why_not_run(found):  # what can be run needs no word
-        print_note(describe_running(why_not))
+        print_note(describe_running(found, why_not))
     if output is not None:
         save_plan(output, made, force=force)
     if json:

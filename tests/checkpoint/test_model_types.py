@@ -181,3 +181,14 @@ def test_what_stays_in_float32(table, attribute):
     found = {name: tuple(getattr(causal_class(name), attribute, None) or ()) for name in CAUSAL}
     kept = {name: set(parts) for name, parts in found.items() if parts}
     assert kept == {name: set(table[name]) for name in known(table) if name in CAUSAL}
+
+
+def test_sizes_of_text_parts():
+    for name, sizes in model_types.TEXT_SIZES.items():
+        default = CONFIG_MAPPING[name]()
+        assert {key: getattr(default, key) for key in sizes} == sizes, name
+        stated = {"num_hidden_layers": 2, "text_config": {"model_type": name, "hidden_size": 64}}
+        read = read_architecture({"model_type": "llava", **stated})
+        assert (read.hidden_size, read.num_layers) == (64, default.num_hidden_layers)
+        assert read.vocabulary_size == default.vocab_size
+        assert read.attention.num_kv_heads == default.num_key_value_heads

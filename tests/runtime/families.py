@@ -1,18 +1,33 @@
 """Tiny models of every causal family that transformers has, and how each compares with stock."""
 
 import tempfile
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
+from offplan.checkpoint import model_types
 from offplan.errors import OffplanError
 from offplan.runtime.model.frequencies import RENEWING
 from tests.runtime.plans import group, offload, open_session
 
+TEXT_PARTS = [
+    (family, text)
+    for family, texts in model_types.TEXT_PARTS.items()
+    for text in texts
+    if text != family
+]
+"""Multimodal families with their text parts. One of the family's own model type, as Qwen2-VL's on
+the Hub, has no part of the config to itself."""
 NUM_STEPS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4]])
 BATCH = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
@@ -57,6 +72,13 @@ _WHOLE_HEADS = """
 axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite glm_moe_dsa
 kimi_linear longcat_flash
 """
+_MROPES = "glm4v_text glm4v_moe_text qwen2_vl_text qwen2_5_vl_text qwen3_5_text qwen3_5_moe_text"
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "mrope_section": [2, 1, 1],
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     **{family: {"num_key_value_heads": 4} for family in _WHOLE_HEADS.split()},
     "falcon": {"head_dim": None},
@@ -69,9 +91,28 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention"] * 5},
     # stock zeroes the padding's row of a tied embedding, whatever is stored
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
+    **{family: {"rope_parameters": MROPE} for family in _MROPES.split()},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family insists on; None leaves a size out."""
+
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 8,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 4,
+    "embed_dim": 16,
+}
+"""Sizes of what reads images, as ``SIZES`` are those of what reads text."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -145,23 +186,37 @@ class Outcome:
     why: str = ""
 
 
-def compare(family: str, variant: str) -> Outcome:
-    """Build a tiny model of a family, run it by a plan, and compare it with stock transformers."""
+def compare(
+    family: str,
+    variant: str,
+    *,
+    text: str | None = None,
+    change: Callable[[Path], object] = lambda folder: None,
+) -> Outcome:
+    """Build a tiny model of a family, run it by a plan, and compare it with stock transformers.
+
+    ``text`` is the model type of a multimodal family's text part, which alone is then run, while
+    all of the model is built, saved and compared with. ``change`` is made to what was saved.
+    """
+    auto_class = AutoModelForCausalLM if text is None else AutoModelForImageTextToText
     try:
-        config = make_config(family, VARIANTS[variant])
+        config = make_config(family, VARIANTS[variant], text)
         with torch.device("meta"):
-            meta = AutoModelForCausalLM.from_config(config)
+            meta = auto_class.from_config(config)
         if sum(parameter.numel() for parameter in meta.parameters()) > MOST_PARAMETERS:
             return Outcome("not built", "its config has no sizes for tests")
-        model = draw_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        model = draw_weights(auto_class.from_config(config, dtype=torch.float32))
     except Exception as error:
         return Outcome("not built", f"{type(error).__name__}: {error}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
             model.save_pretrained(folder)
+            change(folder)
             cached = variant in CHANGING and family not in RENEWING
-            expected = [run_stock(folder, prompt, cached=cached) for prompt, _ in REQUESTS]
+            expected = [
+                run_stock(folder, prompt, auto_class, cached=cached) for prompt, _ in REQUESTS
+            ]
         except Exception as error:
             return Outcome("not built", f"{type(error).__name__}: {error}")
         try:
@@ -174,15 +229,29 @@ def compare(family: str, variant: str) -> Outcome:
     return Outcome("exact" if difference < TOLERANCE else "wrong", f"{difference:.1e}")
 
 
-def make_config(family: str, changes: dict[str, Any]) -> Any:
+def make_config(family: str, changes: dict[str, Any], text: str | None = None) -> Any:
+    """Make the config of a tiny model; ``text`` is as in ``compare``."""
     changes = deepcopy(changes)  # configs complete the dictionaries that they are given
-    sizes = {**SIZES, **OWN_SIZES.get(family, {}), **changes}
+    sizes = {**SIZES, **OWN_SIZES.get(text or family, {}), **changes}
     sizes = {name: size for name, size in sizes.items() if size is not None}
+    if text is not None:
+        tie = {name: value for name, value in changes.items() if name == "tie_word_embeddings"}
+        vision = VISION | {"model_type": _vision_type(family)}
+        parts = {"text_config": sizes | {"model_type": text}, "vision_config": vision}
+        return CONFIG_MAPPING[family](**parts, **tie)
     config = CONFIG_MAPPING[family](**sizes)
-    text = config.get_text_config()
-    if text is config:
+    part = config.get_text_config()
+    if part is config:
         return config
-    return CONFIG_MAPPING[family](text_config=type(text)(**sizes).to_dict(), **changes)
+    return CONFIG_MAPPING[family](text_config=type(part)(**sizes).to_dict(), **changes)
+
+
+def _vision_type(family: str) -> str:
+    """Return the model type of what reads images in a multimodal family, by default."""
+    config = CONFIG_MAPPING[family]
+    stated = config.sub_configs.get("vision_config", AutoConfig)
+    kind = getattr(config(), "vision_config", None) if stated is AutoConfig else stated
+    return str(getattr(kind, "model_type", ""))
 
 
 def draw_weights(model: Any) -> Any:
@@ -202,11 +271,15 @@ def draw_weights(model: Any) -> Any:
     return model
 
 
-def run_stock(folder: Path, prompt: torch.Tensor, *, cached: bool = False) -> list[torch.Tensor]:
+def run_stock(
+    folder: Path,
+    prompt: torch.Tensor,
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    cached: bool = False,
+) -> list[torch.Tensor]:
     """Logits after the prompt and after each greedy token, by stock transformers' ``generate``."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     made = model.generate(
         prompt,
         max_new_tokens=NUM_STEPS + 1,
@@ -220,9 +293,10 @@ def run_stock(folder: Path, prompt: torch.Tensor, *, cached: bool = False) -> li
 
 
 def run_planned(folder: Path, prompt: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-    """The same by a plan that offloads every second layer."""
+    """The same by a plan that offloads every second layer, for the second of two requests."""
     session = open_session(folder, offload(group(2, 1), prefill_chunk=chunk))
     with session, session.stream():
+        session.prefill(BATCH)
         logits = [session.prefill(prompt).clone()]
         for _ in range(NUM_STEPS):
             logits.append(session.decode(logits[-1].argmax(-1, keepdim=True)).clone())

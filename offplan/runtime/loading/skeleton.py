@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
@@ -31,17 +32,20 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     if model.architecture.is_quantised:
         raise refuse(f"{model.source} is quantised; `run` executes bf16, f16 and f32 checkpoints")
     config = build_config(model.config, model.source)
-    if model.tied:  # a head that is stored is used, whatever the config says
+    if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    auto_class = _auto_class(model)
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(
+            skeleton = auto_class.from_config(
                 config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise refuse(f"{model.source} chooses its attention in a way of its own") from None
         raise cannot_build(model.source, error) from error
+    if model.architecture.is_multimodal:
+        _remove_towers(skeleton)
     _check_attention(skeleton, model.source)
     hold_frequencies(skeleton)
     cut_by_constants(skeleton)
@@ -54,6 +58,29 @@ def build_skeleton(model: Model) -> PreTrainedModel:
             vars(module)["asked"] = asked
     choose_attention(skeleton, ATTENTION_NAME)
     return skeleton.eval().requires_grad_(False)
+
+
+def _auto_class(model: Model) -> Any:
+    """Return what builds the model; raises CheckpointError where its text may not run alone."""
+    architecture = model.architecture
+    if not architecture.is_multimodal:
+        return AutoModelForCausalLM
+    if not architecture.runs_text_alone:
+        raise refuse(
+            f"{model.source} is multimodal ({model.model_type}), and its text part "
+            f"({architecture.model_type}) is not known to run alone"
+        )
+    return AutoModelForImageTextToText
+
+
+def _remove_towers(skeleton: PreTrainedModel) -> None:
+    """Remove what reads images and sound: all beside the decoder."""
+    decoder = skeleton.get_decoder()
+    for name, part in [*skeleton.base_model.named_children()]:
+        if part is not decoder:
+            delattr(skeleton.base_model, name)
+    for name, _ in [*skeleton.base_model.named_parameters(recurse=False)]:
+        delattr(skeleton.base_model, name)
 
 
 def _keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
@@ -106,15 +133,16 @@ def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterato
     if model.experts is None:
         yield
         return
+    decoder = skeleton.get_decoder()  # a multimodal class may not let them be chosen
     try:
-        skeleton.set_experts_implementation("grouped_mm")
+        decoder.set_experts_implementation("grouped_mm")
     except ValueError:
         raise refuse(
             f"{model.source} has experts that transformers multiplies in a way of their own"
         ) from None
-    skeleton.set_experts_implementation(PROBE)
+    decoder.set_experts_implementation(PROBE)
     yield
-    skeleton.set_experts_implementation("grouped_mm")
+    decoder.set_experts_implementation("grouped_mm")
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:

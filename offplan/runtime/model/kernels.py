@@ -18,7 +18,7 @@ class ExpertKernels:
         self, model: Model, module: PreTrainedModel, device: torch.device, *, with_own: bool
     ) -> None:
         """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
-        self._module = module
+        self._decoder = module.get_decoder()
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module) if with_own else ("", 0)
         self._groups_freely = groups_freely(model.dtype, device)
@@ -35,7 +35,7 @@ class ExpertKernels:
         else:
             name = "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
         if name != self._current:
-            self._module.set_experts_implementation(name)
+            self._decoder.set_experts_implementation(name)
             self._current = name
 
     def can_capture(self, num_tokens: int) -> bool:
