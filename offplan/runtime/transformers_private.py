@@ -16,7 +16,10 @@ from transformers.core_model_loading import MergeModulelist as MergeModulelist
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
+from transformers.integrations.moe import use_experts_implementation as use_experts_implementation
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling_deepseek_v2
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts as Llama4TextExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe as Llama4TextMoe
 
 
 def rename(
@@ -66,6 +69,11 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
     """
     if model.config._attn_implementation != name:
         model.config._attn_implementation = name
+
+
+def let_experts_be_chosen(model: PreTrainedModel) -> None:
+    """Have ``set_experts_implementation`` serve a model whose own source does not mention it."""
+    model._can_set_experts_implementation = lambda: True
 
 
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:

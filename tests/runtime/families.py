@@ -64,6 +64,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {"layer_types": ["full_attention"] * 5},
     "lfm2_moe": {"layer_types": ["full_attention"] * 5},
+    # or neither chunks nor positions would count before thousands of tokens
+    **{name: {"attention_chunk_size": 6, "floor_scale": 4} for name in ("llama4", "llama4_text")},
     # stock zeroes the padding's row of a tied embedding, whatever is stored
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     "zaya": {"num_experts_per_tok": 1},

@@ -156,8 +156,9 @@ def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 9, 64])
-def test_a_chunk_looks_back_as_far_as_its_window(tmp_path: Path, chunk: int) -> None:
-    folder = save_tiny("mistral_windowed", tmp_path)
+@pytest.mark.parametrize("name", ["mistral_windowed", "chunked"])
+def test_a_chunk_looks_back_as_far_as_its_window(tmp_path: Path, name: str, chunk: int) -> None:
+    folder = save_tiny(name, tmp_path)
     prompt = torch.cat([PROMPT, PROMPT], dim=1)
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with open_session(folder, offload(prefill_chunk=chunk)) as session, torch.inference_mode():
@@ -190,8 +191,9 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "chunked"])
 def test_prompts_and_steps_in_turn_compile_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     own = DecoderLayers.__init__
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -201,7 +203,7 @@ def test_prompts_and_steps_in_turn_compile_nothing_more(
         lambda layers, modules, compiled: own(layers, modules, compiled=True),
     )
     torch.compiler.reset()
-    with open_session(save_tiny("qwen3", tmp_path), offload(prefill_chunk=5)) as session:
+    with open_session(save_tiny(name, tmp_path), offload(prefill_chunk=5)) as session:
         tokens = tokens_of(session)
         compiled = counters["stats"]["unique_graphs"]
         assert tokens_of(session) == tokens
@@ -214,6 +216,7 @@ def test_prompts_and_steps_in_turn_compile_nothing_more(
     [
         ("qwen3_wide", "float32", filled_blocks),
         ("mistral_windowed", "bfloat16", filled_mask),
+        ("chunked", "bfloat16", filled_mask),
         ("latents_wide", "bfloat16", filled_up_to),
         ("latents_wide", "float32", filled_mask),
         ("deepseek_v2", "bfloat16", filled_mask),

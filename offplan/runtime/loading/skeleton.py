@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
-from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.probe import PROBE, probe_attention, refuse
+from offplan.runtime.model.routed import route
 from offplan.runtime.transformers_private import choose_attention
 
 
@@ -41,6 +41,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     # a model cut short (to time its layers) has fewer layers than its config says
     layers = decoder_layers(skeleton)
     del layers[len(model.layers) :]
+    route(skeleton)
     _keep_in_float32(skeleton, model)
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():
@@ -64,10 +65,10 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
     """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
+    if unknown := kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
         raise refuse(
-            f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
-            "attention"
+            f"{source} has layers of the types {sorted(unknown)}; `run` knows full, sliding and "
+            "chunked attention"
         )
     # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
     if indexers := [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]:
@@ -102,11 +103,11 @@ def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterato
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
-    layers = getattr(skeleton.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise CheckpointError(
-            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected a "
-            "module list named layers); its plan can still be made and exported"
-        )
-    return layers
+    """Return the decoder's layers, in order: of its module lists the one of most parameters.
+
+    Raises CheckpointError where it has none.
+    """
+    lists = [part for part in skeleton.get_decoder().modules() if isinstance(part, nn.ModuleList)]
+    if not lists:
+        raise refuse(f"{type(skeleton).__name__} has no list of layers")
+    return max(lists, key=lambda each: sum(value.numel() for value in each.parameters()))
