@@ -67,6 +67,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     # or neither chunks nor positions would count before thousands of tokens
     **{name: {"attention_chunk_size": 6, "floor_scale": 4} for name in ("llama4", "llama4_text")},
     # stock zeroes the padding's row of a tied embedding, whatever is stored
+    "longcat_flash": {"n_layer": None, "n_layers": None, "num_key_value_heads": 4},
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -94,6 +95,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "biases": dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "bias", "qkv_bias"), True),
     "chunks": {"attention_chunk_size": 6},
+    "as a decoder": {"is_decoder": True},
     "soft caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
 }
 """Changes to a config that change what comes out in some families; others ignore them."""

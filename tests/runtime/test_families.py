@@ -25,6 +25,7 @@ REFUSED = {
     "openai-gpt": "given another cache than the model, or none",
     "deepseek_v32": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
+    "longcat_flash": "multiplies in a way of their own",
     "mamba": "layers of the types",
     "qwen3_next": "layers of the types",
 }
@@ -55,6 +56,13 @@ def test_attention_to_both_sides_is_refused(family: str) -> None:
     outcome = compare(family, "to both sides")
     assert outcome.kind == "refused"
     assert "tokens behind its own" in outcome.why
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_encoders_that_may_be_decoders_are_refused(family: str) -> None:
+    outcome = compare(family, "as a decoder")
+    assert outcome.kind == "refused"
+    assert "keeps its layers where `run` does not look" in outcome.why
 
 
 @pytest.mark.parametrize("family", FLOAT32_PARTS_STORED)

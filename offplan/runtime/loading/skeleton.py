@@ -15,6 +15,10 @@ from offplan.runtime.model.probe import PROBE, probe_attention, refuse
 from offplan.runtime.model.routed import route
 from offplan.runtime.transformers_private import choose_attention
 
+LAYER_LISTS = ("layers", "h")
+"""Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
+from the padding's (RoBERTa)."""
+
 
 def build_skeleton(model: Model) -> PreTrainedModel:
     """Build the model class for the checkpoint's config with every tensor on the meta device.
@@ -103,11 +107,15 @@ def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterato
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder's layers, in order: of its module lists the one of most parameters.
-
-    Raises CheckpointError where it has none.
-    """
-    lists = [part for part in skeleton.get_decoder().modules() if isinstance(part, nn.ModuleList)]
-    if not lists:
-        raise refuse(f"{type(skeleton).__name__} has no list of layers")
-    return max(lists, key=lambda each: sum(value.numel() for value in each.parameters()))
+    """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
+    lists = [
+        part
+        for name, part in skeleton.get_decoder().named_modules()
+        if isinstance(part, nn.ModuleList) and name.rpartition(".")[2] in LAYER_LISTS
+    ]
+    if len(lists) != 1:
+        raise refuse(
+            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected one "
+            f"module list named {' or '.join(LAYER_LISTS)})"
+        )
+    return lists[0]
