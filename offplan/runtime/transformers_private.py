@@ -73,7 +73,9 @@ def choose_attention(model: PreTrainedModel, name: str) -> None:
 
 def let_experts_be_chosen(model: PreTrainedModel) -> None:
     """Have ``set_experts_implementation`` serve a model whose own source does not mention it."""
-    model._can_set_experts_implementation = lambda: True
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part._can_set_experts_implementation = lambda: True
 
 
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Gemma2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     JetMoeConfig,
@@ -70,6 +71,7 @@ OTHERS: dict[str, PreTrainedConfig] = {
         index_head_dim=16,
         layer_types=["full_attention"] * NUM_LAYERS,
     ),
+    "gptj": GPTJConfig(**SIZES, num_attention_heads=4, rotary_dim=8),
     "gpt_neox": GPTNeoXConfig(**SIZES, num_attention_heads=4),
     "jetmoe": JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=8, num_local_experts=4),
     "chunked": Llama4TextConfig(

@@ -14,8 +14,8 @@ from tests.runtime.plans import group, offload, open_session
 
 EXACT = """
 afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma4_text glm4_moe
-gpt2 gpt_bigcode gpt_neox gpt_oss granite_swa llama llama4_text mimo_v2_flash mixtral olmo3 olmoe
-phi3 phimoe qwen2_moe qwen3 qwen3_moe
+gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite_swa llama llama4_text mimo_v2_flash mixtral olmo3
+olmoe phi3 phimoe qwen2_moe qwen3 qwen3_moe
 """
 """Families that people run, and those that ask for something that others do not."""
 REFUSED = {
@@ -25,6 +25,7 @@ REFUSED = {
     "openai-gpt": "given another cache than the model, or none",
     "deepseek_v32": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
+    "falcon": "chooses its attention in a way of its own",
     "longcat_flash": "multiplies in a way of their own",
     "mamba": "layers of the types",
     "qwen3_next": "layers of the types",

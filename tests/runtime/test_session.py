@@ -21,6 +21,7 @@ from offplan.errors import CheckpointError, InputError, MemoryLimitError, Offpla
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory import store
+from offplan.runtime.model.caches import LayerCaches, Position
 from offplan.runtime.model.filled import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.model.kernels import find_filled, find_own_experts
 from offplan.runtime.model.latent import Expansion
@@ -191,7 +192,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "chunked"])
+@pytest.mark.parametrize("name", ["qwen3", "chunked", "gptj"])
 def test_prompts_and_steps_in_turn_compile_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -302,9 +303,27 @@ def test_a_layer_that_returns_more_than_hidden_states_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Qwen3DecoderLayer.forward
-    monkeypatch.setattr(Qwen3DecoderLayer, "forward", lambda *a, **b: (own(*a, **b), None))
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", lambda *a, **b: (own(*a, **b),) * 2)
     with pytest.raises(CheckpointError, match="layer 0 returns more than hidden states"):
         open_session(save_tiny("qwen3", tmp_path), offload())
+
+
+@pytest.mark.parametrize("beside", [(), (None,), (None, None)])
+def test_what_layers_return_as_a_tuple_is_returned_as_one(beside: tuple[None, ...]) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return (2 * hidden, *beside)
+
+    layer = Layer()
+    with pytest.raises(CheckpointError, match="more than hidden states"):
+        DecoderLayers(torch.nn.ModuleList([layer]), compiled=False).step(0, Call(torch.ones(3), {}))
+    vars(layer).pop("forward")
+    vars(layer)["beside"] = beside
+    layers = DecoderLayers(torch.nn.ModuleList([layer]), compiled=False)
+    layers.cache = LayerCaches(1, 1, Position(torch.device("cpu")))
+    made = layer(torch.ones(3))
+    assert made[1:] == beside
+    assert torch.equal(made[0], torch.full((3,), 2.0))
 
 
 def test_the_process_keeps_its_limit_of_compilations() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.runtime.model.attention import ATTENTION_NAME
+from offplan.runtime.model.inlined import INLINED_TYPES, hand_over
 from offplan.runtime.model.probe import PROBE, probe_attention, refuse
 from offplan.runtime.model.routed import route
 from offplan.runtime.transformers_private import choose_attention
@@ -30,10 +31,12 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     config = build_config(model.config, model.source)
     if model.tied:  # a head that is stored is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    # GPT-J chooses a class by the attention's name, and knows none that is registered
+    attention = "eager" if config.model_type in INLINED_TYPES else ATTENTION_NAME
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
+                config, dtype=getattr(torch, model.dtype), attn_implementation=attention
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
@@ -46,6 +49,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     layers = decoder_layers(skeleton)
     del layers[len(model.layers) :]
     route(skeleton)
+    hand_over(skeleton)
     _keep_in_float32(skeleton, model)
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():

@@ -136,7 +136,7 @@ def _checked(
 ) -> Iterator[None]:
     """Check each layer called meanwhile: that it is given the cache, attends, returns states."""
     for index, layer in enumerate(layers):
-        layer.forward = _make_checked(index, layer.forward, cache, found)
+        layer.forward = _make_checked(index, layer, cache, found)
     try:
         yield
     finally:
@@ -145,9 +145,11 @@ def _checked(
 
 
 def _make_checked(
-    index: int, forward: Callable[..., Any], cache: Cache, found: list[tuple[nn.Module, Asked]]
+    index: int, layer: Any, cache: Cache, found: list[tuple[nn.Module, Asked]]
 ) -> Callable[..., Any]:
-    def checked(hidden: torch.Tensor, *others: Any, **arguments: Any) -> torch.Tensor:
+    forward = layer.forward
+
+    def checked(hidden: torch.Tensor, *others: Any, **arguments: Any) -> Any:
         if not any(value is cache for value in (*others, *arguments.values())):
             raise refuse(f"layer {index} is given another cache than the model, or none")
         before = len(found)
@@ -162,8 +164,10 @@ def _make_checked(
             return hidden
         if len(found) == before:
             raise refuse(f"layer {index} has no attention that transformers lets be chosen")
-        if not isinstance(made, torch.Tensor):
+        states, beside = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
+        if not isinstance(states, torch.Tensor) or any(each is not None for each in beside or ()):
             raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
+        vars(layer)["beside"] = beside
         return made
 
     return checked
