@@ -34,8 +34,9 @@ families that have them, at any length, as transformers' `generate` has them: ke
 frequencies of the pass that they were made in, and Phi-3 and Phi-3.5-MoE read a text again once it
 outgrows `original_max_position_embeddings`.
 
-Layers may have full or sliding attention, or the linear attention of Gated DeltaNet (Qwen3-Next,
-Qwen3.5, OLMo-Hybrid). Other linear attentions, state spaces and convolutions are refused.
+Layers may have full or sliding attention, attention within chunks of the text (Llama 4), or the
+linear attention of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). Other linear attentions,
+state spaces and convolutions are refused.
 """
 
 

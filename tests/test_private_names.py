@@ -44,6 +44,7 @@ def test_the_versions_of_transformers_are_those_that_the_module_names() -> None:
 def test_private_parts_of_transformers_are_there() -> None:
     """What is not imported but reached from an object."""
     assert callable(PreTrainedModel._init_weights)
+    assert callable(PreTrainedModel._can_set_experts_implementation)
     assert callable(Qwen3MoeExperts._apply_gate)
     assert "_attn_implementation" in dir(PreTrainedConfig)
     assert callable(WeightConverter.convert)

@@ -120,7 +120,10 @@ def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, in
 
 
 def _find_stacks(tensors: Tensors) -> dict[str, tuple[int, int]]:
-    """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap."""
+    """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap.
+
+    Routed experts are none, however many.
+    """
     indices: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
     for tensor in tensors:
@@ -131,7 +134,7 @@ def _find_stacks(tensors: Tensors) -> dict[str, tuple[int, int]]:
     return {
         prefix: (len(counted), sizes[prefix])
         for prefix, counted in indices.items()
-        if max(counted) == len(counted) - 1
+        if max(counted) == len(counted) - 1 and not prefix.endswith(".experts")
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from offplan.checkpoint.matrices import output_width
 from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.windows import Mixer
 from offplan.costs.roles import Role, role_of
 from offplan.costs.work import PassShape, attention_dims, prefill_shapes
 from offplan.machine.profile import MachineProfile
@@ -223,18 +224,21 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """Bytes of attention's temporaries.
 
     They are ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of
-    what attention returns for a chunk that is not the first, or a window's mask; in decode the
-    scores of attention with sinks or soft caps; and for latent attention ``latent_bytes``. Linear
-    attention has none of these.
+    what attention returns for a chunk that is not the first, or meets several chunks of the text,
+    or a window's mask; in decode the scores of attention with sinks or soft caps; and for latent
+    attention ``latent_bytes``. Linear attention has none of these.
     """
     if layer.kv_cache.state_bytes:
         return linear_bytes(model, layer, shape)
     width = _output_width(model, layer, _ATTENTION_ROLES)
     total = ATTENTION_COPIES * shape.num_tokens * width * model.element_bytes
     dims, window = attention_dims(model.architecture, shape.phase), layer.kv_cache.window
-    if shape.phase is Phase.PREFILL and window is not None and window < shape.context:
+    if window is not None and window >= shape.context:
+        window = None
+    is_chunked = model.architecture.mixers[layer.index] is Mixer.CHUNKED
+    if shape.phase is Phase.PREFILL and window is not None and not is_chunked:
         total += MASK_BYTES * shape.tokens * min(shape.context, shape.tokens + window - 1)
-    elif shape.phase is Phase.PREFILL and shape.tokens < shape.context:
+    elif shape.phase is Phase.PREFILL and (window is not None or shape.tokens < shape.context):
         made = shape.num_tokens * dims.num_heads * dims.value_dim
         total += JOINED_PARTS * made * model.element_bytes
     heads = model.architecture.attention

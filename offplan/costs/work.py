@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model, Parameter
+from offplan.checkpoint.windows import Mixer
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -89,6 +90,8 @@ class LayerWork:
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     kv_cache: KVCache
+    is_chunked: bool
+    """Whether the cache's window is a chunk of the text, beyond whose start no token looks."""
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
 
@@ -107,7 +110,8 @@ class LayerWork:
         """Operations of a pass: two for each weight and token, and causal attention."""
         products = self.token_elements * shape.num_tokens
         dims = self.attention[shape.phase]
-        pairs = shape.batch * attended_pairs(shape, self.kv_cache.window)
+        count = pairs_in_chunks if self.is_chunked else attended_pairs
+        pairs = shape.batch * count(shape, self.kv_cache.window)
         if not self.kv_cache.bytes_per_token:  # linear attention: no pairs
             pairs = 0
         return 2 * products + 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * pairs
@@ -126,6 +130,17 @@ def attended_pairs(shape: PassShape, window: int | None) -> int:
     return growing * (2 * first + growing - 1) // 2 + (shape.tokens - growing) * window
 
 
+def pairs_in_chunks(shape: PassShape, size: int | None) -> int:
+    """Pairs as in ``attended_pairs`` where tokens look no further than their chunk of the text."""
+
+    def up_to(num_tokens: int) -> int:
+        chunk = size or shape.context
+        whole, rest = divmod(num_tokens, chunk)
+        return (whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2
+
+    return up_to(shape.context) - up_to(shape.context - shape.tokens)
+
+
 def layer_work(model: Model, layer: Layer) -> LayerWork:
     """Sum up what a layer reads and multiplies."""
     dense = [p for p in layer.parameters if not p.is_expert]
@@ -139,6 +154,7 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         expert_bytes=layer.expert_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
+        is_chunked=model.architecture.mixers[layer.index] is Mixer.CHUNKED,
         attention={phase: attention_dims(model.architecture, phase) for phase in Phase},
         experts=experts,
     )

@@ -19,8 +19,11 @@ from transformers.core_model_loading import MergeModulelist as MergeModulelist
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
+from transformers.integrations.moe import use_experts_implementation as use_experts_implementation
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling_deepseek_v2
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts as Llama4TextExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe as Llama4TextMoe
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as Phi3RotaryEmbedding
 from transformers.models.phimoe.modeling_phimoe import (
     PhimoeRotaryEmbedding as PhimoeRotaryEmbedding,
@@ -107,6 +110,13 @@ def _cut_below(number: float, inputs: torch.Tensor) -> torch.Tensor:
     mean = inputs.mean(-1, keepdim=True)
     deviation = inputs.std(-1, keepdim=True, unbiased=False)
     return nn.functional.relu(inputs - (mean + deviation * number))
+
+
+def let_experts_be_chosen(model: PreTrainedModel) -> None:
+    """Have ``set_experts_implementation`` serve a model whose own source does not mention it."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part._can_set_experts_implementation = lambda: True
 
 
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,8 @@ def test_experts_do_not_pass_for_layers():
     # Two experts and two layers: the outer index has the more bytes.
     shapes = {**dense_shapes(), **routed(num_experts=2)}
     assert model(shapes).layers[1].prefix == "model.layers.1"
+    with pytest.raises(CheckpointError, match=r"stacks: 'model.layers' with 2\)"):
+        model(shapes | routed(num_experts=3), {**DENSE_CONFIG, "num_hidden_layers": 3})
 
 
 def test_layers_that_predict_further_tokens_are_not_loaded():

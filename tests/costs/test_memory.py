@@ -221,6 +221,13 @@ def test_a_later_chunk_joins_two_parts_or_has_a_mask(window: int | None, num_byt
     assert attention_bytes(model, layer, SHAPE) - first == num_bytes
 
 
+def test_chunks_of_the_text_need_no_mask() -> None:
+    model = make_model([DENSE], attention_chunk_size=8, layer_types=["chunked_attention"])
+    layer = make_layer(0, DENSE, KVCache(128, window=8))
+    plain = attention_bytes(dense_model(1), make_layer(0, DENSE), SHAPE)
+    assert attention_bytes(model, layer, SHAPE) == plain
+
+
 @pytest.mark.parametrize(
     ("dtype", "phase", "tokens", "gathered"),
     [

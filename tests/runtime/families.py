@@ -89,6 +89,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {"layer_types": ["full_attention"] * 5},
     "lfm2_moe": {"layer_types": ["full_attention"] * 5},
+    # or neither chunks nor positions would count before thousands of tokens
+    **{name: {"attention_chunk_size": 6, "floor_scale": 4} for name in ("llama4", "llama4_text")},
+    "longcat_flash": {"n_layer": None, "n_layers": None, "num_key_value_heads": 4},
     # stock zeroes the padding's row of a tied embedding, whatever is stored
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     **{family: {"rope_parameters": MROPE} for family in _MROPES.split()},
@@ -141,6 +144,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "biases": dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "bias", "qkv_bias"), True),
     "chunks": {"attention_chunk_size": 6},
+    "as a decoder": {"is_decoder": True},
     "soft caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
 }
 """Changes to a config that change what comes out in some families; others ignore them."""

@@ -23,15 +23,19 @@ from tests.runtime.plans import group, offload, open_session
 
 EXACT = """
 afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma3n_text gemma4_text
-glm4_moe gpt_neox gpt_oss granite_swa llama mimo_v2_flash mixtral olmo3 olmo_hybrid olmoe phi3
-phimoe qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite_swa llama llama4_text mimo_v2_flash mixtral
+olmo3 olmo_hybrid olmoe phi3 phimoe qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
+qwen3_next
 """
 """Families that people run, and those that ask for something that others do not."""
 REFUSED = {
     "bart": "counts positions by its cache",
-    "bloom": "keeps its layers where `run` does not look",
+    "bloom": "counts positions by its cache",
+    "openai-gpt": "given another cache than the model, or none",
     "deepseek_v32": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
+    "falcon": "chooses its attention in a way of its own",
+    "longcat_flash": "multiplies in a way of their own",
     "mamba": "layers of the types",
     "minimax": "layers of the types",
 }
@@ -78,6 +82,13 @@ def test_attention_to_both_sides_is_refused(family: str) -> None:
     outcome = compare(family, "to both sides")
     assert outcome.kind == "refused"
     assert "tokens behind its own" in outcome.why
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_encoders_that_may_be_decoders_are_refused(family: str) -> None:
+    outcome = compare(family, "as a decoder")
+    assert outcome.kind == "refused"
+    assert "keeps its layers where `run` does not look" in outcome.why
 
 
 @pytest.mark.parametrize("family", FLOAT32_PARTS_STORED)

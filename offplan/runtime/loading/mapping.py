@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
+from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.model.probe import refuse
 from offplan.runtime.transformers_private import (
     Concatenate,
     MergeModulelist,
@@ -96,6 +98,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     for name, target in targets.items():
         if target.conversion is None:
             _check_headers(name, target, state[name])
+    _check_layers(skeleton, model, targets)
     return targets
 
 
@@ -167,6 +170,32 @@ def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> st
     kinds = {"fills": missing, "takes": unused}
     told = [f"nothing {verb} {some(names)}" for verb, names in kinds.items() if names]
     return f"{source} does not match transformers' class for it: {'; '.join(told)}"
+
+
+def _check_layers(skeleton: PreTrainedModel, model: Model, targets: Mapping[str, Target]) -> None:
+    """Check that the checkpoint's layers are the model's, in their order, and nothing else is.
+
+    Raises CheckpointError naming the first parameter that another layer's tensor fills.
+    """
+    stored = {
+        tensor.name: index
+        for index, layer in enumerate(model.layers)
+        for parameter in layer.parameters
+        for tensor in parameter.tensors
+    }
+    state = skeleton.state_dict(keep_vars=True)
+    owners = {
+        id(value): index
+        for index, layer in enumerate(decoder_layers(skeleton))
+        for value in layer.state_dict(keep_vars=True).values()
+    }
+    for name, target in targets.items():
+        for piece in target.pieces:
+            if stored.get(piece.tensor.name) != owners.get(id(state[name])):
+                raise refuse(
+                    f"{model.source} keeps its layers where `run` does not look ({name} is not of "
+                    f"the layer that {piece.tensor.name} is stored for)"
+                )
 
 
 def _check_headers(name: str, target: Target, wanted: torch.Tensor) -> None:

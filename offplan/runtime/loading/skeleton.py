@@ -12,16 +12,21 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
-from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
+from offplan.runtime.model.inlined import INLINED_TYPES, hand_over
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.model.probe import PROBE, probe_attention, refuse
+from offplan.runtime.model.routed import route
 from offplan.runtime.transformers_private import (
     choose_attention,
     compute_by_torch,
     cut_by_constants,
 )
+
+LAYER_LISTS = ("layers", "h")
+"""Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
+from the padding's (RoBERTa)."""
 
 
 def build_skeleton(model: Model) -> PreTrainedModel:
@@ -35,10 +40,12 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     auto_class = _auto_class(model)
+    # GPT-J chooses a class by the attention's name, and knows none that is registered
+    attention = "eager" if config.model_type in INLINED_TYPES else ATTENTION_NAME
     try:
         with torch.device("meta"):
             skeleton = auto_class.from_config(
-                config, dtype=getattr(torch, model.dtype), attn_implementation=ATTENTION_NAME
+                config, dtype=getattr(torch, model.dtype), attn_implementation=attention
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
@@ -52,6 +59,8 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     # a model cut short (to time its layers) has fewer layers than its config says
     layers = decoder_layers(skeleton)
     del layers[len(model.layers) :]
+    route(skeleton)
+    hand_over(skeleton)
     _keep_in_float32(skeleton, model)
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():
@@ -98,13 +107,13 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
     """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    known = {"full_attention", "sliding_attention"}
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
     if linear := [part for part in find_linear(decoder_layers(skeleton)) if part is not None]:
         known = {"full_attention", "linear_attention"}
     if unknown := kinds - known:
         raise refuse(
-            f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
-            "attention, and the linear attention of Gated DeltaNet"
+            f"{source} has layers of the types {sorted(unknown)}; `run` knows full, sliding and "
+            "chunked attention, and the linear attention of Gated DeltaNet"
         )
     if not all(map(compute_by_torch, linear)):
         raise refuse(
@@ -147,10 +156,14 @@ def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterato
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
-    layers = getattr(skeleton.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise CheckpointError(
-            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected a "
-            "module list named layers); its plan can still be made and exported"
+    lists = [
+        part
+        for name, part in skeleton.get_decoder().named_modules()
+        if isinstance(part, nn.ModuleList) and name.rpartition(".")[2] in LAYER_LISTS
+    ]
+    if len(lists) != 1:
+        raise refuse(
+            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected one "
+            f"module list named {' or '.join(LAYER_LISTS)})"
         )
-    return layers
+    return lists[0]

@@ -90,9 +90,9 @@ class _Layer(CacheLayerMixin):
         """Return length and offset of the cache, for transformers' interface."""
         return self._context, 0
 
-    def get_seq_length(self) -> int:
-        """Return nothing that a model may rely on: positions are passed explicitly."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return the position of the pass's first token, int64 of shape [], on the device."""
+        return self._position.rows[0]
 
     def get_max_length(self) -> int:
         """Return the number of tokens that it can keep."""
@@ -159,6 +159,10 @@ class LayerCaches(Cache):
             for index in range(num_layers)
         ]
         super().__init__(layers=layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return nothing that a model may rely on: positions are passed explicitly."""
+        return 0
 
     def clear_from(self, position: int) -> None:
         """Write zeros over every layer's rows from ``position`` on, and over all states.

@@ -55,6 +55,8 @@ class DecoderLayers:
         self.cache: LayerCaches | None = None
         """The cache of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
+        self._beside: list[tuple[None, ...] | None] = []
+        """What each layer returns behind hidden states where it returns a tuple, as was probed."""
         self.call: Callable[[int, Call], torch.Tensor] = self.step
         """What is done where the model calls a layer, whose index it is told."""
         if compiled:
@@ -71,6 +73,7 @@ class DecoderLayers:
                     vars(module)["layer_idx"] = 0
             own = layer.forward
             self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)
+            self._beside.append(vars(layer).get("beside"))
             layer.forward = self._make_forward(index, inspect.signature(own))
 
     def __len__(self) -> int:
@@ -81,8 +84,9 @@ class DecoderLayers:
 
         Raises CheckpointError for a layer that returns more than hidden states.
         """
-        hidden = self._steps[index](call.hidden, **call.arguments)
-        if not isinstance(hidden, torch.Tensor):
+        made = self._steps[index](call.hidden, **call.arguments)
+        hidden, beside = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
+        if not isinstance(hidden, torch.Tensor) or beside != self._beside[index]:
             raise CheckpointError(
                 f"layer {index} returns more than hidden states, which `run` does not hand on; its "
                 "plan can still be made and exported"
@@ -136,6 +140,8 @@ class DecoderLayers:
             for name, value in arguments.items():
                 if value is self.cache:
                     arguments[name] = self.cache.layers[index]
-            return self.call(index, Call(hidden, arguments))
+            hidden = self.call(index, Call(hidden, arguments))
+            beside = self._beside[index]
+            return hidden if beside is None else (hidden, *beside)
 
         return forward
