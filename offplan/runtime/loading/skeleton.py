@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
-from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
-from offplan.runtime.model.probe import PROBE, probe_attention, refuse
+from offplan.runtime.model.probe import PROBE, probe_attention
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import choose_attention
 
 
@@ -105,8 +105,8 @@ def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
     layers = getattr(skeleton.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise CheckpointError(
+        raise refuse(
             f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected a "
-            "module list named layers); its plan can still be made and exported"
+            "module list named layers)"
         )
     return layers

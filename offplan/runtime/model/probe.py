@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from offplan.errors import CheckpointError
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import ExpertsInterface, choose_attention
 
 PROBE = "offplan_probe"
@@ -227,8 +228,3 @@ def _find_window(mask: Any, start: int) -> int | str | None:
     if not start or not first.any():  # the start of a text is in every window
         return None
     return int(width[0]) if (width == width[0]).all() else "chunks of the text"
-
-
-def refuse(why: str) -> CheckpointError:
-    """Make the error for a model that `run` cannot run."""
-    return CheckpointError(f"{why}; `run` cannot run it. Its plan can still be made and exported")
