@@ -50,7 +50,7 @@ def analyze_question(question: Question) -> Analysis:
 
 def describe_running(why_not: str | None) -> str:
     """Say in a line whether ``run`` can execute a model."""
-    return "`offplan run` can execute it." if why_not is None else f"Plans only: {why_not}"
+    return "`offplan run` can execute this model." if why_not is None else f"Plans only: {why_not}"
 
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
