@@ -197,8 +197,9 @@ class Model:
 
     @cached_property
     def outside_bytes(self) -> int:
-        """Bytes outside the layers once loaded."""
-        return sum(tensor.nbytes for tensor in self.loaded_outside)
+        """Bytes outside the layers once loaded, those widened to float32 as such."""
+        widens, computed = self.architecture.widens, self.compute_dtype
+        return sum(t.nbytes * (1 + widens(t.name, t.dtype, computed)) for t in self.loaded_outside)
 
     @cached_property
     def outside_key(self) -> str:

@@ -56,10 +56,14 @@ def test_attention_to_both_sides_is_refused(family: str) -> None:
     assert "tokens behind its own" in outcome.why
 
 
-@pytest.mark.parametrize("family", FLOAT32_PARTS_STORED)
-def test_what_is_renamed_and_kept_in_float32(family: str, tmp_path: Path) -> None:
+KEPT = [*((family, torch.bfloat16) for family in FLOAT32_PARTS_STORED)]
+KEPT += [(family, torch.float16) for family in ("afmoe", "gpt_oss")]  # the final norm too
+
+
+@pytest.mark.parametrize(("family", "dtype"), KEPT)
+def test_what_is_kept_in_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(make_config(family, {}), dtype=torch.bfloat16)
+    stock = AutoModelForCausalLM.from_config(make_config(family, {}), dtype=dtype)
     stock.save_pretrained(tmp_path)
     with open_session(tmp_path, offload(group(1, 1))) as session:
         session.prefill(PROMPT)
