@@ -10,7 +10,7 @@ from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.plan import Rule
 from tests.runtime.conftest import save_tiny
-from tests.runtime.families import run_stock
+from tests.runtime.families import load_stock, run_stock
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.resident import (
     BATCH,
@@ -63,7 +63,8 @@ def test_what_attention_asks_for_is_heeded(name: str, chunk: int, tmp_path: Path
     folder = save_tiny(name, tmp_path)
     check_against_resident(folder, offload(group(2, 1), prefill_chunk=chunk), capture=True)
     got, _ = run_resident(folder, chunk, True)
-    expected = [*run_stock(folder, PROMPT), *run_stock(folder, BATCH)]
+    stock = load_stock(folder, torch.float32)
+    expected = [*run_stock(stock, PROMPT), *run_stock(stock, BATCH)]
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
