@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offplan.checkpoint import model_types
-from offplan.checkpoint.config import MAX_COUNT, read_count, read_dtype, text_config
+from offplan.checkpoint.config import MAX_COUNT, class_type, read_count, read_dtype, text_config
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
@@ -148,6 +148,11 @@ class Architecture:
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
+    def widens(self, name: str, stored: str, dtype: str) -> bool:
+        """Whether a model computed in ``dtype`` keeps a parameter in float32 that is ``stored``
+        shorter, as ``BF16`` or ``F16``."""
+        return stored in ("BF16", "F16") and self.keeps_float32(name, dtype)
+
     def keeps_float32(self, name: str, dtype: str) -> bool:
         """Whether a parameter stays in float32 in a model that is computed in ``dtype``."""
         parts = self.float32_parts if dtype in ("bfloat16", "float16") else ()
@@ -171,6 +176,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
     is_nested = text is not config
     if is_nested:
         text = {**model_types.TEXT_SIZES.get(model_type, {}), **text}
+    else:
+        model_type = class_type(model_type, config)
     stated_layers = _read_num_layers(text)
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie = _read_tie(config, text)

@@ -13,7 +13,6 @@ from offplan.checkpoint.model import (
     OUTPUT_HEADS,
     Layer,
     Model,
-    Parameter,
     compute_dtype,
     owner,
 )
@@ -36,7 +35,12 @@ def assemble(source: str, stored: Stored) -> Model:
     computed = compute_dtype(dtype, architecture.dtype)
     parameters = [
         tuple(
-            replace(parameter, is_widened=_is_widened(parameter, architecture, computed))
+            replace(
+                parameter,
+                is_widened=architecture.widens(
+                    parameter.name, parameter.tensors[0].dtype, computed
+                ),
+            )
             for parameter in group_parameters(
                 f"{split.prefix}.{index}", tensors, architecture.routing.num_experts
             )
@@ -81,12 +85,6 @@ def assemble(source: str, stored: Stored) -> Model:
             *_note_packing(stored.tensors),
         ),
     )
-
-
-def _is_widened(parameter: Parameter, architecture: Architecture, dtype: str) -> bool:
-    """Whether a model computed in ``dtype`` keeps a parameter in float32 that is stored shorter."""
-    stored = parameter.tensors[0].dtype
-    return stored in ("BF16", "F16") and architecture.keeps_float32(parameter.name, dtype)
 
 
 def _find_tied(architecture: Architecture, outside: Tensors) -> tuple[frozenset[str], list[str]]:

@@ -209,8 +209,10 @@ class Model:
 
     @cached_property
     def outside_bytes(self) -> int:
-        """Bytes outside the layers once loaded."""
-        return sum(t.nbytes for t in self.outside if t.name not in self.not_loaded)
+        """Bytes outside the layers once loaded, those widened to float32 as such."""
+        widens, computed = self.architecture.widens, self.compute_dtype
+        loaded = (tensor for tensor in self.outside if tensor.name not in self.not_loaded)
+        return sum(t.nbytes * (1 + widens(t.name, t.dtype, computed)) for t in loaded)
 
     @cached_property
     def outside_key(self) -> str:

@@ -61,6 +61,8 @@ class Pattern(NamedTuple):
     """Layers from it on are full; ``max_window_layers`` in the config goes before it."""
     every: str = ""
     """Key of the number of layers from one of the rarer kind to the next, if there is one."""
+    by_list: bool = False
+    """Whether a ``layer_types`` alone tells the layers with a window, whatever else is said."""
     by_rotary: bool = False
     """Whether ``no_rope_layers`` tells layers of the cycle's first kind (1) from its last (0)."""
 

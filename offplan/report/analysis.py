@@ -54,7 +54,7 @@ def describe_running(model: Model, why_not: str | None) -> str:
     if why_not is not None:
         return f"Plans only: {why_not}"
     if not model.towers:
-        return "`offplan run` can execute it."
+        return "`offplan run` can execute this model."
     left = format_bytes(model.tower_bytes)
     return (
         "`offplan run` executes the text part alone; what reads images or sound "

@@ -20,7 +20,7 @@ from offplan.runtime.model.linear import find_linear
 from offplan.runtime.session import Session
 from offplan.runtime.transformers_private import DELTA_RULE
 from tests.runtime.conftest import NUM_LAYERS, save_tiny
-from tests.runtime.families import NUM_STEPS, TOLERANCE, run_stock
+from tests.runtime.families import NUM_STEPS, TOLERANCE, load_stock, run_stock
 from tests.runtime.plans import group, offload
 
 CONTEXT = 180
@@ -56,7 +56,7 @@ def request(session: Session, prompt: torch.Tensor) -> list[torch.Tensor]:
 
 @functools.cache
 def expect(folder: Path) -> list[torch.Tensor]:
-    return run_stock(folder, PROMPT)
+    return run_stock(load_stock(folder), PROMPT)
 
 
 def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -80,7 +80,7 @@ def test_a_chunk_in_spans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_prompt_token_by_token(dense: Path) -> None:
     prompt = PROMPT[:, :9]
     with load(dense, chunk=1) as session:
-        assert_close(request(session, prompt), run_stock(dense, prompt))
+        assert_close(request(session, prompt), run_stock(load_stock(dense), prompt))
 
 
 @pytest.mark.parametrize(

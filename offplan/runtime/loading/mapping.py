@@ -10,7 +10,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
 from offplan.runtime.loading.skeleton import decoder_layers
-from offplan.runtime.model.probe import refuse
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import (
     Concatenate,
     MergeModulelist,
@@ -148,9 +148,9 @@ def _convert_targets(
     try:
         made = conversion.convert(torch.empty(t.shape, device="meta") for t in tensors)
     except Exception as error:  # whatever an operation of transformers raises
-        raise CheckpointError(
+        raise refuse(
             f"{conversion.name} is stored in another form than it is used in ({operations}), and "
-            f"transformers cannot convert it: {error}. The plan can still be made and exported"
+            f"transformers cannot convert it ({error})"
         ) from None
     for name, value in made.items():
         expected = state[name].shape if name in state else None

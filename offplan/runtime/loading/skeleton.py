@@ -16,8 +16,9 @@ from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
 from offplan.runtime.model.inlined import INLINED_TYPES, hand_over
 from offplan.runtime.model.linear import find_linear
-from offplan.runtime.model.probe import PROBE, probe_attention, refuse
+from offplan.runtime.model.probe import PROBE, probe_attention
 from offplan.runtime.model.routed import route
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import (
     choose_attention,
     compute_by_torch,

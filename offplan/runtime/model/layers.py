@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan.errors import CheckpointError, OffplanError
+from offplan.errors import OffplanError
 from offplan.runtime.model.caches import LayerCaches
 from offplan.runtime.model.rotary import compile_as_real
+from offplan.runtime.refusal import refuse
 
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
@@ -87,10 +88,7 @@ class DecoderLayers:
         made = self._steps[index](call.hidden, **call.arguments)
         hidden, beside = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
         if not isinstance(hidden, torch.Tensor) or beside != self._beside[index]:
-            raise CheckpointError(
-                f"layer {index} returns more than hidden states, which `run` does not hand on; its "
-                "plan can still be made and exported"
-            )
+            raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
         return hidden
 
     def note_calls(self, forward: Callable[[], Any]) -> list[Call]:

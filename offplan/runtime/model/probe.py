@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from offplan.errors import CheckpointError
 from offplan.runtime.model.linear import find_linear
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import ExpertsInterface, choose_attention
 
 PROBE = "offplan_probe"
@@ -270,8 +271,3 @@ def _find_reach(mask: Any, start: int, chunk: int | None) -> Asked | str:
     if chunk and torch.equal(first, own // chunk * chunk):
         return Asked(chunk=chunk)
     return Asked(int(width[0])) if (width == width[0]).all() else "chunks of the text"
-
-
-def refuse(why: str) -> CheckpointError:
-    """Make the error for a model that `run` cannot run."""
-    return CheckpointError(f"{why}; `run` cannot run it. Its plan can still be made and exported")
