@@ -90,8 +90,7 @@ class LayerWork:
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     kv_cache: KVCache
-    is_chunked: bool
-    """Whether the cache's window is a chunk of the text, beyond whose start no token looks."""
+    mixer: Mixer
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
 
@@ -110,11 +109,15 @@ class LayerWork:
         """Operations of a pass: two for each weight and token, and causal attention."""
         products = self.token_elements * shape.num_tokens
         dims = self.attention[shape.phase]
-        count = pairs_in_chunks if self.is_chunked else attended_pairs
-        pairs = shape.batch * count(shape, self.kv_cache.window)
-        if not self.kv_cache.bytes_per_token:  # linear attention: no pairs
-            pairs = 0
+        pairs = shape.batch * self._pairs(shape)
         return 2 * products + 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * pairs
+
+    def _pairs(self, shape: PassShape) -> int:
+        """Pairs of a new token and one it looks at, in one sequence; linear attention has none."""
+        if self.mixer is Mixer.CHUNKED:
+            return pairs_in_chunks(shape, self.kv_cache.window)
+        attends = self.mixer in (Mixer.FULL, Mixer.SLIDING)
+        return attended_pairs(shape, self.kv_cache.window) if attends else 0
 
 
 def attended_pairs(shape: PassShape, window: int | None) -> int:
@@ -154,7 +157,7 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         expert_bytes=layer.expert_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
-        is_chunked=model.architecture.mixers[layer.index] is Mixer.CHUNKED,
+        mixer=model.architecture.mixers[layer.index],
         attention={phase: attention_dims(model.architecture, phase) for phase in Phase},
         experts=experts,
     )

@@ -1,11 +1,13 @@
 """Tiny real checkpoints: random float32 weights, saved by transformers in shards."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
@@ -21,6 +23,7 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -60,6 +63,8 @@ LINEAR = {
     "linear_conv_kernel_dim": 4,
     "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
 }
+
+ROPE_OF_IMAGES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 LIMIT = 8
 """Tokens up to which rotary embeddings that change with the text's length stay as they are."""
@@ -147,11 +152,22 @@ OTHERS: dict[str, PreTrainedConfig] = {
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=64,
     ),
+    "text_part": Qwen2_5_VLConfig(
+        text_config=SIZES
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": ROPE_OF_IMAGES},
+        vision_config={"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+        | {"out_hidden_size": 32, "fullatt_block_indexes": [0]},
+    ),
     "latents_wide": DeepseekV2Config(
         **SIZES, **{**LATENTS, "qk_rope_head_dim": 16}, q_lora_rank=None, head_dim=16
     ),
 }
 """Not run through every rule: what they have that the others have not is tested once."""
+
+
+def auto_class(name: str) -> Any:
+    """Return the class of transformers that builds all of the named checkpoint."""
+    return AutoModelForImageTextToText if name == "text_part" else AutoModelForCausalLM
 
 
 def save_tiny(name: str, folder: Path) -> Path:
@@ -160,7 +176,7 @@ def save_tiny(name: str, folder: Path) -> Path:
     The states of linear attention decay slowly, so that all of a prompt is heard.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS)[name], dtype=torch.float32)
+    model = auto_class(name).from_config((CONFIGS | OTHERS)[name], dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

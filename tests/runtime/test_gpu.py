@@ -9,7 +9,7 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.plan import Rule
-from tests.runtime.conftest import save_tiny
+from tests.runtime.conftest import auto_class, save_tiny
 from tests.runtime.families import load_stock, run_stock
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.resident import (
@@ -28,6 +28,7 @@ pytestmark = [
 
 OTHERS = ["sinks", "soft_caps", "mistral_windowed", "olmo3_windowed"]
 OTHERS += ["dynamic", "longrope", "shared_keys", "linear", "linear_experts"]
+OTHERS += ["chunked", "gptj", "text_part"]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "every layer": (group(1, 1),),
@@ -67,7 +68,7 @@ def test_what_a_model_asks_for_is_heeded(name: str, chunk: int, tmp_path: Path) 
     check_against_resident(folder, offload(group(2, 1), prefill_chunk=chunk), capture=True)
     got, _ = run_resident(folder, chunk, True)
     cached = name == "dynamic"  # keys keep the rotation that they came with
-    stock = load_stock(folder)
+    stock = load_stock(folder, auto_class=auto_class(name))
     expected = [
         logits for prompt in (PROMPT, BATCH) for logits in run_stock(stock, prompt, cached=cached)
     ]

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -15,15 +14,11 @@ from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
 from offplan.runtime.model.inlined import INLINED_TYPES, hand_over
-from offplan.runtime.model.linear import find_linear
+from offplan.runtime.model.linear import find_linear, take_in_spans
 from offplan.runtime.model.probe import PROBE, probe_attention
 from offplan.runtime.model.routed import route
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import (
-    choose_attention,
-    compute_by_torch,
-    cut_by_constants,
-)
+from offplan.runtime.transformers_private import choose_attention, cut_by_constants
 
 LAYER_LISTS = ("layers", "h")
 """Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
@@ -60,6 +55,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     # a model cut short (to time its layers) has fewer layers than its config says
     layers = decoder_layers(skeleton)
     del layers[len(model.layers) :]
+    take_in_spans(layers)
     route(skeleton)
     hand_over(skeleton)
     _keep_in_float32(skeleton, model)
@@ -109,17 +105,12 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     known = {"full_attention", "sliding_attention", "chunked_attention"}
-    if linear := [part for part in find_linear(decoder_layers(skeleton)) if part is not None]:
+    if any(find_linear(decoder_layers(skeleton))):
         known = {"full_attention", "linear_attention"}
     if unknown := kinds - known:
         raise refuse(
             f"{source} has layers of the types {sorted(unknown)}; `run` knows full, sliding and "
             "chunked attention, and the linear attention of Gated DeltaNet"
-        )
-    if not all(map(compute_by_torch, linear)):
-        raise refuse(
-            f"{source} has linear attention whose code in torch is not found in transformers "
-            f"{transformers.__version__}"
         )
     # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
     if indexers := [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]:

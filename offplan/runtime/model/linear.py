@@ -10,9 +10,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
-from offplan.runtime.transformers_private import GATED_DELTA_NETS
+from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import GATED_DELTA_NETS, compute_by_torch
 
 SPAN_TOKENS = 2048
 """Tokens of each sequence that are taken through the rule at a time: it computes in float32, and
@@ -27,10 +29,20 @@ def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
     ]
 
 
-def take_in_spans(module: nn.Module) -> None:
-    """Have a linear attention take many tokens in spans, and be compiled for single ones alone."""
-    own: Any = type(module)
-    module.__class__ = _class_in_spans(own)
+def take_in_spans(layers: Iterable[nn.Module]) -> None:
+    """Have linear attentions take many tokens in spans, and be compiled for single ones alone.
+
+    They compute by transformers' code in torch; raises CheckpointError where that is not found.
+    """
+    linear: Any
+    for linear in filter(None, find_linear(layers)):
+        if not compute_by_torch(linear):
+            raise refuse(
+                f"{type(linear).__name__} is a linear attention whose code in torch is not found "
+                f"in transformers {transformers.__version__}"
+            )
+        own: Any = type(linear)
+        linear.__class__ = _class_in_spans(own)
 
 
 class _InSpans(nn.Module):

@@ -17,7 +17,7 @@ from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import DecoderLayers
-from offplan.runtime.model.linear import find_linear, take_in_spans
+from offplan.runtime.model.linear import find_linear
 from offplan.runtime.passes.captured import Passes
 from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.passes.executor import Executor
@@ -71,12 +71,10 @@ class ModelRunner:
         self._text: torch.Tensor | None = None
         """The tokens of each sequence where they are to be read again, int64 on the device."""
         self._expansions = keep_latents(module)
-        linear = enumerate(find_linear(decoder_layers(module)))
-        self._linear = {index: part for index, part in linear if part is not None}
-        """Linear attentions by the index of their layer."""
-        for part in self._linear.values():
-            take_in_spans(part)
-        self.layers = DecoderLayers(decoder_layers(module), compiled=capture)
+        layers = decoder_layers(module)
+        self._linear = [index for index, part in enumerate(find_linear(layers)) if part]
+        """Indices of the layers that have linear attention."""
+        self.layers = DecoderLayers(layers, compiled=capture)
         self._executor = Executor(self.layers, link)
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
