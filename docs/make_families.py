@@ -14,7 +14,7 @@ from multiprocessing import get_context
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.runtime.families import Outcome, compare
+from tests.runtime.families import TEXT_PARTS, Outcome, compare
 
 VARIANTS = ("plain", "windows")
 INTRODUCTION = f"""\
@@ -33,14 +33,26 @@ Rotary embeddings that change with the text's length (longrope, dynamic NTK) run
 families that have them, at any length, as transformers' `generate` has them: keys keep the
 frequencies of the pass that they were made in, and Phi-3 and Phi-3.5-MoE read a text again once it
 outgrows `original_max_position_embeddings`.
+
+Layers may have full or sliding attention, attention within chunks of the text (Llama 4), or the
+linear attention of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). Other linear attentions,
+state spaces and convolutions are refused.
 """
 
 
-def _judge(family: str) -> tuple[str, Outcome]:
-    """Return the worst outcome of a family's variants."""
-    outcomes = [compare(family, variant) for variant in VARIANTS]
+TEXT_PARTS_INTRODUCTION = """\
+The text part alone runs, by a list that tests hold: the towers that read images or sound are
+neither built nor loaded, and a prompt with a token that stands for an image is refused. Each is
+compared with stock transformers' whole model on text; in brackets are the model types of the text
+part that were. A family of several modalities that is not here is refused.
+"""
+
+
+def _judge(family: str, text: str | None = None) -> Outcome:
+    """Return the worst outcome of a family's variants; ``text`` is as in ``compare``."""
+    outcomes = [compare(family, variant, text=text) for variant in VARIANTS]
     order = ("wrong", "refused", "not built", "exact")
-    return family, min(outcomes, key=lambda outcome: order.index(outcome.kind))
+    return min(outcomes, key=lambda outcome: order.index(outcome.kind))
 
 
 def _shorten(family: str, why: str) -> str:
@@ -50,15 +62,30 @@ def _shorten(family: str, why: str) -> str:
     return why.removeprefix(family).strip(" :")[:120]
 
 
+def _print_text_parts(outcomes: dict[tuple[str, str], Outcome]) -> None:
+    """Print the section on the text parts of multimodal families."""
+    kinds: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for (family, text), outcome in outcomes.items():
+        kinds[outcome.kind][family].append(text)
+    print(f"## Vision-language models, the text part\n\n{TEXT_PARTS_INTRODUCTION}")
+    for kind in sorted(kinds):  # exact first
+        named = (f"{family} ({', '.join(texts)})" for family, texts in kinds[kind].items())
+        print(f"{kind.capitalize()}: {', '.join(named)}\n")
+
+
 def main() -> None:
     """Print the page."""
     found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for family, outcome in pool.map(_judge, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+        for family, outcome in zip(families, pool.map(_judge, families), strict=True):
             why = _shorten(family, outcome.why) if outcome.kind == "refused" else ""
             found[outcome.kind, why].append(family)
+        judged = pool.map(_judge, *zip(*TEXT_PARTS, strict=True))
+        text_parts = dict(zip(TEXT_PARTS, judged, strict=True))
     exact = found["exact", ""]
     print(f"{INTRODUCTION}\n## Exact: {len(exact)} families\n\n{', '.join(exact)}\n")
+    _print_text_parts(text_parts)
     print("## Refused before anything is loaded\n\n| families | why |\n|---|---|")
     for (kind, why), families in sorted(found.items()):
         if kind == "refused":

@@ -26,8 +26,7 @@ Sizes are bytes and times are seconds, as the names say: ``gpu_memory``, ``link_
 A record given a value that it does not allow raises pydantic's ValidationError, a ValueError.
 """
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # by this name type checkers know it; typing takes a while to import
 if TYPE_CHECKING:  # with "as", a type checker lets others import the name from here
     from offplan.asking import ask as ask
     from offplan.asking import ask_again as ask_again

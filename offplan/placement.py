@@ -26,6 +26,11 @@ FUSED_EXPERT_PARTS = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 Source: transformers' conversion mapping (``gate_up_proj``), vLLM (``w13_weight``).
 """
+FUSED_PARTS = (("q_conv1d", "k_conv1d", "v_conv1d"),)
+"""Parts of a layer beside its experts that are one parameter once loaded.
+
+Source: transformers' conversion mapping (``linear_attn.conv1d``).
+"""
 
 
 class Phase(str, Enum):
@@ -68,7 +73,7 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the first parameter stands for; of routed experts with their number."""
+        """The shape of the first parameter's weight; of routed experts with their number."""
         shape, tensors = self.parameters[0].shape, self.parameters[0].tensors
         return (len(tensors), *shape) if self.is_expert and len(shape) == 2 else shape
 
@@ -171,13 +176,17 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
 
     What is widened when it is loaded is in none: its bytes are not those that a slab would hold.
     """
-    partners = {part: group for group in FUSED_EXPERT_PARTS for part in group}
+    fused = {False: FUSED_PARTS, True: FUSED_EXPERT_PARTS}
+    partners = {
+        is_expert: {part: group for group in groups for part in group}
+        for is_expert, groups in fused.items()
+    }
     groups: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in layer.parameters:
         if parameter.is_widened:
             continue
         parts = parameter.name.split(".")
-        key = tuple(partners.get(part, part) if parameter.is_expert else part for part in parts)
+        key = tuple(partners[parameter.is_expert].get(part, part) for part in parts)
         groups.setdefault(key, []).append(parameter)
     return tuple(
         Unit(layer.index, tuple(parameters), part)

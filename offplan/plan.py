@@ -14,13 +14,25 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
-from offplan.records import Basis, Bytes, ExactBytes, ExactSeconds, Rate, Record, Seconds, load_yaml
+from offplan.records import (
+    Basis,
+    Bytes,
+    ExactBytes,
+    ExactSeconds,
+    Rate,
+    Record,
+    Seconds,
+    load_yaml,
+    read_text,
+)
 from offplan.segments import match_segments
 from offplan.units import format_bytes, format_seconds
 
 PLAN_VERSION: Literal[1] = 1
 MOST = 2**24
 """Beyond any workload and any model: sequences, or tokens of one; slots of a ring, or layers."""
+MOST_CACHED = 2**32
+"""Tokens of all sequences together, beyond any memory."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
 MOST_FILE_BYTES = 2**18
 """Beyond any plan's file."""
@@ -67,6 +79,11 @@ class Workload(Record):
 
     @model_validator(mode="after")
     def _fits_context(self) -> "Workload":
+        if self.batch * self.context > MOST_CACHED:
+            raise ValueError(
+                f"{self.batch} contexts of {self.context} tokens are more than {MOST_CACHED} "
+                "tokens, which no memory holds; lower --batch or --context"
+            )
         if self.prompt_tokens + self.output_tokens > self.context:
             raise ValueError(
                 f"context of {self.context} tokens is less than prompt_tokens + output_tokens "
@@ -285,14 +302,9 @@ def load_plan(path: Path) -> Plan:
 
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
+    text = read_text(path, "plan", MOST_FILE_BYTES, PlanError)
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_FILE_BYTES + 1)
-        if len(text) > MOST_FILE_BYTES:
-            raise PlanError(f"{path} is no plan: it is longer than {format_bytes(MOST_FILE_BYTES)}")
-        data = load_yaml(text.decode("utf-8"))
-    except OSError as error:
-        raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
+        data = load_yaml(text)
     except ValueError as error:
         raise PlanError(f"{path} is not YAML: {error}") from None
     plan = parse_plan(data, str(path))

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from offplan.checkpoint.jsontext import describe, quote
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.transformers_config import build_config
 from offplan.checkpoint.weights import find_small_files, has_weights
 from offplan.errors import InputError
 from offplan.plan import Workload
@@ -30,6 +31,12 @@ _TOKENIZER_FILES = (
 """Files that the tokenizers of causal language models are read from.
 
 Source: transformers 5.23, ``vocab_files_names`` of its tokenizers.
+"""
+_PLACEHOLDERS = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
+_PLACEHOLDERS += [f"{kind}_token_index" for kind in ("image", "video", "audio")]
+"""Keys of the tokens that stand for an image, a video or sound in a prompt.
+
+Source: transformers 5.23, the configs of the model types in ``model_types.TEXT_PARTS``.
 """
 _GENERATION_FILE = "generation_config.json"
 
@@ -75,7 +82,8 @@ def load_tokenizer(model: Model) -> Any:
 def read_prompt(model: Model, tokenizer: Any, text: str) -> torch.Tensor:
     """Turn a text into tokens: int64, [1, tokens].
 
-    Raises InputError where there are none, and where the model does not know one.
+    Raises InputError where there are none, where the model does not know one, and where one stands
+    for an image, a video or sound.
     """
     try:
         tokens: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
@@ -89,7 +97,21 @@ def read_prompt(model: Model, tokenizer: Any, text: str) -> torch.Tensor:
             f"the tokenizer of {model.source} makes token {largest} of the prompt, and the model "
             f"has tokens up to {vocabulary - 1}: they do not belong together, fetch both again"
         )
+    _check_placeholders(model, tokens)
     return tokens
+
+
+def _check_placeholders(model: Model, tokens: torch.Tensor) -> None:
+    if not model.architecture.is_multimodal:
+        return
+    config = build_config(model.config, model.source)
+    for key in _PLACEHOLDERS:
+        token = getattr(config, key, None)
+        if token is not None and token in tokens:
+            raise InputError(
+                f"the prompt has token {token} ({key}), which stands for what the model would see "
+                "or hear, and `run` executes the text part alone: leave it out of --prompt"
+            )
 
 
 def find_end_tokens(model: Model, tokenizer: Any) -> frozenset[int]:

@@ -39,12 +39,13 @@ class Question:
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
                 "memory; leave one of them out"
             )
+        # frozen, but not yet seen by anybody
+        object.__setattr__(self, "model", self.model.as_loaded_by(engine))
         machine, host = self.planned_machine, self.budget.host_memory
         if machine.host_memory is not None:
             most = machine.host_memory.value
             host = most if host is None else min(host, most)
         gpu = min(self.budget.gpu_memory, machine.gpu_memory.value)
-        # frozen, but not yet seen by anybody
         object.__setattr__(self, "budget", Budget(gpu_memory=gpu, host_memory=host))
 
     @cached_property

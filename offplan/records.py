@@ -5,6 +5,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -141,6 +142,24 @@ def load_yaml(text: str) -> Any:
     # besides its own, what a value raises that is not of the type that it says
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(_shorten(" ".join(str(error).split()))) from None
+
+
+def read_text(path: Path, what: str, max_bytes: int, error: type[InputError]) -> str:
+    """Read a file in UTF-8 of ``max_bytes`` at most.
+
+    Raises ``error``, which names the file, ``what`` it should be (a ``plan``) and what is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            most = units.format_bytes(max_bytes)
+            raise error(f"{path} is no {what}: it is longer than {most}")
+        return text.decode("utf-8")
+    except OSError as failed:
+        raise error(f"cannot read {what} {path}: {failed.strerror}") from None
+    except UnicodeDecodeError as failed:
+        raise error(f"{path} is no {what}, which is text in UTF-8: {failed}") from None
 
 
 def explain(error: ValidationError, known: Collection[str] = ()) -> list[tuple[str, str]]:

@@ -34,7 +34,8 @@ def price_again(plan: Plan, model: Model) -> Plan:
     """
     machine = _find_machine(plan)
     known = machine or load_profile(STAND_IN)
-    prediction = predict(model, known, plan.workload, plan.budget, plan.offload)
+    loaded = model.as_loaded_by(plan.goal.engine)
+    prediction = predict(loaded, known, plan.workload, plan.budget, plan.offload)
     if machine is None:
         _refuse_changes(plan, prediction)
         return plan

@@ -62,8 +62,9 @@ def _key(model: Model) -> str:
         digest.update(version(package).encode())
     for part in (model.source, model.headers_sha256, model.config_sha256):
         digest.update(part.encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in (".py", ".yaml"):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 
 

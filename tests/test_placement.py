@@ -8,7 +8,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.placement import ALIGNMENT_BYTES, Phase, group_units
 from offplan.plan import Backend, Rule
-from tests.costs.builders import DENSE, dense_model, moe_model, place_rules, rule
+from tests.costs.builders import DENSE, dense_model, make_model, moe_model, place_rules, rule
 from tests.costs.strategies import odd_models, place_or_skip, rule_lists
 
 
@@ -112,3 +112,12 @@ def test_segments_are_whole_name_parts() -> None:
     assert not rule("experts").matches("mlp.shared_experts.up_proj.weight")
     assert not rule("proj").matches("mlp.up_proj.weight")
     assert all(rule().matches(name) for name in DENSE)
+
+
+def test_convolutions_that_are_one_once_loaded_are_placed_as_one() -> None:
+    convolutions = {f"linear_attn.{part}_conv1d.weight": (8, 1, 4) for part in "qkv"}
+    model = make_model([DENSE | convolutions])
+    (unit,) = (unit for unit in group_units(model.layers[0]) if "conv1d" in unit.name)
+    assert {parameter.name for parameter in unit.parameters} == convolutions.keys()
+    with pytest.raises(PlanError, match="name all of them or none"):
+        place_rules(model, [rule("q_conv1d")], 1)

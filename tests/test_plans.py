@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import CLI, ROOT
+from tests.cli import CLI, ROOT, RUNS
 
 PLANS = ROOT / "plans"
 COMMANDS = [
@@ -23,7 +23,7 @@ def test_replan(
     *arguments, force, to, path = shlex.split(command)
     assert (force, to) == ("--force", "-o")
     code, out, err = CLI(monkeypatch, capsys)(*arguments)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, RUNS)
     assert out == Path(path).read_text("utf-8"), f"run plans/replan.sh to renew {path}"
 
 

@@ -1,5 +1,7 @@
 """Machine profiles: shipped, read, refused."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -70,6 +72,14 @@ def test_wrong_profiles_are_refused(change: tuple[str, str], message: str) -> No
     assert change[0] in text
     with pytest.raises(ProfileError, match=message):
         parse_profile(text.replace(*change, 1), "a profile")
+
+
+def test_a_file_that_is_far_too_long_is_no_profile(tmp_path: Path) -> None:
+    path = tmp_path / "machine.yaml"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ProfileError, match="is no machine profile: it is longer than 1 MiB"):
+        load_profile(str(path))
 
 
 def test_unknown_name_lists_the_shipped_ones() -> None:

@@ -65,3 +65,14 @@ def test_tokens_that_the_model_does_not_know(model: Model) -> None:
     known = replace(model, config={**model.config, "vocab_size": 3})
     with pytest.raises(InputError, match="the model has tokens up to 2"):
         read_prompt(known, load_tokenizer(model), "Weights")
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "video_token_id"])
+def test_tokens_that_stand_for_an_image(model: Model, key: str) -> None:
+    tokenizer = load_tokenizer(model)
+    token = int(tokenizer("Weights").input_ids[-1])
+    reading = replace(model, config={"model_type": "qwen2_vl", "vision_config": {}, key: token})
+    with pytest.raises(InputError, match=rf"token {token} \({key}\), which stands for"):
+        read_prompt(reading, tokenizer, "Weights")
+    other = replace(reading, config={**reading.config, key: 10**6})
+    assert read_prompt(other, tokenizer, "Weights")[0, -1] == token

@@ -142,5 +142,5 @@ def test_a_source_is_not_looked_for_in_the_current_folder(
 ) -> None:
     plan = edited(tmp_path)
     monkeypatch.chdir(TINY_MOE.parent)
-    with pytest.raises(CheckpointError, match=r"tiny-moe': found nothing on disk"):
+    with pytest.raises(CheckpointError, match=r"tiny-moe': found nothing of this name in"):
         open_planned_model(plan)

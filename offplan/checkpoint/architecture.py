@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offplan.checkpoint import model_types
-from offplan.checkpoint.config import MAX_COUNT, read_count, read_dtype, text_config
+from offplan.checkpoint.config import MAX_COUNT, class_type, read_count, read_dtype, text_config
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.checkpoint.windows import Mixer, read_windows
@@ -19,6 +19,7 @@ from offplan.forms.quantisation import Quantisation
 
 MAX_LAYERS = 10_000
 """Most layers of a model, past any there is; each costs time to understand and to plan."""
+_OTHER_PARTS = ("vision_config", "audio_config")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _NUM_EXPERTS = """
@@ -102,6 +103,10 @@ class Architecture:
 
     model_type: str
     """Transformers' name of the language model's part, such as ``gemma3_text``."""
+    is_multimodal: bool
+    """Whether the model reads more than text: images, video or sound."""
+    runs_text_alone: bool
+    """Whether its text part is known to give alone what a multimodal model gives for a text."""
     class_names: tuple[str, ...]
     """Transformers' classes that the config names, such as ``Qwen3ForCausalLM``."""
     dtype: str | None
@@ -145,10 +150,10 @@ class Architecture:
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
-    @property
-    def is_quantised(self) -> bool:
-        """Whether the config is of a quantised checkpoint."""
-        return self.quantisation is not None
+    def widens(self, name: str, stored: str, dtype: str) -> bool:
+        """Whether a model computed in ``dtype`` keeps a parameter in float32 that is ``stored``
+        shorter, as ``BF16`` or ``F16``."""
+        return stored in ("BF16", "F16") and self.keeps_float32(name, dtype)
 
     def keeps_float32(self, name: str, dtype: str) -> bool:
         """Whether a parameter stays in float32 in a model that is computed in ``dtype``."""
@@ -170,11 +175,18 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         )
     text = text_config(config)
     model_type = str(text.get("model_type") or config.get("model_type"))
+    is_nested = text is not config
+    if is_nested:
+        text = {**model_types.TEXT_SIZES.get(model_type, {}), **text}
+    else:
+        model_type = class_type(model_type, config)
     stated_layers = _read_num_layers(text)
     mixers, windows, notes = read_windows(text, model_type, stated_layers or num_layers)
     tie = _read_tie(config, text)
     return Architecture(
         model_type=model_type,
+        is_multimodal=is_nested or any(key in config for key in _OTHER_PARTS),
+        runs_text_alone=model_type in model_types.TEXT_PARTS.get(str(config.get("model_type")), ()),
         class_names=_read_names(config.get("architectures")),
         dtype=read_dtype(config),
         quantisation=read_quantisation(config, model_type, read_dtype(config))

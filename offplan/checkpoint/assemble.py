@@ -17,7 +17,6 @@ from offplan.checkpoint.model import (
     compute_dtype,
     owner,
 )
-from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import CONFIG_NAME, TORCH_NAMES, Stored, Tensors, headers_sha256
 from offplan.errors import CheckpointError
 
@@ -36,7 +35,10 @@ def assemble(source: str, stored: Stored) -> Model:
     dtype = compute_dtype(_main_dtype(stored.tensors), architecture.dtype)
     parameters = [
         tuple(
-            replace(parameter, is_widened=_is_widened(parameter, architecture, dtype))
+            replace(
+                parameter,
+                is_widened=architecture.widens(parameter.name, parameter.tensors[0].dtype, dtype),
+            )
             for parameter in group_parameters(f"{split.prefix}.{index}", tensors, architecture)
         )
         for index, tensors in enumerate(split.layers)
@@ -65,6 +67,7 @@ def assemble(source: str, stored: Stored) -> Model:
         outside=split.outside,
         tied=tied,
         not_loaded=split.not_loaded,
+        towers=split.towers,
         experts=experts,
         headers_sha256=headers_sha256(stored.tensors),
         num_tensors=len(stored.tensors),
@@ -77,12 +80,6 @@ def assemble(source: str, stored: Stored) -> Model:
             *tie_notes,
         ),
     )
-
-
-def _is_widened(parameter: Parameter, architecture: Architecture, dtype: str) -> bool:
-    """Whether a model computed in ``dtype`` keeps a parameter in float32 that is stored shorter."""
-    stored = parameter.tensors[0].dtype
-    return stored in ("BF16", "F16") and architecture.keeps_float32(parameter.name, dtype)
 
 
 def _find_tied(architecture: Architecture, outside: Tensors) -> tuple[frozenset[str], list[str]]:

@@ -62,3 +62,11 @@ def read_model_type(config: Mapping[str, Any]) -> str:
             "correct the file or fetch it again"
         )
     return value
+
+
+def class_type(model_type: str, config: Mapping[str, Any]) -> str:
+    """Return the model type whose classes transformers takes for a ``config.json`` of this type.
+
+    Source: transformers 5.23, ``AutoConfig.from_pretrained``.
+    """
+    return "ministral" if model_type == "mistral" and "layer_types" in config else model_type

@@ -55,7 +55,7 @@ def read_config_only(path: Path) -> Stored:
     named = config
     if architecture.dtype is None:
         # What is not quantised of a quantised checkpoint is stored in 16 bits, named or not.
-        dtype = "bfloat16" if architecture.is_quantised else "float32"
+        dtype = "bfloat16" if architecture.quantisation is not None else "float32"
         named = {**config, "dtype": dtype}
         notes.append(f"the config names no dtype: took {dtype}")
     built = _without_idle_experts(architecture.routing, _build_tensors(named, str(path)))

@@ -18,6 +18,14 @@ Source: transformers 4.57, ``PreTrainedModel._load_pretrained_model`` and the GP
 GPT-NeoX, GPT-J and CodeGen models' ``_keys_to_ignore_on_load_unexpected`` or buffers."""
 _MTP_PART = re.compile(r"mtp|mtp_\w+|nextn_\w+")
 """A name part that marks multi-token prediction outside the stack (``mtp.layers.0``)."""
+_TOWER_PART = re.compile(
+    r"audio_tower|connector|embed_(audio|vision)|image_newline|(mm|multi_modal)_projector|"
+    r"vision_(embed_tokens|model|tower)|visual"
+)
+"""A name part that marks what reads images and sound.
+
+Source: transformers 5.23, the classes of the model types in ``model_types.TEXT_PARTS``.
+"""
 
 _OWN_KEYS = re.compile(r"\.self_attn\.[kv]_(proj|norm)\.")
 """What layers that share an earlier one's keys and values do not load, though Gemma 3n stores it.
@@ -40,6 +48,8 @@ class Split:
     """All others, sorted by name."""
     not_loaded: frozenset[str]
     """Names in ``outside`` that a causal language model does not load."""
+    towers: frozenset[str]
+    """Names among them of what reads images and sound."""
     notes: tuple[str, ...]
 
 
@@ -51,7 +61,9 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     """
     tensors = tuple(tensors)
     num_layers = architecture.num_layers
-    prefix, num_stacked = _choose_stack(tensors, architecture)
+    towers = _find_towers(tensors) if architecture.runs_text_alone else frozenset()
+    of_text = tuple(tensor for tensor in tensors if tensor.name not in towers)
+    prefix, num_stacked = _choose_stack(of_text, architecture)
     notes = []
     if num_layers is None:
         num_layers = min(num_stacked, MAX_LAYERS)
@@ -69,13 +81,13 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
             layers[index].append(tensor)
             continue
         outside.append(tensor)
-        if found or _is_mtp(tensor.name):
+        if found or _has_part(_MTP_PART, tensor.name):
             not_loaded.add(tensor.name)
     if num_stacked > num_layers:
         extra = f"{prefix}.{num_layers}"
         notes.append(f"layers from {extra} on predict further tokens and are not loaded")
     by_layer, outside = tuple(map(tuple, layers)), sorted(outside)
-    return Split(prefix, by_layer, tuple(outside), frozenset(not_loaded), tuple(notes))
+    return Split(prefix, by_layer, tuple(outside), towers | not_loaded, towers, tuple(notes))
 
 
 def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, int]:
@@ -108,7 +120,10 @@ def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, in
 
 
 def _find_stacks(tensors: Tensors) -> dict[str, tuple[int, int]]:
-    """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap."""
+    """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap.
+
+    Routed experts are none, however many.
+    """
     indices: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
     for tensor in tensors:
@@ -119,8 +134,12 @@ def _find_stacks(tensors: Tensors) -> dict[str, tuple[int, int]]:
     return {
         prefix: (len(counted), sizes[prefix])
         for prefix, counted in indices.items()
-        if max(counted) == len(counted) - 1
+        if max(counted) == len(counted) - 1 and not prefix.endswith(".experts")
     }
+
+
+def _find_towers(tensors: Tensors) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in tensors if _has_part(_TOWER_PART, tensor.name))
 
 
 def _is_recomputed(tensor: TensorInfo) -> bool:
@@ -131,5 +150,5 @@ def _is_recomputed(tensor: TensorInfo) -> bool:
     return is_mask and _CAUSAL_MASK.search(tensor.name) is not None
 
 
-def _is_mtp(name: str) -> bool:
-    return any(_MTP_PART.fullmatch(part) for part in name.split("."))
+def _has_part(part: re.Pattern[str], name: str) -> bool:
+    return any(map(part.fullmatch, name.split(".")))

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -121,11 +121,13 @@ class Model:
     tied: frozenset[str]
     """Names in ``outside`` of heads stored though the config ties them; they are loaded."""
     not_loaded: frozenset[str]
-    """Names in ``outside`` that a causal language model does not load (MTP layers)."""
+    """Names in ``outside`` that a causal language model does not load (MTP layers, towers)."""
     experts: Experts | None
     headers_sha256: str
     """Fingerprint of the sorted names, dtypes and shapes, the same on the Hub and in a folder."""
     num_tensors: int
+    towers: frozenset[str] = frozenset()
+    """Names in ``outside`` of what reads images and sound beside a text part that runs alone."""
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was not understood, what a config cannot show."""
 
@@ -142,19 +144,18 @@ class Model:
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
-    def compute_dtype(self) -> str:
-        """The dtype of hidden states and of the KV cache, as torch names it."""
-        return self.dtype
-
-    @property
     def element_bytes(self) -> int:
         """Bytes of an element of hidden states and of the KV cache."""
-        return FLOAT_BYTES[self.compute_dtype]
+        return FLOAT_BYTES[self.dtype]
 
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
+
+    def as_loaded_by(self, engine: str | None) -> "Model":
+        """Return the model with its towers loaded, as engines do; None is ``run``, without them."""
+        return self if engine is None else replace(self, not_loaded=self.not_loaded - self.towers)
 
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:
@@ -165,18 +166,26 @@ class Model:
     def loaded_parameters(self) -> tuple[Parameter, ...]:
         """What is loaded: the parameters of the layers, and those outside."""
         in_layers = (parameter for layer in self.layers for parameter in layer.parameters)
-        outside = (p for p in self.outside_parameters if p.tensors[0].name not in self.not_loaded)
-        return (*in_layers, *outside)
+        outside = {tensor.name for tensor in self.loaded_outside}
+        return (*in_layers, *(p for p in self.outside_parameters if p.tensors[0].name in outside))
 
     @cached_property
     def loaded_outside(self) -> Tensors:
-        """Tensors outside the layers that take memory once loaded."""
-        return tuple(tensor for tensor in self.outside if tensor.name not in self.not_loaded)
+        """Tensors outside the layers that ``run`` loads: those that a text needs."""
+        unneeded = self.not_loaded | self.towers
+        return tuple(tensor for tensor in self.outside if tensor.name not in unneeded)
+
+    @cached_property
+    def tower_bytes(self) -> int:
+        """Bytes of what reads images and sound."""
+        return sum(tensor.nbytes for tensor in self.outside if tensor.name in self.towers)
 
     @cached_property
     def outside_bytes(self) -> int:
-        """Bytes outside the layers once loaded."""
-        return sum(tensor.nbytes for tensor in self.loaded_outside)
+        """Bytes outside the layers once loaded, those widened to float32 as such."""
+        widens, computed = self.architecture.widens, self.dtype
+        loaded = (tensor for tensor in self.outside if tensor.name not in self.not_loaded)
+        return sum(t.nbytes * (1 + widens(t.name, t.dtype, computed)) for t in loaded)
 
     @cached_property
     def outside_key(self) -> str:
@@ -192,9 +201,14 @@ class Model:
         is stored in another form than its values: it cannot be read by row.
         """
         named = self._outside_named(INPUT_EMBEDDINGS)
-        if len(named) != 1 or not named[0].form.is_raw or not self._outside_named(OUTPUT_HEADS):
+        if len(named) != 1 or not named[0].form.is_raw or not self.stores_head:
             return None
         return named[0].tensors[0]
+
+    @cached_property
+    def stores_head(self) -> bool:
+        """Whether the head is a tensor of its own."""
+        return bool(self._outside_named(OUTPUT_HEADS))
 
     @cached_property
     def head(self) -> Parameter | None:
@@ -214,7 +228,7 @@ class Model:
 
     @cached_property
     def loaded_bytes(self) -> int:
-        """Bytes once loaded, those widened to float32 as such; MTP layers left out."""
+        """Bytes once loaded, those widened to float32 as such, without what is not loaded."""
         in_layers = (p for layer in self.layers for p in layer.parameters)
         return sum(p.nbytes * (1 + p.is_widened) for p in in_layers) + self.outside_bytes
 

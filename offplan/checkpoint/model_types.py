@@ -34,6 +34,12 @@ FLOAT32_PARTS_IN_FLOAT16 = _float32_parts("float32_in_float16")
 """Parts of names whose parameters stay in float32 in a model computed in float16 only."""
 
 
+TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"]
+"""Multimodal model types whose text part runs alone, and the model types it may have there."""
+TEXT_SIZES: dict[str, dict[str, int]] = _FACTS["text_sizes"]
+"""Sizes of text parts, by their model type, where a multimodal config leaves them out."""
+
+
 class Pattern(NamedTuple):
     """The layers of a model type that see part of the context, where its config lists none."""
 
@@ -55,6 +61,8 @@ class Pattern(NamedTuple):
     """Layers from it on are full; ``max_window_layers`` in the config goes before it."""
     every: str = ""
     """Key of the number of layers from one of the rarer kind to the next, if there is one."""
+    by_list: bool = False
+    """Whether a ``layer_types`` alone tells the layers with a window, whatever else is said."""
     by_rotary: bool = False
     """Whether ``no_rope_layers`` tells layers of the cycle's first kind (1) from its last (0)."""
 

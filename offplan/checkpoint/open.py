@@ -32,8 +32,9 @@ def open_model(
     """Read what a model is, without reading a weight.
 
     ``source`` is a folder with ``config.json`` and safetensors, the path of a ``config.json``
-    alone, or a Hub id (``org/name``, or ``gpt2``); what exists on disk is taken first. ``revision``
-    is a branch, tag or commit, for the Hub only. ``name`` is what the model is called from here on,
+    alone, or a Hub id (``org/name``, or ``gpt2``); what exists on disk is taken first, and the Hub
+    is not asked for ``org/name`` where there is a folder ``org``, unless a ``revision`` is given: a
+    branch, tag or commit, for the Hub only. ``name`` is what the model is called from here on,
     in plans too; it is ``source`` if left out. ``on_progress`` hears (shards read, shards in all).
 
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
@@ -73,15 +74,27 @@ def _read(source: str, revision: str | None, on_progress: Progress | None) -> St
         from offplan.checkpoint.config_only import read_config_only
 
         return read_config_only(path)
-    if not exists and _HUB_ID.fullmatch(source) and not _FILE.fullmatch(source):
+    is_path = not exists and revision is None and _looks_like_path(source)
+    may_be_id = _HUB_ID.fullmatch(source) and not _FILE.fullmatch(source)
+    if not exists and not is_path and may_be_id:
         from offplan.checkpoint.hub import read_hub
 
         try:
             return read_hub(source, revision, on_progress)
         except HubError as error:
             raise HubError(f"{error} (nothing on disk has this name)") from None
-    found = "a file" if exists else "nothing on disk and no Hub id"
+    found, help_ = "a file" if exists else "nothing on disk and no Hub id", "correct the name"
+    if is_path:
+        found = f"nothing of this name in {quote(os.path.dirname(os.path.abspath(source)))}"
+    if is_path and may_be_id:
+        help_ += ", or name a --revision if the Hub's model is meant"
     raise CheckpointError(
         f"{quote(source)}: found {found}, expected a folder with {CONFIG_NAME} and safetensors, a "
-        f"{CONFIG_NAME}, or a Hub id such as Qwen/Qwen3-8B; correct the model's name"
+        f"{CONFIG_NAME}, or a Hub id such as Qwen/Qwen3-8B; {help_}"
     )
+
+
+def _looks_like_path(source: str) -> bool:
+    """Whether a name is meant as a path: it has the form of one, or its folder is there."""
+    is_formed = source.startswith((".", "/", "~")) or source.endswith("/")
+    return is_formed or os.path.isdir(os.path.dirname(source))

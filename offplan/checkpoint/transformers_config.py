@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers
 
-from offplan.checkpoint.config import read_model_type
+from offplan.checkpoint.config import class_type, read_model_type
 from offplan.checkpoint.jsontext import describe, quote
 from offplan.errors import CheckpointError
 
@@ -23,10 +23,10 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
             f"{transformers.__version__} does not have (code from a checkpoint is never run); "
             "update transformers, or, to plan, name the folder or the Hub id of the checkpoint"
         )
-    if model_type == "mistral" and "layer_types" in config:
-        model_type = "ministral"  # as AutoConfig takes it: windows in some layers only
     try:
-        return transformers.CONFIG_MAPPING[model_type].from_dict(_sanitise(config))
+        return transformers.CONFIG_MAPPING[class_type(model_type, config)].from_dict(
+            _sanitise(config)
+        )
     except Exception as error:
         raise cannot_build(where, error) from error
 

@@ -79,7 +79,8 @@ def _stated(
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and len(kinds) >= num_layers:
         named = _MIXERS
-        if pattern and pattern.first is None and not set("fk") & set(pattern.cycle):
+        everywhere = pattern and pattern.first is None and not set("fk") & set(pattern.cycle)
+        if pattern and everywhere and not pattern.by_list:
             named = _MIXERS | {"full_attention": Mixer.SLIDING}  # a window is every layer's
         return [named.get(str(kind), Mixer.UNKNOWN) for kind in kinds[:num_layers]]
     rotary = text.get("no_rope_layers")  # despite its name, true where positions are rotary
@@ -123,7 +124,8 @@ def _repeat(text: Mapping[str, Any], pattern: Pattern, num_layers: int) -> list[
 
 def _read_window(text: Mapping[str, Any], model_type: str, pattern: Pattern) -> int | None:
     """Return the tokens of the sliding layers, None where windows are switched off."""
-    if pattern.switched and text.get("use_sliding_window") is not True:
+    is_listed = pattern.by_list and isinstance(text.get("layer_types"), list)
+    if pattern.switched and not is_listed and text.get("use_sliding_window") is not True:
         return None
     key = pattern.key
     tokens = read_count(text, _WINDOW_KEY if _WINDOW_KEY in text else key)

@@ -37,9 +37,9 @@ def _run() -> int | str | None:
     except SystemExit as ended:
         # typer has made an exit of a Ctrl-C inside a command
         return _tell(KeyboardInterrupt()) if ended.code == INTERRUPTED else ended.code
-    # an OSError is a full disk or a lost network share, a module that cannot be imported a broken
-    # installation or too little memory: not ours, and no traceback helps
-    except (OffplanError, OSError, MemoryError, ImportError) as error:
+    # an OSError is a full disk or a lost network share, a module that cannot be imported or fails
+    # without saying why a broken installation or too little memory: not ours, no traceback helps
+    except (OffplanError, OSError, MemoryError, ImportError, SystemError) as error:
         return _tell(error)
     except RuntimeError as error:
         if _NO_THREAD not in str(error):
@@ -58,8 +58,9 @@ def _tell(error: BaseException) -> int:
     text = str(error)
     if isinstance(error, MemoryError):
         text = f"out of memory{text and f' ({text})'}: raise the limit, or close what else takes it"
-    elif isinstance(error, ImportError):
-        text = f"a module cannot be imported ({text}): install offplan again, or give it memory"
+    elif isinstance(error, (ImportError, SystemError)):
+        cause = text.strip().rpartition("\n")[2]  # numpy's text is a page, which ends with it
+        text = f"a module cannot be used ({cause}): install offplan again, or give it memory"
     if not isinstance(error, BrokenPipeError):  # nobody listens, and that is no news
         print_note(" ".join(text.split()))
     return error.exit_code if isinstance(error, OffplanError) else OffplanError.exit_code

@@ -38,6 +38,7 @@ def plan(
     from offplan.planner.make import make_plan
     from offplan.report.analysis import describe_running
     from offplan.report.frontier import frontier_payload, render_frontier
+    from offplan.report.payload import plan_payload
     from offplan.runnable import why_not_run
 
     if frontier and output is not None:
@@ -76,11 +77,11 @@ def plan(
         print_result({"frontier": frontier_payload(points)}, render_frontier(points), json=json)
         return
     made = make_plan(question).plan
-    if why_not := why_not_run(found):  # what can be run needs no word
-        print_note(describe_running(why_not))
+    why_not = why_not_run(found)
+    print_note(describe_running(found, why_not))
     if output is not None:
         save_plan(output, made, force=force)
     if json:
-        print_json(made.model_dump(mode="json"))
+        print_json(plan_payload(made, why_not))
     elif output is None:
         sys.stdout.write(dump_plan(made))

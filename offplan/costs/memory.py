@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from offplan.checkpoint.matrices import output_width
 from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.windows import Mixer
 from offplan.costs.roles import Role, role_of
 from offplan.costs.work import PassShape, attention_dims, expands, prefill_shapes
 from offplan.machine.profile import MachineProfile
@@ -114,6 +115,23 @@ EXPANDED_COPIES = 2
 Source: estimated.
 """
 
+SPAN_TOKENS = 2048
+"""Tokens that linear attention takes at a time. Source: ``runtime.model.linear.SPAN_TOKENS``."""
+
+RULE_CHUNK = 64
+"""Tokens of a chunk of the delta rule, of which it holds every pair.
+
+Source: transformers 5.23, ``torch_chunk_gated_delta_rule``.
+"""
+
+RULE_KEYS, RULE_VALUES, RULE_PAIRS, RULE_STATES = 6, 4, 4, 3
+"""Times that the delta rule holds, in float32 and for each value head, what has the size of a key,
+of a value, of a token's pairs within its chunk, and of the state.
+
+Source: transformers 5.23, ``torch_chunk_gated_delta_rule``, read. With its tensors counted as they
+came and went, a linear attention of Qwen3-Next took 0.94 of ``linear_bytes`` for 1,024 tokens.
+"""
+
 _ATTENTION_ROLES = frozenset({Role.QKV, Role.ATTENTION_OUTPUT})
 _MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
 _EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
@@ -222,15 +240,21 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """Bytes of attention's temporaries.
 
     They are ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of
-    what attention returns for a chunk that is not the first, or a window's mask; in decode the
-    scores of attention with sinks or soft caps; and for latent attention ``latent_bytes``.
+    what attention returns for a chunk that is not the first, or meets several chunks of the text,
+    or a window's mask; in decode the scores of attention with sinks or soft caps; and for latent
+    attention ``latent_bytes``. Linear attention has none of these.
     """
+    if layer.kv_cache.state_bytes:
+        return linear_bytes(model, layer, shape)
     width = _output_width(model, layer, _ATTENTION_ROLES)
     total = ATTENTION_COPIES * shape.num_tokens * width * model.element_bytes
     dims, window = attention_dims(model.architecture, shape.phase), layer.kv_cache.window
-    if shape.phase is Phase.PREFILL and window is not None and window < shape.context:
+    if window is not None and window >= shape.context:
+        window = None
+    is_chunked = model.architecture.mixers[layer.index] is Mixer.CHUNKED
+    if shape.phase is Phase.PREFILL and window is not None and not is_chunked:
         total += MASK_BYTES * shape.tokens * min(shape.context, shape.tokens + window - 1)
-    elif shape.phase is Phase.PREFILL and shape.tokens < shape.context:
+    elif shape.phase is Phase.PREFILL and (window is not None or shape.tokens < shape.context):
         made = shape.num_tokens * dims.num_heads * dims.value_dim
         total += JOINED_PARTS * made * model.element_bytes
     heads = model.architecture.attention
@@ -238,6 +262,27 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
         total += SCORE_BYTES * shape.batch * shape.context * heads.num_heads
     if model.architecture.latents is not None:
         total += latent_bytes(model, layer, shape)
+    return total
+
+
+def linear_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """Bytes of linear attention's temporaries.
+
+    They are ATTENTION_COPIES x new tokens x the width of what it returns; for a span of the tokens
+    as many copies of its inputs' products, and in prefill what the delta rule holds; and the states
+    of all sequences RULE_STATES times.
+    """
+    span = min(shape.tokens, SPAN_TOKENS)
+    returned = shape.num_tokens * _output_width(model, layer, {Role.ATTENTION_OUTPUT})
+    multiplied = shape.batch * span * _output_width(model, layer, {Role.QKV})
+    total = ATTENTION_COPIES * (returned + multiplied) * model.element_bytes
+    total += RULE_STATES * shape.batch * layer.kv_cache.state_bytes
+    linear = model.architecture.linear
+    if linear is not None and shape.phase is Phase.PREFILL:
+        of_head = RULE_KEYS * linear.key_head_dim + RULE_VALUES * linear.value_head_dim
+        of_head += RULE_PAIRS * RULE_CHUNK
+        padded = shape.batch * -(-span // RULE_CHUNK) * RULE_CHUNK
+        total += 4 * padded * linear.num_value_heads * of_head
     return total
 
 
@@ -254,7 +299,7 @@ def latent_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
         width = 2 * dims.num_heads * (dims.query_dim + dims.value_dim)
         return shape.num_tokens * width * model.element_bytes
     rank, rope = dims.value_dim, dims.query_dim - dims.value_dim
-    in_kernel = model.compute_dtype in KERNEL_TYPES and layer.kv_cache.window is None
+    in_kernel = model.dtype in KERNEL_TYPES and layer.kv_cache.window is None
     if not in_kernel or not (_is_power(rank) and _is_power(rope)):
         return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
     blocks = shape.batch * -(-dims.num_heads // KERNEL_HEADS)

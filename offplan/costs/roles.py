@@ -5,9 +5,9 @@ from enum import Enum
 from offplan.checkpoint.parameter import Parameter
 
 _ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "wo", "dense", "c_proj"})
-_MLP_OUTPUTS = frozenset({"down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h"})
+_MLP_OUTPUTS = frozenset({"down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h", "fc_out"})
 _MLP_INPUTS = frozenset(
-    {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc", "dense_h_to_4h"}
+    {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc", "dense_h_to_4h", "fc_in"}
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.windows import Mixer
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -101,6 +102,7 @@ class LayerWork:
     element_bytes: int
     """Bytes of an element of what is computed with."""
     kv_cache: KVCache
+    mixer: Mixer
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
 
@@ -124,10 +126,15 @@ class LayerWork:
         """Operations of a pass: two for each weight and token, and causal attention."""
         products = self.token_elements * shape.num_tokens
         dims = self.attention[shape.phase]
-        pairs = shape.batch * attended_pairs(shape, self.kv_cache.window)
-        if not self.kv_cache.bytes_per_token:  # linear attention: no pairs
-            pairs = 0
+        pairs = shape.batch * self._pairs(shape)
         return 2 * products + 2 * dims.num_heads * (dims.query_dim + dims.value_dim) * pairs
+
+    def _pairs(self, shape: PassShape) -> int:
+        """Pairs of a new token and one it looks at, in one sequence; linear attention has none."""
+        if self.mixer is Mixer.CHUNKED:
+            return pairs_in_chunks(shape, self.kv_cache.window)
+        attends = self.mixer in (Mixer.FULL, Mixer.SLIDING)
+        return attended_pairs(shape, self.kv_cache.window) if attends else 0
 
 
 def attended_pairs(shape: PassShape, window: int | None) -> int:
@@ -141,6 +148,17 @@ def attended_pairs(shape: PassShape, window: int | None) -> int:
         return shape.tokens * (first + shape.context) // 2
     growing = max(0, min(window, shape.context) - first + 1)
     return growing * (2 * first + growing - 1) // 2 + (shape.tokens - growing) * window
+
+
+def pairs_in_chunks(shape: PassShape, size: int | None) -> int:
+    """Pairs as in ``attended_pairs`` where tokens look no further than their chunk of the text."""
+
+    def up_to(num_tokens: int) -> int:
+        chunk = size or shape.context
+        whole, rest = divmod(num_tokens, chunk)
+        return (whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2
+
+    return up_to(shape.context) - up_to(shape.context - shape.tokens)
 
 
 def layer_work(model: Model, layer: Layer) -> LayerWork:
@@ -158,6 +176,7 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         element_bytes=model.element_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
+        mixer=model.architecture.mixers[layer.index],
         attention={phase: attention_dims(model.architecture, phase) for phase in Phase},
         experts=experts,
     )

@@ -10,9 +10,11 @@ from pydantic import Field
 
 from offplan.errors import ProfileError
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
-from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml
+from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml, read_text
 
 PROFILE_VERSION = 1
+MOST_FILE_BYTES = 2**20
+"""Beyond any profile's file, layer times included."""
 _SHIPPED = Path(__file__).parent / "profiles"
 
 LinkRate = Annotated[Rate, Field(ge=1e6)]
@@ -203,10 +205,7 @@ def load_profile(name: str) -> MachineProfile:
             f"no machine profile {name!r}: it is neither a file nor one of "
             f"{', '.join(shipped_profiles())}"
         )
-    try:
-        return parse_profile(path.read_text("utf-8"), name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read machine profile {name}: {error}") from None
+    return parse_profile(read_text(path, "machine profile", MOST_FILE_BYTES, ProfileError), name)
 
 
 def parse_profile(text: str, name: str) -> MachineProfile:

@@ -19,6 +19,7 @@ from offplan.plan import Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
 from offplan.planner.bounds import Loads, Rules, bound_times, cross, list_rules
 from offplan.planner.in_place import InPlaceRules
+from offplan.planner.limits import check_range
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
 from offplan.planner.space import PREFETCH_STEPS, Room, Space
@@ -73,6 +74,9 @@ class Searcher:
     """Searches one space, for any budget and aim."""
 
     space: Space
+
+    def __post_init__(self) -> None:
+        check_range(self.space)
 
     @cached_property
     def prices(self) -> Prices:

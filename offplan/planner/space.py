@@ -200,7 +200,9 @@ class Space:
         if model.input_embedding is not None and self.engine is None:
             places = (None, model.input_embedding)
         sizes = prefill_chunks(self.question.workload.prompt_tokens)
-        return tuple(self._setting(size, place) for size in sizes for place in places)
+        prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
+        pairs = zip(sizes, prompts, strict=True)
+        return tuple(self._setting(*pair, place) for pair in pairs for place in places)
 
     @cached_property
     def table(self) -> SettingTable:
@@ -216,9 +218,10 @@ class Space:
             num_chunks=np.array([len(each.shapes) for each in prompts]),
         )
 
-    def _setting(self, prefill_chunk: int, host_embedding: TensorInfo | None) -> Setting:
+    def _setting(
+        self, prefill_chunk: int, prompt: PassCompute, host_embedding: TensorInfo | None
+    ) -> Setting:
         model, workload = self.question.model, self.question.workload
-        prompt = self.compute.price(*prefill_shapes(workload, prefill_chunk))
         host_bytes = 0 if host_embedding is None else host_embedding.nbytes
         rows = [embedding_bytes(host_embedding, each.shapes) for each in (prompt, self.decode)]
         return Setting(

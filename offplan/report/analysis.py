@@ -16,6 +16,7 @@ from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
 from offplan.runnable import why_not_run
+from offplan.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,25 @@ def analyze_question(question: Question) -> Analysis:
     return Analysis(model, why_not, question.machine, result, crossovers)
 
 
-def describe_running(why_not: str | None) -> str:
-    """Say in a line whether ``run`` can execute a model."""
-    return "`offplan run` can execute it." if why_not is None else f"Plans only: {why_not}"
+def describe_running(model: Model, why_not: str | None) -> str:
+    """Say in a line whether ``run`` can execute a model, or the text part of it."""
+    if why_not is not None:
+        return f"Plans only: {why_not}"
+    if not model.towers:
+        return "`offplan run` can execute this model."
+    left = format_bytes(model.tower_bytes)
+    return (
+        "`offplan run` executes the text part alone; what reads images or sound "
+        f"({left}) stays unloaded."
+    )
 
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show everything, part by part."""
-    parts = [*render_model(analysis.model), Text(describe_running(analysis.why_not_run))]
+    parts = [
+        *render_model(analysis.model),
+        Text(describe_running(analysis.model, analysis.why_not_run)),
+    ]
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:

@@ -30,13 +30,23 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     return {
         **model_payload(analysis.model),
-        "run": {"can_execute": analysis.why_not_run is None, "why_not": analysis.why_not_run},
+        **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else result.plan.model_dump(mode="json"),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
     }
+
+
+def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
+    """Return what ``plan --json`` prints: the plan file's own keys, and ``run``."""
+    return {**plan.model_dump(mode="json"), **running_payload(why_not_run)}
+
+
+def running_payload(why_not: str | None) -> dict[str, Any]:
+    """Return its key ``run``: whether ``run`` can execute the model, and why not."""
+    return {"run": {"can_execute": why_not is None, "why_not": why_not}}
 
 
 def model_payload(model: Model) -> dict[str, Any]:

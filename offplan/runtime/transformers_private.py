@@ -4,6 +4,8 @@ Every name in this file was tried with transformers 5.17 and 5.23; try them agai
 version is allowed.
 """
 
+import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -17,12 +19,28 @@ from transformers.core_model_loading import MergeModulelist as MergeModulelist
 from transformers.core_model_loading import WeightConverter as WeightConverter
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
+from transformers.integrations.moe import use_experts_implementation as use_experts_implementation
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling_deepseek_v2
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts as Llama4TextExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe as Llama4TextMoe
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as Phi3RotaryEmbedding
 from transformers.models.phimoe.modeling_phimoe import (
     PhimoeRotaryEmbedding as PhimoeRotaryEmbedding,
 )
+
+GATED_DELTA_NETS = frozenset(
+    {
+        *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+        "OlmoHybridGatedDeltaNet",
+    }
+)
+"""Classes of linear attention that go on from what a ``LinearAttentionLayer`` keeps."""
+DELTA_RULE = (
+    *("causal_conv1d_fn", "causal_conv1d_update"),
+    *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+)
+"""Functions of their modules that they compute by."""
 
 
 def rename(
@@ -94,6 +112,13 @@ def _cut_below(number: float, inputs: torch.Tensor) -> torch.Tensor:
     return nn.functional.relu(inputs - (mean + deviation * number))
 
 
+def let_experts_be_chosen(model: PreTrainedModel) -> None:
+    """Have ``set_experts_implementation`` serve a model whose own source does not mention it."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part._can_set_experts_implementation = lambda: True
+
+
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:
     """Return the gated activation of routed experts, [pairs, width], of [pairs, 2 x width]."""
     return experts._apply_gate(made)
@@ -119,3 +144,20 @@ def compute_frequencies(
     frequencies: torch.Tensor
     frequencies, _ = compute(config, length.device, seq_len=length, layer_type=layer_type)
     return frequencies
+
+
+def compute_by_torch(linear: nn.Module) -> bool:
+    """Have a Gated DeltaNet compute by transformers' own torch code; False where it is not found.
+
+    Where the packages fla and causal_conv1d are installed transformers prefers theirs. All of its
+    class in the process compute so from here on.
+    """
+    modeling = sys.modules[type(linear).__module__]
+    for name in DELTA_RULE:
+        found: Any = getattr(modeling, name, None)
+        function = inspect.unwrap(found)
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_filename != modeling.__file__:
+            return False
+        setattr(modeling, name, function)
+    return True

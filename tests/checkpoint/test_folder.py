@@ -251,6 +251,14 @@ def test_source_that_is_nothing(source):
     assert "expected a folder" in refusal(source)
 
 
+def test_name_in_a_folder_that_is_there_is_a_path(tmp_path, monkeypatch):
+    (tmp_path / "org").mkdir()
+    monkeypatch.chdir(tmp_path)
+    told = refusal("org/name")
+    assert f"found nothing of this name in '{tmp_path}/org'" in told
+    assert "name a --revision if the Hub's model is meant" in told
+
+
 def test_source_that_is_another_file(tmp_path):
     path = tmp_path / "model.safetensors"
     path.touch()

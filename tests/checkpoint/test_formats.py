@@ -190,7 +190,7 @@ def test_what_modelopt_says_beside_a_config_that_is_silent_is_read(tmp_path, sou
     (silent / "hf_quant_config.json").write_text(json.dumps(beside))
     model = open_model(str(silent / source))
     assert model.headers_sha256 == open_model(str(folder)).headers_sha256
-    assert model.architecture.is_quantised
+    assert model.architecture.quantisation is not None
 
 
 GPT_OSS = {

@@ -83,10 +83,28 @@ def test_vision_tower_stays_outside():
     assert not got.not_loaded
 
 
+def test_a_tower_of_as_many_layers_and_more_bytes():
+    config = {"model_type": "llava", "text_config": DENSE_CONFIG | {"model_type": "llama"}}
+    vision = {
+        f"vision_tower.layers.{i}.proj.weight": ("BF16", (4096, 4096))
+        for i in range(DENSE_CONFIG["num_hidden_layers"])
+    }
+    got = model({**under("language_model.", dense_shapes()), **vision}, config)
+    assert got.layers[0].prefix == "language_model.model.layers.0"
+    assert got.towers == got.not_loaded == vision.keys()
+    assert got.loaded_bytes + got.tower_bytes == got.total_bytes
+    assert got.as_loaded_by("vllm").loaded_bytes == got.total_bytes
+    unknown = model(under("language_model.", dense_shapes()), config | {"model_type": "vl"})
+    assert unknown.architecture.is_multimodal
+    assert not unknown.architecture.runs_text_alone
+
+
 def test_experts_do_not_pass_for_layers():
     # Two experts and two layers: the outer index has the more bytes.
     shapes = {**dense_shapes(), **routed(num_experts=2)}
     assert model(shapes).layers[1].prefix == "model.layers.1"
+    with pytest.raises(CheckpointError, match=r"stacks: 'model.layers' with 2\)"):
+        model(shapes | routed(num_experts=3), {**DENSE_CONFIG, "num_hidden_layers": 3})
 
 
 def test_layers_that_predict_further_tokens_are_not_loaded():

@@ -17,7 +17,13 @@ from offplan.costs.memory import (
     MARGIN,
     MASK_BYTES,
     PER_LAYER_COPIES,
+    RULE_CHUNK,
+    RULE_KEYS,
+    RULE_PAIRS,
+    RULE_STATES,
+    RULE_VALUES,
     SCORE_BYTES,
+    SPAN_TOKENS,
     SPLITS,
     WAITING_COPIES,
     activation_bytes,
@@ -26,6 +32,7 @@ from offplan.costs.memory import (
     hidden_bytes,
     kv_cache_bytes,
     latent_bytes,
+    linear_bytes,
     logits_bytes,
     mlp_bytes,
     overhead_bytes,
@@ -173,6 +180,26 @@ def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object]) -> None:
         assert found[0] - found[1] == num_bytes
 
 
+@pytest.mark.parametrize(
+    ("tokens", "chunks"),
+    [(10, 1), (64, 1), (65, 2), (SPAN_TOKENS + 70, SPAN_TOKENS // RULE_CHUNK)],
+)
+def test_linear_attention_holds_what_the_rule_makes_of_a_span(tokens: int, chunks: int) -> None:
+    sizes = {"key_head_dim": 8, "value_head_dim": 16, "conv_kernel_dim": 4}
+    sizes |= {"num_key_heads": 2, "num_value_heads": 3}
+    model = make_model([DENSE], **{f"linear_{name}": size for name, size in sizes.items()})
+    layer = make_layer(0, DENSE, KVCache(state_bytes=1000))
+    prompt = PassShape(Phase.PREFILL, 2, tokens, 9999)
+    products = 2 * HIDDEN * 2 * min(tokens, SPAN_TOKENS) + 2 * HIDDEN * tokens  # q, k, v; o
+    states = RULE_STATES * 2 * 1000
+    of_head = 8 * RULE_KEYS + 16 * RULE_VALUES + RULE_CHUNK * RULE_PAIRS
+    rule_bytes = 4 * 2 * chunks * RULE_CHUNK * 3 * of_head
+    total = ATTENTION_COPIES * 2 * products + states + rule_bytes
+    assert linear_bytes(model, layer, prompt) == attention_bytes(model, layer, prompt) == total
+    step = PassShape(Phase.DECODE, 2, 1, 9999)
+    assert attention_bytes(model, layer, step) == ATTENTION_COPIES * 2 * 2 * 3 * HIDDEN + states
+
+
 def test_many_sequences_have_a_split_each() -> None:
     model = make_model([DENSE], kv_lora_rank=32, qk_rope_head_dim=16)
     shape = PassShape(Phase.DECODE, 500, 1, 30)
@@ -193,6 +220,13 @@ def test_a_later_chunk_joins_two_parts_or_has_a_mask(window: int | None, num_byt
     layer = make_layer(0, DENSE, KVCache(128, window=window))
     first = attention_bytes(model, model.layers[0], replace(SHAPE, context=SHAPE.tokens))
     assert attention_bytes(model, layer, SHAPE) - first == num_bytes
+
+
+def test_chunks_of_the_text_need_no_mask() -> None:
+    model = make_model([DENSE], attention_chunk_size=8, layer_types=["chunked_attention"])
+    layer = make_layer(0, DENSE, KVCache(128, window=8))
+    plain = attention_bytes(dense_model(1), make_layer(0, DENSE), SHAPE)
+    assert attention_bytes(model, layer, SHAPE) == plain
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from offplan.costs.work import (
     attention_dims,
     decode_shape,
     layer_work,
+    pairs_in_chunks,
     prefill_shapes,
 )
 from offplan.placement import Phase
@@ -48,6 +49,8 @@ def test_decode_attends_over_the_whole_cache() -> None:
 def test_pairs_are_counted(tokens: int, context: int, window: int | None) -> None:
     reach = [min(c, window or c) for c in range(context - tokens + 1, context + 1)]
     assert attended_pairs(prefill(tokens, context), window) == sum(reach)
+    in_chunk = [(c - 1) % (window or context) + 1 for c in range(context - tokens + 1, context + 1)]
+    assert pairs_in_chunks(prefill(tokens, context), window) == sum(in_chunk)
 
 
 @pytest.mark.parametrize(

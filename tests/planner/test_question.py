@@ -25,6 +25,15 @@ from tests.planner.cases import (
 )
 
 
+def test_what_cannot_be_counted_is_refused() -> None:
+    # no plan need take so long: one that reads weights in place for each of 2**31 tokens would
+    workload = Workload(batch=2**16, prompt_tokens=2**15, output_tokens=1, context=2**16)
+    machine = make_machine(h2d=1e6, uva=1e6)
+    question = Question(MODELS["dense"], machine, workload, Budget(gpu_memory=2**40))
+    with pytest.raises(InputError, match=r"65536 x 32768 prompt tokens .* than can be counted"):
+        make_plan(question)
+
+
 def test_plan_names_model_and_machine() -> None:
     machine = make_machine()
     plan = plan_for(MODELS["moe"], machine)

@@ -1,26 +1,33 @@
 """Tiny real checkpoints: random float32 weights, saved by transformers in shards."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
     Gemma2Config,
     Gemma4TextConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     JetMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 NUM_LAYERS = 5
@@ -48,6 +55,16 @@ LATENTS = {
     "topk_group": 1,
     "n_group": 1,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
+}
+
+ROPE_OF_IMAGES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 LIMIT = 8
 """Tokens up to which rotary embeddings that change with the text's length stay as they are."""
@@ -66,6 +83,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 OTHERS: dict[str, PreTrainedConfig] = {
+    "linear": Qwen3_5TextConfig(**SIZES, **{**HEADS, "head_dim": 16}, **LINEAR),
+    "linear_experts": Qwen3NextConfig(
+        **SIZES,
+        **HEADS,
+        **LINEAR,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
     "deepseek_v3": DeepseekV3Config(**SIZES, **LATENTS, q_lora_rank=16),
     "deepseek_v32": DeepseekV32Config(
         **SIZES,
@@ -75,8 +102,18 @@ OTHERS: dict[str, PreTrainedConfig] = {
         index_head_dim=16,
         layer_types=["full_attention"] * NUM_LAYERS,
     ),
+    "gptj": GPTJConfig(**SIZES, num_attention_heads=4, rotary_dim=8),
     "gpt_neox": GPTNeoXConfig(**SIZES, num_attention_heads=4),
     "jetmoe": JetMoeConfig(**SIZES, num_key_value_heads=2, kv_channels=8, num_local_experts=4),
+    "chunked": Llama4TextConfig(
+        **SIZES,
+        **HEADS,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_chunk_size=6,
+        floor_scale=4,
+    ),
     "gemma2": Gemma2Config(**SIZES, **HEADS),
     "qwen3_wide": Qwen3Config(**SIZES, **{**HEADS, "head_dim": 16}),
     "mistral_windowed": MistralConfig(**SIZES, **{**HEADS, "head_dim": 16}, sliding_window=8),
@@ -115,6 +152,12 @@ OTHERS: dict[str, PreTrainedConfig] = {
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=64,
     ),
+    "text_part": Qwen2_5_VLConfig(
+        text_config=SIZES
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": ROPE_OF_IMAGES},
+        vision_config={"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+        | {"out_hidden_size": 32, "fullatt_block_indexes": [0]},
+    ),
     "latents_wide": DeepseekV2Config(
         **SIZES, **{**LATENTS, "qk_rope_head_dim": 16}, q_lora_rank=None, head_dim=16
     ),
@@ -122,13 +165,23 @@ OTHERS: dict[str, PreTrainedConfig] = {
 """Not run through every rule: what they have that the others have not is tested once."""
 
 
+def auto_class(name: str) -> Any:
+    """Return the class of transformers that builds all of the named checkpoint."""
+    return AutoModelForImageTextToText if name == "text_part" else AutoModelForCausalLM
+
+
 def save_tiny(name: str, folder: Path) -> Path:
-    """Save the named tiny checkpoint; weights are large enough that layers differ audibly."""
+    """Save the named tiny checkpoint; weights are large enough that layers differ audibly.
+
+    The states of linear attention decay slowly, so that all of a prompt is heard.
+    """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config((CONFIGS | OTHERS)[name], dtype=torch.float32)
+    model = auto_class(name).from_config((CONFIGS | OTHERS)[name], dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 or "sinks" in name:
+            if name.endswith("A_log"):
+                parameter.uniform_(-4, -1)
+            elif parameter.ndim > 1 or "sinks" in name:
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder, max_shard_size="60KB")
     return folder

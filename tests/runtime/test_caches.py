@@ -8,6 +8,14 @@ from offplan.runtime.model.caches import LayerCaches, Position
 CONTEXT = 7
 
 
+def test_layers_know_the_position_and_the_model_does_not() -> None:
+    position = Position(torch.device("cpu"))
+    cache = LayerCaches(2, 2, CONTEXT, position)
+    position.rows = torch.arange(3, 6)
+    assert [layer.get_seq_length(0) for layer in cache.layers] == [3, 3]
+    assert cache.get_seq_length() == 0
+
+
 def test_layers_of_any_shape_share_allocations_and_no_memory() -> None:
     position = Position(torch.device("cpu"))
     cache = LayerCaches(6, 6, CONTEXT, position)

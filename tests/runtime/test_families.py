@@ -14,7 +14,10 @@ from tests.runtime.families import (
     PROMPT,
     VARIANTS,
     compare,
+    compare_rounding,
     draw_weights,
+    extend,
+    load_stock,
     make_config,
     run_planned,
     run_stock,
@@ -23,17 +26,23 @@ from tests.runtime.plans import group, offload, open_session
 
 EXACT = """
 afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma3n_text gemma4_text
-glm4_moe gpt_neox gpt_oss granite_swa llama mimo_v2_flash mixtral olmo3 olmoe phi3 phimoe qwen2_moe
-qwen3 qwen3_moe
+glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite_swa llama llama4_text mimo_v2_flash mixtral
+olmo3 olmo_hybrid olmoe phi3 phimoe qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
+qwen3_next
 """
 """Families that people run, and those that ask for something that others do not."""
+ROUNDED = "deepseek_v3 gemma3_text gpt_oss llama qwen3_moe"
+"""Of those, the ones compared in bfloat16 too: latents, soft caps, sinks and experts."""
 REFUSED = {
     "bart": "counts positions by its cache",
-    "bloom": "keeps its layers where `run` does not look",
+    "bloom": "counts positions by its cache",
+    "openai-gpt": "given another cache than the model, or none",
     "deepseek_v32": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
+    "falcon": "chooses its attention in a way of its own",
+    "longcat_flash": "multiplies in a way of their own",
     "mamba": "layers of the types",
-    "qwen3_next": "layers of the types",
+    "minimax": "layers of the types",
 }
 
 
@@ -59,6 +68,12 @@ def test_a_variant_is_exact(family: str, variant: str) -> None:
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.parametrize("family", ROUNDED.split())
+def test_a_family_in_bfloat16_is_as_near_as_stock(family: str) -> None:
+    outcome = compare_rounding(family, "windows")
+    assert outcome.kind == "exact", outcome.why
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_is_refused(family: str) -> None:
     outcome = compare(family, "plain")
@@ -80,10 +95,21 @@ def test_attention_to_both_sides_is_refused(family: str) -> None:
     assert "tokens behind its own" in outcome.why
 
 
-@pytest.mark.parametrize("family", FLOAT32_PARTS_STORED)
-def test_what_is_renamed_and_kept_in_float32(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_encoders_that_may_be_decoders_are_refused(family: str) -> None:
+    outcome = compare(family, "as a decoder")
+    assert outcome.kind == "refused"
+    assert "keeps its layers where `run` does not look" in outcome.why
+
+
+KEPT = [*((family, torch.bfloat16) for family in FLOAT32_PARTS_STORED)]
+KEPT += [(family, torch.float16) for family in ("afmoe", "gpt_oss")]  # the final norm too
+
+
+@pytest.mark.parametrize(("family", "dtype"), KEPT)
+def test_what_is_kept_in_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(make_config(family, {}), dtype=torch.bfloat16)
+    stock = AutoModelForCausalLM.from_config(make_config(family, {}), dtype=dtype)
     stock.save_pretrained(tmp_path)
     with open_session(tmp_path, offload(group(1, 1))) as session:
         session.prefill(PROMPT)
@@ -101,8 +127,19 @@ def test_keys_that_are_stored_and_shared_are_not_loaded(tmp_path: Path) -> None:
     kept = [layer.kv_cache.bytes_per_token for layer in found.layers]
     assert kept == [2 * 2 * 8 * 4] * 2 + [0] * 3
     assert [layer.kv_cache.window for layer in found.layers] == [512, None, 512, None, None]
-    got, expected = run_planned(tmp_path, PROMPT, 3), run_stock(tmp_path, PROMPT)
+    expected = run_stock(load_stock(tmp_path), PROMPT)
+    got = run_planned(tmp_path, extend(PROMPT, expected), 3)
     torch.testing.assert_close(torch.stack(got), torch.stack(expected))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", ["plain", "windows"])
+@pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_no_family_is_further_away_than_stock(family: str, variant: str) -> None:
+    outcome = compare_rounding(family, variant)
+    if outcome.kind == "not built":
+        pytest.skip(outcome.why)
+    assert outcome.kind in ("exact", "refused"), outcome.why
 
 
 @pytest.mark.sweep

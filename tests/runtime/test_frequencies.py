@@ -9,7 +9,16 @@ from transformers import AutoModelForCausalLM
 from offplan.errors import CheckpointError
 from offplan.runtime.model.frequencies import hold_frequencies
 from offplan.runtime.session import Session
-from tests.runtime.families import BATCH, CHANGING, LIMIT, NUM_STEPS, PROMPT, make_config, run_stock
+from tests.runtime.families import (
+    BATCH,
+    CHANGING,
+    LIMIT,
+    NUM_STEPS,
+    PROMPT,
+    load_stock,
+    make_config,
+    run_stock,
+)
 from tests.runtime.plans import group, offload, open_session
 
 PROMPTS = (PROMPT, BATCH, PROMPT[:, :LIMIT], PROMPT[:, :2], PROMPT)
@@ -36,9 +45,10 @@ def run(session: Session, prompt: torch.Tensor) -> torch.Tensor:
 )
 def test_requests_of_one_session(family: str, variant: str, tmp_path: Path) -> None:
     folder = save(family, variant, tmp_path)
+    stock = load_stock(folder)
     with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:
         for prompt in PROMPTS:
-            expected = run_stock(folder, prompt, cached=family != "phi3")
+            expected = run_stock(stock, prompt, cached=family != "phi3")
             torch.testing.assert_close(run(session, prompt), torch.stack(expected))
 
 

@@ -9,8 +9,8 @@ from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.plan import Rule
-from tests.runtime.conftest import save_tiny
-from tests.runtime.families import run_stock
+from tests.runtime.conftest import auto_class, save_tiny
+from tests.runtime.families import load_stock, run_stock
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.resident import (
     BATCH,
@@ -27,7 +27,8 @@ pytestmark = [
 ]
 
 OTHERS = ["sinks", "soft_caps", "mistral_windowed", "olmo3_windowed"]
-OTHERS += ["dynamic", "longrope", "shared_keys"]
+OTHERS += ["dynamic", "longrope", "shared_keys", "linear", "linear_experts"]
+OTHERS += ["chunked", "gptj", "text_part"]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "every layer": (group(1, 1),),
@@ -67,8 +68,9 @@ def test_what_a_model_asks_for_is_heeded(name: str, chunk: int, tmp_path: Path) 
     check_against_resident(folder, offload(group(2, 1), prefill_chunk=chunk), capture=True)
     got, _ = run_resident(folder, chunk, True)
     cached = name == "dynamic"  # keys keep the rotation that they came with
+    stock = load_stock(folder, auto_class=auto_class(name))
     expected = [
-        logits for prompt in (PROMPT, BATCH) for logits in run_stock(folder, prompt, cached=cached)
+        logits for prompt in (PROMPT, BATCH) for logits in run_stock(stock, prompt, cached=cached)
     ]
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,13 @@ def test_a_shard_cut_while_it_is_read_is_an_error(
     monkeypatch.setattr(loader, "_reading", lambda *opened: cut(path) or own(*opened))
     with pytest.raises(CheckpointError, match=r"the file ends at byte \d+, expected .* up to byte"):
         load(folder)
+
+
+def test_layers_in_another_order_are_refused(checkpoint: Path) -> None:
+    model = open_model(str(checkpoint))
+    turned = replace(model, layers=tuple(reversed(model.layers)))
+    with pytest.raises(CheckpointError, match=r"is not of the layer that \S+ is stored for"):
+        map_tensors(build_skeleton(turned), turned)
 
 
 @pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])

@@ -21,6 +21,7 @@ from offplan.errors import CheckpointError, InputError, MemoryLimitError, Offpla
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory import store
+from offplan.runtime.model.caches import LayerCaches, Position
 from offplan.runtime.model.filled import filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.model.kernels import find_filled, find_own_experts
 from offplan.runtime.model.latent import Expansion
@@ -156,8 +157,9 @@ def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 9, 64])
-def test_a_chunk_looks_back_as_far_as_its_window(tmp_path: Path, chunk: int) -> None:
-    folder = save_tiny("mistral_windowed", tmp_path)
+@pytest.mark.parametrize("name", ["mistral_windowed", "chunked"])
+def test_a_chunk_looks_back_as_far_as_its_window(tmp_path: Path, name: str, chunk: int) -> None:
+    folder = save_tiny(name, tmp_path)
     prompt = torch.cat([PROMPT, PROMPT], dim=1)
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with open_session(folder, offload(prefill_chunk=chunk)) as session, torch.inference_mode():
@@ -190,8 +192,9 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "chunked", "gptj"])
 def test_prompts_and_steps_in_turn_compile_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     own = DecoderLayers.__init__
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -201,7 +204,7 @@ def test_prompts_and_steps_in_turn_compile_nothing_more(
         lambda layers, modules, compiled: own(layers, modules, compiled=True),
     )
     torch.compiler.reset()
-    with open_session(save_tiny("qwen3", tmp_path), offload(prefill_chunk=5)) as session:
+    with open_session(save_tiny(name, tmp_path), offload(prefill_chunk=5)) as session:
         tokens = tokens_of(session)
         compiled = counters["stats"]["unique_graphs"]
         assert tokens_of(session) == tokens
@@ -214,6 +217,7 @@ def test_prompts_and_steps_in_turn_compile_nothing_more(
     [
         ("qwen3_wide", "float32", filled_blocks),
         ("mistral_windowed", "bfloat16", filled_mask),
+        ("chunked", "bfloat16", filled_mask),
         ("latents_wide", "bfloat16", filled_up_to),
         ("latents_wide", "float32", filled_mask),
         ("deepseek_v2", "bfloat16", filled_mask),
@@ -306,9 +310,27 @@ def test_a_layer_that_returns_more_than_hidden_states_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Qwen3DecoderLayer.forward
-    monkeypatch.setattr(Qwen3DecoderLayer, "forward", lambda *a, **b: (own(*a, **b), None))
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", lambda *a, **b: (own(*a, **b),) * 2)
     with pytest.raises(CheckpointError, match="layer 0 returns more than hidden states"):
         open_session(save_tiny("qwen3", tmp_path), offload())
+
+
+@pytest.mark.parametrize("beside", [(), (None,), (None, None)])
+def test_what_layers_return_as_a_tuple_is_returned_as_one(beside: tuple[None, ...]) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return (2 * hidden, *beside)
+
+    layer = Layer()
+    with pytest.raises(CheckpointError, match="more than hidden states"):
+        DecoderLayers(torch.nn.ModuleList([layer]), compiled=False).step(0, Call(torch.ones(3), {}))
+    vars(layer).pop("forward")
+    vars(layer)["beside"] = beside
+    layers = DecoderLayers(torch.nn.ModuleList([layer]), compiled=False)
+    layers.cache = LayerCaches(1, 1, 1, Position(torch.device("cpu")))
+    made = layer(torch.ones(3))
+    assert made[1:] == beside
+    assert torch.equal(made[0], torch.full((3,), 2.0))
 
 
 def test_the_process_keeps_its_limit_of_compilations() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, run_greedily
@@ -22,8 +23,9 @@ SEGMENTS: list[tuple[str, ...]] = [(), ("self_attn",), ("mlp",)]
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) -> None:
     stored, plain = save_stored(family, form, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     for prompt, chunk in ((PROMPT, 64), (PROMPT, 3), (BATCH, 64)):
-        expected = run_stock(plain, prompt)
+        expected = run_stock(stock, prompt)
         for segments in SEGMENTS:
             got = run_greedily(stored, offload(group(2, 1, *segments), prefill_chunk=chunk), prompt)
             for ours, stock in zip(got, expected, strict=True):

@@ -21,6 +21,7 @@ from offplan.runtime.forms.runnable import (
     part_shape,
 )
 from offplan.runtime.forms.stored import hold_stored, part_name
+from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.loading.staging import stored_dtype
 from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import (
@@ -106,6 +107,9 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
         for part in parameter.parts
         for tensor in parameter.of(part)
     ]
+    coded = [parameter.name for parameter, _, _ in stored if not parameter.form.is_raw]
+    if coded and model.architecture.quantisation is None:
+        raise refuse(f"{model.source} stores {coded[0]} as codes that its config does not explain")
     # a weight's parts go where its values would
     names = [t.name if p.form.is_raw else part_of(t.name)[0] for p, _, t in stored]
     found: dict[tuple[str, Part], _Found] = {}
@@ -138,6 +142,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
     if missing or unused:
         raise CheckpointError(_describe_mismatch(model.source, missing, unused))
+    _check_layers(skeleton, model, targets)
     return targets
 
 
@@ -246,9 +251,9 @@ def _convert_targets(
     try:
         made = conversion.convert(torch.empty(t.shape, device="meta") for t in tensors)
     except Exception as error:  # whatever an operation of transformers raises
-        raise CheckpointError(
+        raise refuse(
             f"{conversion.name} is stored in another form than it is used in ({operations}), and "
-            f"transformers cannot convert it: {error}. The plan can still be made and exported"
+            f"transformers cannot convert it ({error})"
         ) from None
     for name, value in made.items():
         expected = state[name].shape if name in state else None
@@ -268,6 +273,33 @@ def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> st
     kinds = {"fills": missing, "takes": unused}
     told = [f"nothing {verb} {some(names)}" for verb, names in kinds.items() if names]
     return f"{source} does not match transformers' class for it: {'; '.join(told)}"
+
+
+def _check_layers(skeleton: PreTrainedModel, model: Model, targets: Mapping[str, Target]) -> None:
+    """Check that the checkpoint's layers are the model's, in their order, and nothing else is.
+
+    Raises CheckpointError naming the first parameter that another layer's tensor fills.
+    """
+    stored = {
+        tensor.name: index
+        for index, layer in enumerate(model.layers)
+        for parameter in layer.parameters
+        for tensor in parameter.stored
+    }
+    state = skeleton.state_dict(keep_vars=True)
+    owners = {
+        id(value): index
+        for index, layer in enumerate(decoder_layers(skeleton))
+        for value in layer.state_dict(keep_vars=True).values()
+    }
+    for name, target in targets.items():
+        owner = owners.get(id(state[name if target.codes is None else target.codes.weight]))
+        for piece in target.pieces:
+            if stored.get(piece.tensor.name) != owner:
+                raise refuse(
+                    f"{model.source} keeps its layers where `run` does not look ({name} is not of "
+                    f"the layer that {piece.tensor.name} is stored for)"
+                )
 
 
 def _check_headers(name: str, target: Target, wanted: torch.Tensor) -> None:

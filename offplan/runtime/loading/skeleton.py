@@ -3,18 +3,26 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
-from offplan.errors import CheckpointError
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
-from offplan.runtime.model.probe import PROBE, probe_attention, refuse
+from offplan.runtime.model.inlined import INLINED_TYPES, hand_over
+from offplan.runtime.model.linear import find_linear, take_in_spans
+from offplan.runtime.model.probe import PROBE, probe_attention
+from offplan.runtime.model.routed import route
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import choose_attention, cut_by_constants
+
+LAYER_LISTS = ("layers", "h")
+"""Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
+from the padding's (RoBERTa)."""
 
 
 def build_skeleton(model: Model) -> PreTrainedModel:
@@ -23,25 +31,31 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     Raises CheckpointError for an architecture or a stored type that this runtime cannot run.
     """
     config = build_config(model.config, model.source)
-    if model.tied:  # a head that is stored is used, whatever the config says
+    if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    auto_class = _auto_class(model)
+    # GPT-J chooses a class by the attention's name, and knows none that is registered
+    attention = "eager" if config.model_type in INLINED_TYPES else ATTENTION_NAME
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(
-                config,
-                dtype=getattr(torch, model.compute_dtype),
-                attn_implementation=ATTENTION_NAME,
+            skeleton = auto_class.from_config(
+                config, dtype=getattr(torch, model.dtype), attn_implementation=attention
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise refuse(f"{model.source} chooses its attention in a way of its own") from None
         raise cannot_build(model.source, error) from error
+    if model.architecture.is_multimodal:
+        _remove_towers(skeleton)
     _check_attention(skeleton, model.source)
     hold_frequencies(skeleton)
     cut_by_constants(skeleton)
     # a model cut short (to time its layers) has fewer layers than its config says
     layers = decoder_layers(skeleton)
     del layers[len(model.layers) :]
+    take_in_spans(layers)
+    route(skeleton)
+    hand_over(skeleton)
     _keep_in_float32(skeleton, model)
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():
@@ -50,12 +64,35 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     return skeleton.eval().requires_grad_(False)
 
 
+def _auto_class(model: Model) -> Any:
+    """Return what builds the model; raises CheckpointError where its text may not run alone."""
+    architecture = model.architecture
+    if not architecture.is_multimodal:
+        return AutoModelForCausalLM
+    if not architecture.runs_text_alone:
+        raise refuse(
+            f"{model.source} is multimodal ({model.model_type}), and its text part "
+            f"({architecture.model_type}) is not known to run alone"
+        )
+    return AutoModelForImageTextToText
+
+
+def _remove_towers(skeleton: PreTrainedModel) -> None:
+    """Remove what reads images and sound: all beside the decoder."""
+    decoder = skeleton.get_decoder()
+    for name, part in [*skeleton.base_model.named_children()]:
+        if part is not decoder:
+            delattr(skeleton.base_model, name)
+    for name, _ in [*skeleton.base_model.named_parameters(recurse=False)]:
+        delattr(skeleton.base_model, name)
+
+
 def _keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
     """Widen what stays in float32 in a model that is computed in a shorter type.
 
     Source: transformers 5.23, ``_keep_in_fp32_modules_strict`` and ``_keep_in_fp32_modules``.
     """
-    keeps = partial(model.architecture.keeps_float32, dtype=model.compute_dtype)
+    keeps = partial(model.architecture.keeps_float32, dtype=model.dtype)
     for name, tensor in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
         if tensor.is_floating_point() and keeps(name):
             tensor.data = tensor.data.float()
@@ -65,10 +102,13 @@ def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
     """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    if any(find_linear(decoder_layers(skeleton))):
+        known = {"full_attention", "linear_attention"}
+    if unknown := kinds - known:
         raise refuse(
-            f"{source} has layers of the types {sorted(unknown)}; `run` knows full and sliding "
-            "attention"
+            f"{source} has layers of the types {sorted(unknown)}; `run` knows full, sliding and "
+            "chunked attention, and the linear attention of Gated DeltaNet"
         )
     # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
     if indexers := [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]:
@@ -92,23 +132,28 @@ def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterato
     if model.experts is None:
         yield
         return
+    decoder = skeleton.get_decoder()  # a multimodal class may not let them be chosen
     try:
-        skeleton.set_experts_implementation("grouped_mm")
+        decoder.set_experts_implementation("grouped_mm")
     except ValueError:
         raise refuse(
             f"{model.source} has experts that transformers multiplies in a way of their own"
         ) from None
-    skeleton.set_experts_implementation(PROBE)
+    decoder.set_experts_implementation(PROBE)
     yield
-    skeleton.set_experts_implementation("grouped_mm")
+    decoder.set_experts_implementation("grouped_mm")
 
 
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
-    layers = getattr(skeleton.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise CheckpointError(
-            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected a "
-            "module list named layers); its plan can still be made and exported"
+    lists = [
+        part
+        for name, part in skeleton.get_decoder().named_modules()
+        if isinstance(part, nn.ModuleList) and name.rpartition(".")[2] in LAYER_LISTS
+    ]
+    if len(lists) != 1:
+        raise refuse(
+            f"{type(skeleton).__name__} keeps its layers where `run` does not look (expected one "
+            f"module list named {' or '.join(LAYER_LISTS)})"
         )
-    return layers
+    return lists[0]

@@ -7,9 +7,9 @@ from itertools import accumulate
 import torch
 
 from offplan.checkpoint.tensors import TORCH_NAMES, TensorInfo
-from offplan.errors import CheckpointError
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.loading.shards import Shards
+from offplan.runtime.refusal import refuse
 
 PART_BYTES = 16 * 2**20
 """Bytes of the largest read and of a staging buffer: from 4 MiB on the link runs at full rate."""
@@ -59,10 +59,7 @@ def stored_dtype(tensor: TensorInfo) -> torch.dtype:
     """Return the type that a tensor is stored in; raises CheckpointError if torch lacks it."""
     dtype = getattr(torch, TORCH_NAMES.get(tensor.dtype, ""), None)
     if dtype is None or tensor.dtype == "F4":  # torch packs two of them into one element
-        raise CheckpointError(
-            f"{tensor.name} is stored as {tensor.dtype}, which `run` does not execute; its plan "
-            "can still be made and exported"
-        )
+        raise refuse(f"{tensor.name} is stored as {tensor.dtype}, which torch has no type for")
     return dtype
 
 

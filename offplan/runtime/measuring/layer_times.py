@@ -91,7 +91,12 @@ def measure_model_reads(
     what holds for any shape: hardly a plan has them read in place.
     """
     units = {unit for layer in model.layers for unit in group_units(layer)}
-    shapes = {unit.shape for unit in units if unit.parameters[0].form.is_raw}
+    # a convolution has three dimensions as well, and is no product
+    shapes = {
+        unit.shape
+        for unit in units
+        if unit.parameters[0].form.is_raw and (unit.is_expert or len(unit.shape) < 3)
+    }
     tokens = sorted({workload.batch * chunk for chunk in chunks})
     pairs = 0 if model.experts is None else model.experts.num_experts_per_token
     products = [

@@ -72,8 +72,35 @@ def _attend_chunk(
     scaling: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from a chunk of a prompt to all tokens up to its own, the last of which it is."""
+    """Attend from a chunk of a prompt to the tokens up to each one's own.
+
+    In a layer that sees chunks of the text, each that the prompt's meets is a text of its own.
+    """
     start, num_tokens = before.flatten().tolist()
+    size = module.asked.chunk
+    if size is None:
+        return _attend_up_to(module, query, key, value, start, num_tokens, scaling, sinks)
+    parts = []
+    while query.shape[2]:
+        behind = start % size
+        keys, values = (kept[:, :, start - behind :] for kept in (key, value))
+        new = query[:, :, : size - behind]
+        parts.append(_attend_up_to(module, new, keys, values, behind, size, scaling, sinks))
+        query, start = query[:, :, new.shape[2] :], start + new.shape[2]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _attend_up_to(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    num_tokens: int,
+    scaling: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend from the tokens of a text from ``start`` on, which has ``num_tokens`` in the end."""
     num_new, window, soft_cap = query.shape[2], module.asked.window, module.asked.soft_cap
     # what no window reaches would only make the mask, and the work, grow with the context
     first = max(0, start - window + 1) if window is not None else 0
@@ -149,6 +176,10 @@ def _attend_one(
         beyond = torch.zeros_like(mask)
         beyond[..., :-window] = mask[..., window:]
         mask = mask & ~beyond
+    if (size := module.asked.chunk) is not None and size < mask.shape[-1]:
+        position = mask.sum(-1, keepdim=True) - 1
+        begun = position - position % size
+        mask = mask & (torch.arange(mask.shape[-1], device=mask.device) >= begun)
     if sinks is not None or soft_cap is not None:
         return weigh(query, key, value, mask, scaling, soft_cap, sinks)
     folded = query.view(batch, kv_heads, heads // kv_heads, head_dim)

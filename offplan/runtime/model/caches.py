@@ -1,10 +1,11 @@
-"""The KV cache: fixed addresses for captured graphs, no mask and no position kept on the host."""
+"""The layers' caches: addresses are fixed for captured graphs, and no position is on the host."""
 
+from collections.abc import Collection
 from math import prod
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from offplan.placement import align
 
@@ -89,29 +90,88 @@ class _Layer(CacheLayerMixin):
         """Return length and offset of the cache, for transformers' interface."""
         return self._context, 0
 
-    def get_seq_length(self) -> int:
-        """Return nothing that a model may rely on: positions are passed explicitly."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return the position of the pass's first token, int64 of shape [], on the device."""
+        return self._position.rows[0]
 
     def get_max_length(self) -> int:
         """Return the number of tokens that it can keep."""
         return self._context
 
 
-class LayerCaches(Cache):
-    """One layer of cache for each decoder layer, all at the same position."""
+class _State(LinearAttentionLayer):
+    """The state of a linear attention: its convolution's last inputs, and one matrix a head.
 
-    def __init__(self, num_layers: int, num_keeping: int, context: int, position: Position) -> None:
-        """Make room once the layers are first called, by blocks for the ``num_keeping`` that do."""
+    transformers writes both in place. Zeros are where a text begins.
+    """
+
+    def lazy_initialization(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        """Take zeros like the first states seen, the former [batch, channels, kernel size].
+
+        transformers' own are marked as static, and layers compiled again for each of them.
+        """
+        if conv_states is not None:
+            assert conv_kernel_size is not None
+            self.conv_kernel_size[state_idx] = conv_kernel_size
+            shape = *conv_states.shape[:-1], conv_kernel_size
+            self.conv_states[state_idx] = conv_states.new_zeros(shape)
+            self.is_conv_states_initialized[state_idx] = True
+        if recurrent_states is not None:
+            self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
+            self.is_recurrent_states_initialized[state_idx] = True
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what is allocated of it."""
+        return [
+            each for each in (self.conv_states[0], self.recurrent_states[0]) if each is not None
+        ]
+
+
+class LayerCaches(Cache):
+    """The cache of each decoder layer, all at the same position."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_keeping: int,
+        context: int,
+        position: Position,
+        linear: Collection[int] = (),
+    ) -> None:
+        """Make room once the layers are first called.
+
+        It is for keys and values of ``context`` tokens, by blocks for the ``num_keeping`` layers
+        that have their own, and for states of the layers ``linear``.
+        """
+        self._states = {index: _State() for index in linear}
         self._blocks = _Blocks(num_keeping, context), _Blocks(num_keeping, context)
-        layers = [_Layer(position, context, *self._blocks) for _ in range(num_layers)]
+        layers = [
+            # linear attention asks its cache for a layer of it
+            Cache(layers=[self._states[index]])
+            if index in self._states
+            else _Layer(position, context, *self._blocks)
+            for index in range(num_layers)
+        ]
         super().__init__(layers=layers)
 
-    def clear_from(self, position: int) -> None:
-        """Write zeros over every layer's rows from ``position`` on.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return nothing that a model may rely on: positions are passed explicitly."""
+        return 0
 
-        Block by block: layer by layer the host would take a millisecond to ask for it.
+    def clear_from(self, position: int) -> None:
+        """Write zeros over every layer's rows from ``position`` on, and over all states.
+
+        Many at a time: layer by layer the host would take a millisecond to ask for it.
         """
         for blocks in self._blocks:
             for block in blocks.whole:
                 block[:, :, :, position:].zero_()
+        states = [part for state in self._states.values() for part in state.tensors()]
+        if states:
+            torch._foreach_zero_(states)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
-from offplan.runtime.model.probe import refuse
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import (
     Phi3RotaryEmbedding,
     PhimoeRotaryEmbedding,

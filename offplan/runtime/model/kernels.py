@@ -21,10 +21,10 @@ class ExpertKernels:
         self, model: Model, module: PreTrainedModel, device: torch.device, *, with_own: bool
     ) -> None:
         """Find whether our own kernels serve this model; ``with_own`` allows them (CUDA only)."""
-        self._module = module
+        self._decoder = module.get_decoder()
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
-        self._groups_freely = groups_freely(model.compute_dtype, device)
+        self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
         self.choose(Phase.DECODE, 1)  # what transformers would take need not know what is stored
 
@@ -39,7 +39,7 @@ class ExpertKernels:
         else:
             name = "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
         if name != self._current:
-            self._module.set_experts_implementation(name)
+            self._decoder.set_experts_implementation(name)
             self._current = name
 
     def can_capture(self, num_tokens: int) -> bool:
@@ -71,7 +71,7 @@ def find_own_experts(
     experts = [part for part in module.modules() if hasattr(part, "has_gate")]
     if any(map(holds_codes, experts)):
         return STORED_EXPERTS_NAME, sys.maxsize
-    if with_kernels and experts and model.compute_dtype in KERNEL_TYPES:
+    if with_kernels and experts and model.dtype in KERNEL_TYPES:
         from offplan.runtime.forms.pairs import MAX_PAIRS
         from offplan.runtime.model.experts import EXPERTS_NAME, ROWS, serves
 
@@ -92,7 +92,7 @@ def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFill
     config = module.config.get_text_config()
     if rank := getattr(config, "kv_lora_rank", None):
         powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
-        return filled_up_to if powers and model.compute_dtype in KERNEL_TYPES else filled_mask
+        return filled_up_to if powers and model.dtype in KERNEL_TYPES else filled_mask
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return filled_blocks if _is_power(dim) else filled_mask
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan.errors import CheckpointError, OffplanError
+from offplan.errors import OffplanError
 from offplan.runtime.model.caches import LayerCaches
 from offplan.runtime.model.rotary import compile_as_real
+from offplan.runtime.refusal import refuse
 
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
@@ -55,6 +56,8 @@ class DecoderLayers:
         self.cache: LayerCaches | None = None
         """The cache of the sequences at hand; every layer is given its own part of it."""
         self._steps: list[Callable[..., Any]] = []
+        self._beside: list[tuple[None, ...] | None] = []
+        """What each layer returns behind hidden states where it returns a tuple, as was probed."""
         self.call: Callable[[int, Call], torch.Tensor] = self.step
         """What is done where the model calls a layer, whose index it is told."""
         if compiled:
@@ -71,6 +74,7 @@ class DecoderLayers:
                     vars(module)["layer_idx"] = 0
             own = layer.forward
             self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)
+            self._beside.append(vars(layer).get("beside"))
             layer.forward = self._make_forward(index, inspect.signature(own))
 
     def __len__(self) -> int:
@@ -81,12 +85,10 @@ class DecoderLayers:
 
         Raises CheckpointError for a layer that returns more than hidden states.
         """
-        hidden = self._steps[index](call.hidden, **call.arguments)
-        if not isinstance(hidden, torch.Tensor):
-            raise CheckpointError(
-                f"layer {index} returns more than hidden states, which `run` does not hand on; its "
-                "plan can still be made and exported"
-            )
+        made = self._steps[index](call.hidden, **call.arguments)
+        hidden, beside = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
+        if not isinstance(hidden, torch.Tensor) or beside != self._beside[index]:
+            raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
         return hidden
 
     def note_calls(self, forward: Callable[[], Any]) -> list[Call]:
@@ -117,9 +119,10 @@ class DecoderLayers:
             self.call = own
 
     def forget_from(self, position: int) -> None:
-        """Clear the cache from ``position`` on.
+        """Clear the cache from ``position`` on, and the states of linear attention.
 
         Attention weighs what lies there by zero, which does not hide a NaN of an earlier request.
+        States are what they were left as, be it by a pass that only allocated or measured.
         """
         if self.cache is not None:
             self.cache.clear_from(position)
@@ -135,6 +138,8 @@ class DecoderLayers:
             for name, value in arguments.items():
                 if value is self.cache:
                     arguments[name] = self.cache.layers[index]
-            return self.call(index, Call(hidden, arguments))
+            hidden = self.call(index, Call(hidden, arguments))
+            beside = self._beside[index]
+            return hidden if beside is None else (hidden, *beside)
 
         return forward

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from offplan.errors import CheckpointError
+from offplan.runtime.model.linear import find_linear
+from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import ExpertsInterface, choose_attention
 
 PROBE = "offplan_probe"
@@ -23,8 +26,9 @@ NUM_NEW = 4
 """Tokens that look at a text: enough to tell a window, which moves with them, from a chunk."""
 NUM_TOKENS = 2**20
 """Tokens of the text; a window of more is none."""
-HARMLESS = {"dropout", "is_causal", "logits_to_keep", "output_attentions", "output_router_logits"}
-HARMLESS |= {"position_ids", "scaling", "sliding_window", "use_cache"}
+HARMLESS = {"dropout", "is_causal", "logits_to_keep", "output_attentions"}
+HARMLESS |= {"output_hidden_states", "output_router_logits", "position_ids", "scaling"}
+HARMLESS |= {"sliding_window", "use_cache"}
 """Arguments of transformers' attentions that change nothing which the mask does not show."""
 
 
@@ -33,6 +37,8 @@ class Asked(NamedTuple):
 
     window: int | None = None
     """Tokens that each sees at most, its own included; None where nothing is hidden."""
+    chunk: int | None = None
+    """Tokens of a chunk of the text, in which alone each sees those up to its own."""
     sinks: bool = False
     """Whether the softmax has a learned sink for each head."""
     soft_cap: float | None = None
@@ -40,15 +46,16 @@ class Asked(NamedTuple):
 
     def is_plain_within(self, context: int) -> bool:
         """Whether it asks for nothing in texts of so many tokens."""
-        return self._replace(window=None) == Asked() and (self.window or context) >= context
+        reach = min(self.window or context, self.chunk or context)
+        return self._replace(window=None, chunk=None) == Asked() and reach >= context
 
 
 def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Module, Asked]:
     """Find what each attention in the ``layers`` of a model on the meta device asks for.
 
     The model's attention and experts must be chosen again afterwards. Raises CheckpointError for a
-    layer without an attention that transformers lets be chosen, and for one that asks for something
-    that is not known here, or that cannot be told without weights.
+    layer without an attention, be it linear or one that transformers lets be chosen, and for one
+    that asks for something that is not known here, or that cannot be told without weights.
     """
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         raise refuse(f"{type(model).__name__} counts positions by its cache")
@@ -65,32 +72,36 @@ def _call(
 ) -> list[tuple[nn.Module, Asked]]:
     """Call a model on the tokens from ``start`` on; return what its attentions were asked for."""
     found: list[tuple[nn.Module, Asked]] = []
-    masks: list[tuple[Any, int | str | None]] = []
-    """Masks, of which layers share few, and the windows that they leave."""
+    masks: list[tuple[Any, Asked | str]] = []
+    """Masks, of which layers share few, and what they leave."""
+    chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
 
-    def find_window(mask: Any) -> int | str | None:
-        known = [window for other, window in masks if other is mask]
+    def find_reach(mask: Any) -> Asked | str:
+        known = [reach for other, reach in masks if other is mask]
         if not known:
-            known = [_find_window(mask, start)]
+            known = [_find_reach(mask, start, chunk)]
             masks.append((mask, known[0]))
         return known[0]
 
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any
     ) -> tuple[torch.Tensor, None]:
-        found.append((module, _read(module, find_window(attention_mask), others)))
+        found.append((module, _read(module, find_reach(attention_mask), others)))
         batch, heads, new, _ = query.shape
         return query.new_empty(batch, new, heads, value.shape[-1]), None
 
     AttentionInterface.register(PROBE, attend)
     choose_attention(model, PROBE)
     tokens = torch.zeros(1, NUM_NEW, dtype=torch.int64, device="meta")
-    with _checked(layers, found), torch.inference_mode():
+    linear = find_linear(layers)
+    cache = Cache(layers=[LinearAttentionLayer() if each else _Kept(start) for each in linear])
+    unpadded = _Unpadded(model.config.get_text_config().pad_token_id)
+    with _checked(layers, cache, found), torch.inference_mode(), unpadded:
         try:
             model(
                 input_ids=tokens,
                 position_ids=torch.arange(start, start + NUM_NEW, device="meta")[None],
-                past_key_values=Cache(layers=[_Kept(start) for _ in layers]),
+                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=slice(-1, None),
             )
@@ -105,11 +116,31 @@ def _call(
     return found
 
 
+class _Unpadded(TorchFunctionMode):
+    """Answers what transformers asks of tokens for its masks as of a text without padding."""
+
+    def __init__(self, pad_token: int | None) -> None:
+        super().__init__()
+        self._pad_token = pad_token
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Say that no token is the padding's; keep the values of how much padding there is."""
+        if func is torch.Tensor.__contains__ and args[0].is_meta and args[1] == self._pad_token:
+            return False
+        if func is torch.zeros and kwargs and kwargs.get("dtype") is int:
+            kwargs = kwargs | {"device": "cpu"}  # left_padding_tokens of chunked masks
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def _checked(layers: nn.ModuleList, found: list[tuple[nn.Module, Asked]]) -> Iterator[None]:
-    """Check each layer that is called meanwhile: whether it attends, and returns hidden states."""
+def _checked(
+    layers: nn.ModuleList, cache: Cache, found: list[tuple[nn.Module, Asked]]
+) -> Iterator[None]:
+    """Check each layer called meanwhile: that it is given the cache, attends, returns states."""
     for index, layer in enumerate(layers):
-        layer.forward = _make_checked(index, layer.forward, found)
+        layer.forward = _make_checked(index, layer, cache, found)
     try:
         yield
     finally:
@@ -118,9 +149,13 @@ def _checked(layers: nn.ModuleList, found: list[tuple[nn.Module, Asked]]) -> Ite
 
 
 def _make_checked(
-    index: int, forward: Callable[..., Any], found: list[tuple[nn.Module, Asked]]
+    index: int, layer: Any, cache: Cache, found: list[tuple[nn.Module, Asked]]
 ) -> Callable[..., Any]:
-    def checked(hidden: torch.Tensor, *others: Any, **arguments: Any) -> torch.Tensor:
+    forward, attends = layer.forward, isinstance(cache.layers[index], _Kept)
+
+    def checked(hidden: torch.Tensor, *others: Any, **arguments: Any) -> Any:
+        if not any(value is cache for value in (*others, *arguments.values())):
+            raise refuse(f"layer {index} is given another cache than the model, or none")
         before = len(found)
         try:
             made = forward(hidden, *others, **arguments)
@@ -131,10 +166,14 @@ def _make_checked(
             if len(found) == before:
                 raise
             return hidden
-        if len(found) == before:
+        if attends and len(found) == before:
             raise refuse(f"layer {index} has no attention that transformers lets be chosen")
-        if not isinstance(made, torch.Tensor):
+        if not attends and len(found) > before:
+            raise refuse(f"layer {index} has linear attention beside another one")
+        states, beside = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
+        if not isinstance(states, torch.Tensor) or any(each is not None for each in beside or ()):
             raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
+        vars(layer)["beside"] = beside
         return made
 
     return checked
@@ -198,21 +237,24 @@ AttentionMaskInterface.register(PROBE, _make_mask)
 ExpertsInterface.register(PROBE, lambda experts, hidden, *routing: torch.empty_like(hidden))
 
 
-def _read(module: nn.Module, window: int | str | None, others: dict[str, Any]) -> Asked:
-    """Read what an attention is asked for off its window and its other arguments."""
+def _read(module: nn.Module, reach: Asked | str, others: dict[str, Any]) -> Asked:
+    """Read what an attention is asked for off what its mask leaves and its other arguments."""
     given = {name: value for name, value in others.items() if value is not None}
     sinks, soft_cap = given.pop("s_aux", None), given.pop("softcap", None)
     if unknown := sorted(given.keys() - HARMLESS):
         raise refuse(f"{type(module).__name__} needs attention with {unknown[0]}")
-    if isinstance(window, str):
-        raise refuse(f"{type(module).__name__} attends to {window}")
-    if window is not None and hasattr(module, "kv_b_proj"):
-        raise refuse(f"{type(module).__name__} has latents and a sliding window")
-    return Asked(window, sinks is not None, soft_cap)
+    if isinstance(reach, str):
+        raise refuse(f"{type(module).__name__} attends to {reach}")
+    if reach != Asked() and hasattr(module, "kv_b_proj"):
+        raise refuse(f"{type(module).__name__} has latents and a sliding window, or chunks")
+    return reach._replace(sinks=sinks is not None, soft_cap=soft_cap)
 
 
-def _find_window(mask: Any, start: int) -> int | str | None:
-    """Find the window that a mask, bool of [1, 1, new, kept], leaves, or say what it shows."""
+def _find_reach(mask: Any, start: int, chunk: int | None) -> Asked | str:
+    """Find the window that a mask, bool of [1, 1, new, kept], leaves, or say what it shows.
+
+    ``chunk`` is the config's number of tokens of a chunk, which few masks would tell.
+    """
     if not isinstance(mask, torch.Tensor) or mask.is_meta or mask.dtype is not torch.bool:
         return "what a mask of its own says"
     rows = mask[0, 0]
@@ -225,10 +267,7 @@ def _find_window(mask: Any, start: int) -> int | str | None:
     if not torch.equal(rows.sum(-1), width):
         return "some of the tokens before its own"
     if not start or not first.any():  # the start of a text is in every window
-        return None
-    return int(width[0]) if (width == width[0]).all() else "chunks of the text"
-
-
-def refuse(why: str) -> CheckpointError:
-    """Make the error for a model that `run` cannot run."""
-    return CheckpointError(f"{why}; `run` cannot run it. Its plan can still be made and exported")
+        return Asked()
+    if chunk and torch.equal(first, own // chunk * chunk):
+        return Asked(chunk=chunk)
+    return Asked(int(width[0])) if (width == width[0]).all() else "chunks of the text"

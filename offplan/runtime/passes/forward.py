@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -32,6 +33,8 @@ class Forward:
     """Tokens of each sequence that the caches have room for."""
     find_filled: FindFilled
     """A call says how attention is told what a step reads of the cache."""
+    has_linear: bool
+    """Whether some layers have linear attention."""
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one decode pass at the position on the device; ``tokens`` is [batch, 1].
@@ -52,7 +55,7 @@ class Forward:
     def step_layers(self, tokens: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
         """Return what each layer does in ``step``, to be done again and again until the next pass.
 
-        A call writes the token's row of the cache and leaves nothing else
+        A call writes the token's row of the cache, or goes on from a state, and leaves nothing else
         behind. No weights are moved: all have to be resident.
         """
         calls = self.layers.note_calls(lambda: self.step(tokens))
@@ -68,10 +71,13 @@ class Forward:
 
     def _call(self, tokens: torch.Tensor, rows: torch.Tensor, filled: Filled) -> torch.Tensor:
         self.prepare(rows, filled.way)
+        mask: Any = filled.mask
+        if self.has_linear:  # to which every token counts; what is no mask must not reach it
+            mask = {"full_attention": mask, "linear_attention": None}
         output = self.module(
             input_ids=tokens,
             position_ids=rows.expand(tokens.shape[0], -1),
-            attention_mask=filled.mask,
+            attention_mask=mask,
             past_key_values=self.layers.cache,
             use_cache=True,
             logits_to_keep=LAST,

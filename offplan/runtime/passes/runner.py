@@ -17,6 +17,7 @@ from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.model.linear import find_linear
 from offplan.runtime.passes.captured import Passes
 from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.passes.executor import Executor
@@ -70,10 +71,15 @@ class ModelRunner:
         self._text: torch.Tensor | None = None
         """The tokens of each sequence where they are to be read again, int64 on the device."""
         self._expansions = keep_latents(module)
-        self.layers = DecoderLayers(decoder_layers(module), compiled=capture)
+        layers = decoder_layers(module)
+        self._linear = [index for index, part in enumerate(find_linear(layers)) if part]
+        """Indices of the layers that have linear attention."""
+        self.layers = DecoderLayers(layers, compiled=capture)
         self._executor = Executor(self.layers, link)
         find = find_filled(model, module, context) if capture else filled_mask
-        self.forward = Forward(module, self.layers, self._position, context, find)
+        self.forward = Forward(
+            module, self.layers, self._position, context, find, bool(self._linear)
+        )
         self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)
         self._ring = empty_ring(loaded.placement)
@@ -157,9 +163,12 @@ class ModelRunner:
 
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
         """Whether a prompt of this shape is captured when it comes twice in a row."""
+        most = MAX_CAPTURED_CHUNKS
+        if self._linear:  # launches something for every few tokens, however long the chunk
+            most = min(most, MAX_CAPTURED_TOKENS // self._chunk)
         return (
             self._capture
-            and self._chunk <= num_tokens <= MAX_CAPTURED_CHUNKS * self._chunk
+            and self._chunk <= num_tokens <= most * self._chunk
             and batch * self._chunk <= MAX_CAPTURED_TOKENS
             and self._experts.can_capture(batch * self._chunk)
         )
@@ -222,10 +231,10 @@ class ModelRunner:
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
             self._give_back(self._forget_cache)
-        # others read an earlier layer's
+        # others read an earlier layer's, or have linear attention
         num_keeping = sum(layer.kv_cache.bytes_per_token > 0 for layer in self._loaded.model.layers)
         self.layers.cache = LayerCaches(
-            len(self.layers), num_keeping, self._context, self._position
+            len(self.layers), num_keeping, self._context, self._position, self._linear
         )
         with torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers

@@ -1,0 +1,42 @@
+"""The questions that can be searched: the search adds up picoseconds and bytes in int64."""
+
+from collections import Counter
+from math import ceil
+
+from offplan.costs.steady import NUM_STEPS
+from offplan.costs.timeline import to_ps
+from offplan.errors import InputError
+from offplan.planner.space import Space
+
+MOST = 2**60
+"""The most picoseconds (13 days) or bytes that are added up, which leaves room to add some more."""
+
+
+def check_range(space: Space) -> None:
+    """Raise InputError for a question some of whose plans may take more than MOST.
+
+    What is taken as the most is a plan that reads every layer in place, and copies it as well, in
+    the setting where that takes longest.
+    """
+    question, settings = space.question, space.settings
+    prompt_bytes, step_bytes = [0] * len(settings), space.question.model.loaded_bytes
+    copies_ps = to_ps(space.machine.copy_seconds(step_bytes)) + len(space.kind_of) * space.start_ps
+    for kind, count in Counter(space.kind_of).items():
+        units = space.units[kind]
+        step_bytes += count * space.step_read_bytes(units)
+        reads = [count * each for each in space.prompt_read_bytes(units)]
+        prompt_bytes = [sum(pair) for pair in zip(prompt_bytes, reads, strict=True)]
+    slowdown, outputs = ceil(space.slowdown), question.workload.output_tokens
+    step_ps = space.decode.resident_ps + copies_ps + slowdown * space.reading_ps(step_bytes)
+    prompt_ps = max(
+        each.prefill.resident_ps + copies_ps + slowdown * space.reading_ps(read + each.row_bytes[0])
+        for each, read in zip(settings, prompt_bytes, strict=True)
+    )
+    moved_bytes = max(prompt_bytes) + outputs * step_bytes
+    held_bytes = max(each.device_bytes for each in settings)
+    if max(prompt_ps + NUM_STEPS * step_ps, moved_bytes, held_bytes) > MOST:
+        raise InputError(
+            f"requests of {question.workload.batch} x {question.workload.prompt_tokens} prompt "
+            f"tokens and {outputs} output tokens may take longer on {space.machine.name}, or move "
+            "more bytes, than can be counted: lower --batch, --prompt-tokens or --output-tokens"
+        )

@@ -1,0 +1,161 @@
+"""The text part of a multimodal model gives, alone, what all of the model gives for a text."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from offplan.asking import ask
+from offplan.checkpoint.open import open_model
+from offplan.engines.export import export_plan
+from offplan.machines import load_machine
+from offplan.planner.make import make_plan
+from offplan.repricing import price_again
+from offplan.runnable import find_obstacle
+from tests.cli import CLI
+from tests.runtime.families import TEXT_PARTS, VARIANTS, compare, make_config
+from tests.runtime.plans import offload, open_session
+
+LAST = dict(TEXT_PARTS)
+"""One text part of each family."""
+RENAMED = "fuyu gemma3 internvl llava llava_next llava_onevision mistral3 qwen2_5_vl qwen2_vl"
+"""Families that ``save_pretrained`` gives older names than those of the model's parameters."""
+
+
+@pytest.mark.parametrize(("family", "text"), TEXT_PARTS)
+def test_a_text_part_is_exact(family: str, text: str) -> None:
+    outcome = compare(family, "windows", text=text)  # which those without any ignore
+    assert outcome.kind == "exact", outcome.why
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("family", "text"), TEXT_PARTS)
+def test_no_text_part_comes_out_wrong(family: str, text: str, variant: str) -> None:
+    outcome = compare(family, variant, text=text)
+    if outcome.kind == "not built":
+        pytest.skip(outcome.why)
+    assert outcome.kind in ("exact", "refused"), outcome.why
+
+
+def use_newer_names(folder: Path) -> None:
+    """Rename stored tensors to what the model's parameters are called."""
+    weights = folder / "model.safetensors"
+    renamings = (
+        (r"^language_model\.lm_head", "lm_head"),
+        (r"^(language_model\.)?model\.(?!language_model|visual|vision)", "model.language_model."),
+        (r"^(?!model\.|lm_head)", "model."),
+    )
+    renamed = {}
+    for name, value in load_file(weights).items():
+        for old, new in renamings:
+            name = re.sub(old, new, name)
+        renamed[name] = value
+    assert renamed.keys() != load_file(weights).keys()
+    save_file(renamed, weights, {"format": "pt"})
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def flatten(config: dict[str, Any]) -> None:
+    """Write a config as Qwen2-VL's on the Hub is: the text's values at the top."""
+    text = config.pop("text_config")
+    config |= {key: value for key, value in text.items() if key not in ("model_type", "dtype")}
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope["rope_theta"]
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+
+
+@pytest.mark.parametrize("family", RENAMED.split())
+def test_names_of_the_parameters_themselves(family: str) -> None:
+    outcome = compare(family, "untied", text=LAST[family], change=use_newer_names)
+    assert outcome.kind == "exact", outcome.why
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_a_head_tied_by_the_config_of_the_whole(family: str) -> None:
+    outcome = compare(family, "tied", text=LAST[family])
+    assert outcome.kind == "exact", outcome.why
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
+def test_a_head_that_is_stored_though_the_config_ties_it_by_default(family: str) -> None:
+    def untie(folder: Path) -> None:
+        change_config(folder, lambda config: config.pop("tie_word_embeddings"))
+
+    outcome = compare(family, "untied", text=LAST[family], change=untie)
+    assert outcome.kind == "exact", outcome.why
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_without_a_part_for_the_text(family: str) -> None:
+    outcome = compare(
+        family,
+        "windows",
+        text=LAST[family],
+        change=lambda folder: change_config(folder, flatten),
+    )
+    assert outcome.kind == "exact", outcome.why
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [("paligemma", "gemma"), ("aya_vision", "cohere2"), ("llava", "gemma2")]
+)
+def test_what_is_not_known_to_run_alone_is_refused(family: str, text: str) -> None:
+    outcome = compare(family, "plain", text=text)
+    assert outcome.kind == "refused"
+    assert f"is multimodal ({family}), and its text part ({text}) is not known" in outcome.why
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaVA in bfloat16, a quarter of which reads images."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("llava")
+    config = make_config("llava", {}, "llama")
+    for name in ("kv_lora_rank", "q_lora_rank"):  # whose latents llama has none of
+        delattr(config.text_config, name)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_towers_are_neither_built_nor_loaded(folder: Path) -> None:
+    model = open_model(str(folder))
+    with open_session(folder, offload()) as session:
+        values = session.loaded.module.state_dict().values()
+        assert model.loaded_bytes == sum(value.nbytes for value in values)
+        assert session.loaded.store.resident.keys() == session.loaded.module.state_dict().keys()
+    assert model.tower_bytes == model.total_bytes - model.loaded_bytes > 0
+    assert all(layer.kv_cache.bytes_per_token for layer in model.layers)
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_a_plan_counts_towers_where_they_are_loaded(folder: Path, engine: Any) -> None:
+    model = open_model(str(folder))
+    question = ask(model, load_machine("cpu"), gpu_memory=2**30, engine=engine)
+    plan = make_plan(question).plan
+    loaded = model.loaded_bytes if engine is None else model.total_bytes
+    assert plan.prediction.gpu_memory.resident_bytes == loaded == question.model.loaded_bytes
+    assert price_again(plan, model) is plan
+    assert find_obstacle(question.model) is None
+    assert question.model.outside_key == model.outside_key
+    if engine:
+        assert export_plan(plan, model, engine) == []
+
+
+def test_analyze_says_so(cli: CLI, folder: Path) -> None:
+    code, out, _ = cli("analyze", folder, "--machine", "cpu")
+    assert code == 0
+    said = "executes the text part alone; what reads images or sound (29.47 KiB) stays unloaded."
+    assert said in " ".join(out.split())
