@@ -29,7 +29,8 @@ def _float32_parts(table: str) -> dict[str, tuple[str, ...]]:
 FLOAT32_PARTS = _float32_parts("float32")
 """Parts of names whose parameters stay in float32 in a model computed in bfloat16 or float16."""
 FLOAT32_PARTS_STORED = _float32_parts("float32_stored")
-"""Such parts by the names that checkpoints store them under, where loading renames them."""
+"""Such parts by the names that checkpoints store them under, where loading renames them, and those
+that a class makes in float32 whatever the model is computed in."""
 FLOAT32_PARTS_IN_FLOAT16 = _float32_parts("float32_in_float16")
 """Parts of names whose parameters stay in float32 in a model computed in float16 only."""
 

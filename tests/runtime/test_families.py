@@ -31,8 +31,9 @@ olmo3 olmo_hybrid olmoe phi3 phimoe qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_tex
 qwen3_next
 """
 """Families that people run, and those that ask for something that others do not."""
-ROUNDED = "deepseek_v3 gemma3_text gpt_oss llama qwen3_moe"
-"""Of those, the ones compared in bfloat16 too: latents, soft caps, sinks and experts."""
+ROUNDED = "deepseek_v3 gemma3_text gpt_oss llama olmo_hybrid qwen3_moe"
+"""Of those, the ones compared in bfloat16 too: latents, soft caps, sinks, experts and linear
+attention."""
 REFUSED = {
     "bart": "counts positions by its cache",
     "bloom": "counts positions by its cache",
