@@ -28,5 +28,5 @@ def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) 
         expected = run_stock(stock, prompt)
         for segments in SEGMENTS:
             got = run_greedily(stored, offload(group(2, 1, *segments), prefill_chunk=chunk), prompt)
-            for ours, stock in zip(got, expected, strict=True):
-                torch.testing.assert_close(ours, stock, atol=1e-4, rtol=1e-4)
+            for ours, theirs in zip(got, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
