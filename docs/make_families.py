@@ -25,9 +25,9 @@ What `offplan run` does with each family of causal language models that transfor
 random float32 weights, every second layer offloaded, prompts whole and in chunks, past a sliding
 window where the family knows one, each compared with stock transformers token by token.
 
-Stored types that run: BF16, F16 and F32. Quantised checkpoints (FP8, MXFP4, NVFP4, INT4 of any
-kind, bitsandbytes, torchao, MLX) are read and planned, and refused by `run` before anything is
-loaded. `offplan analyze` says in a line whether a model can be run, and why not.
+Stored types that run: BF16, F16 and F32, and quantised checkpoints as they are stored (FP8, MXFP4,
+INT4: [stored forms](stored-forms.md) has the table). `offplan analyze` says in a line whether a
+model can be run, and why not.
 
 Rotary embeddings that change with the text's length (longrope, dynamic NTK) run in all of these
 families that have them, at any length, as transformers' `generate` has them: keys keep the
