@@ -26,8 +26,8 @@ random float32 weights, every second layer offloaded, prompts whole and in chunk
 window where the family knows one, each compared with stock transformers token by token.
 
 Stored types that run: BF16, F16 and F32, and quantised checkpoints as they are stored (FP8, MXFP4,
-INT4: [stored forms](stored-forms.md) has the table). `offplan analyze` says in a line whether a
-model can be run, and why not.
+NVFP4, compressed-tensors, GPTQ, AWQ, bitsandbytes: [stored forms](stored-forms.md) has the table).
+`offplan analyze` says in a line whether a model can be run, and why not.
 
 Rotary embeddings that change with the text's length (longrope, dynamic NTK) run in all of these
 families that have them, at any length, as transformers' `generate` has them: keys keep the

@@ -88,7 +88,8 @@ def _stored_heads(parameters: Sequence[Parameter]) -> int | None:
 def _rows(parameters: Sequence[Parameter], end: str) -> int | None:
     """Return the rows of the only matrix whose name ends so; None where its form hides them."""
     found = [parameter for parameter in parameters if parameter.name.endswith(end)]
-    if len(found) != 1 or len(found[0].shape) != 2 or found[0].form.kind in (Kind.NF4, Kind.OTHER):
+    hiding = (Kind.NF4, Kind.FP4, Kind.OTHER)
+    if len(found) != 1 or len(found[0].shape) != 2 or found[0].form.kind in hiding:
         return None
     return found[0].shape[0]
 

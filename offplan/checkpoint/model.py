@@ -64,7 +64,7 @@ class Layer:
         Twelve hexadecimal digits, the same on every machine and for every source of the model.
         """
         parameters = [
-            [p.name, len(p.tensors), sorted({(t.dtype, t.shape) for t in p.stored})]
+            [p.name, len(p.tensors), sorted({(t.dtype, t.shape) for t in p.tensors_read})]
             + ([] if p.form.is_raw else [p.form])
             for p in self.parameters
         ]

@@ -51,6 +51,11 @@ class Parameter:
         return self.tensors + tuple(tensor for _, tensors in self.beside for tensor in tensors)
 
     @property
+    def tensors_read(self) -> Tensors:
+        """Those that values are made of: bitsandbytes' states differ in length alone."""
+        return tuple(t for part in self.parts if part is not Part.STATE for t in self.of(part))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of what one of ``tensors`` stands for."""
         return self.tensors[0].shape if self.logical_shape is None else self.logical_shape

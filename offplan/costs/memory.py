@@ -7,6 +7,7 @@ from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.roles import Role, role_of
 from offplan.costs.work import PassShape, attention_dims, expands, prefill_shapes
+from offplan.forms.form import Part
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Budget, GPUMemoryPrediction, Workload
@@ -115,6 +116,12 @@ EXPANDED_COPIES = 2
 Source: estimated.
 """
 
+NESTED_SCALE_BYTES = 16
+"""Bytes of what is made of a scale that is quantised too: its index, value, factor and itself.
+
+Source: ``runtime.forms.reference.nested_scales``.
+"""
+
 SPAN_TOKENS = 2048
 """Tokens that linear attention takes at a time. Source: ``runtime.model.linear.SPAN_TOKENS``."""
 
@@ -183,10 +190,13 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
 def expanded_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """Bytes of weights whose values are made of their stored codes: EXPANDED_COPIES of the largest.
 
+    Scales that are quantised too are made for every product, NESTED_SCALE_BYTES of each at once.
     Source: ``runtime.forms.stored``.
     """
     largest = max((p.num_weights for p in layer.parameters if expands(p, shape)), default=0)
-    return EXPANDED_COPIES * largest * model.element_bytes
+    nested = [p for p in layer.parameters if Part.NESTED_SCALE in p.parts]
+    num_scales = max((p.of(Part.SCALE)[0].num_elements for p in nested), default=0)
+    return EXPANDED_COPIES * largest * model.element_bytes + NESTED_SCALE_BYTES * num_scales
 
 
 def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:

@@ -29,7 +29,10 @@ class Kind(str, Enum):
     BNB8 = "bnb8"
     """bitsandbytes' whole numbers of 8 bits, with a row's largest magnitude as its scale."""
     NF4 = "nf4"
-    """bitsandbytes' quantiles of 4 bits, in blocks of the flattened matrix."""
+    """bitsandbytes' quantiles of 4 bits, in blocks of the flattened matrix, the first of a byte in
+    its high half."""
+    FP4 = "fp4"
+    """bitsandbytes' floats of 4 bits, likewise."""
     OTHER = "other"
     """A way that is sized, not understood."""
 
@@ -48,16 +51,20 @@ class Part(str, Enum):
     GROUP_INDEX = "group_index"
     """The group of each column (``g_idx``)."""
     GLOBAL_SCALE = "global_scale"
-    """A matrix's scale of its scales (``weight_scale_2``, ``weight_global_scale``)."""
+    """A matrix's scale of its scales (ModelOpt's ``weight_scale_2``)."""
+    GLOBAL_DIVISOR = "global_divisor"
+    """What a matrix's scales are divided by (compressed-tensors' ``weight_global_scale``)."""
     INPUT_SCALE = "input_scale"
     """The scale of activations that are quantised too."""
     SHAPE = "shape"
     """The matrix's shape, stored as a tensor."""
-    CODES = "codes"
+    CODES = "code_values"
     """The values that codes stand for (bitsandbytes' ``quant_map``)."""
     NESTED_SCALE = "nested_scale"
     NESTED_CODES = "nested_codes"
     """Scales and values of the scales, where they are quantised too (bitsandbytes)."""
+    NESTED_OFFSET = "nested_offset"
+    """What is then added to the scales; no tensor of its own, but a number of the STATE."""
     STATE = "state"
     """What else bitsandbytes keeps: its parameters as JSON, or the name of a layout."""
 
@@ -98,6 +105,11 @@ class Form(NamedTuple):
     def is_raw(self) -> bool:
         """Whether each value is stored by itself."""
         return self.kind is Kind.RAW
+
+    @property
+    def is_by_columns(self) -> bool:
+        """Whether codes are stored as [in, out], with scales as [groups, out]."""
+        return self.packing in (Packing.GPTQ, Packing.GPTQ_V2, Packing.AWQ)
 
     @property
     def label(self) -> str:

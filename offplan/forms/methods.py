@@ -13,16 +13,16 @@ from offplan.forms.form import OTHER, Form, Kind, Packing
 from offplan.forms.matching import has_run, matches_wildcard, skips, targets
 from offplan.forms.quantisation import Quantisation, note_scales
 from offplan.forms.scheme import (
-    NF4_STATE_BYTES,
+    BNB4_STATE_BYTES,
     Scheme,
     store_awq,
+    store_bnb4,
     store_bnb8,
     store_fp4,
     store_fp8,
     store_gptq,
     store_mlx,
     store_modelopt,
-    store_nf4,
 )
 from offplan.forms.stated import grouped_form, is_record, is_size, names_of
 
@@ -93,10 +93,12 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
     in_bytes = stated.get("bnb_4bit_quant_storage", "uint8") == "uint8"
     if stated.get("load_in_8bit") is True or stated.get("_load_in_8bit") is True:
         scheme = Scheme(Form(Kind.BNB8), store_bnb8)
-    elif stated.get("bnb_4bit_quant_type") == "nf4" and in_bytes:
+    elif stated.get("bnb_4bit_quant_type") in ("nf4", "fp4") and in_bytes:
         is_nested = stated.get("bnb_4bit_use_double_quant") is True
-        scheme = Scheme(Form(Kind.NF4), store_nf4, is_nested=is_nested)
-        note = f"the parameters of each weight's NF4 are taken as {NF4_STATE_BYTES} bytes"
+        kind = Kind(stated["bnb_4bit_quant_type"])
+        scheme = Scheme(Form(kind), store_bnb4, is_nested=is_nested)
+        name = kind.value.upper()
+        note = f"the parameters of each weight's {name} are taken as {BNB4_STATE_BYTES} bytes"
     else:
         return Quantisation("bitsandbytes")
     skipped = stated.get("llm_int8_skip_modules")
@@ -128,6 +130,7 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
 
 def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     is_usual = str(stated.get("version") or "gemm").lower() == "gemm"
+    is_usual = is_usual and stated.get("backend") != "llm-awq"  # which packs in a way of its own
     bits = stated.get("bits", stated.get("w_bit"))
     form = grouped_form(bits, stated.get("group_size"), Packing.AWQ if is_usual else None)
     if form is OTHER or stated.get("zero_point") is False:

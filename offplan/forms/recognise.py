@@ -17,6 +17,8 @@ CODE_TYPES = FP8_TYPES | {"I8", "U8", "I32", "U32", "F4"}
 WORD_BITS = 32
 _FP4_GROUPS = {"F8_E4M3": (Kind.NVFP4, 16), "F8_E8M0": (Kind.MXFP4, 32), "U8": (Kind.MXFP4, 32)}
 """Kind and group of 4-bit floats by the type of their scales."""
+_NAMED_KINDS = {"nf4": Kind.NF4, "fp4": Kind.FP4}
+"""bitsandbytes' kinds of 4 bits by how the name of their state ends."""
 WHOLE_KINDS = {4: Kind.W4A16, 8: Kind.W8A16}
 """Kinds of whole numbers by their bits."""
 
@@ -68,8 +70,8 @@ def _infer(
     if weight.dtype == "U32":
         return _recognise_mlx(weight.shape, beside, stated)
     if Part.CODES in beside:
-        is_nf4 = Part.STATE in beside and beside[Part.STATE].name.endswith("__nf4")
-        return (Form(Kind.NF4) if is_nf4 else OTHER), (2 * prod(weight.shape),)
+        state = beside[Part.STATE].name if Part.STATE in beside else ""
+        return Form(_NAMED_KINDS.get(state[-3:], Kind.OTHER)), (2 * prod(weight.shape),)
     scale = beside.get(Part.SCALE)
     if weight.dtype == "I8" and scale is not None and scale.dtype != "F8_E8M0":
         return _recognise_bytes(weight.shape, scale, beside), weight.shape
@@ -183,6 +185,7 @@ def _recognise_fp4(weight: Stored, beside: Mapping[Part, Stored]) -> tuple[Form,
     if len(scale.shape) == len(stack):  # gpt-oss: [experts, out, groups, bytes]
         columns *= stack.pop()
     logical = (*stack, columns if weight.dtype == "F4" else 2 * columns)
-    is_whole = (kind is Kind.NVFP4) == (Part.GLOBAL_SCALE in beside)
+    num_global = len(beside.keys() & {Part.GLOBAL_SCALE, Part.GLOBAL_DIVISOR})
+    is_whole = num_global == (kind is Kind.NVFP4)
     fits = scale.shape == (*stack, -(-logical[-1] // group))
     return (Form(kind, (1, group)) if fits and is_whole else OTHER), logical

@@ -48,8 +48,8 @@ class Scheme:
             return False
         if packing is None or packing is Packing.NONE:
             return True
-        is_by_rows = packing in (Packing.COMPRESSED_TENSORS, Packing.MLX)
-        return columns % self.per_word == 0 and (is_by_rows or rows % self.per_word == 0)
+        by_columns = self.form.is_by_columns
+        return columns % self.per_word == 0 and (not by_columns or rows % self.per_word == 0)
 
 
 Store = Callable[[Scheme, int, int], list[Tensor]]
@@ -158,9 +158,9 @@ def store_bnb8(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
     return [("weight", "I8", (rows, columns)), scale, ("weight_format", "U8", ())]
 
 
-def store_nf4(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: bitsandbytes 0.49, ``QuantState.as_dict``, whose JSON has NF4_STATE_BYTES or so."""
-    blocks = -(-rows * columns // _NF4_BLOCK)
+def store_bnb4(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
+    """Source: bitsandbytes 0.49, ``QuantState.as_dict``, whose JSON has BNB4_STATE_BYTES or so."""
+    blocks = -(-rows * columns // _BNB4_BLOCK)
     nested: list[Tensor] = [
         ("weight.nested_absmax", "F32", (-(-blocks // _NESTED_BLOCK),)),
         ("weight.nested_quant_map", "F32", (256,)),
@@ -170,11 +170,11 @@ def store_nf4(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
         ("weight.absmax", "U8" if scheme.is_nested else "F32", (blocks,)),
         *(nested if scheme.is_nested else []),
         ("weight.quant_map", "F32", (16,)),
-        ("weight.quant_state.bitsandbytes__nf4", "U8", (NF4_STATE_BYTES,)),
+        (f"weight.quant_state.bitsandbytes__{scheme.form.kind.value}", "U8", (BNB4_STATE_BYTES,)),
     ]
 
 
-_NF4_BLOCK, _NESTED_BLOCK = 64, 256
+_BNB4_BLOCK, _NESTED_BLOCK = 64, 256
 """Weights that share a scale, and scales that share a scale of theirs."""
-NF4_STATE_BYTES = 96
+BNB4_STATE_BYTES = 96
 """Bytes taken for the JSON of bitsandbytes' parameters, which has some more or less."""

@@ -209,6 +209,14 @@ FORMATS = {
         },
         Form(Kind.NVFP4, (1, 16)),
     ),
+    "compressed-tensors mxfp4": Format(
+        weights(format="mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
+        lambda out, inner: {
+            "weight_packed": ("U8", (out, inner // 2)),
+            "weight_scale": ("U8", (out, inner // 32)),
+        },
+        Form(Kind.MXFP4, (1, 32)),
+    ),
     "modelopt nvfp4": Format(
         {
             "quant_method": "modelopt",
@@ -288,6 +296,16 @@ FORMATS = {
             "weight.quant_state.bitsandbytes__nf4": ("U8", (96,)),
         },
         Form(Kind.NF4),
+    ),
+    "bitsandbytes fp4": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        lambda out, inner: {
+            "weight": ("U8", (out * inner // 2, 1)),
+            "weight.absmax": ("F32", (out * inner // 64,)),
+            "weight.quant_map": ("F32", (16,)),
+            "weight.quant_state.bitsandbytes__fp4": ("U8", (96,)),
+        },
+        Form(Kind.FP4),
     ),
     "bitsandbytes int8": Format(
         {"quant_method": "bitsandbytes", "load_in_8bit": True},

@@ -6,7 +6,12 @@ import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.memory import EXPANDED_COPIES, activation_bytes, kv_cache_bytes
+from offplan.costs.memory import (
+    EXPANDED_COPIES,
+    NESTED_SCALE_BYTES,
+    activation_bytes,
+    kv_cache_bytes,
+)
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Part
 from offplan.placement import Phase, group_units
@@ -37,5 +42,8 @@ def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
     workload = Workload(prompt_tokens=512)
     largest = max(p.num_weights for p in model.loaded_parameters if not p.is_expert)
     expanded = EXPANDED_COPIES * largest * model.element_bytes
+    nested = [p for p in model.loaded_parameters if Part.NESTED_SCALE in p.parts]
+    num_scales = max((p.of(Part.SCALE)[0].num_elements for p in nested), default=0)
+    expanded += 2 * NESTED_SCALE_BYTES * num_scales  # of a step, and of a prompt
     assert activation_bytes(model, workload, 512) <= activation_bytes(raw, workload, 512) + expanded
     assert kv_cache_bytes(model, workload) == kv_cache_bytes(raw, workload)

@@ -103,9 +103,10 @@ def test_groups_of_compressed_tensors_in_their_order() -> None:
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}},
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "backend": "llm-awq"},
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "fp8", "fmt": "e5m2"},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
         {
             "quant_method": "compressed-tensors",

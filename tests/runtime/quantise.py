@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,34 +87,164 @@ def _expand_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return expanded[:num_out, :num_in].contiguous()
 
 
-def store_int4(weight: torch.Tensor) -> Quantised:
-    """Groups of 128 about zero, as compressed-tensors packs them."""
-    return _store_int4(weight, torch.full((len(weight), weight.shape[1] // 128), 8))
-
-
-def store_int4_zeros(weight: torch.Tensor) -> Quantised:
-    """Groups of 128 that have zeros of their own."""
-    zeros = torch.randint(5, 11, (len(weight), weight.shape[1] // 128))
-    stored, values = _store_int4(weight, zeros)
-    packed = zeros.unflatten(0, (-1, 8)) << (4 * torch.arange(8))[:, None]
-    return stored | {"weight_zero_point": packed.sum(1).to(torch.int32)}, values
-
-
-def _store_int4(weight: torch.Tensor, zeros: torch.Tensor) -> Quantised:
-    groups = weight.unflatten(1, (-1, 128))
-    scale = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
-    spread = scale[:, :, None].float()
-    codes = (groups / spread).round().add(zeros[:, :, None]).clamp(0, 15)
-    values = (codes - zeros[:, :, None]).to(torch.bfloat16) * scale[:, :, None]
-    words = codes.flatten(1).long().unflatten(1, (-1, 8)) << (4 * torch.arange(8))
-    return {
-        "weight_packed": words.sum(-1).to(torch.int32),
+def store_whole(
+    weight: torch.Tensor, bits: int = 4, group: int = 128, has_zeros: bool = False
+) -> Quantised:
+    """Whole numbers in groups, about the middle or with zeros, as compressed-tensors packs them."""
+    codes, zeros, scale = _make_groups(weight, bits, group, has_zeros, torch.bfloat16)
+    values = (codes.unflatten(1, (-1, group)) - zeros[:, :, None]).to(torch.bfloat16)
+    stored = {
+        "weight_packed": _pack(codes, bits),
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape),
-    }, values.flatten(1).float()
+    }
+    if has_zeros:
+        stored["weight_zero_point"] = _pack(zeros.T, bits).T
+    return stored, (values * scale[:, :, None]).flatten(1).float()
+
+
+def store_bytes(weight: torch.Tensor, has_zeros: bool = False) -> Quantised:
+    """Whole numbers of 8 bits, one to a byte: a scale a row, or groups with zeros."""
+    group = 64 if has_zeros else weight.shape[1]
+    codes, zeros, scale = _make_groups(weight, 8, group, has_zeros, torch.bfloat16)
+    stored = {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}
+    if has_zeros:
+        stored["weight_zero_point"] = (zeros - 128).to(torch.int8)
+    values = (codes.unflatten(1, (-1, group)) - zeros[:, :, None]).to(torch.bfloat16)
+    return stored, (values * scale[:, :, None]).flatten(1).float()
+
+
+def store_gptq(weight: torch.Tensor, bits: int = 4, is_v2: bool = False) -> Quantised:
+    """Groups of 128 inputs, in v1 in the order of activations with zeros stored less one."""
+    columns = weight.shape[1]
+    group = (torch.arange(columns) if is_v2 else torch.randperm(columns)) // 128
+    order = group.argsort(stable=True)
+    codes, zeros, scale = _make_groups(weight[:, order], bits, 128, True, torch.float16)
+    codes = codes[:, order.argsort()]
+    values = scale.T[group] * (codes.T - zeros.T[group]).to(torch.float16)
+    return {
+        "qweight": _pack(codes, bits).T,
+        "qzeros": _pack(zeros.T if is_v2 else zeros.T - 1, bits),
+        "scales": scale.T,
+        "g_idx": group.to(torch.int32),
+    }, values.T.float().contiguous()
+
+
+def store_awq(weight: torch.Tensor) -> Quantised:
+    codes, zeros, scale = _make_groups(weight, 4, 128, True, torch.float16)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    values = (codes.unflatten(1, (-1, 128)) - zeros[:, :, None]).to(torch.float16)
+    return {
+        "qweight": _pack(codes.T.unflatten(1, (-1, 8))[..., order].flatten(1), 4),
+        "qzeros": _pack(zeros.T.unflatten(1, (-1, 8))[..., order].flatten(1), 4),
+        "scales": scale.T,
+    }, (values * scale[:, :, None]).flatten(1).float()
+
+
+def _make_groups(
+    weight: torch.Tensor, bits: int, size: int, has_zeros: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round to codes, [out, in], with zeros and scales, [out, groups]."""
+    groups, middle = weight.unflatten(1, (-1, size)), 1 << (bits - 1)
+    scale = (groups.abs().amax(-1) / (middle - 1)).to(dtype)
+    zeros = torch.full(scale.shape, middle)
+    if has_zeros:
+        zeros += torch.randint(-3, 3, scale.shape)
+    codes = (groups / scale[:, :, None].float()).round().int() + zeros[:, :, None]
+    return codes.clamp(0, 2 * middle - 1).flatten(1), zeros, scale
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes, [rows, columns], along rows into words, the first in the lowest bits."""
+    words = codes.long().unflatten(1, (-1, 32 // bits)) << (bits * torch.arange(32 // bits))
+    return words.sum(-1).to(torch.int32)
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def store_nvfp4(weight: torch.Tensor, is_modelopt: bool = False) -> Quantised:
+    """Blocks of 16, whose scales are divided by that of the matrix, or multiplied by it."""
+    whole = weight.abs().amax() / (6 * 448)
+    blocks = weight.unflatten(1, (-1, 16))
+    scale = (blocks.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    if is_modelopt:
+        names, spread = ("weight", "weight_scale", "weight_scale_2"), scale.float() * whole
+    else:
+        whole = (1 / whole).reshape(1)
+        names = ("weight_packed", "weight_scale", "weight_global_scale")
+        spread = scale.float() / whole
+    return _store_fp4(blocks, spread, scale, names, {names[2]: whole})
+
+
+def store_mxfp4(weight: torch.Tensor) -> Quantised:
+    """Blocks of 32, whose scales are powers of two."""
+    blocks = weight.unflatten(1, (-1, 32))
+    exponent = (blocks.abs().amax(-1) / 6).log2().ceil()
+    scale = (exponent + 127).to(torch.uint8)
+    return _store_fp4(blocks, exponent.exp2(), scale, ("weight_packed", "weight_scale"), {})
+
+
+def _store_fp4(
+    blocks: torch.Tensor,
+    spread: torch.Tensor,
+    scale: torch.Tensor,
+    names: tuple[str, ...],
+    others: Tensors,
+) -> Quantised:
+    codes = ((blocks / spread[:, :, None])[..., None] - E2M1).abs().argmin(-1)
+    values = (E2M1[codes] * spread[:, :, None]).flatten(1)
+    halves = codes.flatten(1).to(torch.uint8)
+    packed = halves[:, ::2] | (halves[:, 1::2] << 4)
+    return {names[0]: packed, names[1]: scale} | others, values
+
+
+def store_bnb8(weight: torch.Tensor) -> Quantised:
+    largest = weight.abs().amax(1)
+    codes = (weight * (127 / largest[:, None])).round().to(torch.int8)
+    state = {"SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return {"weight": codes} | state, codes * largest[:, None] * 7.874015718698502e-3
+
+
+def store_bnb4(
+    weight: torch.Tensor, dtype: torch.dtype, kind: str = "nf4", is_nested: bool = False
+) -> Quantised:
+    """Blocks of 64 of the flattened matrix; any 16 values will do for codes."""
+    table = torch.linspace(-1, 1, 16) if kind == "nf4" else E2M1 / 6
+    blocks = weight.reshape(-1, 64)
+    scale, nested = blocks.abs().amax(1), {}
+    told: dict[str, Any] = {
+        "quant_type": kind,
+        "blocksize": 64,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(weight.shape),
+    }
+    stored_scale = scale
+    if is_nested:
+        offset, values = scale.mean(), torch.linspace(-1, 1, 256)
+        parts = torch.nn.functional.pad(scale - offset, (0, -len(scale) % 256)).view(-1, 256)
+        largest = parts.abs().amax(1)
+        found = ((parts / largest[:, None])[..., None] - values).abs().argmin(-1)
+        scale = (values[found] * largest[:, None]).flatten()[: len(scale)] + offset
+        stored_scale = found.flatten()[: len(scale)].to(torch.uint8)
+        nested = {"weight.nested_absmax": largest, "weight.nested_quant_map": values}
+        told |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+    codes = ((blocks / scale[:, None])[..., None] - table).abs().argmin(-1)
+    halves = codes.flatten().to(torch.uint8)
+    state = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+    return {
+        "weight": ((halves[::2] << 4) | halves[1::2])[:, None],
+        "weight.absmax": stored_scale,
+        "weight.quant_map": table,
+        f"weight.quant_state.bitsandbytes__{kind}": state,
+    } | nested, (table[codes] * scale[:, None]).reshape(weight.shape)
 
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 64}
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": False}
+_BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 _FP8_ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 
@@ -137,9 +268,50 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], dict[str, Any]]] = {
         store_fp8_whole,
         _compressed("float-quantized", _FP8_ARGS | {"strategy": "tensor"}),
     ),
-    "int4": (store_int4, _compressed("pack-quantized", _INT4 | {"symmetric": True})),
-    "int4_zeros": (store_int4_zeros, _compressed("pack-quantized", _INT4 | {"symmetric": False})),
+    "int4": (store_whole, _compressed("pack-quantized", _INT4 | {"symmetric": True})),
+    "int4_zeros": (
+        partial(store_whole, has_zeros=True),
+        _compressed("pack-quantized", _INT4 | {"symmetric": False}),
+    ),
+    "int8": (
+        partial(store_whole, bits=8, group=64),
+        _compressed("pack-quantized", _INT8 | {"symmetric": True}),
+    ),
+    "int8_zeros": (
+        partial(store_whole, bits=8, group=64, has_zeros=True),
+        _compressed("pack-quantized", _INT8 | {"symmetric": False}),
+    ),
+    "int8_bytes": (
+        store_bytes,
+        _compressed("int-quantized", _INT8 | {"strategy": "channel", "symmetric": True}),
+    ),
+    "int8_bytes_zeros": (
+        partial(store_bytes, has_zeros=True),
+        _compressed("int-quantized", _INT8 | {"symmetric": False}),
+    ),
+    "gptq": (store_gptq, _GPTQ),
+    "gptq8_v2": (
+        partial(store_gptq, bits=8, is_v2=True),
+        _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (store_awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}),
+    "nvfp4": (store_nvfp4, _compressed("nvfp4-pack-quantized", _NVFP4)),
+    "nvfp4_modelopt": (
+        partial(store_nvfp4, is_modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]},
+    ),
+    "mxfp4_rows": (store_mxfp4, _compressed("mxfp4-pack-quantized", _NVFP4)),
+    "bnb8": (store_bnb8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
+ALONE: dict[str, tuple[Callable[..., Quantised], dict[str, Any]]] = {
+    "nf4": (store_bnb4, _BNB4 | {"bnb_4bit_quant_type": "nf4"}),
+    "nf4_nested": (
+        partial(store_bnb4, is_nested=True),
+        _BNB4 | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    ),
+    "fp4": (partial(store_bnb4, kind="fp4"), _BNB4 | {"bnb_4bit_quant_type": "fp4"}),
+}
+"""Forms of linear layers that experts are not stored in."""
 
 
 def save_stored(
@@ -147,6 +319,10 @@ def save_stored(
 ) -> tuple[Path, Path]:
     """Save a tiny model in a stored form, and the same model's values; returns both folders."""
     torch.manual_seed(0)
+    torch.manual_seed(0)
+    store, said = (FORMS | ALONE).get(form, (store_mxfp4, {"quant_method": "mxfp4"}))
+    if form in ALONE:
+        store = partial(store, dtype=dtype)
     config = CONFIG_MAPPING[family](**SIZES | OWN_SIZES.get(family, {}) | sizes, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -163,7 +339,7 @@ def save_stored(
             tensors |= {f"{name}_{end}": tensor for end, tensor in found.items()}
             values[name] = convert_moe_packed_tensors(found["blocks"], found["scales"], dtype=dtype)
         elif form != "mxfp4" and value.ndim == 2 and "proj" in name:
-            parts, expanded = FORMS[form][0](value.float())
+            parts, expanded = store(value.float())
             tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
             values[name] = expanded.to(dtype)
         else:
@@ -176,8 +352,7 @@ def save_stored(
         {"format": "pt"},
     )
     told = json.loads((plain / "config.json").read_text())
-    quantisation = {"quant_method": "mxfp4"} if form == "mxfp4" else FORMS[form][1]
-    (stored / "config.json").write_text(json.dumps(told | {"quantization_config": quantisation}))
+    (stored / "config.json").write_text(json.dumps(told | {"quantization_config": said}))
     return stored, plain
 
 

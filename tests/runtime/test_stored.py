@@ -1,32 +1,101 @@
 """Weights are computed with as they are stored, and give what their values would."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError
+from offplan.runtime.forms.stored import StoredLinear
+from offplan.runtime.loading.loaded import LoadedModel
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, run_greedily
-from tests.runtime.quantise import FORMS, save_stored
+from tests.runtime.quantise import ALONE, FORMS, save_stored
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4]])
 BATCH = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
-CASES = [("qwen3", form) for form in FORMS]
+CASES = [("qwen3", form) for form in FORMS | ALONE]
 CASES += [("qwen3_moe", form) for form in FORMS] + [
     ("deepseek_v3", "fp8_block"),
     ("gpt_oss", "mxfp4"),
 ]
-SEGMENTS: list[tuple[str, ...]] = [(), ("self_attn",), ("mlp",)]
+RUNS: list[tuple[torch.Tensor, int, tuple[str, ...]]] = [
+    (PROMPT, 64, ()),
+    (PROMPT, 3, ("self_attn",)),
+    (BATCH, 64, ("mlp",)),
+]
+"""Prompts, the chunks that they are read in, and what every second layer offloads."""
 
 
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) -> None:
     stored, plain = save_stored(family, form, tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    for prompt, chunk in ((PROMPT, 64), (PROMPT, 3), (BATCH, 64)):
-        expected = run_stock(stock, prompt)
-        for segments in SEGMENTS:
-            got = run_greedily(stored, offload(group(2, 1, *segments), prefill_chunk=chunk), prompt)
-            for ours, theirs in zip(got, expected, strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    for prompt, chunk, segments in RUNS:
+        got = run_greedily(stored, offload(group(2, 1, *segments), prefill_chunk=chunk), prompt)
+        for ours, theirs in zip(got, run_stock(stock, prompt), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS | ALONE)
+def test_random_weights_are_of_ordinary_size(form: str, tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3", form, tmp_path, num_hidden_layers=1)
+    loaded = LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), None)
+    linear = [part for part in loaded.module.modules() if isinstance(part, StoredLinear)]
+    assert len(linear) == 7
+    for each in linear:
+        assert 0.012 < each.stored.expand(each, torch.float32).std() < 0.03
+    loaded.close()
+
+
+def change(folder: Path, end: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the first stored tensor whose name ends so."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith(end))
+    tensors[name] = made(tensors[name])
+    save_file(tensors, path, {"format": "pt"})
+
+
+def edit_state(old: str, new: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def edit(state: torch.Tensor) -> torch.Tensor:
+        said = bytes(state.tolist()).decode()
+        assert old in said
+        return torch.tensor(list(said.replace(old, new).encode()), dtype=torch.uint8)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "end", "made", "why"),
+    [
+        ("qwen3", "gptq", "g_idx", lambda index: index + 1, "groups beyond the"),
+        ("qwen3", "gptq", "g_idx", lambda index: index - 1, "groups beyond the"),
+        ("qwen3", "bnb8", "weight_format", lambda _: torch.tensor(2).byte(), "order than rows"),
+        ("qwen3", "nf4", "__nf4", edit_state("64", "32"), "has the blocksize 32"),
+        ("qwen3", "nf4", "__nf4", edit_state("float32", "float16"), "has the dtype float16"),
+        ("qwen3", "nf4_nested", "__nf4", edit_state("256, ", "128, "), "has the "),
+        ("qwen3", "nf4", "quant_map", lambda table: table[:8].clone(), "stored as F32"),
+        ("qwen3", "fp4", "__fp4", edit_state("{", "["), "no JSON object"),
+        ("qwen3", "int8_zeros", "zero_point", lambda zeros: zeros.T.contiguous(), "stored as"),
+        ("qwen3", "gptq", "scales", lambda scales: scales.int(), "stored as w4a16"),
+        ("qwen3_moe", "gptq", "0.up_proj.scales", lambda scales: scales.bfloat16(), "stored as"),
+        ("qwen3_moe", "nf4", "norm.weight", lambda norm: norm, "Experts is stored as"),
+    ],
+)
+def test_what_is_not_executed_is_refused(
+    family: str,
+    form: str,
+    end: str,
+    made: Callable[[torch.Tensor], torch.Tensor],
+    why: str,
+    tmp_path: Path,
+) -> None:
+    stored, _ = save_stored(family, form, tmp_path, num_hidden_layers=1)
+    change(stored, end, made)
+    with pytest.raises(CheckpointError, match=why):
+        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)

@@ -1,7 +1,7 @@
 """Products that decode weights as they read them, in GPU memory or over the link, and expansion.
 
-A weight, [out, in] for each expert, is stored in elements of ``PACK`` weights along its rows: FP8
-in bytes, codes of four bits in words of eight or, to be expanded, in bytes of two.
+A weight, [out, in] for each expert, is stored along its rows in elements of ``PACK`` weights:
+codes of ``BITS`` 8 in bytes, of 4 in words of eight or, to be expanded, in bytes of two.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def decode(stored, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return weight number ``part`` of each stored byte as float32, before scales and zeros.
 
     The bits of a short float are those of a float32 whose exponent has another bias.
@@ -25,25 +25,38 @@ def decode(stored, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-u
         bits = stored.to(tl.int32) >> (4 * part)
         values = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
         values *= 2.0**126
-    else:
+    elif CODE == "table":  # of bitsandbytes, whose first weight is in the high half
+        values = tl.load(table + ((stored.to(tl.int32) >> (4 - 4 * part)) & 0xF))
+    elif CODE == "uint4":
         values = ((stored.to(tl.int32) >> (4 * part)) & 0xF).to(tl.float32)
+    elif CODE == "int8":
+        values = stored.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        tl.static_assert(CODE == "uint8")
+        values = stored.to(tl.float32)
     return values
 
 
 @triton.jit
-def decode_pair(words, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def decode_pair(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return weights number ``part`` and ``part`` + 4 of words of eight codes, as bfloat16.
 
     Both are made at once, in the halves of a word. 4-bit floats lack a factor of 2 ** 126, whole
-    numbers have 128 too many: their bits are the last ones of 128's mantissa.
+    numbers have 128 too many: their bits are the last ones of 128's mantissa. Those of a table,
+    float32, have nothing of this.
     """
-    both = words >> (4 * part)
-    if CODE == "fp4":
-        both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
+    if CODE == "table":  # the first weight of a byte is in its high half
+        place: tl.constexpr = 4 * (part + 1 - part % 2 * 2)
+        low = tl.load(table + ((words >> place) & 0xF))
+        high = tl.load(table + ((words >> (16 + place)) & 0xF))
     else:
-        both = (both & 0x000F000F) | 0x43004300
-    low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        both = words >> (4 * part)
+        if CODE == "fp4":
+            both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
+        else:
+            both = (both & 0x000F000F) | 0x43004300
+        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, high
 
 
@@ -58,15 +71,43 @@ def load_powers(exponent, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_scales(scale, mask, IS_EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load scales as float32, or the powers of two that they are the exponents of."""
-    if IS_EXPONENT:
+def load_scales(scale, mask, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load scales as float32: floats, FP8, or the powers of two that they are the exponents of."""
+    if SCALE == "exponent":
         exponent = tl.load(scale, mask=mask, other=0).to(tl.int32)
         # 2**-127 has the bits of a subnormal number
         scales = tl.maximum(exponent << 23, 0x400000).to(tl.float32, bitcast=True)
-    else:
+    elif SCALE == "float" or SCALE == "largest":
         scales = tl.load(scale, mask=mask, other=0.0).to(tl.float32)
+    else:
+        scales = decode(tl.load(scale, mask=mask, other=0), 0, None, SCALE)
     return scales
+
+
+@triton.jit
+def scale_scales(scales, whole, GLOBAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply or divide scales, [rows, columns], by that of their matrix, [rows]."""
+    if GLOBAL == "factor":
+        scales *= whole[:, None]
+    elif GLOBAL == "divisor":
+        scales = tl.div_rn(scales, tl.broadcast_to(whole[:, None], scales.shape))
+    return scales
+
+
+@triton.jit
+def load_zeros(zero, n, column, first, columns, mask, ZERO: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the code of zero of rows ``n`` in groups ``column``, as float32.
+
+    ``first`` counts the rows of the experts before, ``columns`` the groups of a row.
+    """
+    if ZERO == "words":
+        PER: tl.constexpr = 32 // BITS
+        word = tl.load(zero + (first // PER + n // PER) * columns + column, mask=mask, other=0)
+        zeros = (word >> (BITS * (n % PER))) & ((1 << BITS) - 1)
+    else:
+        tl.static_assert(ZERO == "bytes")
+        zeros = tl.load(zero + (first + n) * columns + column, mask=mask, other=0)
+    return zeros.to(tl.float32)
 
 
 @triton.jit
@@ -79,23 +120,45 @@ def spread(of_groups, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scaled(w, s, dtype: tl.constexpr, IS_EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
+def scaled(w, s, dtype: tl.constexpr, CODE: tl.constexpr, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scale weights, bfloat16, to dtype; to 2 ** -63 of their value by exponents to bfloat16."""
     if s.dtype == tl.bfloat16 and dtype == tl.bfloat16:
         made = w * s
-    elif IS_EXPONENT:
+    elif SCALE == "exponent":
         made = (w.to(tl.float32) * s.to(tl.float32) * 2.0**63).to(dtype)
+    elif CODE == "fp4":
+        made = (w.to(tl.float32) * 2.0**126 * s).to(dtype)
     else:
         made = (w.to(tl.float32) * s.to(tl.float32)).to(dtype)
     return made
 
 
 @triton.jit
+def find_block(starts, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the expert of this program, where its pairs begin, and where that expert's end.
+
+    Pairs are taken in blocks, expert by expert; more programs are started than there may be blocks.
+    """
+    expert = 0
+    begin = tl.program_id(1) * BLOCK_M
+    stop = num_pairs
+    if EXPERTS:
+        e = tl.arange(0, EXPERTS)
+        firsts = tl.load(starts + e, mask=e < num_experts, other=0)
+        stops = tl.load(starts + e + 1, mask=e < num_experts, other=0)
+        num_blocks = (stops - firsts + BLOCK_M - 1) // BLOCK_M
+        ends = tl.cumsum(num_blocks, 0)
+        expert = tl.sum((ends <= tl.program_id(1)).to(tl.int32), 0)
+        own = e == expert
+        begin = tl.program_id(1) - tl.sum(tl.where(own, ends - num_blocks, 0), 0)
+        begin = tl.sum(tl.where(own, firsts, 0), 0) + begin * BLOCK_M
+        stop = tl.sum(tl.where(own, stops, 0), 0)
+    return expert, begin, stop
+
+
+@triton.jit
 def multiply(  # type: ignore[no-untyped-def]
     x,
-    weight,
-    scale,
-    zero,
     out,
     order,
     starts,
@@ -104,12 +167,20 @@ def multiply(  # type: ignore[no-untyped-def]
     row_elements,
     split_elements,
     pairs_per_row,
+    num_experts,
+    weight,
+    scale,
+    zero,
+    whole,
+    table,
     scale_rows,
     scale_columns,
-    num_experts,
     CODE: tl.constexpr,
     PACK: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    GLOBAL_ROWS: tl.constexpr,
     ZERO: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_ELEMENTS: tl.constexpr,
@@ -119,23 +190,10 @@ def multiply(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     """One program for BLOCK_N rows of a weight and a part of their length: times BLOCK_M inputs."""
-    expert = 0
-    begin = tl.program_id(1) * BLOCK_M
-    stop_pair = num_pairs
-    if EXPERTS:
-        # blocks of pairs, expert by expert; more programs are started than there may be blocks
-        e = tl.arange(0, EXPERTS)
-        firsts = tl.load(starts + e, mask=e < num_experts, other=0)
-        stops = tl.load(starts + e + 1, mask=e < num_experts, other=0)
-        num_blocks = (stops - firsts + BLOCK_M - 1) // BLOCK_M
-        ends = tl.cumsum(num_blocks, 0)
-        expert = tl.sum((ends <= tl.program_id(1)).to(tl.int32), 0)
+    expert, begin, stop_pair = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
+    if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
         if expert >= num_experts:
             return
-        own = e == expert
-        begin = tl.program_id(1) - tl.sum(tl.where(own, ends - num_blocks, 0), 0)
-        begin = tl.sum(tl.where(own, firsts, 0), 0) + begin * BLOCK_M
-        stop_pair = tl.sum(tl.where(own, stops, 0), 0)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < num_out
     m = begin + tl.arange(0, BLOCK_M)
@@ -149,6 +207,10 @@ def multiply(  # type: ignore[no-untyped-def]
     rows = weight + first_row[:, None] * row_elements
     scales = scale + (expert * scale_rows + n // SCALE_ROWS) * scale_columns
     columns = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_elements
+    of_matrix = 1.0
+    if GLOBAL != "":
+        matrix = expert * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
+        of_matrix = tl.load(whole + matrix, mask=is_row, other=1.0)
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     first = tl.program_id(2) * split_elements
     stop = tl.minimum(first + split_elements, row_elements)
@@ -158,35 +220,50 @@ def multiply(  # type: ignore[no-untyped-def]
         is_input = inside[:, None] & is_pair[None, :]
         stored = tl.load(rows + k[None, :], mask=is_row[:, None] & inside[None, :], other=0)
         if PACK == 1:  # a tile lies under one scale: it is scaled once it is multiplied
+            column = start // SCALE_ELEMENTS
+            w = decode(stored, 0, table, CODE)
+            if ZERO == "middle":
+                w -= 128.0
+            elif ZERO != "":
+                before = expert * num_out
+                none = load_zeros(zero, n, column, before, scale_columns, is_row, ZERO, BITS)
+                w -= none[:, None]
             v = tl.load(columns + k[:, None], mask=is_input, other=0.0)
-            found = tl.dot(decode(stored, 0, CODE).to(v.dtype), v)
-            found *= load_scales(scales + start // SCALE_ELEMENTS, is_row, IS_EXPONENT)[:, None]
-            sums += found
+            found = tl.dot(w.to(v.dtype), v)
+            s = load_scales(scales + column, is_row, SCALE)
+            if SCALE == "largest":  # of a row, which 127 stands for
+                s *= 7.874015718698502e-3
+            sums += found * s[:, None]
         else:
-            column = start // SCALE_ELEMENTS + tl.arange(0, BLOCK_K // SCALE_ELEMENTS)
+            GROUPS: tl.constexpr = BLOCK_K // SCALE_ELEMENTS if BLOCK_K > SCALE_ELEMENTS else 1
+            column = start // SCALE_ELEMENTS + tl.arange(0, GROUPS)
             is_scale = is_row[:, None] & (column < scale_columns)[None, :]
-            if IS_EXPONENT:
+            if SCALE == "exponent":
                 s = load_powers(scales[:, None] + column[None, :], is_scale)
-            else:
+            elif SCALE == "float":
                 s = tl.load(scales[:, None] + column[None, :], mask=is_scale, other=0.0)
-            none = tl.full([1, 1], 136.0, tl.bfloat16)
-            if ZERO == 2:
-                words = (expert * (num_out // 8) + n // 8)[:, None] * scale_columns
-                words = tl.load(zero + words + column[None, :], mask=is_scale, other=0)
-                nibble = (words >> (4 * (n % 8))[:, None]) & 0xF
-                none = spread((nibble + 128).to(tl.float32).to(tl.bfloat16), SCALE_ELEMENTS)
-            s = spread(s, SCALE_ELEMENTS)
+            else:
+                s = load_scales(scales[:, None] + column[None, :], is_scale, SCALE)
+                s = scale_scales(s, of_matrix, GLOBAL)
+            s = spread(s, BLOCK_K // GROUPS)
+            none = tl.full([1, 1], 136.0, tl.float32).to(tl.bfloat16)
+            if ZERO == "words":
+                nibble = load_zeros(
+                    zero, n[:, None], column[None, :], expert * num_out, scale_columns, is_scale,
+                    ZERO, BITS,
+                )  # fmt: skip
+                none = spread((nibble + 128).to(tl.bfloat16), BLOCK_K // GROUPS)
             for part in tl.static_range(4):
-                low, high = decode_pair(stored, part, CODE)
-                if ZERO:
+                low, high = decode_pair(stored, part, table, CODE)
+                if ZERO != "":
                     low -= none
                     high -= none
                 at = columns + part * part_elements + k[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(low, s, v.dtype, IS_EXPONENT), v, sums)
+                sums = tl.dot(scaled(low, s, v.dtype, CODE, SCALE), v, sums)
                 v = tl.load(at + 4 * part_elements, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(high, s, v.dtype, IS_EXPONENT), v, sums)
-    if IS_EXPONENT and x.dtype.element_ty == tl.bfloat16:
+                sums = tl.dot(scaled(high, s, v.dtype, CODE, SCALE), v, sums)
+    if SCALE == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
     tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])
@@ -194,17 +271,22 @@ def multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def expand(  # type: ignore[no-untyped-def]
-    weight,
-    scale,
-    zero,
     out,
     num_out,
     row_elements,
+    weight,
+    scale,
+    zero,
+    whole,
+    table,
     scale_rows,
     scale_columns,
     CODE: tl.constexpr,
     PACK: tl.constexpr,
-    IS_EXPONENT: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    GLOBAL_ROWS: tl.constexpr,
     ZERO: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_ELEMENTS: tl.constexpr,
@@ -226,19 +308,26 @@ def expand(  # type: ignore[no-untyped-def]
     column = begins // SCALE_ELEMENTS
     scales = scale + (tl.program_id(2) * scale_rows + n // SCALE_ROWS)[:, None] * scale_columns
     is_scale = is_row[:, None] & (begins < row_elements)[None, :]
-    s = load_scales(scales + column[None, :], is_scale, IS_EXPONENT)[:, :, None]
+    s = load_scales(scales + column[None, :], is_scale, SCALE)
+    if GLOBAL != "":
+        matrix = tl.program_id(2) * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
+        s = scale_scales(s, tl.load(whole + matrix, mask=is_row, other=1.0), GLOBAL)
+    s = s[:, :, None]
     at = out + (row * row_elements + k) * PACK
     none = 0.0
-    if ZERO == 1:
-        none = 8.0
-    elif ZERO == 2:
-        words = tl.program_id(2) * (num_out // 8) + n // 8
-        word = zero + words[:, None] * scale_columns + column[None, :]
-        nibbles = tl.load(word, mask=is_scale, other=0) >> (4 * (n % 8))[:, None]
-        none = (nibbles & 0xF).to(tl.float32)[:, :, None]
-    first = (decode(stored, 0, CODE) - none) * s
-    second = (decode(stored, PACK - 1, CODE) - none) * s
-    if ZERO:  # libraries compute in the scales' type
+    if ZERO == "middle":
+        none = 8.0 if BITS == 4 else 128.0
+    elif ZERO != "":
+        before = tl.program_id(2) * num_out
+        none = load_zeros(
+            zero, n[:, None], column[None, :], before, scale_columns, is_scale, ZERO, BITS
+        )[:, :, None]
+    first = (decode(stored, 0, table, CODE) - none) * s
+    second = (decode(stored, PACK - 1, table, CODE) - none) * s
+    if SCALE == "largest":  # of a row, which 127 stands for
+        first *= 7.874015718698502e-3
+        second *= 7.874015718698502e-3
+    if ZERO != "" or CODE == "int8":  # libraries compute in the scales' type
         first = first.to(scale.dtype.element_ty)
         second = second.to(scale.dtype.element_ty)
     if PACK == 1:

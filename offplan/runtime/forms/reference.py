@@ -1,76 +1,156 @@
 """The values that stored codes stand for, by plain torch: what every kernel must agree with."""
 
+from collections.abc import Sequence
+
 import torch
 
-from offplan.forms.form import Form, Kind, Part
+from offplan.forms.form import Form, Kind, Packing, Part
 
 Parts = dict[Part, torch.Tensor]
 """The stored tensors of a weight, or those of all experts in one, by what they are to it."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of 4-bit floats, by code. Source: OCP Microscaling Formats v1.0."""
+PER_127 = 7.874015718698502e-3
+"""What bitsandbytes takes for 1 / 127. Source: bitsandbytes 0.49, ``int8_vectorwise_dequant``."""
+NESTED_BLOCK = 256
+"""Scales of bitsandbytes that share a scale of theirs."""
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where a word has the code of each of its columns. Source: AutoAWQ, ``AWQ_REVERSE_ORDER``."""
+BITS = {Kind.W4A16: 4, Kind.W8A16: 8}
+"""Bits of whole numbers."""
+ONES = {4: 0x11111111, 8: 0x01010101}
+"""A word whose codes are ones, by their bits. GPTQ adds it to words of zeros, carries included.
+
+Source: GPTQModel, ``convert_gptq_v1_to_v2_format_module``.
+"""
 
 
 def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight, [..., out, in], in ``dtype``.
 
-    Codes are [..., out, bytes] and scales [..., rows, columns], as ``codes_of`` and ``scales_of``
-    give them. Source: transformers 5.23, ``Fp8Dequantize`` and ``convert_moe_packed_tensors``;
-    compressed-tensors 0.15, ``_dequantize``.
+    Source: transformers 5.23, ``Fp8Dequantize`` and ``convert_moe_packed_tensors``;
+    compressed-tensors 0.15, ``_dequantize``; GPTQModel, ``dequantize_weight``; AutoAWQ,
+    ``dequantize_gemm``; ModelOpt, ``NVFP4QTensor.dequantize``; bitsandbytes 0.49,
+    ``dequantize_4bit`` of its CUDA kernels and ``int8_vectorwise_dequant``.
     """
-    codes, scales = codes_of(parts), parts[Part.SCALE]
-    if form.kind is Kind.MXFP4:
-        values = torch.tensor(_E2M1, device=codes.device)[_halves(codes).int()]
-        # powers of two: nothing is rounded before the end
-        powers = torch.exp2(_bytes(scales).float() - 127)
-        return (values * _spread(powers, values.shape, form)).to(dtype)
-    if form.kind is Kind.W4A16:
-        zeros = _zeros(parts, scales)
-        exact = _halves(codes).int() - _spread(
-            zeros, (*codes.shape[:-1], 2 * codes.shape[-1]), form
-        )
-        # the library computes in the scales' type
-        return (exact.to(scales.dtype) * _spread(scales, exact.shape, form)).to(dtype)
-    values = parts[Part.WEIGHT].float()
-    return (values * _spread(scales.float(), values.shape, form)).to(dtype)
+    numbers, scales = (_expand_columns if form.is_by_columns else _expand_rows)(form, parts)
+    # whole numbers are computed with in the scales' type, as their libraries do
+    values = numbers.to(scales.dtype) * scales
+    return (values * PER_127 if form.kind is Kind.BNB8 else values).to(dtype)
 
 
 def codes_of(parts: Parts) -> torch.Tensor:
-    """View codes as bytes, uint8 of [..., out, bytes]: of two weights the low half is the first."""
+    """View codes as bytes, uint8 of [..., out, bytes]."""
     codes = _bytes(parts[Part.WEIGHT])
     # MXFP4 may store the bytes of each block apart
     return codes if codes.ndim == parts[Part.SCALE].ndim else codes.flatten(-2)
+
+
+def nested_scales(parts: Parts) -> torch.Tensor:
+    """Return bitsandbytes' scales of blocks of 4-bit codes, float32 of [out, blocks]."""
+    scales = parts[Part.SCALE]
+    if Part.NESTED_SCALE not in parts:
+        return scales
+    values = parts[Part.NESTED_CODES][scales.flatten().int()]
+    spread = parts[Part.NESTED_SCALE].repeat_interleave(NESTED_BLOCK)[: scales.numel()]
+    return (values * spread + parts[Part.NESTED_OFFSET]).view(scales.shape)
+
+
+def block_of(form: Form, num_out: int, num_in: int, scales: torch.Tensor) -> tuple[int, int]:
+    """Return the rows and columns of weights that share one of ``scales``, [..., rows, columns].
+
+    Matrices with one scale each may be joined in one: their rows then share as many scales.
+    """
+    return form.block or (num_out // scales.shape[-2], num_in // scales.shape[-1])
+
+
+def _expand_rows(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what codes stand for and their scales, each [..., out, in]."""
+    scales, numbers = _scales_of(form, parts), _numbers_of(form, parts)
+    num_out, num_in = numbers.shape[-2:]
+    high, wide = block_of(form, num_out, num_in, scales)
+
+    def spread(said: torch.Tensor) -> torch.Tensor:
+        """Repeat what is said of each block, [..., rows, columns], for each of its weights."""
+        rows = said.repeat_interleave(high, -2)[..., :num_out, :]
+        return rows.repeat_interleave(wide, -1)[..., :num_in]
+
+    if form.packing is not None:
+        numbers = numbers - spread(_zeros_of(form, parts, scales))
+    return numbers, spread(scales)
+
+
+def _numbers_of(form: Form, parts: Parts) -> torch.Tensor:
+    """Return what the codes of rows stand for before zeros and scales, [..., out, in]."""
+    weight = parts[Part.WEIGHT]
+    if form.packing is Packing.COMPRESSED_TENSORS:
+        return _unpack(weight, BITS[form.kind])
+    if form.kind in (Kind.MXFP4, Kind.NVFP4):
+        return torch.tensor(_E2M1, device=weight.device)[_halves(codes_of(parts), (0, 4))]
+    if form.kind in (Kind.NF4, Kind.FP4):
+        return parts[Part.CODES][_halves(weight, (4, 0))]
+    return weight.int() if form.packing is Packing.NONE else weight.float()
+
+
+def _scales_of(form: Form, parts: Parts) -> torch.Tensor:
+    """Return the scales of blocks of rows, [..., rows, columns]."""
+    scales = parts[Part.SCALE]
+    if form.kind is Kind.MXFP4:
+        # powers of two: nothing is rounded before the end
+        return torch.exp2(_bytes(scales).float() - 127)
+    if form.kind is Kind.NVFP4:
+        whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
+        assert whole is not None
+        whole = whole.repeat_interleave(scales.shape[-2] // whole.shape[-2], -2)
+        return scales.float() * whole if Part.GLOBAL_SCALE in parts else scales.float() / whole
+    if form.kind in (Kind.NF4, Kind.FP4):
+        return nested_scales(parts)
+    return scales if form.packing is not None else scales.float()
+
+
+def _zeros_of(form: Form, parts: Parts, scales: torch.Tensor) -> torch.Tensor:
+    """Return the code of zero of each group of a row, int32 of [..., out, groups]."""
+    zeros = parts.get(Part.ZERO)
+    if form.packing is Packing.NONE:
+        return torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.int()
+    bits = BITS[form.kind]
+    if zeros is None:
+        return torch.full_like(scales, 1 << (bits - 1), dtype=torch.int32)
+    return _unpack(zeros.mT, bits).mT
+
+
+def _expand_columns(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what codes less their zeros stand for and their scales, each [..., out, in]."""
+    bits, scales = BITS[form.kind], parts[Part.SCALE]
+    num_groups, num_out = scales.shape[-2:]
+    if form.packing is Packing.AWQ:
+        numbers = _unpack(parts[Part.WEIGHT], bits, _AWQ_NIBBLES)
+        zeros = _unpack(parts[Part.ZERO], bits, _AWQ_NIBBLES)
+    else:
+        numbers = _unpack(parts[Part.WEIGHT].mT, bits).mT
+        words = parts[Part.ZERO]
+        zeros = _unpack(words + ONES[bits] if form.packing is Packing.GPTQ else words, bits)
+    num_in = numbers.shape[-2]
+    index = (torch.arange(num_in, device=scales.device) // (num_in // num_groups))[None]
+    if Part.GROUP_INDEX in parts:
+        # a pass that only allocates may find a slot of the ring not yet filled
+        index = parts[Part.GROUP_INDEX].long().clamp(0, num_groups - 1)
+    # the group of each weight, [..., in, out]; joined matrices have an index each
+    groups = index.repeat_interleave(num_out // index.shape[-2], -2).mT.expand(numbers.shape)
+    return (numbers - zeros.gather(-2, groups)).mT, scales.gather(-2, groups).mT
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def _halves(codes: torch.Tensor) -> torch.Tensor:
-    """Return the two codes of each byte, in their order, uint8 of [..., 2 x bytes]."""
-    return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+def _halves(codes: torch.Tensor, shifts: tuple[int, int]) -> torch.Tensor:
+    """Return the two codes of each byte, int32 of [..., 2 x bytes], found at these bits."""
+    return torch.stack([(codes >> shift) & 0xF for shift in shifts], -1).flatten(-2).int()
 
 
-def _spread(scales: torch.Tensor, shape: torch.Size | tuple[int, ...], form: Form) -> torch.Tensor:
-    """Repeat what is said of each block, [..., rows, columns], for each of its weights."""
-    num_out, num_in = shape[-2:]
-    high, wide = block_of(form, num_out, num_in, scales.shape[-2])
-    rows = scales.repeat_interleave(high, -2)[..., :num_out, :]
-    return rows.repeat_interleave(wide, -1)[..., :num_in]
-
-
-def block_of(form: Form, num_out: int, num_in: int, num_rows: int) -> tuple[int, int]:
-    """Return the rows and columns of weights that share a scale, of ``num_rows`` rows of scales.
-
-    Matrices with one scale each may be joined in one: their rows then share as many scales.
-    """
-    return form.block or (num_out // num_rows, num_in)
-
-
-def _zeros(parts: Parts, scales: torch.Tensor) -> torch.Tensor:
-    """Return the code of zero of each group, int32 of [..., out, groups]."""
-    packed = parts.get(Part.ZERO)
-    if packed is None:
-        return torch.full(scales.shape, 8, dtype=torch.int32, device=scales.device)
-    shifts = 4 * torch.arange(8, dtype=torch.int32, device=packed.device)
-    return ((packed.unsqueeze(-2) >> shifts[:, None]) & 0xF).flatten(-3, -2)
+def _unpack(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the codes of 32-bit words, int32 of [..., words x codes], in order or as placed."""
+    order = torch.tensor(places or range(32 // bits), dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> (bits * order)) & ((1 << bits) - 1)).flatten(-2)

@@ -1,49 +1,118 @@
 """Which stored forms are executed, told from headers alone."""
 
 from collections.abc import Collection
+from math import prod
 from typing import Any
 
 from torch import nn
 
 from offplan.checkpoint.parameter import Parameter
 from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.forms.recognise import WORD_BITS
+from offplan.runtime.forms.reference import BITS, NESTED_BLOCK
 from offplan.runtime.refusal import refuse
 
-_FP8 = frozenset(("F8_E4M3",))
-_CODES = {
-    Kind.FP8_BLOCK: _FP8,
-    Kind.FP8_CHANNEL: _FP8,
-    Kind.FP8_TENSOR: _FP8,
-    Kind.MXFP4: frozenset(("U8",)),
-    Kind.W4A16: frozenset(("I32",)),
-}
-"""Types of the codes of each form that is executed."""
-_PARTS = {Part.WEIGHT, Part.SCALE, Part.ZERO, Part.SHAPE, Part.INPUT_SCALE}
-"""Parts that values are made of, or that change none: activations are computed with as they come,
-whatever their scale."""
+BLOCK_OUT = 64
+"""Outputs of a weight that a program of our kernels multiplies."""
 _ROWS_PER_ZERO = 8
-"""Rows whose zeros are packed in one word of compressed-tensors."""
+"""Rows whose zeros are packed in one word of compressed-tensors, at most."""
+_MIN_GROUP = 32
+"""Weights of a row that share a scale of whole numbers, at least, where rows are stored."""
+_HALVES = {Kind.MXFP4, Kind.NVFP4, Kind.NF4, Kind.FP4}
+"""Kinds of two weights in a byte."""
+_FP4_GROUPS = {Kind.MXFP4: 32, Kind.NVFP4: 16}
+"""Weights of a row that share a scale, of kinds of which it is given."""
+
+_FP8, _BYTES = frozenset(("F8_E4M3",)), frozenset(("U8",))
+_FLOATS = frozenset(("F32", "F16", "BF16"))
+_TYPES = {
+    Kind.FP8_BLOCK: (_FP8, _FLOATS),
+    Kind.FP8_CHANNEL: (_FP8, _FLOATS),
+    Kind.FP8_TENSOR: (_FP8, _FLOATS),
+    Kind.MXFP4: (_BYTES, frozenset(("U8", "F8_E8M0"))),
+    Kind.NVFP4: (_BYTES, _FP8),
+    Kind.W4A16: (frozenset(("I32",)), _FLOATS),
+    Kind.W8A16: (frozenset(("I32", "I8")), _FLOATS),
+    Kind.BNB8: (frozenset(("I8",)), frozenset(("F32",))),
+    Kind.NF4: (_BYTES, frozenset(("F32", "U8"))),
+    Kind.FP4: (_BYTES, frozenset(("F32", "U8"))),
+}
+"""Types of the codes and of the scales of each form that is executed."""
+
+_NESTED = {Part.NESTED_SCALE, Part.NESTED_CODES}
+_TABLES = {Part.CODES: 16, Part.NESTED_CODES: 256, Part.NESTED_SCALE: None}
+"""Numbers that each of bitsandbytes' tables has; None for as many as there are blocks of scales."""
+_UNUSED = {Part.SHAPE, Part.INPUT_SCALE}
+"""Parts that change no value: activations are computed with as they come, whatever their scale."""
+_ZEROS = [set[Part](), {Part.ZERO}]
+_OF_PACKING: dict[Packing | None, list[set[Part]]] = {
+    Packing.COMPRESSED_TENSORS: _ZEROS,
+    Packing.NONE: _ZEROS,
+    Packing.GPTQ: [{Part.ZERO, Part.GROUP_INDEX}],
+    Packing.GPTQ_V2: [{Part.ZERO, Part.GROUP_INDEX}],
+    Packing.AWQ: [{Part.ZERO}],
+}
+_OF_KIND: dict[Kind, list[set[Part]]] = {
+    Kind.NVFP4: [{Part.GLOBAL_SCALE}, {Part.GLOBAL_DIVISOR}],
+    Kind.BNB8: [set(), {Part.STATE}],
+    Kind.NF4: [{Part.CODES, Part.STATE}, {Part.CODES, Part.STATE} | _NESTED],
+    Kind.FP4: [{Part.CODES, Part.STATE}, {Part.CODES, Part.STATE} | _NESTED],
+}
+"""Sets of parts that values may be made of, beside codes and scales."""
 
 
 def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
     """Raise CheckpointError for a weight of ``module`` whose stored form is not executed."""
     form, codes = parameter.form, parameter.tensors[0]
-    known = form.kind in _CODES and codes.dtype in _CODES[form.kind]
-    known = known and Part.SCALE in parameter.parts and set(parameter.parts) <= _PARTS
-    if not known or form.packing not in (None, Packing.COMPRESSED_TENSORS):
+    if not _is_known(parameter):
         packing = f" in the order of {form.packing.value}" if form.packing is not None else ""
         raise refuse(f"{name} is stored as {form.kind.value} ({codes.dtype}){packing}")
-    if type(module) is not nn.Linear and not hasattr(module, "has_gate"):
+    has_experts = hasattr(module, "has_gate")
+    # each of bitsandbytes' weights of 4 bits has a state of a length of its own
+    is_alone = form.kind in (Kind.NF4, Kind.FP4)
+    if type(module) is not nn.Linear and not (has_experts and not is_alone):
         raise refuse(f"{name} of a {type(module).__name__} is stored as {form.kind.value}")
     if is_transposed(module) and form.kind is not Kind.MXFP4:
         raise refuse(f"{name}, whose rows are inputs, is stored as {form.kind.value}")
+    for part in parameter.parts:
+        tensor = parameter.of(part)[0]
+        found = part_shape(parameter, part)
+        if found is None:
+            raise refuse(f"{tensor.name} is stored as {tensor.dtype} {list(tensor.shape)}")
 
 
-def check_joined(name: str, form: Form, num_rows: int, of_each: int) -> None:
-    """Raise CheckpointError where matrices of so many rows are joined amid what shares a scale."""
+def _is_known(parameter: Parameter) -> bool:
+    """Whether a form is executed that has these types, parts and groups."""
+    form = parameter.form
+    if form.kind not in _TYPES or Part.SCALE not in parameter.parts:
+        return False
+    codes, scales = (parameter.of(part)[0].dtype for part in (Part.WEIGHT, Part.SCALE))
+    parts = set(parameter.parts) - {Part.WEIGHT, Part.SCALE} - _UNUSED
+    known = _OF_PACKING.get(form.packing, []) if form.packing else _OF_KIND.get(form.kind, [set()])
+    types = _TYPES[form.kind]
+    if codes not in types[0] or scales not in types[1] or parts not in known:
+        return False
+    if form.kind in (Kind.NF4, Kind.FP4):
+        return (scales == "U8") == (parts >= _NESTED)
+    if form.kind in BITS and (codes == "I8") != (form.packing is Packing.NONE):
+        return False
+    # AutoAWQ has 4 bits alone
+    return form.packing is not Packing.AWQ or form.kind is Kind.W4A16
+
+
+def check_joined(name: str, form: Form, whole: tuple[int, ...], of_each: tuple[int, ...]) -> None:
+    """Raise CheckpointError where matrices are joined amid what shares a scale.
+
+    ``whole`` and ``of_each`` are the shapes of the weight and of what it is joined of, both
+    [..., out, in].
+    """
+    if whole[-1] != of_each[-1]:
+        raise refuse(f"{name} joins matrices along their inputs, stored as {form.kind.value}")
     step = max(form.block[0] if form.block is not None else 1, _ROWS_PER_ZERO)
-    if num_rows != of_each and of_each % step:
-        raise refuse(f"{name} joins matrices of {of_each} rows, no multiple of {step}")
+    if form.is_by_columns:
+        step = BLOCK_OUT  # a program takes the group index of one of them
+    if whole[-2] != of_each[-2] and of_each[-2] % step:
+        raise refuse(f"{name} joins matrices of {of_each[-2]} rows, no multiple of {step}")
 
 
 def check_experts(model: nn.Module, coded: Collection[str]) -> None:
@@ -59,18 +128,78 @@ def check_experts(model: nn.Module, coded: Collection[str]) -> None:
         raise refuse(f"{plain[0]} is stored by its values, other experts are not")
 
 
-def part_shape(
-    form: Form, part: Part, stored: tuple[int, ...], weight: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the shape that a part is given in memory: scales in rows and columns of their own.
+def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
+    """Return the shape that a part is given in memory; None where it is stored in another one.
 
-    ``weight`` is the shape that the weight stands for, [..., out, in].
+    Scales, zeros and the like have dimensions of their own for rows and columns, so that those of
+    joined matrices and of experts may be joined as these are.
     """
-    if part is Part.SCALE and form.kind is Kind.FP8_TENSOR:
-        return (*weight[:-2], 1, 1)
-    if part is Part.SCALE and form.kind is Kind.FP8_CHANNEL:
-        return (*weight[:-1], 1)
-    return stored or (1,)
+    form, shape = parameter.form, parameter.shape
+    stored, dtype = parameter.of(part)[0].shape, parameter.of(part)[0].dtype
+    if part in _UNUSED or part is Part.STATE:
+        return stored or (1,)
+    if part in _TABLES:
+        num_scales = parameter.of(Part.SCALE)[0].num_elements
+        wanted = (_TABLES[part] or -(-num_scales // NESTED_BLOCK),)
+        return wanted if (stored, dtype) == (wanted, "F32") else None
+    *stack, num_out, num_in = shape
+    matrix = _matrix_shape(form, part, num_out, num_in, parameter.of(Part.SCALE)[0].shape)
+    if matrix is None:
+        return None
+    found = (*stack, *matrix)
+    if part is Part.WEIGHT and form.kind is Kind.MXFP4 and len(stored) > len(found):
+        return stored  # the bytes of each block apart
+    if part is Part.ZERO and dtype != ("I8" if form.packing is Packing.NONE else "I32"):
+        return None
+    is_flat = form.kind in (Kind.NF4, Kind.FP4)
+    return found if _sizes(stored, is_flat) == _sizes(found, is_flat) else None
+
+
+def _matrix_shape(
+    form: Form, part: Part, num_out: int, num_in: int, scales: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the shape of a part of one matrix; None where kernels do not know its groups.
+
+    ``scales`` is the shape that its scales are stored in.
+    """
+    if part in (Part.GLOBAL_SCALE, Part.GLOBAL_DIVISOR):
+        return 1, 1
+    if part is Part.GROUP_INDEX:
+        return 1, num_in
+    if part is Part.WEIGHT:
+        return _codes_shape(form, num_out, num_in)
+    high, wide = form.block or (1, num_in)
+    if form.kind in (Kind.NF4, Kind.FP4):
+        wide = num_out * num_in // max(1, prod(scales))
+    elif form.kind is Kind.FP8_TENSOR:
+        high = num_out
+    is_whole = form.kind in (*BITS, Kind.NF4, Kind.FP4)
+    is_power = wide >= _MIN_GROUP and wide & (wide - 1) == 0
+    if is_whole and (not wide or num_in % wide):
+        return None
+    is_read = is_power or wide in (num_in, _FP4_GROUPS.get(form.kind)) or form.is_by_columns
+    if not is_read:
+        return None
+    rows, groups = -(-num_out // high), -(-num_in // wide)
+    if part is Part.ZERO and form.packing is not Packing.NONE:
+        rows = rows * BITS[form.kind] // WORD_BITS
+    return (groups, rows) if form.is_by_columns else (rows, groups)
+
+
+def _codes_shape(form: Form, num_out: int, num_in: int) -> tuple[int, ...]:
+    """Return the shape in which the codes of a matrix are held."""
+    if form.packing in (Packing.GPTQ, Packing.GPTQ_V2):
+        return num_in * BITS[form.kind] // WORD_BITS, num_out
+    if form.packing is Packing.AWQ:
+        return num_in, num_out * BITS[form.kind] // WORD_BITS
+    if form.packing is Packing.COMPRESSED_TENSORS:
+        return num_out, num_in * BITS[form.kind] // WORD_BITS
+    return num_out, num_in // (2 if form.kind in _HALVES else 1)
+
+
+def _sizes(shape: tuple[int, ...], is_flat: bool) -> list[int]:
+    """List the sizes of a shape that count when two are compared."""
+    return [prod(shape)] if is_flat else [size for size in shape if size != 1]
 
 
 def is_transposed(module: Any) -> bool:

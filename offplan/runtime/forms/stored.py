@@ -1,7 +1,7 @@
 """A weight of a module in its stored form: where its parts are, and how it is multiplied."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ MAX_ROWS = 128
 Source: FP8 of 12,288 x 4,096 on an H200: 64 / 128 / 256 rows take 23 / 32 / 58 us from codes;
 expanded first, 42 us and cuBLAS' own 30 to 60.
 """
+UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
+"""Parts that no value is computed with: what a STATE says is heeded once it is loaded."""
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
 """Types of inputs that the kernels multiply."""
 
@@ -70,6 +72,14 @@ class StoredLinear(nn.Linear):
         return made if self.bias is None else made + self.bias
 
 
+def leave_group_index(module: nn.Module, name: str) -> None:
+    """Have the group index of a weight read no more: groups follow each other in their order."""
+    is_linear = isinstance(module, StoredLinear)
+    holder, key = (vars(module), "stored") if is_linear else (vars(module)["stored_experts"], name)
+    parts = tuple(part for part in holder[key].parts if part is not Part.GROUP_INDEX)
+    holder[key] = replace(holder[key], parts=parts)
+
+
 def weight_of(module: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a linear layer's weight, [out, in], expanded if it holds codes."""
     if isinstance(module, StoredLinear):
@@ -81,7 +91,10 @@ def hold_stored(
     module: nn.Module, name: str, form: Form, parts: Mapping[Part, torch.Tensor]
 ) -> None:
     """Have a module hold a weight by its parts, on the meta device, in place of its values."""
-    stored = Stored(name, form, tuple(parts))
+    used = [part for part in parts if part not in UNUSED]
+    if Part.NESTED_SCALE in parts:
+        used.append(Part.NESTED_OFFSET)  # which is known once the parts are loaded
+    stored = Stored(name, form, tuple(used))
     del module._parameters[name]
     for part, value in parts.items():
         parameter = nn.Parameter(value, requires_grad=False)

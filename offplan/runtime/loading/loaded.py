@@ -10,6 +10,7 @@ from offplan.hostmem.limits import check_host_room
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.progress import Progress
+from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
@@ -59,7 +60,10 @@ class LoadedModel:
                     if on_progress is not None:
                         on_progress(done, total)
 
-                load_weights(folder, targets, self.store.resident | self.store.offloaded, tell)
+                loaded = self.store.resident | self.store.offloaded
+                load_weights(folder, targets, loaded, tell)
+            dtype = model.dtype
+            heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident)
             self._check(targets)
         except BaseException:

@@ -118,6 +118,11 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     for (parameter, part, tensor), (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
             one = found.setdefault((name, part), _Found(converter, parameter, []))
+            if one.parameter.form != parameter.form:
+                raise refuse(
+                    f"{name} joins matrices stored as {one.parameter.form.label} and "
+                    f"{parameter.form.label}"
+                )
             one.sources.append((tensor, pattern or ""))
         else:
             unused.append(tensor.name)
@@ -166,9 +171,13 @@ def _map_codes(
     path, _, attribute = name.rpartition(".")
     module = skeleton.get_submodule(path)
     check_form(name, found.parameter, module)
-    shape = found.parameter.shape
-    seen = [part_shape(form, part, tensor.shape, shape) for tensor in tensors]
-    arranged = _arrange(found.converter, found.sources, seen)
+    shape, held = found.parameter.shape, part_shape(found.parameter, part)
+    assert held is not None
+    if len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:
+        raise refuse(f"{name} joins matrices whose {part.value}s differ in type or shape")
+    # what is held as [in, out] is joined along the other dimension
+    is_mirrored = form.is_by_columns and part is not Part.GROUP_INDEX
+    arranged = _arrange(found.converter, found.sources, [held] * len(tensors), is_mirrored)
     wanted = tuple(skeleton.get_parameter(name).shape)
     if is_transposed(module):
         wanted = (*wanted[:-2], wanted[-1], wanted[-2])
@@ -179,7 +188,7 @@ def _map_codes(
             f"{name}, {list(wanted)}, as it is stored"
         )
     pieces, whole = arranged
-    check_joined(name, form, wanted[-2], shape[-2])
+    check_joined(name, form, wanted, shape)
     codes = Codes(name, form, part, whole, stored_dtype(tensors[0]))
     return {f"{path}.{part_name(attribute, part)}": Target(pieces, codes=codes)}
 
@@ -201,12 +210,16 @@ def hold_codes(skeleton: PreTrainedModel, targets: Mapping[str, Target]) -> None
 
 
 def _arrange(
-    converter: WeightConverter | None, found: list[Source], shapes: Sequence[tuple[int, ...]]
+    converter: WeightConverter | None,
+    found: list[Source],
+    shapes: Sequence[tuple[int, ...]],
+    is_mirrored: bool = False,
 ) -> tuple[tuple[Piece, ...], tuple[int, ...]] | None:
     """Find the view of one parameter that each stored tensor fills: stacked, concatenated or both.
 
-    ``shapes`` are those that the tensors are taken to have. Returns the views and the parameter's
-    shape, None where views will not do.
+    ``shapes`` are those that the tensors are taken to have; ``is_mirrored`` says that these are
+    [in, out] where the converter's are [out, in]. Returns the views and the parameter's shape, None
+    where views will not do.
     """
     if converter is None:
         return tuple(Piece(tensor) for tensor, _ in found), shapes[-1]
@@ -226,6 +239,8 @@ def _arrange(
     order = [pattern for pattern in converter.source_patterns if pattern in parts]
     is_stacked = MergeModulelist in operations
     axis = converter.operations[-1].dim - is_stacked if Concatenate in operations else None
+    if axis in (0, 1) and is_mirrored and len(shapes[0]) == 2:
+        axis = 1 - axis
     pieces: list[Piece] = []
     for pattern, tensors in parts.items():
         for number, (tensor, shape) in enumerate(tensors):

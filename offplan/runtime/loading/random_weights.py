@@ -5,17 +5,24 @@ from functools import cache
 
 import torch
 
-from offplan.forms.form import Kind, Part
+from offplan.forms.form import Kind, Packing, Part
+from offplan.runtime.forms.reference import BITS, ONES
 from offplan.runtime.loading.mapping import Codes, Target
 
 _SPREAD = 0.02
 """Standard deviation of the weights, whatever their form."""
-_OF_CODES = {Kind.MXFP4: 3.0, Kind.W4A16: 4.6}
+_OF_CODES = {
+    Kind.MXFP4: 3.0,
+    Kind.NVFP4: 3.0,
+    Kind.W4A16: 4.6,
+    Kind.W8A16: 74.0,
+    Kind.BNB8: 74.0 / 127,
+    Kind.NF4: 0.6,
+    Kind.FP4: 0.6,
+}
 """Standard deviations of what random codes stand for, before they are scaled."""
 _FP8_SPREAD = 50.0
 """The same of FP8 codes, which are drawn so that none is beyond the largest, 448."""
-_EIGHTS = -0x77777778
-"""A word of eight codes of zero in the middle of their range."""
 
 
 def fill_random(
@@ -43,7 +50,7 @@ def fill_random(
         if destination.ndim == 1 and "norm" in name:
             destination.fill_(1.0)
         elif codes is not None and codes.part is not Part.WEIGHT:
-            destination.view(-1).copy_(torch.full((1,), _fill_of(codes)).to(destination.dtype))
+            destination.copy_(_fill_of(codes).to(destination.dtype))
         else:
             noise = noise_on(destination.device, destination.dtype)
             start = number * 1_000_003 % noise.numel()
@@ -54,13 +61,28 @@ def fill_random(
         yield destination.nbytes
 
 
-def _fill_of(codes: Codes) -> float:
+def _fill_of(codes: Codes) -> torch.Tensor:
     """Return what stands beside codes: scales of the right spread, zeros in the middle."""
-    if codes.part is Part.ZERO:
-        return _EIGHTS
-    if codes.part is not Part.SCALE:
-        return 0
-    scale = _SPREAD / _OF_CODES.get(codes.form.kind, _FP8_SPREAD)
+    form, part, last = codes.form, codes.part, codes.shape[-1]
+    scale = _SPREAD / _OF_CODES.get(form.kind, _FP8_SPREAD)
+    if part is Part.ZERO and form.kind in BITS and form.packing is not Packing.NONE:
+        bits = BITS[form.kind]
+        middle = (1 << (bits - 1)) - (form.packing is Packing.GPTQ)  # which stores them less one
+        # a word of them, as a number of 32 bits that has a sign
+        return torch.tensor(middle * ONES[bits], dtype=torch.int64)
+    if part is Part.GROUP_INDEX:
+        block = form.block or (1, last)
+        return torch.arange(last) // block[1]
+    if part is Part.CODES:
+        return torch.linspace(-1, 1, last)
+    if part in (Part.GLOBAL_SCALE, Part.NESTED_CODES):
+        return torch.tensor(scale)
+    if part is Part.GLOBAL_DIVISOR:
+        return torch.tensor(1 / scale)
+    if part is Part.NESTED_SCALE or (part is Part.SCALE and form.kind is Kind.NVFP4):
+        return torch.tensor(1.0)
+    if part is not Part.SCALE or (codes.dtype is torch.uint8 and form.kind is not Kind.MXFP4):
+        return torch.tensor(0)
     if codes.dtype is torch.uint8:  # exponents of two
-        return 127 + round(torch.log2(torch.tensor(scale)).item())
-    return scale
+        return torch.tensor(scale).log2().round() + 127
+    return torch.tensor(scale)

@@ -1,0 +1,93 @@
+"""What only the contents of stored parts say, not their headers, heeded once these are loaded."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.forms.form import Kind, Part
+from offplan.runtime.forms.reference import NESTED_BLOCK
+from offplan.runtime.forms.stored import leave_group_index, part_name
+from offplan.runtime.loading.mapping import Target
+from offplan.runtime.refusal import refuse
+
+
+def heed_contents(
+    skeleton: PreTrainedModel,
+    targets: Mapping[str, Target],
+    loaded: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: str,
+    *,
+    is_random: bool,
+) -> None:
+    """Check group indices and bitsandbytes' states, and keep what is added to nested scales.
+
+    ``loaded`` are the parts by parameter name, ``dtype`` is what is computed with, as torch names
+    it. Raises CheckpointError for contents that are not executed; ``is_random`` ones say nothing.
+    """
+    for name, target in targets.items():
+        codes = target.codes
+        if codes is None or codes.part not in (Part.GROUP_INDEX, Part.STATE):
+            continue
+        path, _, attribute = codes.weight.rpartition(".")
+        if codes.part is Part.GROUP_INDEX:
+            scales = targets[part_name(codes.weight, Part.SCALE)].codes
+            assert scales is not None
+            found, num_groups = loaded[name].cpu(), scales.shape[-2]
+            if not 0 <= int(found.min()) <= int(found.max()) < num_groups:
+                raise refuse(f"{name} has groups beyond the {num_groups} that have scales")
+            num_in = found.shape[-1]
+            if bool((found == torch.arange(num_in) // (num_in // num_groups)).all()):
+                leave_group_index(skeleton.get_submodule(path), attribute)
+        elif codes.form.kind is Kind.BNB8:
+            if not is_random and loaded[name].any():
+                raise refuse(f"{codes.weight} is stored in another order than rows")
+        else:
+            offset = 0.0 if is_random else _read_state(codes.weight, loaded[name], targets, dtype)
+            skeleton.get_submodule(path).register_buffer(
+                part_name(attribute, Part.NESTED_OFFSET),
+                torch.tensor([offset], dtype=torch.float32, device=device),
+                persistent=False,
+            )
+
+
+def _read_state(
+    weight: str, state: torch.Tensor, targets: Mapping[str, Target], dtype: str
+) -> float:
+    """Return what is added to the scales of a weight of bitsandbytes' 4 bits, 0 if nothing is.
+
+    Raises CheckpointError where its state says something else than was taken from headers.
+    Source: bitsandbytes 0.49, ``QuantState.as_dict``.
+    """
+    parts = {
+        part: target.codes
+        for part in Part
+        if (target := targets.get(part_name(weight, part))) is not None
+    }
+    codes, scales = parts[Part.WEIGHT], parts[Part.SCALE]
+    assert codes is not None
+    assert scales is not None
+    try:
+        said: dict[str, Any] = dict(json.loads(bytes(state.tolist())))
+    except (TypeError, ValueError):
+        raise refuse(f"{weight} has a state that is no JSON object") from None
+    columns = 2 * codes.shape[1]
+    expected: dict[str, Any] = {
+        "quant_type": codes.form.kind.value,
+        "blocksize": columns // scales.shape[1],
+        "shape": [codes.shape[0], columns],
+        "dtype": dtype,  # values are rounded to it
+    }
+    if Part.NESTED_SCALE in parts:
+        expected |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+    for key, value in expected.items():
+        if said.get(key) != value:
+            raise refuse(f"{weight} has the {key} {said.get(key)}, expected {value}")
+    offset = said.get("nested_offset") if Part.NESTED_SCALE in parts else 0.0
+    if not isinstance(offset, float) or not math.isfinite(offset):
+        raise refuse(f"{weight} has the nested_offset {offset}")
+    return offset

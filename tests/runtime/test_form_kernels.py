@@ -1,0 +1,215 @@
+"""The kernels of stored forms against plain torch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from offplan.forms.form import Form, Kind, Packing, Part
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""How ``test_on_the_cpu`` starts this file again."""
+# the interpreter rounds bfloat16 in a way of its own
+DEVICE, DTYPES = ("cpu", [torch.float16]) if INTERPRETED else ("cuda", [torch.bfloat16, torch.half])
+NUM_OUT, NUM_IN = (128, 256) if INTERPRETED else (320, 768)
+EXPERTS = 2 if INTERPRETED else 5
+ROWS = [3] if INTERPRETED else [1, 3, 16, 50, 128]
+TOKENS = [7] if INTERPRETED else [1, 7, 300, 900]
+
+HAS_GPU = torch.cuda.is_available()
+runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
+
+FORMS = {
+    "fp8": Form(Kind.FP8_BLOCK, (128, 128)),
+    "fp8 channel": Form(Kind.FP8_CHANNEL),
+    "mxfp4": Form(Kind.MXFP4, (1, 32)),
+    "nvfp4": Form(Kind.NVFP4, (1, 16)),
+    "nvfp4 divided": Form(Kind.NVFP4, (1, 16)),
+    "int4": Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
+    "int4 of 32": Form(Kind.W4A16, (1, 32), Packing.COMPRESSED_TENSORS),
+    "int4 about 8": Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
+    "int8": Form(Kind.W8A16, (1, 64), Packing.COMPRESSED_TENSORS),
+    "int8 about 128": Form(Kind.W8A16, (1, NUM_IN), Packing.COMPRESSED_TENSORS),
+    "bytes": Form(Kind.W8A16, (1, NUM_IN), Packing.NONE),
+    "bytes with zeros": Form(Kind.W8A16, (1, 32), Packing.NONE),
+    "gptq": Form(Kind.W4A16, (1, 128), Packing.GPTQ),
+    "gptq of 8 bits": Form(Kind.W8A16, (1, 32), Packing.GPTQ),
+    "gptq v2": Form(Kind.W4A16, (1, 64), Packing.GPTQ_V2),
+    "gptq in order": Form(Kind.W4A16, (1, 128), Packing.GPTQ),
+    "gptq of small groups in order": Form(Kind.W4A16, (1, 32), Packing.GPTQ),
+    "awq": Form(Kind.W4A16, (1, 128), Packing.AWQ),
+    "bnb8": Form(Kind.BNB8),
+    "nf4": Form(Kind.NF4),
+    "nf4 nested": Form(Kind.NF4),
+}
+by_form = pytest.mark.parametrize("name", FORMS)
+FP4_AND_INT4 = (Kind.MXFP4, Kind.NVFP4, Kind.W4A16)
+
+
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
+def test_on_the_cpu() -> None:
+    """Triton decides at its import whether it interprets, so that takes another process."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
+
+
+def random_words(*shape: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=DEVICE)
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
+    """Random codes, every one of them, with scales: of one weight, or of so many experts."""
+    form = FORMS[name]
+    groups = NUM_IN // form.block[1] if form.block else 1
+    if form.is_by_columns:
+        return _make_columns(form, lead, groups, "order" not in name)
+    if form.kind in (Kind.W4A16, Kind.W8A16):
+        per, scale = (8 if form.kind is Kind.W4A16 else 4), random(*lead, NUM_OUT, groups)
+        if form.packing is Packing.NONE:
+            codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.int8)
+            zeros = random_bytes(*lead, NUM_OUT, groups).view(torch.int8)
+            has_zeros = "zeros" in name
+        else:
+            codes = random_words(*lead, NUM_OUT, NUM_IN // per)
+            zeros = random_words(*lead, NUM_OUT // per, groups)
+            has_zeros = "about" not in name
+        parts = {Part.WEIGHT: codes, Part.SCALE: scale.to(DTYPES[0])}
+        return parts | ({Part.ZERO: zeros} if has_zeros else {})
+    if form.kind is Kind.MXFP4:
+        shape = (*lead, NUM_OUT, groups)
+        scales = torch.randint(0, 250, shape, dtype=torch.uint8, device=DEVICE)
+        return {Part.WEIGHT: random_bytes(*shape, 16), Part.SCALE: scales}
+    if form.kind is Kind.NVFP4:
+        part = Part.GLOBAL_DIVISOR if "divided" in name else Part.GLOBAL_SCALE
+        return {
+            Part.WEIGHT: random_bytes(*lead, NUM_OUT, NUM_IN // 2),
+            Part.SCALE: random(*lead, NUM_OUT, groups).to(torch.float8_e4m3fn),
+            part: random(*lead, 2, 1).abs() + 0.1,  # of two that were joined
+        }
+    if form.kind is Kind.BNB8:
+        codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.int8)
+        return {Part.WEIGHT: codes, Part.SCALE: random(*lead, NUM_OUT, 1)}
+    if form.kind is Kind.NF4:
+        return _make_nf4(is_nested="nested" in name)
+    rows, columns = (NUM_OUT, 1) if form.block is None else (-(-NUM_OUT // 128), NUM_IN // 128)
+    codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.float8_e4m3fn)
+    return {Part.WEIGHT: codes, Part.SCALE: random(*lead, rows, columns)}
+
+
+def _make_columns(
+    form: Form, lead: tuple[int, ...], groups: int, has_index: bool
+) -> dict[Part, torch.Tensor]:
+    per = 8 if form.kind is Kind.W4A16 else 4
+    is_awq = form.packing is Packing.AWQ
+    shape = (NUM_IN, NUM_OUT // per) if is_awq else (NUM_IN // per, NUM_OUT)
+    parts = {
+        Part.WEIGHT: random_words(*lead, *shape),
+        Part.SCALE: random(*lead, groups, NUM_OUT).to(torch.float16),
+        Part.ZERO: random_words(*lead, groups, NUM_OUT // per),
+    }
+    if not is_awq and has_index:
+        # of one matrix, or of several that were joined
+        index = torch.randint(0, groups, (*lead, NUM_OUT // 64 if lead else 1, NUM_IN))
+        parts[Part.GROUP_INDEX] = index.to(DEVICE, torch.int32)
+    return parts
+
+
+def _make_nf4(*, is_nested: bool) -> dict[Part, torch.Tensor]:
+    blocks = NUM_OUT, NUM_IN // 64
+    parts = {
+        Part.WEIGHT: random_bytes(NUM_OUT, NUM_IN // 2),
+        Part.SCALE: random_bytes(*blocks) if is_nested else random(*blocks),
+        Part.CODES: random(16),
+    }
+    if is_nested:
+        nested = random(-(-blocks[0] * blocks[1] // 256))
+        parts |= {Part.NESTED_SCALE: nested, Part.NESTED_CODES: random(256)}
+        parts[Part.NESTED_OFFSET] = random(1)
+    return parts
+
+
+@pytest.mark.gpu
+@runs_kernels
+@by_form
+@pytest.mark.parametrize("experts", [0, EXPERTS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expansion_is_exact(name: str, experts: int, dtype: torch.dtype) -> None:
+    from offplan.runtime.forms.products import expand_on_gpu
+    from offplan.runtime.forms.reference import expand
+
+    if experts and FORMS[name].kind is Kind.NF4:
+        pytest.skip("experts are not stored so")
+    parts = make_parts(name, *([experts] if experts else []))
+    got, expected = expand_on_gpu(FORMS[name], parts, dtype), expand(FORMS[name], parts, dtype)
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    assert torch.equal(got.isnan(), expected.isnan())
+
+
+def skip_products(form: Form) -> None:
+    if INTERPRETED and form.kind in FP4_AND_INT4 and not form.is_by_columns:
+        pytest.skip("the interpreter computes nothing in bfloat16")
+
+
+def tame(parts: dict[Part, torch.Tensor], form: Form) -> dict[Part, torch.Tensor]:
+    """The same with weights of ordinary size and without NaN."""
+    if form.kind is Kind.MXFP4:
+        return parts | {Part.SCALE: parts[Part.SCALE] % 3 + 126}
+    if parts[Part.WEIGHT].dtype is torch.float8_e4m3fn:
+        codes = parts[Part.WEIGHT].view(torch.uint8) & 0xBF
+        return parts | {Part.WEIGHT: codes.view(torch.float8_e4m3fn)}
+    if form.kind in (Kind.W8A16, Kind.BNB8):
+        return parts | {Part.SCALE: parts[Part.SCALE] / 64}
+    return parts
+
+
+@pytest.mark.gpu
+@runs_kernels
+@by_form
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_of_codes(name: str, rows: int) -> None:
+    from offplan.runtime.forms.products import multiply_rows
+    from offplan.runtime.forms.reference import expand
+
+    skip_products(FORMS[name])
+    parts = tame(make_parts(name), FORMS[name])
+    x = random(rows, NUM_IN).to(DTYPES[0])
+    expected = x.double() @ expand(FORMS[name], parts, torch.float32).double().T
+    got = multiply_rows(FORMS[name], parts, x)
+    assert (got - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
+@by_form
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_products_of_experts(name: str, tokens: int) -> None:
+    from offplan.runtime.forms.experts import _sort
+    from offplan.runtime.forms.products import multiply_pairs
+    from offplan.runtime.forms.reference import expand
+
+    form = FORMS[name]
+    if form.kind is Kind.NF4:
+        pytest.skip("experts are not stored so")
+    skip_products(form)
+    parts = tame(make_parts(name, EXPERTS), form)
+    x = random(tokens, NUM_IN).to(DTYPES[0])
+    chosen = torch.randint(0, EXPERTS, (tokens, 2), device=DEVICE)
+    weights = expand(form, parts, torch.float32).double()
+    by_expert = torch.einsum("ti,eoi->teo", x.double(), weights)
+    expected = by_expert.gather(1, chosen[..., None].expand(-1, -1, by_expert.shape[-1]))
+    got = multiply_pairs(form, parts, x, *_sort(chosen.reshape(-1), EXPERTS))
+    assert (got.view(tokens, 2, -1) - expected).abs().max() < 0.01 * expected.abs().max()
