@@ -39,10 +39,14 @@ def test_help(cli: CLI) -> None:
     assert "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits" in out
 
 
+LITE = "tests/models/deepseek-v2-lite/config.json"
 ANALYZED = """\
-plans/tiny-moe
-deepseek_v2, bfloat16: 438,912 parameters in 188 tensors, 857.2 KiB
-
+plans/tiny-moe: deepseek_v2, 438,912 parameters, 857.2 KiB as stored
+`offplan run` can execute this model.
+Not planned: no GPU here and no --machine: link bandwidth and compute were not
+measured, so nothing is planned; --machine takes a profile's file or one of
+"""
+TABLES = """
 Layers
 layers     kind       count   each, KiB   all, KiB
 ──────────────────────────────────────────────────
@@ -73,11 +77,6 @@ mlp.gate                            5        5.0    0.6%   ▌
 
 Experts: 8 a layer, 2 a token, 12 KiB each
 KV cache: 480 B a token
-
-`offplan run` can execute this model.
-
-Not planned: no GPU here and no --machine: link bandwidth and compute were not
-measured, so nothing is planned; --machine takes a profile's file or one of
 """
 
 
@@ -85,6 +84,25 @@ def test_analyze_without_a_machine_reports_the_model(cli: CLI) -> None:
     code, out, err = cli("analyze", "plans/tiny-moe")
     assert (code, err) == (0, "")
     assert strip_lines(out).startswith(ANALYZED)
+    assert strip_lines(out).endswith(TABLES)
+
+
+def test_analyze_answers_first(cli: CLI) -> None:
+    code, out, _ = cli("analyze", LITE, "--machine", "h200-pcie5", "--gpu-memory", "16GiB")
+    lines, told = out.splitlines(), " ".join(out.split())
+    assert code == 0
+    assert "deepseek_v2, 15.7 billion parameters, 29.26 GiB as stored" in told
+    assert "It fits NVIDIA H200: " in told
+    assert "of page-locked host memory" in told
+    assert "tokens a second" in told
+    assert "-o plan.yaml" in told
+    layers = lines[lines.index("Layers, first to last: as high as their share on the GPU") + 1]
+    assert (len(layers), layers[0]) == (27, "█")
+    assert "the 6 experts they need in place" in told
+    assert len(lines) < 32
+    details = cli("analyze", LITE, "--machine", "h200-pcie5", "--gpu-memory", "16GiB", "-v").out
+    assert details.startswith(out.split("Next: ")[0])
+    assert "Why (estimated):" in details
 
 
 def test_analyze_saves_a_picture_of_the_report(cli: CLI, tmp_path: Path) -> None:
@@ -159,7 +177,7 @@ def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
     assert data["infeasible"]["shortfall_bytes"] > 0
     code, out, _ = cli("analyze", *arguments)
     assert code == 0
-    assert "Infeasible: no plan fits 100 KiB" in out
+    assert "It does not fit: no plan fits 100 KiB" in out
 
 
 def test_plan_says_what_does_not_fit_and_exits_3(cli: CLI) -> None:

@@ -1,5 +1,8 @@
 """``offplan analyze``: the model, the machine, and the plan that suits both."""
 
+import shlex
+import sys
+
 from offplan.cli import options
 from offplan.cli.output import (
     ProgressBar,
@@ -29,13 +32,15 @@ def analyze(
     force: options.Force = False,
     json: options.Json = False,
     engine: options.Engine = None,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Show a model's layers, the machine, and the plan for a workload and a budget."""
+    """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.asking import ask
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import note_budget, read_workload, save_plan
     from offplan.machines import find_machine, why_unmeasured
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
+    from offplan.report.answer import render_answer
     from offplan.report.payload import analyze_payload
     from offplan.runnable import why_not_run
 
@@ -59,8 +64,12 @@ def analyze(
         )
         note_budget(question, gpu_memory)
         analysis = analyze_question(question)
-    report = render_analysis(analysis)
-    print_result(analyze_payload(analysis), *report, json=json)
+    answer = render_answer(
+        analysis, shlex.join(["offplan", *sys.argv[1:]]), str(output or "") or None
+    )
+    # without a plan the answer is all there is to say
+    report = [*answer, *(render_analysis(analysis) if analysis.result is not None else [])]
+    print_result(analyze_payload(analysis), *(report if verbose else answer), json=json)
     if svg is not None:
         save_file(svg, draw_report(f"offplan analyze {model}", *report), force=force)
     if output is None:

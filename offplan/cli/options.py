@@ -72,6 +72,14 @@ Output = Annotated[
 ]
 Picture = Annotated[Path | None, typer.Option("--svg", help="Save the report as a picture, too.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Show all that the answer rests on: layers, figures, reasons, terms.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 ChosenBatch = Annotated[
     int | None,

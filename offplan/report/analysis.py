@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers, find_crossovers
@@ -63,17 +62,10 @@ def describe_running(model: Model, why_not: str | None) -> str:
 
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
-    """Show everything, part by part."""
-    parts = [
-        *render_model(analysis.model),
-        Text(describe_running(analysis.model, analysis.why_not_run)),
-    ]
+    """Show all that a plan rests on, part by part: the model, the machine, reasons and terms."""
+    parts = render_model(analysis.model)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:
         parts += render_plan(analysis.result, analysis.crossovers)
-    if analysis.infeasible is not None:
-        parts.append(Text(f"Infeasible: {analysis.infeasible}"))
-    if analysis.unmeasured is not None:
-        parts.append(Text(f"Not planned: {analysis.unmeasured}"))
     return parts

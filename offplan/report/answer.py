@@ -1,0 +1,126 @@
+"""What people ask of ``analyze``: does it fit, how fast, where is what, and what comes next."""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from offplan.checkpoint.model import Model
+from offplan.machine.profile import MachineProfile
+from offplan.placement import place
+from offplan.plan import Backend, Plan, Rule
+from offplan.report.analysis import Analysis, describe_running
+from offplan.report.model import render_model
+from offplan.report.strip import draw_layers, draw_memory
+from offplan.units import format_bytes, format_seconds
+
+_READS = {
+    (Backend.PREFETCH, Backend.PREFETCH): "and are copied to the GPU before each layer",
+    (Backend.PREFETCH, Backend.UVA): "prompts copy them, single tokens read {} in place",
+    (Backend.UVA, Backend.PREFETCH): "single tokens copy them, prompts read {} in place",
+    (Backend.UVA, Backend.UVA): "and are read there in place",
+}
+"""How weights off the GPU are reached, by the backends of prompts and of single tokens."""
+
+
+def render_answer(analysis: Analysis, command: str, output: str | None) -> list[RenderableType]:
+    """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
+    model = analysis.model
+    head = [Text(describe_model(model))]
+    if analysis.infeasible is not None:
+        return [Group(*head, Text(f"It does not fit: {analysis.infeasible}"))]
+    if analysis.result is None or analysis.machine is None:
+        told = describe_running(model, analysis.why_not_run)
+        answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))
+        return [answer, *render_model(model)[1:]]
+    plan = analysis.result.plan
+    head += [
+        Text(describe_fit(plan, analysis.machine)),
+        Text(describe_speed(plan)),
+        Text(describe_running(model, analysis.why_not_run)),
+        Text(f"Next: {_name_next(analysis, command, output)}"),
+    ]
+    parts: list[RenderableType] = [Group(*head)]
+    if plan.offload.rules:
+        legend = "Layers, first to last: as high as their share on the GPU"
+        parts.append(Group(Text(legend), draw_layers(model, place(model, plan.offload))))
+    memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
+    parts.append(Group(Text(f"GPU memory, {format_bytes(budget)}"), draw_memory(memory, budget)))
+    return [*parts, Text(describe_plainly(plan, model))]
+
+
+def describe_model(model: Model) -> str:
+    """Name a model, its size and its type in a line."""
+    revision = f" at {model.revision[:12]}" if model.revision else ""
+    count = model.num_parameters
+    told = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count:,}"
+    return (
+        f"{model.source}{revision}: {model.model_type}, {told} parameters, "
+        f"{format_bytes(model.total_bytes)} as stored"
+    )
+
+
+def describe_fit(plan: Plan, machine: MachineProfile) -> str:
+    """Say how the memory of GPU and host is used, and what the host must be able to lock."""
+    memory, prediction = plan.prediction.gpu_memory, plan.prediction
+    budget = format_bytes(plan.budget.gpu_memory)
+    told = f"It fits {machine.name}: {format_bytes(memory.total_bytes)} of {budget} of GPU memory"
+    locked = prediction.host_memory_bytes
+    if not locked:
+        return f"{told}, nothing on the host." if not plan.offload.rules else f"{told}."
+    if machine.host_memory is not None:
+        room = f"of {format_bytes(machine.host_memory.value)} that can be locked there"
+    else:
+        room = "check that as much can be locked: this machine's profile does not say"
+    return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
+
+
+def describe_speed(plan: Plan) -> str:
+    """Say how fast tokens come, the first one and those after it."""
+    workload, prediction = plan.workload, plan.prediction
+    rate = workload.batch / prediction.decode.step_s
+    batch = f" over a batch of {workload.batch}" if workload.batch > 1 else ""
+    return (
+        f"{rate:,.1f} tokens a second{batch}, {format_seconds(prediction.decode.step_s)} each; the "
+        f"first after {format_seconds(prediction.prefill.step_s)} (prompt of "
+        f"{workload.prompt_tokens}; {prediction.basis})."
+    )
+
+
+def describe_plainly(plan: Plan, model: Model) -> str:
+    """Say what a plan does in sentences that need no glossary."""
+    if not plan.offload.rules and plan.offload.embeddings == "device":
+        return "The plan: everything stays on the GPU."
+    where = "in host memory" if plan.offload.store == "host" else "on the second GPU"
+    sentences = [_describe_rule(rule, plan, model, where) for rule in plan.offload.rules]
+    if plan.offload.embeddings == "host":
+        sentences.append("the input embedding stays in host memory, read row by row")
+    return "The plan: " + "; ".join(sentences) + "."
+
+
+def _describe_rule(rule: Rule, plan: Plan, model: Model, where: str) -> str:
+    taken = [
+        layer
+        for layer in model.layers
+        if rule.selects_layer(layer.index) and any(rule.matches(p.name) for p in layer.parameters)
+    ]
+    names = sorted({name.rpartition(".")[2] for name in rule.cpu_offload_params})
+    is_all = names == ["experts"] or names == []
+    what = ", ".join(rule.cpu_offload_params) if not is_all else ("experts" if names else "weights")
+    experts = model.experts
+    few = "the weights"
+    if experts is not None and all(
+        p.is_expert for layer in taken for p in layer.parameters if rule.matches(p.name)
+    ):
+        few = f"the {experts.num_experts_per_token} experts they need"
+    reads = _READS[rule.prefill, rule.decode].format(few)
+    joint = " " if reads.startswith("and") else ": "
+    size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
+    return f"{size} of {len(taken)} of {len(model.layers)} layers stay {where}{joint}{reads}"
+
+
+def _name_next(analysis: Analysis, command: str, output: str | None) -> str:
+    """Name the command to run after this one."""
+    if output is None:
+        return f"{command} -o plan.yaml"
+    if analysis.why_not_run is not None:
+        return f"offplan export {output} --engine vllm"
+    return f'offplan run {output} --prompt "..."'

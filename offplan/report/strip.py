@@ -1,0 +1,98 @@
+"""Pictures of a plan in text: what lies where, layer by layer, and what fills the GPU."""
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+
+from offplan.checkpoint.model import Model
+from offplan.placement import Phase, Placement
+from offplan.plan import Backend, GPUMemoryPrediction
+from offplan.report.table import WIDTH
+from offplan.units import format_bytes
+
+_HEIGHTS = " ▁▂▃▄▅▆▇█"
+_DIGITS = "0123456789"
+_RESIDENT, _STREAMED, _IN_PLACE = (
+    Style(color="green"),
+    Style(color="cyan"),
+    Style(color="yellow"),
+)
+_PARTS = "█▓▒░·"
+_ASCII_PARTS = "#=+-."
+
+
+@dataclass(frozen=True)
+class LayerStrip:
+    """A column for each layer, as high as its share on the GPU."""
+
+    shares: tuple[float, ...]
+    """Part of each layer's bytes that lies on the GPU."""
+    ways: tuple[Backend | None, ...]
+    """How a decode step reaches the rest; None where there is none."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the layers in lines of the report's width; digits, tenths, on ASCII terminals."""
+        styles = {None: _RESIDENT, Backend.PREFETCH: _STREAMED, Backend.UVA: _IN_PLACE}
+        for start in range(0, len(self.shares), WIDTH):
+            for share, way in list(zip(self.shares, self.ways, strict=True))[start : start + WIDTH]:
+                if options.ascii_only:
+                    yield Segment(_DIGITS[min(9, int(share * 10))], styles[way])
+                else:
+                    yield Segment(_HEIGHTS[round(share * 8)], styles[way])
+            yield Segment.line()
+
+
+def draw_layers(model: Model, placement: Placement) -> LayerStrip:
+    """Draw where the weights of each layer lie."""
+    on_host = {slab.layer: sum(e.unit.nbytes for e in slab.entries) for slab in placement.slabs}
+    ways = {}
+    for slab in placement.slabs:
+        backends = {entry.backend(Phase.DECODE) for entry in slab.entries}
+        ways[slab.layer] = Backend.UVA if Backend.UVA in backends else Backend.PREFETCH
+    shares = [
+        1 - on_host.get(index, 0) / layer.nbytes if layer.nbytes else 1.0
+        for index, layer in enumerate(model.layers)
+    ]
+    return LayerStrip(tuple(shares), tuple(ways.get(index) for index in range(len(shares))))
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """One bar of a budget, its parts one after another, and a line that names them."""
+
+    parts: tuple[tuple[str, int], ...]
+    """Names and bytes, in order."""
+    total: int
+    """Bytes of the whole bar."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the bar over the report's width, then what each of its signs stands for."""
+        signs = _ASCII_PARTS if options.ascii_only else _PARTS
+        bar, names, before = "", [], 0
+        for sign, (name, size) in zip(signs, self.parts, strict=False):
+            end = round((before + size) / self.total * WIDTH) if self.total else 0
+            bar += sign * (end - len(bar))
+            names.append(f"{sign} {name} {format_bytes(size)}")
+            before += size
+        yield Segment(bar.ljust(WIDTH, "_") + "\n")
+        line = ""
+        for name in names:
+            if line and len(line) + 2 + len(name) > WIDTH:
+                yield Segment(f"{line}\n")
+                line = ""
+            line += f"{'  ' if line else ''}{name}"
+        yield Segment(f"{line}\n")
+
+
+def draw_memory(memory: GPUMemoryPrediction, budget: int) -> MemoryBar:
+    """Draw what fills the GPU memory of a plan, within its budget."""
+    parts = (
+        ("weights", memory.resident_bytes),
+        ("ring", memory.ring_bytes),
+        ("KV cache", memory.kv_cache_bytes),
+        ("activations", memory.activation_bytes),
+        ("overhead", memory.overhead_bytes),
+    )
+    return MemoryBar(parts, budget)
