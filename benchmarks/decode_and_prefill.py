@@ -1,4 +1,4 @@
-"""The speed table of the README: offloaded decode and prefill against their bounds, as JSON.
+"""The speed table of the docs: offloaded decode and prefill against their bounds, as JSON.
 
     python -m benchmarks.decode_and_prefill [NAME ...] > benchmarks/results/h200.json
 

@@ -1,4 +1,4 @@
-"""Print the README's tables from the results of the benchmarks.
+"""Print the tables of ``docs/benchmarks.md`` from the results of the benchmarks.
 
     python -m benchmarks.table benchmarks/results/h200.json
     python -m benchmarks.table benchmarks/results/h200-peer.json
