@@ -26,7 +26,8 @@ Made by `python docs/make_cli_reference.py` from the commands themselves; do not
 `offplan COMMAND --help` shows the same in a terminal, and `offplan --version` prints the version.
 What the words mean is in the [glossary](glossary.md).
 
-Sizes are written as `16GiB` or `24GB`, times as `800ms` or `1.5s`.
+Sizes are written as `16GiB`, `16G` (the same) or `24GB`, times as `800ms` or `1.5s`: a number alone
+is refused.
 """
 
 VALUES = {str: "TEXT", int: "N", Path: "FILE"}

@@ -8,7 +8,8 @@ from pathlib import Path
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.errors import OffplanError
-from offplan.machine.profile import MachineProfile, load_profile, shipped_profiles
+from offplan.machine.name import parse_name
+from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Workload
 from offplan.progress import Stages, silent
 
@@ -30,11 +31,13 @@ class Machine:
 def load_machine(name: str) -> Machine:
     """Take the machine that a profile describes, all of its GPU memory free.
 
-    ``name`` is that of a profile that comes with offplan, such as ``h200-pcie5``, or a file that
-    ``offplan measure`` wrote. Raises ProfileError where there is none, or it is not valid.
+    ``name`` is that of a profile that comes with offplan, such as ``h200-pcie5`` or ``rtx4090``, or
+    a file that ``offplan measure`` wrote; figures may be changed behind it, as in
+    ``rtx4090,pcie=4x8,ram=64GiB``. Raises ProfileError where there is none, or it is not valid.
     """
-    profile = load_profile(name)
-    return Machine(profile, profile.gpu_memory.value, name)
+    named = parse_name(name)
+    profile = load_profile(named)
+    return Machine(profile, profile.gpu_memory.value, str(named))
 
 
 def measure_here(
@@ -139,5 +142,6 @@ def why_unmeasured() -> str:
     """Say what is missing for a plan where there is neither a GPU nor a profile."""
     return (
         "no GPU here and no --machine: link bandwidth and compute were not measured, so nothing "
-        f"is planned; --machine takes a profile's file or one of {', '.join(shipped_profiles())}"
+        "is planned; name a machine, as in --machine rtx4090 (`offplan machines` lists them), or a "
+        "profile's file"
     )

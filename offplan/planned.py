@@ -5,7 +5,8 @@ import os
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import DriftError
-from offplan.machine.profile import MachineProfile, load_profile, shipped_profiles
+from offplan.machine.name import parse_name
+from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Plan
 from offplan.progress import Progress
 
@@ -54,7 +55,7 @@ def open_planned_profile(plan: Plan) -> MachineProfile | None:
     name = plan.machine.profile
     if name is None:
         return None
-    return load_profile(name if name in shipped_profiles() else plan.locate(name))
+    return load_profile(parse_name(name).move(plan.locate))
 
 
 def _locate(plan: Plan) -> str:

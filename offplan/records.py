@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
-from typing_extensions import Self
+from typing_extensions import Self, TypeAliasType
 
 from offplan import units
 from offplan.errors import InputError
@@ -59,27 +59,32 @@ def _known_keys(record: type[Record]) -> set[str]:
     return {key for section in sections for key in section.get("properties", ())}
 
 
-def _read(parse: Callable[[Any], float]) -> BeforeValidator:
+def _read(parse: Callable[[Any], float], quantity: units.Quantity) -> BeforeValidator:
     def read(value: Any) -> float:
         try:
             return parse(value)
         except InputError as error:  # pydantic reports the field's path with it
             raise ValueError(str(error)) from None
 
-    return BeforeValidator(read)
+    number, text = Field(ge=0), Field(pattern=quantity.pattern, description=quantity.described)
+    written = TypeAliasType(quantity.name, Annotated[float, number] | Annotated[str, text])  # type: ignore[misc]
+    return BeforeValidator(read, json_schema_input_type=written)
 
 
 def _show(show: Callable[[Any], str]) -> PlainSerializer:
     return PlainSerializer(lambda value, info: show(value) if info.context else value)
 
 
-Bytes = Annotated[int, _read(units.parse_bytes), _show(units.format_bytes), Field(ge=0)]
+_read_bytes = _read(units.parse_bytes, units.SIZE)
+Bytes = Annotated[int, _read_bytes, _show(units.format_bytes), Field(ge=0)]
 """A size: four significant digits in a plan."""
-ExactBytes = Annotated[int, _read(units.parse_bytes), _show(units.format_bytes_exact), Field(ge=0)]
+ExactBytes = Annotated[int, _read_bytes, _show(units.format_bytes_exact), Field(ge=0)]
 """A size that must read back as it was written."""
-Rate = Annotated[float, _read(units.parse_rate), _show(units.format_rate), Field(gt=0)]
-Flops = Annotated[float, _read(units.parse_flops), _show(units.format_flops), Field(gt=0)]
-_read_seconds = _read(units.parse_seconds)
+_read_rate = _read(units.parse_rate, units.RATE)
+Rate = Annotated[float, _read_rate, _show(units.format_rate), Field(gt=0)]
+_read_flops = _read(units.parse_flops, units.ARITHMETIC_RATE)
+Flops = Annotated[float, _read_flops, _show(units.format_flops), Field(gt=0)]
+_read_seconds = _read(units.parse_seconds, units.TIME)
 Seconds = Annotated[float, _read_seconds, _show(units.format_seconds), Field(ge=0)]
 ExactSeconds = Annotated[float, _read_seconds, _show(units.format_seconds_exact), Field(ge=0)]
 """A duration that must read back as it was written."""

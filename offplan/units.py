@@ -8,6 +8,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 
 from offplan.errors import InputError
@@ -17,45 +18,95 @@ _BYTES = {**_BINARY, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTE_RATES = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
 _FLOPS = {"GFLOP/s": 10**9, "TFLOP/s": 10**12, "PFLOP/s": 10**15}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_SHORT = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+"""Sizes of one letter are binary. Source: ``docker run --memory`` and systemd's ``MemoryMax``."""
 _LIMIT = Decimal(2**63)
 """Nothing that is measured here reaches it."""
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*", re.IGNORECASE)
+_NUMBER = "[0-9]+(?:[.][0-9]+)?(?:[eE][+-]?[0-9]+)?"
 
 
-def _parse(text: str | float, units: Mapping[str, float], what: str, example: str) -> Decimal:
-    """Read a number and its unit, whose case does not matter; a bare number is in base units."""
-    factors = {"": 1, **{unit.lower(): factor for unit, factor in units.items()}}
-    match = _QUANTITY.fullmatch(str(text))
-    try:
-        value = Decimal(match[1]) * Decimal(str(factors[match[2].lower()])) if match else _LIMIT
-    except (KeyError, ArithmeticError):  # another unit, or beyond what Decimal can hold
+class Quantity:
+    """One kind of quantity: how people write it."""
+
+    def __init__(
+        self, what: str, units: Mapping[str, float], example: str, guesses: Mapping[str, float]
+    ) -> None:
+        """Name the kind and its units, whose case does not matter.
+
+        ``guesses`` are the units that a bare number probably has, each with the first number that
+        is too large for it.
+        """
+        self.name = what.title().replace(" ", "")
+        """Its name among a JSON schema's definitions: ``ArithmeticRate``."""
+        self.described = f"A {what}, written as {example}"
+        self.pattern = rf"^\s*(?:({_NUMBER})\s*({'|'.join(map(_any_case, units))})|0)\s*$"
+        """A regular expression of the texts that are read; Python and JSON schemas agree on it."""
+        self._what, self._example, self._guesses = what, example, guesses
+        self._factors = {unit.lower(): Decimal(str(factor)) for unit, factor in units.items()}
+
+    def parse(self, written: str | float) -> Decimal:
+        """Read a text with its unit, or a number, which is in base units.
+
+        Raises InputError, which guesses the unit where a text has none.
+        """
+        text = str(written)
+        is_number = isinstance(written, (int, float)) and not isinstance(written, bool)
+        bare = re.fullmatch(_NUMBER, text.strip())
+        found = re.match(self.pattern, text)
         value = _LIMIT
-    if value >= _LIMIT:
-        raise InputError(f"{reprlib.repr(text)} is not a {what}: write it as {example}")
-    return value
+        with suppress(ArithmeticError):  # beyond what Decimal can hold
+            if bare is not None and (is_number or found is not None):
+                value = Decimal(text)
+            elif found is not None:
+                value = Decimal(found[1]) * self._factors[found[2].lower()]
+            elif bare is not None:
+                unit = next(unit for unit, most in self._guesses.items() if Decimal(text) < most)
+                raise InputError(
+                    f"{reprlib.repr(text)} has no unit: is {reprlib.repr(text.strip())[1:-1]}{unit}"
+                    f" meant? A {self._what} is written as {self._example}"
+                )
+        if value >= _LIMIT:
+            raise InputError(
+                f"{reprlib.repr(written)} is not a {self._what}: write it as {self._example}"
+            )
+        return value
 
 
-def parse_bytes(text: str | int) -> int:
-    """Read a size as people write it (``16GiB``, ``24 GB``, ``4096``), in bytes.
+def _any_case(unit: str) -> str:
+    """Return a regular expression of a unit, for dialects that cannot ignore case as a whole."""
+    return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in unit)
 
-    Raises InputError for anything else.
+
+_MORE = math.inf
+SIZE = Quantity(
+    "size", {**_BYTES, **_SHORT}, "16GiB or 24GB", {"GiB": 2**10, "MiB": 2**20, "B": _MORE}
+)
+RATE = Quantity("rate", _BYTE_RATES, "55.4 GB/s", {"GB/s": 10**5, "B/s": _MORE})
+ARITHMETIC_RATE = Quantity("arithmetic rate", _FLOPS, "680 TFLOP/s", {"TFLOP/s": _MORE})
+TIME = Quantity("time", _SECONDS, "31 ms", {"s": 5, "ms": _MORE})
+
+
+def parse_bytes(written: str | int) -> int:
+    """Read a size as people write it (``16GiB``, ``24 GB``, ``8g``), in bytes.
+
+    Raises InputError for anything else, and for a text that is a bare number.
     """
-    return round(_parse(text, _BYTES, "size", "16GiB or 24GB"))
+    return round(SIZE.parse(written))
 
 
-def parse_rate(text: str | float) -> float:
+def parse_rate(written: str | float) -> float:
     """Read a rate such as ``55.4 GB/s``, in bytes per second."""
-    return float(_parse(text, _BYTE_RATES, "rate", "55.4 GB/s"))
+    return float(RATE.parse(written))
 
 
-def parse_flops(text: str | float) -> float:
+def parse_flops(written: str | float) -> float:
     """Read an arithmetic rate such as ``680 TFLOP/s``, in operations per second."""
-    return float(_parse(text, _FLOPS, "arithmetic rate", "680 TFLOP/s"))
+    return float(ARITHMETIC_RATE.parse(written))
 
 
-def parse_seconds(text: str | float) -> float:
-    """Read a duration such as ``31 ms`` (a bare number is seconds), in seconds."""
-    return float(_parse(text, _SECONDS, "time", "31 ms"))
+def parse_seconds(written: str | float) -> float:
+    """Read a duration such as ``31 ms``, in seconds."""
+    return float(TIME.parse(written))
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -81,11 +132,16 @@ def format_bytes_alike(sizes: Sequence[int]) -> tuple[str, list[str]]:
 
 
 def format_bytes_exact(num_bytes: int) -> str:
-    """Print a size so that it reads back to the very same number: ``16 GiB``, ``17179869183 B``."""
-    for unit in ("TiB", "GiB", "MiB", "KiB", "GB", "MB"):
-        if num_bytes and num_bytes % _BYTES[unit] == 0:
-            return f"{num_bytes // _BYTES[unit]} {unit}"
-    return f"{num_bytes} B"
+    """Print a size so that it reads back to the very same number: ``16 GiB``, ``17179869183 B``.
+
+    It is printed as people would type it: in the unit that needs the fewest characters.
+    """
+    written = [f"{num_bytes} B"]
+    for unit, factor in _BYTES.items():
+        if num_bytes >= factor > 1:
+            number = f"{num_bytes / factor:.3f}".rstrip("0").rstrip(".")
+            written.append(f"{number} {unit}")
+    return min((text for text in written if parse_bytes(text) == num_bytes), key=len)
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from offplan import machines
+from offplan.plan import load_plan
+from offplan.planned import open_planned_profile
 from tests.cli import CLI, RUNS, TINY_MOE
 from tests.rendering import strip_lines
 
@@ -34,7 +36,7 @@ def plan_file(cli: CLI, tmp_path: Path) -> Path:
 def test_help(cli: CLI) -> None:
     code, out, err = cli("--help")
     assert (code, err) == (0, "")
-    for command in ("analyze", "plan", "run", "bench", "export", "measure", "schema"):
+    for command in ("analyze", "plan", "run", "bench", "export", "measure", "machines", "schema"):
         assert f"\n  {command} " in out
     assert "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits" in out
 
@@ -238,6 +240,8 @@ def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
         (("plan", "plans/tiny-moe", "--machine", "abacus"), "no machine profile 'abacus'"),
         (("plan", "plans/tiny-moe", "--gpu-memory", "much"), "'much' is not a size"),
         (("plan", "plans/tiny-moe", "--host-memory", "-1GiB"), "is not a size"),
+        (("plan", "plans/tiny-moe", "--gpu-memory", "8"), "'8' has no unit: is 8GiB meant?"),
+        (("plan", "plans/tiny-moe", "--max-tpot", "50"), "'50' has no unit: is 50ms meant?"),
         (("plan", "plans/tiny-moe", "--prompt-tokens", 5000), "raise --context"),
         (("plan", "plans/tiny-moe", "--batch", 2**20, "--context", 2**20), "which no memory holds"),
         (("plan", "plans/tiny-moe", "--prompt-tokens", 10**20), "--prompt-tokens: Input should be"),
@@ -335,6 +339,32 @@ def test_another_model_is_drift(cli: CLI, plan_file: Path) -> None:
     code, out, err = cli("export", plan_file, "--engine", "vllm", "--model", other)
     assert (code, out) == (4, "")
     assert "plan it again" in err
+
+
+def test_machines(cli: CLI) -> None:
+    code, out, err = cli("machines")
+    assert (code, err) == (0, "")
+    assert "rtx5090-laptop-pcie5" in out
+    code, out, err = cli("machines", "RTX 4090,ram=64g")
+    assert (code, err) == (0, "")
+    assert "given with --machine" in out
+    shown = json.loads(cli("machines", "4090", "--json").out)["machine"]
+    assert shown == json.loads(cli("machines", "--json").out)["machines"]["rtx4090-pcie4"]
+    code, _, err = cli("machines", "rtx4099")
+    assert (code, "rtx4090-pcie4" in err) == (2, True)
+
+
+def test_a_plan_names_its_machine_in_full_and_finds_it_again(cli: CLI, tmp_path: Path) -> None:
+    path, profile = tmp_path / "plan.yaml", tmp_path / "mine.yaml"
+    profile.write_text("{base: cpu, h2d: 8 GB/s}", "utf-8")
+    for machine in ("CPU,ram=1GiB", f"{profile},ram=1GiB"):
+        wanted = ("--machine", machine, "--gpu-memory", "1MiB", *SMALL)
+        assert cli("plan", "plans/tiny-moe", *wanted, "--force", "-o", path).code == 0
+        made = load_plan(path)
+        assert made.machine.profile == machine.replace("CPU", "cpu")
+        again = open_planned_profile(made)
+        assert again is not None
+        assert again.fingerprint == made.machine.fingerprint
 
 
 def test_schema(cli: CLI) -> None:

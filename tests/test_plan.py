@@ -1,6 +1,7 @@
 """The plan file: what is written reads back, and what is wrong is named."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from offplan import units
 from offplan.errors import DriftError, PlanError
@@ -323,9 +325,31 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         load_plan(tmp_path / "none.yaml")
 
 
-def test_schema_knows_the_keys_of_the_file() -> None:
-    properties = Plan.model_json_schema()["properties"]
-    assert set(yaml.safe_load(dump_plan(example_plan))) == set(properties)
+SCHEMA = Draft202012Validator(Plan.model_json_schema())
+
+
+@given(plans())
+def test_the_schema_takes_every_plan_that_is_written(plan: Plan) -> None:
+    SCHEMA.validate(load_yaml(dump_plan(plan)))
+
+
+@pytest.mark.parametrize(
+    ("written", "edited", "key"),
+    [
+        ("gpu_memory: 3", "gpu_memory: '3'", "$.budget.gpu_memory"),
+        ("gpu_memory: ", "gpu_memory: about ", "$.budget.gpu_memory"),
+        ("batch: 1", "batch: 0", "$.workload.batch"),
+        ("prefetch_step: ", "prefetch_steps: ", "$.offload"),
+        ("objective: latency", "objective: speed", "$.goal.objective"),
+    ],
+)
+def test_the_schema_names_the_key_that_is_wrong(written: str, edited: str, key: str) -> None:
+    text = re.sub(
+        f"{written}[0-9]*( [A-Z]i?B)?", lambda _: edited, dump_plan(example_plan), count=1
+    )
+    assert key in {error.json_path for error in SCHEMA.iter_errors(load_yaml(text))}
+    with pytest.raises(PlanError, match=re.escape(key.removeprefix("$."))):
+        parse_plan(load_yaml(text), "a plan")
 
 
 def test_nothing_to_offload_is_an_empty_list() -> None:

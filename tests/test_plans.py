@@ -1,10 +1,13 @@
 """The shipped plans are what ``plans/replan.sh`` makes, byte for byte."""
 
+import json
 import shlex
 from pathlib import Path
 
 import pytest
+from jsonschema.validators import validator_for
 
+from offplan.records import load_yaml
 from tests.cli import CLI, ROOT, RUNS
 
 PLANS = ROOT / "plans"
@@ -25,6 +28,12 @@ def test_replan(
     code, out, err = CLI(monkeypatch, capsys)(*arguments)
     assert (code, err) == (0, RUNS)
     assert out == Path(path).read_text("utf-8"), f"run plans/replan.sh to renew {path}"
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_schema_takes_the_plan(cli: CLI, path: Path) -> None:
+    schema = json.loads(cli("schema").out)
+    validator_for(schema, None)(schema).validate(load_yaml(path.read_text("utf-8")))
 
 
 def test_every_plan_has_its_command() -> None:

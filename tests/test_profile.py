@@ -1,26 +1,28 @@
 """Machine profiles: shipped, read, refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from offplan.errors import ProfileError
+from offplan.machine.name import SHIPPED as FOLDER
+from offplan.machine.name import parse_name, shipped_profiles
 from offplan.machine.profile import (
     LayerTime,
     dump_profile,
     load_profile,
     parse_profile,
-    shipped_profiles,
+    profile_schema,
 )
+from offplan.records import load_yaml
 from tests.costs.builders import make_machine
 
-SHIPPED = ("a100-pcie4", "cpu", "gh200-c2c", "h200-pcie5", "rtx4090-pcie4")
+SHIPPED = shipped_profiles()
+SCHEMA = Draft202012Validator(profile_schema())
 TIME = LayerTime(layer="x", phase="decode", batch=1, tokens=1, context=64, seconds=0.5)
-
-
-def test_shipped_profiles_are_listed() -> None:
-    assert shipped_profiles() == sorted(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -36,6 +38,7 @@ def test_shipped_profiles_are_plausible(name: str) -> None:
 def test_dump_reads_back(name: str) -> None:
     profile = load_profile(name).model_copy(update={"layer_times": (TIME,)})
     again = parse_profile(dump_profile(profile), "copy")
+    SCHEMA.validate(load_yaml(dump_profile(profile)))
     assert again == profile
     assert again.fingerprint == profile.fingerprint != load_profile(name).fingerprint
 
@@ -82,9 +85,116 @@ def test_a_file_that_is_far_too_long_is_no_profile(tmp_path: Path) -> None:
         load_profile(str(path))
 
 
-def test_unknown_name_lists_the_shipped_ones() -> None:
-    with pytest.raises(ProfileError, match="cpu, gh200-c2c"):
-        load_profile("no-such-machine")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_schema_takes_shipped_profiles(name: str) -> None:
+    SCHEMA.validate(load_yaml((FOLDER / f"{name}.yaml").read_text("utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("rtx4090", "rtx4090-pcie4"),
+        ("RTX 4090", "rtx4090-pcie4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-pcie4"),
+        ("4090", "rtx4090-pcie4"),
+        ("RTX 4090 Laptop GPU", "rtx4090-laptop-pcie4"),
+        ("4060ti 16gb", "rtx4060ti-16gb-pcie4"),
+        ("a6000", "rtxa6000-pcie4"),
+        ("H200,ram=1TiB", "h200-pcie5,ram=1TiB"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_names_are_typed_loosely(typed: str, name: str) -> None:
+    assert str(parse_name(typed)) == name
+
+
+def test_loose_names_are_of_one_profile() -> None:
+    geforce = [name for name in SHIPPED if "GeForce" in load_profile(name).name]
+    assert len(geforce) > 20
+    whole = {load_profile(name).name: name for name in geforce if "-16gb" not in name}
+    assert {name: str(parse_name(name)) for name in whole} == whole
+    assert {str(parse_name(name.rpartition("-")[0] or name)) for name in SHIPPED} == set(SHIPPED)
+
+
+@pytest.mark.parametrize(("typed", "near"), [("rtx4099", "rtx4090-pcie4"), ("b2000", "b200-pcie5")])
+def test_unknown_names_have_suggestions(typed: str, near: str) -> None:
+    with pytest.raises(ProfileError, match=f"`offplan machines` lists; is .*{near}.* meant"):
+        load_profile(typed)
+
+
+def test_figures_are_changed_behind_the_name() -> None:
+    usual, changed = load_profile("rtx4090"), load_profile("rtx4090,pcie=4x8,ram=64GiB")
+    assert changed.link == "PCIe 4 x8"
+    assert changed.h2d.value == pytest.approx(usual.h2d.value / 2, rel=0.01)
+    assert (changed.uva.value, changed.uva.basis) == (11.45e9, "estimated")
+    assert changed.host_memory is not None
+    assert changed.host_memory.value == 2**36
+    assert changed.hbm == usual.hbm
+    assert changed.fingerprint != usual.fingerprint
+
+
+def test_what_rested_on_a_changed_figure_is_gone(tmp_path: Path) -> None:
+    measured = load_profile("h200").model_dump(mode="json", exclude_none=True)
+    measured["h2d_curve"] = [{"bytes": 2**26, "rate": 55.4e9}]
+    measured["layer_times"] = [TIME.model_dump(mode="json")]
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump(measured), "utf-8")
+    assert load_profile(str(path)).h2d_curve is not None
+    slower = load_profile(f"{path},h2d=12GB/s")
+    assert (slower.h2d_curve, slower.layer_times) == (None, (TIME,))
+    assert slower.uva.value == pytest.approx(0.92 * 12e9)
+    assert load_profile(f"{path},matmul=300TFLOP/s").layer_times == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("ram=8", "host_memory.value: '8' has no unit: is 8GiB meant"),
+        ("pcie=7x2", "pcie=7x2 is no link"),
+        ("ram=1GiB,ram=2GiB", "host_memory is given twice"),
+        ("hmb=1TB/s,h2d=fast", "h2d.value: 'fast' is not .*; hmb: there is no such key; is hbm"),
+    ],
+)
+def test_wrong_changes_are_told_at_once(changes: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        load_profile(f"rtx4090,{changes}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{base: RTX 4090, h2d: 12 GB/s, host_memory: 64 GiB}",
+        "{name: X, link: PCIe 3 x16, hbm: 360 GB/s, matmul: 25 TFLOP/s, gpu_memory: 12 GiB}",
+        "{name: X, h2d: 12 GB/s, hbm: 360 GB/s, matmul: 25 TFLOP/s, gpu_memory: 12 GiB}",
+    ],
+)
+def test_a_file_may_give_only_what_it_knows(text: str) -> None:
+    SCHEMA.validate(load_yaml(text))
+    profile = parse_profile(text, "a profile")
+    assert profile.h2d.value == pytest.approx(12e9, rel=0.05)
+    assert profile.uva.value == pytest.approx(0.92 * profile.h2d.value, rel=0.001)
+    assert profile.gpu_memory.basis in ("reported", "datasheet")
+
+
+def test_the_profiles_of_the_page_are_read() -> None:
+    page = (FOLDER.parents[2] / "docs" / "machines.md").read_text("utf-8")
+    examples = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 2
+    for text in examples:
+        SCHEMA.validate(load_yaml(text))
+        parse_profile(text, "an example")
+
+
+def test_the_schema_wants_what_cannot_be_assumed() -> None:
+    assert not SCHEMA.is_valid({"name": "X", "link": "PCIe 4 x16"})
+    assert not SCHEMA.is_valid({"base": "rtx4090", "h2d": "12"})
+    with pytest.raises(ProfileError, match=r"hbm: it is missing; matmul: it is missing; gpu_m"):
+        parse_profile("{name: X, link: PCIe 4 x16}", "a profile")
+
+
+def test_another_file_is_no_base() -> None:
+    with pytest.raises(ProfileError, match=r"base: machine.yaml does not come with offplan"):
+        parse_profile("base: machine.yaml", "a profile")
 
 
 def test_a_second_gpu_as_the_store() -> None:

@@ -1,6 +1,8 @@
 """Units: parsed as people write them, printed in one way."""
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,9 @@ from offplan.errors import InputError
         ("16 gib", 16 * 2**30),
         ("24GB", 24 * 10**9),
         ("1.5 MiB", 3 * 2**19),
-        ("4096", 4096),
+        ("8G", 8 * 2**30),
+        ("8g", 8 * 2**30),
+        ("4096B", 4096),
         (4096, 4096),
         ("0", 0),
     ],
@@ -43,6 +47,40 @@ def test_parse_bytes(text: str | int, num_bytes: int) -> None:
 )
 def test_parse_bytes_refuses(text: str) -> None:
     with pytest.raises(InputError):
+        units.parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "meant"),
+    [
+        (units.parse_bytes, "8", "8GiB"),
+        (units.parse_bytes, " 16384 ", "16384MiB"),
+        (units.parse_bytes, "17179869184", "17179869184B"),
+        (units.parse_seconds, "50", "50ms"),
+        (units.parse_seconds, "1.5", "1.5s"),
+        (units.parse_rate, "25", "25GB/s"),
+        (units.parse_flops, "165", "165TFLOP/s"),
+    ],
+)
+def test_a_text_without_unit_is_refused_with_the_one_that_is_probably_meant(
+    parse: Callable[[str], float], text: str, meant: str
+) -> None:
+    with pytest.raises(InputError, match=f"has no unit: is {meant} meant"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["16GiB", "24 GB", "1.5 MiB", "8g", "1e9 B", "139.8 GiB", "17179869183 B", "3 TiB"]
+)
+def test_a_budget_is_printed_as_it_was_typed(text: str) -> None:
+    typed = text.replace("8g", "8 GiB").replace("16GiB", "16 GiB").replace("1e9 B", "1 GB")
+    assert units.format_bytes_exact(units.parse_bytes(text)) == typed
+
+
+@given(st.text("0123456789.GgiIbBkK /s", max_size=12))
+def test_the_pattern_takes_the_texts_that_are_read(text: str) -> None:
+    is_read = nullcontext() if re.match(units.SIZE.pattern, text) else pytest.raises(InputError)
+    with is_read:
         units.parse_bytes(text)
 
 
@@ -76,7 +114,9 @@ def test_a_whole_unit_is_one_of_it(seconds: float, text: str) -> None:
         (units.parse_flops, "680 TFLOP/s", 680e12),
         (units.parse_seconds, "5.4 us", 5.4e-6),
         (units.parse_seconds, "31 ms", 0.031),
-        (units.parse_seconds, "2", 2.0),
+        (units.parse_seconds, "2s", 2.0),
+        (units.parse_seconds, 2, 2.0),
+        (units.parse_seconds, "0", 0.0),
     ],
 )
 def test_parse_other_units(parse: Callable[[str], float], text: str, value: float) -> None:

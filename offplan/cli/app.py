@@ -11,6 +11,7 @@ import offplan
 from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
 from offplan.cli.export import export
+from offplan.cli.machines import machines
 from offplan.cli.measure import measure
 from offplan.cli.plan import plan
 from offplan.cli.run import run
@@ -50,5 +51,5 @@ def before_commands(
     """Take options that belong to no command."""
 
 
-for command in (analyze, plan, run, bench, export, measure, schema):
+for command in (analyze, plan, run, bench, export, measure, machines, schema):
     app.command()(command)

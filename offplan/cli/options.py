@@ -42,7 +42,10 @@ Source = Annotated[
 ]
 Machine = Annotated[
     str | None,
-    typer.Option(help="Plan for this machine profile, by name or file; else this GPU is measured."),
+    typer.Option(
+        help="Plan for this machine, a profile's name or file (rtx4090 or "
+        "rtx4090,pcie=4x8,ram=64GiB); else this GPU is measured."
+    ),
 ]
 GPUMemory = Annotated[
     int | None, _size(help="GPU memory the process may take (16GiB). [default: what is free]")

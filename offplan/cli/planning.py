@@ -8,13 +8,13 @@ from pydantic import ValidationError
 from offplan.checkpoint.model import Model
 from offplan.cli.output import ProgressBar, print_note, write_file
 from offplan.errors import InputError
-from offplan.machine.profile import shipped_profiles
+from offplan.machine.name import parse_name
 from offplan.plan import Plan, Workload, dump_plan, load_plan
 from offplan.planned import open_planned_model
 from offplan.question import Question
 from offplan.records import explain
 from offplan.repricing import list_changes, price_again
-from offplan.units import format_bytes
+from offplan.units import format_bytes, format_bytes_exact
 
 
 def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: int) -> Workload:
@@ -55,8 +55,8 @@ def save_plan(path: Path, plan: Plan, *, force: bool) -> None:
     source, profile = model.source, machine.profile
     if model.revision is None:
         source = relocate(source)
-    if profile is not None and profile not in shipped_profiles():
-        profile = relocate(profile)
+    if profile is not None:
+        profile = str(parse_name(profile).move(relocate))
     moved = {
         "model": model.model_copy(update={"source": source}),
         "machine": machine.model_copy(update={"profile": profile}),
@@ -70,5 +70,5 @@ def note_budget(question: Question, gpu_memory: int | None) -> None:
     if gpu_memory is not None and gpu_memory > most:
         print_note(
             f"{question.machine.name} has {format_bytes(most)}: planning for that instead of "
-            f"{format_bytes(gpu_memory)}"
+            f"{format_bytes_exact(gpu_memory)}"
         )

@@ -1,10 +1,23 @@
-"""``offplan schema``: the plan file's JSON schema, for editors."""
+"""``offplan schema``: the JSON schema of a plan file or a machine profile, for editors."""
+
+from typing import Annotated, Literal
+
+import typer
 
 from offplan.cli.output import print_json
 
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-def schema() -> None:
-    """Print the JSON schema of a plan file, for editors."""
+
+def schema(
+    file: Annotated[
+        Literal["plan", "profile"],
+        typer.Argument(metavar="[plan|profile]", help="Which file's."),
+    ] = "plan",
+) -> None:
+    """Print the JSON schema of a plan file, or of a machine profile, for editors."""
+    from offplan.machine.profile import profile_schema
     from offplan.plan import Plan
 
-    print_json(Plan.model_json_schema())
+    wanted = Plan.model_json_schema() if file == "plan" else profile_schema()
+    print_json({"$schema": _DIALECT, **wanted})

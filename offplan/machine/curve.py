@@ -5,6 +5,7 @@ from itertools import pairwise, product
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field
+from typing_extensions import TypeAliasType
 
 from offplan.records import Bytes, Rate, Record
 
@@ -52,9 +53,15 @@ def _check_rereads(points: tuple[Reread, ...]) -> tuple[Reread, ...]:
     return points
 
 
-Curve = Annotated[tuple[CopyRate, ...], Field(min_length=1), AfterValidator(_check_curve)]
+Curve = TypeAliasType(
+    "Curve",
+    Annotated[tuple[CopyRate, ...], Field(min_length=1), AfterValidator(_check_curve)],
+)
 """The points by increasing size."""
-Rereads = Annotated[tuple[Reread, ...], Field(min_length=2), AfterValidator(_check_rereads)]
+Rereads = TypeAliasType(
+    "Rereads",
+    Annotated[tuple[Reread, ...], Field(min_length=2), AfterValidator(_check_rereads)],
+)
 """The points by increasing rows."""
 
 

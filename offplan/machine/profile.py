@@ -2,27 +2,32 @@
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Annotated, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import Field
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from typing_extensions import TypeAliasType
 
 from offplan.errors import ProfileError
+from offplan.machine.assumed import change_figures, complete_figures
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
+from offplan.machine.name import MachineName, parse_name
+from offplan.machine.name import shipped_profiles as shipped_profiles
 from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml, read_text
 
 PROFILE_VERSION = 1
 MOST_FILE_BYTES = 2**20
 """Beyond any profile's file, layer times included."""
-_SHIPPED = Path(__file__).parent / "profiles"
 
-LinkRate = Annotated[Rate, Field(ge=1e6)]
+LinkRate = TypeAliasType("LinkRate", Annotated[Rate, Field(ge=1e6)])
 """Bytes per second. Bounds lie a thousand times past any machine, so that times stay numbers that
 can be added and compared."""
-ComputeRate = Annotated[Flops, Field(ge=1e9)]
-ShortTime = Annotated[Seconds, Field(le=60)]
-Memory = Annotated[Bytes, Field(ge=1)]
+ComputeRate = TypeAliasType("ComputeRate", Annotated[Flops, Field(ge=1e9)])
+ShortTime = TypeAliasType("ShortTime", Annotated[Seconds, Field(le=60)])
+Memory = TypeAliasType("Memory", Annotated[Bytes, Field(ge=1)])
+Capacity = TypeAliasType("Capacity", Bytes)
 
 Value = TypeVar("Value")
 
@@ -38,6 +43,22 @@ class Figure(Record, Generic[Value]):
     """How many times it was measured; of a table, each of its entries."""
     spread: float | None = Field(None, ge=0)
     """(largest - smallest) / median of the samples; of a table, each entry has its own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_said(cls, data: Any) -> Any:
+        """Take a value alone for one that somebody has told."""
+        if data is None or isinstance(data, (dict, Figure)):
+            return data
+        return {"value": data, "basis": "reported", "source": "the profile, which names no source"}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Say that a value alone will do."""
+        figure = handler(core_schema)
+        return {"anyOf": [figure, handler.resolve_ref_schema(figure)["properties"]["value"]]}
 
 
 class LayerTime(Record):
@@ -117,14 +138,14 @@ class MachineProfile(Record):
     """Launch and small-kernel time of one decoder layer in decode, beyond its bytes and flops."""
     gpu_memory: Figure[Memory]
     """What the card offers to a process, context included."""
-    host_memory: Figure[Bytes] | None = None
+    host_memory: Figure[Capacity] | None = None
     """What can be pinned: the least of physical memory and the limits of the container and the
     process; absent is unlimited."""
     pinning: Figure[LinkRate] | None = None
     """Registering ordinary memory with the driver, the page faults of fresh pages included."""
     numa_node: Figure[int] | None = None
     """The host's memory that is nearest to the GPU; absent where the kernel names none."""
-    gpu_overhead: Figure[Bytes]
+    gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
     peer: Figure[LinkRate] | None = None
     """Device memory of a second GPU to this one, one large DMA."""
@@ -189,32 +210,52 @@ class PeerStoreProfile(MachineProfile):
     store: ClassVar[Literal["host", "peer"]] = "peer"
 
 
-def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with offplan."""
-    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+def load_profile(name: str | MachineName) -> MachineProfile:
+    """Read a profile by the name of a shipped one, loosely typed, or from a file.
 
-
-def load_profile(name: str) -> MachineProfile:
-    """Read a profile by the name of a shipped one or from a file.
-
-    Raises ProfileError, saying which names exist and which key is wrong.
+    Figures may be changed behind the name: ``rtx4090,pcie=4x8,ram=64GiB``. Raises ProfileError,
+    with the nearest names, or with each key that is wrong.
     """
-    path = _SHIPPED / f"{name}.yaml" if name in shipped_profiles() else Path(name)
-    if not (name.isprintable() and path.is_file()):
-        raise ProfileError(
-            f"no machine profile {name!r}: it is neither a file nor one of "
-            f"{', '.join(shipped_profiles())}"
-        )
-    return parse_profile(read_text(path, "machine profile", MOST_FILE_BYTES, ProfileError), name)
+    named = parse_name(name) if isinstance(name, str) else name
+    text = read_text(named.find_file(), "machine profile", MOST_FILE_BYTES, ProfileError)
+    data = _read_figures(text, named.base)
+    if named.changes and isinstance(data, dict):
+        data = change_figures(data, named.read_changes())
+    return _check_figures(data, str(named))
 
 
 def parse_profile(text: str, name: str) -> MachineProfile:
     """Check a profile's YAML; ``name`` is used in errors."""
+    return _check_figures(_read_figures(text, name), name)
+
+
+def _read_figures(text: str, name: str) -> Any:
+    """Read a profile's YAML, and what it takes from the shipped profile that it names as base."""
     try:
         data = load_yaml(text)
     except ValueError as error:
         raise ProfileError(f"{name} is not YAML: {error}") from None
-    return MachineProfile.check(data, f"machine profile {name}", "profile", ProfileError)
+    if not isinstance(data, dict) or "base" not in data:
+        return data
+    base = parse_name(str(data.pop("base")))
+    if not base.is_shipped:
+        raise ProfileError(f"machine profile {name}: base: {base} does not come with offplan")
+    figures = load_yaml(base.find_file().read_text("utf-8"))
+    return change_figures(change_figures(figures, base.read_changes()), data)
+
+
+def _check_figures(data: Any, name: str) -> MachineProfile:
+    complete = complete_figures(data) if isinstance(data, dict) else data
+    return MachineProfile.check(complete, f"machine profile {name}", "profile", ProfileError)
+
+
+def profile_schema() -> dict[str, Any]:
+    """Return the JSON schema of a profile's file, which may leave out what can be assumed."""
+    schema = MachineProfile.model_json_schema()
+    base = {"type": "string", "description": "A shipped profile, for what the file leaves out"}
+    needed = [{"required": ["base"]}, {"required": ["name", "hbm", "matmul", "gpu_memory"]}]
+    properties = {"base": base, **schema["properties"]}
+    return {**schema, "properties": properties, "required": [], "anyOf": needed}
 
 
 def dump_profile(profile: MachineProfile) -> str:

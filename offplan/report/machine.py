@@ -1,6 +1,6 @@
 """The machine: each figure with how it was obtained."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -20,6 +20,27 @@ def render_machine(machine: MachineProfile) -> Table:
             table.add_row(name, show(figure.value), figure.basis + spread)
     if machine.layer_times:
         table.add_row("compute of layers", f"{len(machine.layer_times)} times", "measured")
+    return table
+
+
+def render_sources(machine: MachineProfile) -> Table:
+    """Show the figures that plans are made from, each with where it comes from."""
+    table = make_table(f"{machine.name}, {machine.link}", "figure", "value", "basis")
+    table.add_column("source", overflow="fold")
+    for name, figure, show in _figures(machine):
+        if figure is not None:
+            table.add_row(name, show(figure.value), figure.basis, figure.source)
+    return table
+
+
+def render_machines(machines: Mapping[str, MachineProfile]) -> Table:
+    """List profiles by their names."""
+    table = make_table("Machines", "--machine", "GPU memory", "its rate", "link", "its rate")
+    table.columns[0].no_wrap = True
+    for name, machine in machines.items():
+        memory, hbm, h2d = machine.gpu_memory.value, machine.hbm.value, machine.h2d.value
+        rates = units.format_rate(hbm), machine.link, units.format_rate(h2d)
+        table.add_row(name, units.format_bytes_exact(memory), *rates)
     return table
 
 

@@ -1,0 +1,31 @@
+"""``offplan machines``: the machine profiles that come with offplan, and what one of them says."""
+
+from typing import Annotated
+
+import typer
+
+from offplan.cli import options
+from offplan.cli.output import print_result
+
+
+def machines(
+    machine: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MACHINE]", help="Show this one, named as --machine takes it: rtx4090."
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """List the machines that can be planned for, or show one with the source of each figure."""
+    from offplan.machine.profile import load_profile, shipped_profiles
+    from offplan.report.machine import render_machines, render_sources
+    from offplan.report.payload import machine_payload
+
+    if machine is not None:
+        shown = load_profile(machine)
+        print_result({"machine": machine_payload(shown)}, render_sources(shown), json=json)
+        return
+    shipped = {name: load_profile(name) for name in shipped_profiles()}
+    payload = {name: machine_payload(each) for name, each in shipped.items()}
+    print_result({"machines": payload}, render_machines(shipped), json=json)

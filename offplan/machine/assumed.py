@@ -1,0 +1,96 @@
+"""Figures that a profile may leave out, and what is assumed in their place.
+
+Each is an estimate, and names in its source what it rests on.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from offplan.errors import InputError
+from offplan.units import format_rate, parse_rate
+
+UVA_SHARE = 0.92
+"""In-place reads of each byte once over DMA. Source: 51 of 55.4 GB/s measured on an H200."""
+_LANE_BYTES_PER_S = {3: 0.98462e9, 4: 1.96923e9, 5: 3.93846e9, 6: 7.5625e9}
+"""Bytes per second of one lane, one way. Source: PCI-SIG: 8, 16 and 32 GT/s with 128b/130b; 64 GT/s
+with 242 bytes of payload in a flit of 256."""
+_EFFICIENCY = {
+    3: (0.79, "25 GB/s reported of PCIe 4 x16 links"),
+    4: (0.79, "25 GB/s reported of PCIe 4 x16 links"),
+    5: (0.88, "55.4 GB/s measured of the PCIe 5 x16 link of an H200"),
+    6: (0.88, "55.4 GB/s measured of the PCIe 5 x16 link of an H200"),
+}
+"""Rate of large pinned copies over the lanes' peak, and what it is taken from, by generation."""
+_LINK = re.compile(r"PCIe ([3-6]) x(1|2|4|8|16)")
+_EVERYWHERE = {
+    "copy_latency": ("6 us", "5.4 us measured on an H200, rounded up"),
+    "layer_overhead": (
+        "70 us",
+        "the H200 profile's figure: launches and small kernels, not bandwidth",
+    ),
+    "gpu_overhead": (
+        "1 GiB",
+        "context and libraries of a process that has run a model, and its graphs",
+    ),
+}
+"""What hardly depends on the machine."""
+_OF_THE_LINK = (
+    *("h2d", "uva", "copy_latency", "uva_beside_copies", "h2d_concurrent"),
+    *("h2d_curve", "h2d_pageable_curve", "d2h_curve"),
+)
+_OF_THE_GPU = ("layer_times",)
+_DEPENDENTS = {
+    **dict.fromkeys(("link", "h2d"), _OF_THE_LINK),
+    **dict.fromkeys(("hbm", "matmul", "layer_overhead"), _OF_THE_GPU),
+}
+"""Figures that no longer hold once another is changed."""
+
+
+def change_figures(figures: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile's data with some of its keys changed, without what rested on those."""
+    outdated = {each for key in changes for each in _DEPENDENTS.get(key, ())}
+    return {key: value for key, value in figures.items() if key not in outdated} | changes
+
+
+def complete_figures(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile's data with what it leaves out, so far as it can be assumed."""
+    complete = {"link": "host link", **figures} if "h2d" in figures else dict(figures)
+    for key, (value, source) in _EVERYWHERE.items():
+        complete.setdefault(key, _estimate(value, source))
+    if "h2d" not in complete and (link := parse_link(complete.get("link"))) is not None:
+        peak = link.lanes * _LANE_BYTES_PER_S[link.generation]
+        efficiency, seen = _EFFICIENCY[link.generation]
+        source = f"{format_rate(peak)}, the peak of {link}, x {efficiency} as in {seen}"
+        complete["h2d"] = _estimate(format_rate(efficiency * peak), source)
+    if "uva" not in complete and (h2d := _read_rate(complete.get("h2d"))) is not None:
+        source = f"{UVA_SHARE} of h2d, as measured on an H200: 51 of 55.4 GB/s"
+        complete["uva"] = _estimate(format_rate(UVA_SHARE * h2d), source)
+    return complete
+
+
+class Link(NamedTuple):
+    """A PCI Express link; its text is how profiles name it."""
+
+    generation: int
+    lanes: int
+
+    def __str__(self) -> str:
+        return f"PCIe {self.generation} x{self.lanes}"
+
+
+def parse_link(text: object) -> Link | None:
+    """Read ``PCIe 4 x16``; None for links of other kinds."""
+    found = _LINK.fullmatch(text) if isinstance(text, str) else None
+    return Link(int(found[1]), int(found[2])) if found else None
+
+
+def _estimate(value: str, source: str) -> dict[str, str]:
+    return {"value": value, "basis": "estimated", "source": source}
+
+
+def _read_rate(figure: object) -> float | None:
+    """Read a figure's rate; None where it is none, which the profile's check tells."""
+    try:
+        return parse_rate(figure["value"] if isinstance(figure, dict) else figure)  # type: ignore[arg-type]
+    except (InputError, KeyError):
+        return None

@@ -1,0 +1,103 @@
+"""Names of machines: a shipped profile or a file, and what is changed of it."""
+
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offplan.errors import ProfileError
+from offplan.machine.assumed import parse_link
+
+SHIPPED = Path(__file__).parent / "profiles"
+_CHANGE = re.compile(r",(?=[a-z0-9_]+=)", re.IGNORECASE)
+_PCIE = re.compile(r"([0-9])(?:\.0)?x([0-9]+)", re.IGNORECASE)
+_MAKERS = re.compile(r"nvidia|geforce|gpu|[^a-z0-9]")
+_SHORT_KEYS = {"pcie": "link", "ram": "host_memory", "vram": "gpu_memory"}
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with offplan."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+class MachineName(NamedTuple):
+    """What ``--machine`` takes: ``rtx4090-pcie4,pcie=4x8,ram=64GiB``."""
+
+    base: str
+    """The name of a shipped profile, or a file."""
+    changes: tuple[str, ...] = ()
+    """Figures given in place of the profile's: ``ram=64GiB``."""
+
+    def __str__(self) -> str:
+        return ",".join((self.base, *self.changes))
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether its profile comes with offplan."""
+        return self.base in shipped_profiles()
+
+    def move(self, moved: Callable[[str], str]) -> "MachineName":
+        """Return the name by which it is known elsewhere: a file's path is ``moved``."""
+        return self if self.is_shipped else self._replace(base=moved(self.base))
+
+    def find_file(self) -> Path:
+        """Return the profile's file; raises ProfileError, with the nearest names, for none."""
+        path = SHIPPED / f"{self.base}.yaml" if self.is_shipped else Path(self.base)
+        if self.base.isprintable() and path.is_file():
+            return path
+        forms = {form: name for name in shipped_profiles() for form in _forms(name)}
+        close = difflib.get_close_matches(_normalise(self.base)[:80], forms, 3)
+        meant = " or ".join(dict.fromkeys(forms[each] for each in close))
+        raise ProfileError(
+            f"no machine profile {self.base!r}: it is neither a file nor a name that `offplan "
+            f"machines` lists" + (f"; is {meant} meant?" if meant else "")
+        )
+
+    def read_changes(self) -> dict[str, Any]:
+        """Return the changes as a profile's file would give them.
+
+        Raises ProfileError for a link that is not understood, and for a key given twice.
+        """
+        data: dict[str, Any] = {}
+        for change in self.changes:
+            short, _, text = change.partition("=")
+            key = _SHORT_KEYS.get(short.lower(), short.lower())
+            if key in data:
+                raise ProfileError(f"--machine {self}: {key} is given twice")
+            if short.lower() == "pcie":
+                found = _PCIE.fullmatch(text)
+                text = f"PCIe {found[1]} x{found[2]}" if found else text
+                if parse_link(text) is None:
+                    raise ProfileError(
+                        f"--machine {self}: {change} is no link: write its generation (3 to 6) and "
+                        "lanes as pcie=4x16"
+                    )
+            is_figure = key not in ("link", "name")
+            given = {"value": text, "basis": "reported", "source": "given with --machine"}
+            data[key] = given if is_figure else text
+        return data
+
+
+def parse_name(text: str) -> MachineName:
+    """Read a machine's name: the exact or loose name of a shipped profile, or a file's path.
+
+    ``RTX 4090`` and ``4090`` are ``rtx4090-pcie4``; a file of such a name comes first.
+    """
+    base, *changes = _CHANGE.split(text)
+    named = MachineName(base, tuple(changes))
+    if named.is_shipped or not base.isprintable() or Path(base).is_file():
+        return named
+    wanted = _normalise(base)
+    loose = (name for name in shipped_profiles() if wanted in _forms(name))
+    return named._replace(base=next(loose, base))
+
+
+def _forms(name: str) -> set[str]:
+    """Return what may be typed for a shipped name: its link, ``rtx`` and punctuation left out."""
+    gpu = _normalise(name.rpartition("-")[0] or name)
+    return {_normalise(name), gpu, gpu.removeprefix("rtx")}
+
+
+def _normalise(text: str) -> str:
+    return _MAKERS.sub("", text.lower())
