@@ -26,7 +26,7 @@ from offplan.records import (
     read_text,
 )
 from offplan.segments import match_segments
-from offplan.units import format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_seconds
 
 PLAN_VERSION: Literal[1] = 1
 MOST = 2**24
@@ -288,7 +288,7 @@ class Plan(Record):
             if most is not None and num_bytes > most * (1 + PRINTED_TO):
                 return (
                     f"it takes {format_bytes(num_bytes)} of {what} by its prediction, more than "
-                    f"its budget of {format_bytes(most)}: plan it again for that budget"
+                    f"its budget of {format_budget(most)}: plan it again for that budget"
                 )
         return None
 

@@ -144,6 +144,12 @@ def format_bytes_exact(num_bytes: int) -> str:
     return min((text for text in written if parse_bytes(text) == num_bytes), key=len)
 
 
+def format_budget(num_bytes: int) -> str:
+    """Print a budget as it was typed, or in four digits where nobody would type it."""
+    exact = format_bytes_exact(num_bytes)
+    return format_bytes(num_bytes) if exact.endswith(" B") else exact
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Print a link's or a memory's rate: ``55.4 GB/s``."""
     return _format(bytes_per_s, {"B/s": 1, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12})

@@ -46,7 +46,8 @@ ANALYZED = """\
 plans/tiny-moe: deepseek_v2, 438,912 parameters, 857.2 KiB as stored
 `offplan run` can execute this model.
 Not planned: no GPU here and no --machine: link bandwidth and compute were not
-measured, so nothing is planned; --machine takes a profile's file or one of
+measured, so nothing is planned; name a machine, as in --machine rtx4090
+(`offplan machines` lists them), or a profile's file
 """
 TABLES = """
 Layers
@@ -182,6 +183,29 @@ def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
     assert "It does not fit: no plan fits 100 KiB" in out
 
 
+def test_the_longest_context_is_found(cli: CLI) -> None:
+    config = "tests/models/qwen3-8b/config.json"
+    small = ("--machine", "rtx3060-laptop", "--context")
+    code, out, err = cli("plan", config, *small, "max")
+    assert code == 0
+    longest = yaml.safe_load(out)["workload"]["context"]
+    assert f"--context max: {longest} tokens, the most that fit\n" in err
+    assert cli("plan", config, *small, longest).out == out
+    code, _, err = cli("plan", config, *small, longest + 1)
+    assert code == 3
+    assert f"with a context of {longest} tokens there is a plan" in err
+    code, out, err = cli("plan", config, "--machine", "h200", "--context", "MAX")
+    assert yaml.safe_load(out)["workload"]["context"] == 40960
+    assert "--context max: 40960 tokens, all that the model was trained for\n" in err
+
+
+def test_a_context_beyond_the_models_is_told(cli: CLI) -> None:
+    config = "tests/models/qwen3-8b/config.json"
+    code, _, err = cli("analyze", config, "--machine", "h200", "--context", 40961)
+    assert code == 0
+    assert "a context of 40961 tokens is more than the 40960 that the model was" in err
+
+
 def test_plan_says_what_does_not_fit_and_exits_3(cli: CLI) -> None:
     arguments = ("--machine", "cpu", "--gpu-memory", "100KiB", *SMALL)
     code, out, err = cli("plan", "plans/tiny-moe", *arguments)
@@ -241,6 +265,18 @@ def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
         (("plan", "plans/tiny-moe", "--gpu-memory", "much"), "'much' is not a size"),
         (("plan", "plans/tiny-moe", "--host-memory", "-1GiB"), "is not a size"),
         (("plan", "plans/tiny-moe", "--gpu-memory", "8"), "'8' has no unit: is 8GiB meant?"),
+        (
+            ("plan", "plans/tiny-moe", "--context", "long"),
+            "write a number of tokens, 1 or more, or",
+        ),
+        (
+            (
+                "plan",
+                TINY_MOE,
+                *["--machine", "cpu", "--context", "max", "--objective", "throughput"],
+            ),
+            "--context max needs a batch",
+        ),
         (("plan", "plans/tiny-moe", "--max-tpot", "50"), "'50' has no unit: is 50ms meant?"),
         (("plan", "plans/tiny-moe", "--prompt-tokens", 5000), "raise --context"),
         (("plan", "plans/tiny-moe", "--batch", 2**20, "--context", 2**20), "which no memory holds"),

@@ -22,6 +22,7 @@ MAX_LAYERS = 10_000
 _OTHER_PARTS = ("vision_config", "audio_config")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_NUM_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _NUM_EXPERTS = """
 num_experts n_routed_experts num_local_experts moe_num_experts num_moe_experts num_routed_experts
 n_experts
@@ -117,6 +118,8 @@ class Architecture:
     """Elements of a token's hidden state; 0 where the config does not say."""
     vocabulary_size: int | None
     """Tokens that the model knows; None where the config does not say."""
+    trained_context: int | None
+    """Tokens of the longest text it was made for; None where the config does not say."""
     end_tokens: tuple[int, ...]
     """Tokens that end a text."""
     num_layers: int | None
@@ -193,6 +196,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         or read_quantisation(text, model_type, read_dtype(config)),
         hidden_size=_read_hidden_size(text),
         vocabulary_size=read_count(text, "vocab_size"),
+        trained_context=_read_trained_context(text),
         end_tokens=_read_end_tokens(config, text),
         num_layers=stated_layers,
         num_prediction_layers=read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0,
@@ -233,6 +237,22 @@ def _read_num_layers(text: Mapping[str, Any]) -> int | None:
 
 def _read_hidden_size(text: Mapping[str, Any]) -> int:
     return read_count(text, "hidden_size", "n_embd", "d_model") or 0
+
+
+def _read_trained_context(text: Mapping[str, Any]) -> int | None:
+    """Read the positions that it was trained for, those that scaled rotary embeddings add included.
+
+    Source: transformers 5.23, ``modeling_rope_utils``: YaRN stretches
+    ``original_max_position_embeddings`` by ``factor``, whatever ``max_position_embeddings`` says.
+    """
+    stated = read_count(text, *_NUM_POSITIONS)
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return stated
+    original, factor = read_count(rope, "original_max_position_embeddings"), rope.get("factor")
+    if original is None or isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        return stated
+    return max(stated or 0, int(original * factor)) if 1 <= factor < MAX_COUNT else stated
 
 
 def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:

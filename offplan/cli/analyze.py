@@ -24,7 +24,7 @@ def analyze(
     batch: options.Batch = 1,
     prompt_tokens: options.PromptTokens = 512,
     output_tokens: options.OutputTokens = 128,
-    context: options.Context = 4096,
+    context: options.ChosenContext = 4096,
     revision: options.Revision = None,
     source: options.Source = None,
     output: options.Output = None,
@@ -37,7 +37,7 @@ def analyze(
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.asking import ask
     from offplan.checkpoint.open import open_model
-    from offplan.cli.planning import note_budget, read_workload, save_plan
+    from offplan.cli.planning import note_budget, read_workload, save_plan, settle_context
     from offplan.machines import find_machine, why_unmeasured
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.answer import render_answer
@@ -63,6 +63,7 @@ def analyze(
             engine=engine,
         )
         note_budget(question, gpu_memory)
+        question = settle_context(question, context)
         analysis = analyze_question(question)
     answer = render_answer(
         analysis, shlex.join(["offplan", *sys.argv[1:]]), str(output or "") or None

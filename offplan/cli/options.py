@@ -28,6 +28,16 @@ def read_text(argument: str) -> str:
         raise InputError(f"{argument!a} is not a text: type it in UTF-8") from None
 
 
+def read_context(argument: str | int) -> int:
+    """Read a number of tokens, or ``max``, which is LONGEST; raises InputError for the rest."""
+    text = str(argument)
+    if text.lower() == "max":
+        return LONGEST
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--context {text!r}: write a number of tokens, 1 or more, or max")
+    return int(text)
+
+
 _size = partial(typer.Option, parser=parse_bytes, metavar="TEXT")
 _time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
 
@@ -60,6 +70,16 @@ Batch = Annotated[int, typer.Option(min=1, help="Sequences generated together.")
 PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 OutputTokens = Annotated[int, typer.Option(min=1, help="Tokens generated for each.")]
 Context = Annotated[int, typer.Option(min=1, help="Tokens a sequence may reach.")]
+LONGEST = 0
+"""The context that ``max`` stands for: the longest that fits."""
+ChosenContext = Annotated[
+    int,
+    typer.Option(
+        parser=read_context,
+        metavar="N or max",
+        help="Tokens a sequence may reach; max: all that fit.",
+    ),
+]
 LocalModel = Annotated[
     str | None,
     typer.Option("--model", help="Read the model here instead of where the plan says."),

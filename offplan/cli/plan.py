@@ -16,7 +16,7 @@ def plan(
     batch: options.ChosenBatch = None,
     prompt_tokens: options.PromptTokens = 512,
     output_tokens: options.OutputTokens = 128,
-    context: options.Context = 4096,
+    context: options.ChosenContext = 4096,
     revision: options.Revision = None,
     source: options.Source = None,
     output: options.Output = None,
@@ -31,7 +31,7 @@ def plan(
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.asking import ask
     from offplan.checkpoint.open import open_model
-    from offplan.cli.planning import note_budget, read_workload, save_plan
+    from offplan.cli.planning import note_budget, read_workload, save_plan, settle_context
     from offplan.machines import find_machine, why_unmeasured
     from offplan.plan import dump_plan
     from offplan.planner.frontier import find_frontier
@@ -72,6 +72,7 @@ def plan(
         engine=engine,
     )
     note_budget(question, gpu_memory)
+    question = settle_context(question, context)
     if frontier:
         points = find_frontier(question, ProgressBar("planning"))
         print_result({"frontier": frontier_payload(points)}, render_frontier(points), json=json)

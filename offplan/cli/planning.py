@@ -6,23 +6,27 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
+from offplan.cli.options import LONGEST
 from offplan.cli.output import ProgressBar, print_note, write_file
 from offplan.errors import InputError
 from offplan.machine.name import parse_name
 from offplan.plan import Plan, Workload, dump_plan, load_plan
 from offplan.planned import open_planned_model
+from offplan.planner.context import find_longest_context, with_context
 from offplan.question import Question
 from offplan.records import explain
 from offplan.repricing import list_changes, price_again
-from offplan.units import format_bytes, format_bytes_exact
+from offplan.units import format_budget, format_bytes
 
 
 def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: int) -> Workload:
-    """Check the workload; raises InputError where it contradicts itself."""
+    """Check the workload, with the shortest context in place of LONGEST, which is yet to be found.
+
+    Raises InputError where it contradicts itself.
+    """
+    tokens = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     try:
-        return Workload(
-            batch=batch, prompt_tokens=prompt_tokens, output_tokens=output_tokens, context=context
-        )
+        return Workload(batch=batch, context=context or sum(tokens.values()), **tokens)
     except ValidationError as error:
         wrong = explain(error)
         told = (f"--{where.replace('_', '-')}: {why}" if where else why for where, why in wrong)
@@ -64,11 +68,34 @@ def save_plan(path: Path, plan: Plan, *, force: bool) -> None:
     write_file(path, dump_plan(plan.model_copy(update=moved)), force=force)
 
 
+def settle_context(question: Question, context: int) -> Question:
+    """Find the longest context where it is LONGEST; say so where it is more than was trained for.
+
+    Raises InputError where the batch is yet to be chosen, too.
+    """
+    trained = question.model.architecture.trained_context
+    if context != LONGEST:
+        if trained is not None and context > trained:
+            print_note(
+                f"a context of {context} tokens is more than the {trained} that the model was "
+                "trained for: what it says beyond them may make no sense"
+            )
+        return question
+    if question.goal.objective == "throughput":
+        raise InputError("--context max needs a batch: give --batch, or a number as --context")
+    longest = find_longest_context(question)
+    if longest is None:  # the planner says by how much
+        return question
+    limit = "all that the model was trained for" if longest == trained else "the most that fit"
+    print_note(f"--context max: {longest} tokens, {limit}")
+    return with_context(question, longest)
+
+
 def note_budget(question: Question, gpu_memory: int | None) -> None:
     """Say so where the question's machine has less GPU memory than the bytes that were named."""
     most = question.machine.gpu_memory.value
     if gpu_memory is not None and gpu_memory > most:
         print_note(
             f"{question.machine.name} has {format_bytes(most)}: planning for that instead of "
-            f"{format_bytes_exact(gpu_memory)}"
+            f"{format_budget(gpu_memory)}"
         )

@@ -65,7 +65,7 @@ class Nearest:
         """Do the same for one plan, without rounding."""
         times = Fraction(prompt_ps), step_ps
         pairs = zip(times, self.limits_ps, strict=True)
-        return max(Fraction(1), *(t / Fraction(max(1.0, s)) for t, s in pairs if s != NEVER))
+        return max([Fraction(1), *(t / Fraction(max(1.0, s)) for t, s in pairs if s != NEVER)])
 
 
 Aim = Fastest | Nearest

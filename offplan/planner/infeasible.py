@@ -5,7 +5,7 @@ from offplan.errors import InfeasibleError
 from offplan.planner.search import Search
 from offplan.planner.space import Space, find_room
 from offplan.question import Question
-from offplan.units import format_bytes, format_bytes_enough
+from offplan.units import format_budget, format_bytes, format_bytes_enough
 
 
 def explain_infeasible(space: Space, question: Question, search: Search) -> InfeasibleError:
@@ -14,7 +14,7 @@ def explain_infeasible(space: Space, question: Question, search: Search) -> Infe
     if question.goal.engine and not (search.gpu_lack or search.host_lack):
         return InfeasibleError(
             f"no plan that {question.goal.engine} can run fits "
-            f"{format_bytes(budget.gpu_memory)}, though others do"
+            f"{format_budget(budget.gpu_memory)}, though others do"
         )
     if search.gpu_lack:
         lack = -(-int(search.gpu_lack) * 1000 // round(1000 * (1 - MARGIN)))
@@ -24,7 +24,7 @@ def explain_infeasible(space: Space, question: Question, search: Search) -> Infe
         weights = model.loaded_bytes - smallest.host_bytes
         taken = smallest.device_bytes + overhead_bytes(space.machine, budget) - weights
         return InfeasibleError(
-            f"no plan fits {format_bytes(budget.gpu_memory)} of GPU memory: "
+            f"no plan fits {format_budget(budget.gpu_memory)} of GPU memory: "
             f"{format_bytes_enough(lack)} more are needed. Of what lies outside the layers "
             f"{format_bytes(fixed)} are always on the GPU; KV cache, "
             f"activations and overhead take {format_bytes(taken)}. Give more GPU memory, or "
@@ -34,8 +34,8 @@ def explain_infeasible(space: Space, question: Question, search: Search) -> Infe
         )
     lack = int(search.host_lack)  # that of plans of one rule: others may lack less
     return InfeasibleError(
-        f"no plan fits {format_bytes(budget.host_memory or 0)} of {space.machine.store} memory: "
+        f"no plan fits {format_budget(budget.host_memory or 0)} of {space.machine.store} memory: "
         f"up to {format_bytes_enough(lack)} more are needed to hold what the GPU "
-        f"({format_bytes(budget.gpu_memory)}) cannot. Give more of either",
+        f"({format_budget(budget.gpu_memory)}) cannot. Give more of either",
         lack,
     )

@@ -6,13 +6,14 @@ from offplan.costs.threshold import least_that
 from offplan.errors import InfeasibleError
 from offplan.plan import Offload
 from offplan.planner.aims import Nearest, limits_ps
+from offplan.planner.context import find_longest_context
 from offplan.planner.find import PlanResult, find_plan, write_plan
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
 from offplan.planner.throughput import plan_throughput
 from offplan.question import Question
-from offplan.units import format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_seconds
 
 RESOLUTION = 100
 """The memory that would reach a target is found to this part of the budget."""
@@ -25,7 +26,8 @@ def make_plan(question: Question) -> PlanResult:
     with ``throughput`` the batch of most tokens a second is chosen first. Exact over the space that
     ``planner.space`` states; the same question gives the same plan, byte for byte. Raises
     InfeasibleError when no plan fits, with the shortfall, and when none keeps the targets, with the
-    nearest (exactly: no plan's worse excess is less) and the GPU memory that would do.
+    nearest (exactly: no plan's worse excess is less) and the GPU memory that would do; with the
+    longest context that has a plan, where a shorter one has.
     """
     if question.goal.objective == "throughput":
         if best := plan_throughput(question):
@@ -33,6 +35,18 @@ def make_plan(question: Question) -> PlanResult:
         # a single sequence says what is missing
         goal = question.goal.model_copy(update={"objective": "latency"})
         question = replace(question.with_batch(1), goal=goal)
+    try:
+        return _make_latency_plan(question)
+    except InfeasibleError as error:
+        longest = find_longest_context(question, question.workload.context)
+        if longest is None:
+            raise
+        message = f"{error}; with a context of {longest} tokens there is a plan"
+        raise InfeasibleError(message, error.shortfall_bytes) from None
+
+
+def _make_latency_plan(question: Question) -> PlanResult:
+    """Find the plan of the least time for a request at the workload's batch."""
     searcher = Searcher(Space(question))
     if question.goal.targets:
         # first, so that a request's time is never looked for among plans that are too slow
@@ -69,7 +83,7 @@ def _unreachable(
         helps = f"{format_bytes(enough)} of GPU memory would do"
     nearest = write_plan(space, question, offload).prediction
     return InfeasibleError(
-        f"no plan reaches {question.goal.targets} within {format_bytes(budget.gpu_memory)}: the "
+        f"no plan reaches {question.goal.targets} within {format_budget(budget.gpu_memory)}: the "
         f"nearest has its first token after {format_seconds(nearest.prefill.step_s)} and takes "
         f"{format_seconds(nearest.decode.step_s)} a token; {helps}",
         None if enough is None else enough - budget.gpu_memory,

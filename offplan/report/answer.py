@@ -10,7 +10,7 @@ from offplan.plan import Backend, Plan, Rule
 from offplan.report.analysis import Analysis, describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import draw_layers, draw_memory
-from offplan.units import format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_seconds
 
 _READS = {
     (Backend.PREFETCH, Backend.PREFETCH): "and are copied to the GPU before each layer",
@@ -43,7 +43,7 @@ def render_answer(analysis: Analysis, command: str, output: str | None) -> list[
         legend = "Layers, first to last: as high as their share on the GPU"
         parts.append(Group(Text(legend), draw_layers(model, place(model, plan.offload))))
     memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
-    parts.append(Group(Text(f"GPU memory, {format_bytes(budget)}"), draw_memory(memory, budget)))
+    parts.append(Group(Text(f"GPU memory, {format_budget(budget)}"), draw_memory(memory, budget)))
     return [*parts, Text(describe_plainly(plan, model))]
 
 
@@ -61,13 +61,13 @@ def describe_model(model: Model) -> str:
 def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     """Say how the memory of GPU and host is used, and what the host must be able to lock."""
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
-    budget = format_bytes(plan.budget.gpu_memory)
+    budget = format_budget(plan.budget.gpu_memory)
     told = f"It fits {machine.name}: {format_bytes(memory.total_bytes)} of {budget} of GPU memory"
     locked = prediction.host_memory_bytes
     if not locked:
         return f"{told}, nothing on the host." if not plan.offload.rules else f"{told}."
     if machine.host_memory is not None:
-        room = f"of {format_bytes(machine.host_memory.value)} that can be locked there"
+        room = f"of {format_budget(machine.host_memory.value)} that can be locked there"
     else:
         room = "check that as much can be locked: this machine's profile does not say"
     return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."

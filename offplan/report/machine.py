@@ -40,7 +40,7 @@ def render_machines(machines: Mapping[str, MachineProfile]) -> Table:
     for name, machine in machines.items():
         memory, hbm, h2d = machine.gpu_memory.value, machine.hbm.value, machine.h2d.value
         rates = units.format_rate(hbm), machine.link, units.format_rate(h2d)
-        table.add_row(name, units.format_bytes_exact(memory), *rates)
+        table.add_row(name, units.format_budget(memory), *rates)
     return table
 
 

@@ -13,7 +13,7 @@ from offplan.plan import Backend, Plan, Rule
 from offplan.planner.find import PlanResult
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
-from offplan.units import format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_seconds
 
 
 def render_plan(result: PlanResult, crossovers: Crossovers) -> list[RenderableType]:
@@ -96,7 +96,7 @@ def _render_memory(plan: Plan) -> Table:
     table.add_row("KV cache", format_bytes(memory.kv_cache_bytes))
     table.add_row("activations", format_bytes(memory.activation_bytes))
     table.add_row("overhead and margin", format_bytes(memory.overhead_bytes))
-    budget = format_bytes(plan.budget.gpu_memory)
+    budget = format_budget(plan.budget.gpu_memory)
     table.add_row(f"GPU, of {budget}", format_bytes(memory.total_bytes))
     table.add_row("host", format_bytes(plan.prediction.host_memory_bytes))
     if plan.offload.store == "peer":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from offplan.plan import Backend, Prediction, Rule
 from offplan.planner.find import PlanResult
 from offplan.planner.throughput import tokens_per_s
-from offplan.units import format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_seconds
 
 
 def explain_plan(result: PlanResult) -> list[str]:
@@ -28,12 +28,12 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
     if not plan.offload.rules and plan.offload.embeddings == "device":
         yield (
             f"everything fits: {format_bytes(memory.total_bytes)} of "
-            f"{format_bytes(plan.budget.gpu_memory)}, so nothing is offloaded"
+            f"{format_budget(plan.budget.gpu_memory)}, so nothing is offloaded"
         )
         return
     yield (
         f"at least {format_bytes(result.floor.missing_bytes)} of weights do not fit "
-        f"{format_bytes(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
+        f"{format_budget(plan.budget.gpu_memory)} beside KV cache, activations and overhead; the "
         f"plan keeps {_describe_places(prediction)}"
     )
     yield (

@@ -92,3 +92,39 @@ def test_the_cache_is_of_what_the_weights_are_stored_in():
 def test_end_tokens_of_both_configs():
     config = {"eos_token_id": 2, "text_config": {"eos_token_id": [1, 2, None]}}
     assert read_architecture(config).end_tokens == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"max_position_embeddings": 40960}, 40960),
+        ({"n_positions": 1024}, 1024),
+        ({}, None),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 8,
+                "rope_scaling": {"factor": True, "original_max_position_embeddings": 8},
+            },
+            8,
+        ),
+        ({"max_position_embeddings": 8, "rope_scaling": {"factor": 2.0}}, 8),
+    ],
+)
+def test_the_context_that_a_model_was_trained_for(
+    config: dict[str, object], tokens: int | None
+) -> None:
+    assert read_architecture(config).trained_context == tokens

@@ -1,0 +1,41 @@
+"""The longest context whose plan fits."""
+
+from dataclasses import replace
+
+from offplan.costs.threshold import least_that
+from offplan.plan import MOST, MOST_CACHED
+from offplan.planner.aims import Nearest, limits_ps
+from offplan.planner.search import Searcher
+from offplan.planner.space import Space, find_room
+from offplan.question import Question
+
+
+def find_longest_context(question: Question, most: int | None = None) -> int | None:
+    """Find the longest context for which a plan keeps a question's budget and targets.
+
+    It holds the workload's prompt and output, and is no longer than ``most`` tokens, by default
+    what the model was trained for. None where not even the shortest such context fits.
+    """
+    workload = question.workload
+    shortest = workload.prompt_tokens + workload.output_tokens
+    most = most or question.model.architecture.trained_context or MOST
+    most = max(shortest, min(most, MOST, MOST_CACHED // workload.batch))
+    if not _fits(question, shortest):
+        return None
+    if _fits(question, most):
+        return most
+    # a longer context never needs less memory
+    return least_that(lambda context: not _fits(question, context), shortest, most) - 1
+
+
+def with_context(question: Question, context: int) -> Question:
+    """Ask the same for another context."""
+    return replace(question, workload=question.workload.model_copy(update={"context": context}))
+
+
+def _fits(question: Question, context: int) -> bool:
+    """Whether a plan keeps the budget and the targets at this context."""
+    space = Space(with_context(question, context))
+    room = find_room(space, question.budget)
+    best = Searcher(space).find(room, Nearest(limits_ps(question.goal))).best
+    return best is not None and best.value <= 1
