@@ -8,6 +8,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from offplan.errors import ProfileError
+from offplan.machine.assumed import parse_link
 from offplan.machine.name import SHIPPED as FOLDER
 from offplan.machine.name import parse_name, shipped_profiles
 from offplan.machine.profile import (
@@ -135,7 +136,7 @@ def test_figures_are_changed_behind_the_name() -> None:
 
 def test_what_rested_on_a_changed_figure_is_gone(tmp_path: Path) -> None:
     measured = load_profile("h200").model_dump(mode="json", exclude_none=True)
-    measured["h2d_curve"] = [{"bytes": 2**26, "rate": 55.4e9}]
+    measured["h2d_curve"] = measured["h2d"] | {"value": [{"bytes": 2**26, "rate": 55.4e9}]}
     measured["layer_times"] = [TIME.model_dump(mode="json")]
     path = tmp_path / "machine.yaml"
     path.write_text(yaml.safe_dump(measured), "utf-8")
@@ -190,6 +191,27 @@ def test_the_schema_wants_what_cannot_be_assumed() -> None:
     assert not SCHEMA.is_valid({"base": "rtx4090", "h2d": "12"})
     with pytest.raises(ProfileError, match=r"hbm: it is missing; matmul: it is missing; gpu_m"):
         parse_profile("{name: X, link: PCIe 4 x16}", "a profile")
+
+
+@pytest.mark.parametrize(
+    ("figure", "message"),
+    [
+        ("h2d: 12", "h2d.value: '12' has no unit: is 12GB/s meant"),
+        ("gpu_memory: 24", "gpu_memory.value: '24' has no unit: is 24GiB meant"),
+        ("host_memory: '64'", "host_memory.value: '64' has no unit: is 64GiB meant"),
+        ("h2d: [12]", "h2d: it should be a valid mapping"),
+    ],
+)
+def test_a_figure_alone_has_its_unit(figure: str, message: str) -> None:
+    text = f"{{base: rtx4090, {figure}}}"
+    assert not SCHEMA.is_valid(load_yaml(text))
+    with pytest.raises(ProfileError, match=message):
+        parse_profile(text, "a profile")
+
+
+@pytest.mark.parametrize("link", ["PCIe 3 x16", "pcie 3.0 x16", "PCIe Gen3 x16", "PCIe3x16"])
+def test_links_are_typed_loosely(link: str) -> None:
+    assert str(parse_link(link)) == "PCIe 3 x16"
 
 
 def test_another_file_is_no_base() -> None:

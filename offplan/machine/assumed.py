@@ -21,7 +21,7 @@ _EFFICIENCY = {
     6: (0.88, "55.4 GB/s measured of the PCIe 5 x16 link of an H200"),
 }
 """Rate of large pinned copies over the lanes' peak, and what it is taken from, by generation."""
-_LINK = re.compile(r"PCIe ([3-6]) x(1|2|4|8|16)")
+_LINK = re.compile(r"PCIe ?(?:Gen ?)?([3-6])(?:\.0)? ?x ?(1|2|4|8|16)", re.IGNORECASE)
 _EVERYWHERE = {
     "copy_latency": ("6 us", "5.4 us measured on an H200, rounded up"),
     "layer_overhead": (
@@ -79,7 +79,7 @@ class Link(NamedTuple):
 
 
 def parse_link(text: object) -> Link | None:
-    """Read ``PCIe 4 x16``; None for links of other kinds."""
+    """Read ``PCIe 4 x16``, or ``pcie 4.0 x16``; None for links of other kinds."""
     found = _LINK.fullmatch(text) if isinstance(text, str) else None
     return Link(int(found[1]), int(found[2])) if found else None
 

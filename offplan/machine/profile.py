@@ -47,18 +47,20 @@ class Figure(Record, Generic[Value]):
     @model_validator(mode="before")
     @classmethod
     def _is_said(cls, data: Any) -> Any:
-        """Take a value alone for one that somebody has told."""
-        if data is None or isinstance(data, (dict, Figure)):
+        """Take a value alone, which must have its unit, for one that somebody has told."""
+        if not isinstance(data, (str, int, float)):
             return data
-        return {"value": data, "basis": "reported", "source": "the profile, which names no source"}
+        source = "the profile, which names no source"
+        return {"value": str(data), "basis": "reported", "source": source}
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Say that a value alone will do."""
+        """Say that a value alone will do, if it is a text with its unit."""
         figure = handler(core_schema)
-        return {"anyOf": [figure, handler.resolve_ref_schema(figure)["properties"]["value"]]}
+        value = handler.resolve_ref_schema(figure)["properties"]["value"]
+        return {"anyOf": [figure, {"type": "string", **value}]}
 
 
 class LayerTime(Record):
