@@ -6,10 +6,18 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from rich.console import Console
 
 from offplan.errors import ProfileError
-from offplan.machine.profile import MachineProfile, dump_profile, load_profile, parse_profile
+from offplan.machine.profile import (
+    MachineProfile,
+    dump_profile,
+    load_profile,
+    parse_profile,
+    profile_schema,
+)
+from offplan.records import load_yaml
 from offplan.report.machine import render_machine
 from offplan.report.payload import machine_payload
 
@@ -41,6 +49,7 @@ def test_measured_figures_read_back_and_count(name: str) -> None:
     older = load_profile("h200-pcie5")
     assert getattr(older, name) is None
     profile = with_figures({name: MEASURED[name]})
+    Draft202012Validator(profile_schema()).validate(load_yaml(dump_profile(profile)))
     again = parse_profile(dump_profile(profile), "copy")
     assert again == profile
     assert again.fingerprint == profile.fingerprint != older.fingerprint
