@@ -23,11 +23,12 @@ HEAD = """\
 # The commands
 
 Made by `python docs/make_cli_reference.py` from the commands themselves; do not edit it by hand.
-`offplan COMMAND --help` shows the same in a terminal, and `offplan --version` prints the version.
-What the words mean is in the [glossary](glossary.md).
+`offplan COMMAND -h` shows the same in a terminal, `offplan --version` prints the version, and
+`offplan --install-completion` has the shell complete commands and options; `python -m offplan` is
+the same program. What the words mean is in the [glossary](glossary.md).
 
 Sizes are written as `16GiB`, `16G` (the same) or `24GB`, times as `800ms` or `1.5s`: a number alone
-is refused.
+is refused. Where an option has a choice of names, their case does not matter.
 """
 
 VALUES = {str: "TEXT", int: "N", Path: "FILE"}

@@ -1,6 +1,8 @@
 """The commands: what they print where, what they write, and their exit codes."""
 
 import json
+import logging
+import warnings
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -427,3 +429,45 @@ def test_a_full_disk_exits_1_without_a_traceback(
     code, _, err = cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", tmp_path / "plan.yaml")
     assert (code, err) == (1, f"{RUNS}offplan: [Errno 28] No space left on device\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quiet_says_nothing_but_errors(cli: CLI, plan_file: Path) -> None:
+    said = cli("plan", TINY_MOE, *OFFLOADING)
+    assert said.err == RUNS
+    assert cli("plan", TINY_MOE, *OFFLOADING, "--quiet") == (0, said.out, "")
+    code, out, err = cli("plan", TINY_MOE, *OFFLOADING, "-q", "-o", plan_file)
+    assert (code, out, "--force overwrites it" in err) == (2, "", True)
+
+
+def test_stdout_as_output(cli: CLI) -> None:
+    plan = cli("plan", TINY_MOE, *OFFLOADING).out
+    assert cli("plan", TINY_MOE, *OFFLOADING, "-o", "-").out == plan
+    code, out, err = cli("analyze", TINY_MOE, *OFFLOADING, "-o", "-")
+    assert (code, out, "Segments" in err) == (0, plan, True)
+    code, out, err = cli("analyze", TINY_MOE, *OFFLOADING, "-o", "-", "--json")
+    assert (code, out, "name another file" in err) == (2, "", True)
+
+
+def test_names_in_any_case(cli: CLI) -> None:
+    named = ("--store", "HOST", "--objective", "Latency", "--for", "VLLM")
+    code, out, _ = cli("plan", TINY_MOE, *OFFLOADING, *named)
+    assert (code, "engine: vllm" in out) == (0, True)
+
+
+def test_short_help_and_completion(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("plan", "-h").out == cli("plan", "--help").out
+    monkeypatch.setenv("_OFFPLAN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "offplan export --engine s")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    assert cli().out == "sglang\n"
+
+
+def test_libraries_are_hushed(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leak(*_: object) -> bool:
+        warnings.warn("advice", UserWarning, stacklevel=1)
+        logging.getLogger("some.library").warning("advice")
+        return False
+
+    monkeypatch.setattr(machines, "has_gpu", leak)
+    code, _, err = cli("analyze", "plans/tiny-moe")
+    assert (code, "advice" in err) == (0, False)

@@ -122,7 +122,7 @@ MAKE = f'"$@" plan {TINY_MOE} --machine cpu'
 @pytest.mark.parametrize(
     ("shell", "code"),
     [
-        (f"{MAKE} | true; exit ${{PIPESTATUS[0]}}", 1),
+        (f"{MAKE} | true; exit ${{PIPESTATUS[0]}}", 141),
         (f"{MAKE} | head -c1 > /dev/null; exit ${{PIPESTATUS[0]}}", 0),
         (f"{MAKE} >&-", 0),
         (f"{MAKE} <&- >&- 2>&-", 0),
@@ -132,6 +132,15 @@ MAKE = f'"$@" plan {TINY_MOE} --machine cpu'
 def test_streams_that_nobody_reads(shell: str, code: int) -> None:
     done = run(shell)
     assert (done.returncode, done.stderr) == (code, "" if "2>&-" in shell else RUNS)
+
+
+def test_help_that_nobody_reads() -> None:
+    assert run('"$@" plan -h | true; exit ${PIPESTATUS[0]}').returncode in (0, 141)
+
+
+def test_the_module_is_the_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "offplan", "--version"], capture_output=True)
+    assert (done.returncode, done.stdout[:8]) == (0, b"offplan ")
 
 
 def test_a_full_disk_for_stdout() -> None:
@@ -185,5 +194,5 @@ def test_generating_ends_where_nobody_reads(cli: CLI, monkeypatch: pytest.Monkey
         monkeypatch.setattr(Session, "decode", lambda *a: steps.append(1) or decode(*a))
         plan = ROOT / "plans" / "tiny-moe.yaml"
         code, _, err = cli("run", plan, "--prompt", "Weights that", "--device", "cpu")
-        assert (code, err) == (1, "")
+        assert (code, err) == (141, "")
         assert not steps

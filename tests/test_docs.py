@@ -96,7 +96,7 @@ def test_pages_name_no_unknown_option(
     }
     for page in DOCS.glob("*.md"):
         named = set(OPTION.findall(page.read_text("utf-8")))
-        assert named <= declared | {"--help", "--version"}, page.name
+        assert named <= declared | {"--help", "--version", "--install-completion"}, page.name
 
 
 def test_the_glossary_is_sorted() -> None:

@@ -52,6 +52,7 @@ ARROWS = {
     "benchmark": ["prompts", "repricing", "runnable", "runtime.measuring"],
     "report": ["planner", "benchmark"],
     "cli": ["asking", "sessions", "report"],
+    "__main__": ["cli"],
 }
 """Room by room, what it may import; what that room may import in turn is allowed too."""
 

@@ -5,6 +5,7 @@ import sys
 
 from offplan.cli import options
 from offplan.cli.output import (
+    STDOUT,
     ProgressBar,
     check_writable,
     draw_report,
@@ -45,6 +46,8 @@ def analyze(
     from offplan.runnable import why_not_run
 
     check_writable(output, svg, force=force)
+    if json and STDOUT in (output, svg):
+        raise InputError("--json is printed to stdout: name another file with --output and --svg")
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     found = open_model(
         model, revision=revision, name=source, on_progress=ProgressBar("reading headers")
@@ -70,7 +73,12 @@ def analyze(
     )
     # without a plan the answer is all there is to say
     report = [*answer, *(render_analysis(analysis) if analysis.result is not None else [])]
-    print_result(analyze_payload(analysis), *(report if verbose else answer), json=json)
+    print_result(
+        analyze_payload(analysis),
+        *(report if verbose else answer),
+        json=json,
+        file=sys.stderr if STDOUT in (output, svg) else None,
+    )
     if svg is not None:
         save_file(svg, draw_report(f"offplan analyze {model}", *report), force=force)
     if output is None:
@@ -79,4 +87,5 @@ def analyze(
         kind = InfeasibleError if analysis.infeasible else InputError
         raise kind(f"{output} was not written: there is no plan")
     save_plan(output, analysis.result.plan, force=force)
-    print_note(f"wrote {output}")
+    if output != STDOUT:
+        print_note(f"wrote {output}")

@@ -11,6 +11,7 @@ import offplan
 from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
 from offplan.cli.export import export
+from offplan.cli.habits import with_habits
 from offplan.cli.machines import machines
 from offplan.cli.measure import measure
 from offplan.cli.plan import plan
@@ -27,7 +28,7 @@ app = typer.Typer(
     help="Plan, then run, a model whose weights do not fit the GPU.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # plain help: it starts faster and reads the same in the docs
     pretty_exceptions_enable=False,
 )
@@ -52,4 +53,4 @@ def before_commands(
 
 
 for command in (analyze, plan, run, bench, export, measure, machines, schema):
-    app.command()(command)
+    app.command()(with_habits(command))

@@ -34,7 +34,7 @@ def bench(
     from offplan.report.bench import render_bench
     from offplan.report.payload import bench_payload
 
-    names = [] if vs is None else [name.strip() for name in vs.split(",")]
+    names = [] if vs is None else [name.strip().lower() for name in vs.split(",")]
     result = bench_plan(
         loaded,
         others=list(dict.fromkeys(names)),  # each once

@@ -12,7 +12,7 @@ from offplan.cli.output import JSON_VERSION, print_json, print_note, printable
 
 def export(
     plan: options.Plan,
-    engine: Annotated[EngineName, typer.Option(help="Whose flags.")],
+    engine: Annotated[EngineName, typer.Option(case_sensitive=False, help="Whose flags.")],
     model: options.LocalModel = None,
     json: options.Json = False,
 ) -> None:

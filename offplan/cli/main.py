@@ -8,6 +8,8 @@ from offplan.errors import OffplanError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+CLOSED_PIPE = 141
+"""Exit code where nobody reads the output any more, as shells have it: 128 + SIGPIPE."""
 _NO_THREAD = "can't start new thread"
 """What Python's RuntimeError says where there is no memory for another thread's stack."""
 
@@ -35,8 +37,10 @@ def _run() -> int | str | None:
     except KeyboardInterrupt as error:
         return _tell(error)
     except SystemExit as ended:
-        # typer has made an exit of a Ctrl-C inside a command
-        return _tell(KeyboardInterrupt()) if ended.code == INTERRUPTED else ended.code
+        # typer has made exits of a Ctrl-C inside a command, and of a pipe that nobody reads
+        if ended.code == INTERRUPTED:
+            return _tell(KeyboardInterrupt())
+        return CLOSED_PIPE if isinstance(ended.__context__, BrokenPipeError) else ended.code
     # an OSError is a full disk or a lost network share, a module that cannot be imported or fails
     # without saying why a broken installation or too little memory: not ours, no traceback helps
     except (OffplanError, OSError, MemoryError, ImportError, SystemError) as error:
@@ -61,8 +65,9 @@ def _tell(error: BaseException) -> int:
     elif isinstance(error, (ImportError, SystemError)):
         cause = text.strip().rpartition("\n")[2]  # numpy's text is a page, which ends with it
         text = f"a module cannot be used ({cause}): install offplan again, or give it memory"
-    if not isinstance(error, BrokenPipeError):  # nobody listens, and that is no news
-        print_note(" ".join(text.split()))
+    if isinstance(error, BrokenPipeError):  # nobody listens, and that is no news
+        return CLOSED_PIPE
+    print_note(" ".join(text.split()))
     return error.exit_code if isinstance(error, OffplanError) else OffplanError.exit_code
 
 

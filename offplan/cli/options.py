@@ -64,7 +64,8 @@ HostMemory = Annotated[
     int | None, _size(help="Memory of the store the weights may take. [default: what it has]")
 ]
 Store = Annotated[
-    choices.Store, typer.Option(help="Offload to host memory, or to that of a second GPU.")
+    choices.Store,
+    typer.Option(case_sensitive=False, help="Offload to host memory, or to that of a second GPU."),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences generated together.")]
 PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
@@ -88,10 +89,15 @@ DummyWeights = Annotated[
     bool, typer.Option("--dummy-weights", help="Random weights; none are read.")
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cuda, cuda:1 or cpu. [default: a GPU if there is one]")
+    str | None,
+    typer.Option(
+        parser=str.lower,
+        metavar="TEXT",
+        help="cuda, cuda:1 or cpu. [default: a GPU if there is one]",
+    ),
 ]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Write the result to this file.")
+    Path | None, typer.Option("-o", "--output", help="Write the result to this file; - is stdout.")
 ]
 Picture = Annotated[Path | None, typer.Option("--svg", help="Save the report as a picture, too.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
@@ -110,7 +116,10 @@ ChosenBatch = Annotated[
 ]
 Objective = Annotated[
     choices.ObjectiveName,
-    typer.Option(help="Time of a request, or tokens a second (which chooses the batch)."),
+    typer.Option(
+        case_sensitive=False,
+        help="Time of a request, or tokens a second (which chooses the batch).",
+    ),
 ]
 MaxTTFT = Annotated[
     float | None, _time("--max-ttft", help="Longest time to the first token (800ms).")
@@ -123,5 +132,7 @@ Frontier = Annotated[
 ]
 Engine = Annotated[
     choices.EngineName | None,
-    typer.Option("--for", help="Search only plans that this engine's flags can say."),
+    typer.Option(
+        "--for", case_sensitive=False, help="Search only plans that this engine's flags can say."
+    ),
 ]

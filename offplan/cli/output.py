@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -15,14 +16,20 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 JSON_VERSION = 1
+QUIET = ContextVar("quiet", default=False)
+"""Whether a command is to say nothing beside its result."""
+STDOUT = Path("-")
+"""The name of an output that goes to stdout."""
 
 
-def print_result(payload: dict[str, Any], *parts: "RenderableType", json: bool) -> None:
-    """Print a result to stdout: for scripts its ``payload``, versioned, else tables for people."""
+def print_result(
+    payload: dict[str, Any], *parts: "RenderableType", json: bool, file: IO[str] | None = None
+) -> None:
+    """Print a result to ``file`` or stdout: for scripts its ``payload``, versioned, else tables."""
     if json:
-        print_json({"offplan": JSON_VERSION, **payload})
+        print_json({"offplan": JSON_VERSION, **payload}, file)
     else:
-        print_report(*parts)
+        print_report(*parts, file=file)
 
 
 def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> "Console":
@@ -54,14 +61,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def print_json(payload: dict[str, Any]) -> None:
-    """Print one JSON document to stdout, and nothing else."""
-    print(json.dumps(payload, indent=2, allow_nan=False))
+def print_json(payload: dict[str, Any], file: IO[str] | None = None) -> None:
+    """Print one JSON document to ``file`` or stdout, and nothing else."""
+    print(json.dumps(payload, indent=2, allow_nan=False), file=file)
 
 
 def print_note(text: str) -> None:
-    """Say something that is not the result, on stderr."""
-    print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
+    """Say something that is not the result, on stderr, unless the command is to be quiet."""
+    if not QUIET.get():
+        print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
 
 
 _BAR_WIDTH = 30
@@ -78,7 +86,7 @@ class ProgressBar:
     def __call__(self, done: int, total: int) -> None:
         """Show the share that is done, when it has changed by a percent."""
         percent = 100 * done // total if total else 100
-        if percent == self._shown or not sys.stderr.isatty():
+        if percent == self._shown or QUIET.get() or not sys.stderr.isatty():
             return
         self._shown = percent
         end = "\n" if percent == 100 else ""
@@ -94,6 +102,8 @@ def check_writable(*paths: Path | None, force: bool) -> None:
     """
     named = [path for path in paths if path is not None]
     for path in named:
+        if path == STDOUT:
+            continue
         target = _follow(path)
         if target.is_dir():
             raise InputError(f"{path} is a folder; name a file")
@@ -112,8 +122,11 @@ def check_writable(*paths: Path | None, force: bool) -> None:
 def write_file(path: Path, text: str, *, force: bool) -> None:
     """Write a file so that it appears whole or not at all, where a link leads if it is one.
 
-    Raises InputError if it exists and ``force`` is not given, and OSError.
+    ``-`` is stdout. Raises InputError if it exists and ``force`` is not given, and OSError.
     """
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return
     check_writable(path, force=force)
     write_whole(_follow(path), text.encode())
 
@@ -121,7 +134,8 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
 def save_file(path: Path, text: str, *, force: bool) -> None:
     """Write a file as ``write_file`` does, and say so."""
     write_file(path, text, force=force)
-    print_note(f"wrote {path}")
+    if path != STDOUT:
+        print_note(f"wrote {path}")
 
 
 def _follow(path: Path) -> Path:

@@ -3,7 +3,14 @@
 import sys
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, print_json, print_note, print_result
+from offplan.cli.output import (
+    STDOUT,
+    ProgressBar,
+    check_writable,
+    print_json,
+    print_note,
+    print_result,
+)
 from offplan.errors import InputError
 
 
@@ -41,6 +48,8 @@ def plan(
     from offplan.report.payload import plan_payload
     from offplan.runnable import why_not_run
 
+    if output == STDOUT:  # where it goes anyway
+        output = None
     if frontier and output is not None:
         raise InputError("--frontier shows many plans and writes none: leave --output out")
     if frontier and (max_ttft, max_tpot) != (None, None):

@@ -1,0 +1,61 @@
+"""What all commands do alike: ``--quiet``, and no word from libraries."""
+
+import functools
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from offplan.cli.output import QUIET
+
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="No notes and no progress on stderr; errors alone.")
+]
+
+
+def with_habits(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--quiet``, and keep from its output what is not offplan's."""
+
+    @functools.wraps(command)
+    def run(*args: Any, quiet: bool, **options: Any) -> None:
+        before = QUIET.set(quiet)
+        try:
+            with _libraries_hushed():
+                command(*args, **options)
+        finally:
+            QUIET.reset(before)
+
+    signature = inspect.signature(command)
+    option = inspect.Parameter(
+        "quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet
+    )
+    # typer and the reference of the commands read what a command declares here
+    vars(run)["__signature__"] = signature.replace(
+        parameters=[*signature.parameters.values(), option]
+    )
+    run.__annotations__ = {**command.__annotations__, "quiet": Quiet}
+    return run
+
+
+@contextmanager
+def _libraries_hushed() -> Iterator[None]:
+    """Keep warnings of libraries from the user, who can do nothing about them.
+
+    Python's ``-W`` and PYTHONWARNINGS show them to a developer.
+    """
+    if sys.warnoptions:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
