@@ -1,12 +1,14 @@
-"""Greedy generation, timed: the device is never kept waiting for the host."""
+"""Generation, timed: the device is never kept waiting for the host."""
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from offplan.errors import InputError
+from offplan.runtime.sampling import Choose, choose_likeliest
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 
@@ -43,29 +45,43 @@ def generate(
     num_tokens: int,
     measured: Measured | None = None,
     stop_tokens: frozenset[int] = frozenset(),
+    *,
+    choose: Choose = choose_likeliest,
+    lengths: Sequence[int] | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield up to ``num_tokens`` greedy tokens that follow ``prompt`` (int64, [batch, tokens]).
+    """Yield up to ``num_tokens`` tokens that follow ``prompt`` (int64, [batch, tokens]).
 
-    Each is int64 of shape [batch] on the CPU. Ends early once the first sequence makes one of
-    ``stop_tokens`` and the batch is 1. ``measured`` is filled while tokens are taken. Runs on the
-    session's stream and waits for each token; the next step is queued before it is read. Raises
-    what ``Session.prefill`` and ``Session.decode`` raise, when the token in question is taken.
+    Each is int64 of shape [batch] on the CPU, and what ``choose`` makes of the logits. Ends early
+    once every sequence has made one of ``stop_tokens``. ``measured`` is filled while tokens are
+    taken. Runs on the session's stream and waits for each token; the next step is queued before it
+    is read.
+
+    ``lengths`` are the tokens of each prompt where they differ; what ``prompt`` has beyond is not
+    looked at. As many tokens as the shortest one has are read as a prompt, the others of a longer
+    one step by step: these are yielded, too, and do not count as made. Nothing is padded.
+    Source: Meta's reference code of Llama generates so for prompts of unlike lengths.
+
+    Raises what ``Session.prefill`` and ``Session.decode`` raise, when the token in question is
+    taken, and InputError for unlike lengths where the session does not take them.
     """
     measured = Measured() if measured is None else measured
+    following = _Following(session, prompt, lengths or [prompt.shape[1]] * len(prompt), choose)
+    num_tokens += following.num_read
+    ended: set[int] = set()
     # Page-locked once, before anything is queued: a later allocation would wait for the device.
     on_gpu = session.device.type == "cuda"
     host = torch.empty(num_tokens, len(prompt), dtype=torch.int64, pin_memory=on_gpu)
     began = time.perf_counter()
     moved = session.link_bytes
     with session.stream():
-        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
+        tokens = following.choose(session.prefill(following.prompt), 0)
         arrival = _Arrival(tokens, host[0])
     measured.prefill_link_bytes = session.link_bytes - moved
     for step in range(num_tokens):
         arrived, moved = arrival, session.link_bytes
         if step + 1 < num_tokens:
             with session.stream():  # never across a yield: the caller has a stream of its own
-                tokens = session.decode(tokens).argmax(-1, keepdim=True)
+                tokens = following.choose(session.decode(tokens), step + 1)
                 arrival = _Arrival(tokens, host[step + 1])
             measured.decode_link_bytes += session.link_bytes - moved
             measured.num_decodes += 1
@@ -76,8 +92,48 @@ def generate(
             measured.step_s.append(now - began)
         began = now
         yield token
-        if len(token) == 1 and int(token[0]) in stop_tokens:
+        made = token.tolist()
+        ended |= {row for row in following.rows(step) if made[row] in stop_tokens}
+        if len(ended) == len(token):
             return
+
+
+class _Following:
+    """The tokens that follow what all prompts of a batch have: the rest of longer ones, then new.
+
+    Works on the session's stream, and waits for nothing but the prompts' own transfer.
+    """
+
+    def __init__(
+        self, session: Session, prompt: torch.Tensor, lengths: Sequence[int], choose: Choose
+    ) -> None:
+        """Take prompts of so many tokens each, int64 of [batch, tokens]; new ones by ``choose``."""
+        self._lengths, self._choose = lengths, choose
+        self._shortest = min(lengths, default=0)
+        self.num_read = max(lengths, default=0) - self._shortest
+        """Steps in which the rest of the longest prompt is read."""
+        if self.num_read and session.changes_with_length:
+            raise InputError(
+                f"prompts of {self._shortest} to {max(lengths)} tokens in one batch: this model's "
+                "rotary embeddings change with the length of a text, so give it prompts of one"
+            )
+        self.prompt, rest = prompt[:, : self._shortest], prompt[:, self._shortest :]
+        is_rest = torch.arange(self._shortest, prompt.shape[1]) < torch.tensor([lengths]).T
+        with session.stream():
+            self._rest, self._is_rest = rest.to(session.device), is_rest.to(session.device)
+
+    def rows(self, step: int) -> list[int]:
+        """Return the rows of the batch whose token of a step is new."""
+        reached = self._shortest + step
+        return [row for row, length in enumerate(self._lengths) if length <= reached]
+
+    def choose(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """Return a step's tokens, int64 of [batch, 1] on the device; inside the stream."""
+        tokens = self._choose(logits, self.rows(step))
+        if step >= self.num_read:
+            return tokens
+        one = slice(step, step + 1)
+        return torch.where(self._is_rest[:, one], self._rest[:, one], tokens)
 
 
 class _Arrival:

@@ -113,6 +113,11 @@ class Session:
         """
         return self.link.bytes_moved + self.runner.embedding_bytes
 
+    @property
+    def changes_with_length(self) -> bool:
+        """Whether a text's first tokens are read otherwise where more of them follow at once."""
+        return self.runner.changes_with_length
+
     def warm_up(self, batch: int, prompt_tokens: int) -> None:
         """Compile, capture and let libraries allocate, so that the first request need not.
 

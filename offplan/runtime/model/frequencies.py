@@ -65,6 +65,11 @@ class Frequencies:
         """Tokens of a text that is to be read again as a whole once it has grown to so many; 0
         where none is."""
 
+    @property
+    def change(self) -> bool:
+        """Whether there is anything that changes."""
+        return bool(self._changing)
+
     def set_length(self, num_tokens: int) -> None:
         """Write what a pass reads whose last token is the text's ``num_tokens``-th."""
         for each in self._changing:

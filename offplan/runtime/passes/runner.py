@@ -161,6 +161,11 @@ class ModelRunner:
         table = self._loaded.placement.host_embedding
         return 0 if table is None else self._rows_read * (table.nbytes // table.shape[0])
 
+    @property
+    def changes_with_length(self) -> bool:
+        """Whether the rotary embeddings change with the length of the text."""
+        return self._frequencies.change
+
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
         """Whether a prompt of this shape is captured when it comes twice in a row."""
         most = MAX_CAPTURED_CHUNKS

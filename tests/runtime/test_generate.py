@@ -1,0 +1,115 @@
+"""Tokens drawn as transformers draws them, and prompts of unlike lengths in one batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offplan.errors import InputError
+from offplan.runtime.generate import Measured, generate
+from offplan.runtime.sampling import Sampling, make_chooser
+from offplan.runtime.session import Session
+from tests.runtime.conftest import save_tiny
+from tests.runtime.plans import group, offload, open_session
+
+NUM_TOKENS = 8
+PROMPTS = [[3, 14, 15, 9, 26, 5, 35], [58, 9, 7], [2, 38, 4, 6], [58, 9, 7]]
+DRAWN = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5)
+CPU = torch.device("cpu")
+
+
+def generate_together(
+    session: Session, prompts: list[list[int]], sampling: Sampling | None = None
+) -> list[list[int]]:
+    """Return what follows each prompt; what fills up the shorter ones is a token like others."""
+    lengths = [len(prompt) for prompt in prompts]
+    filled = torch.tensor([prompt + [1] * (max(lengths) - len(prompt)) for prompt in prompts])
+    choose = make_chooser(sampling, range(len(prompts)), CPU)
+    made = generate(session, filled, NUM_TOKENS, choose=choose, lengths=lengths)
+    rows = torch.stack(list(made), dim=1).tolist()
+    starts = [length - min(lengths) for length in lengths]
+    return [row[start : start + NUM_TOKENS] for row, start in zip(rows, starts, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "chunked", "shared_keys"])
+def test_prompts_of_unlike_lengths(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:
+        together = generate_together(session, PROMPTS)
+    for prompt, made in zip(PROMPTS, together, strict=True):
+        alone = stock.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+        )
+        assert made == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_unlike_lengths_where_length_changes_the_model(tmp_path: Path, name: str) -> None:
+    with open_session(save_tiny(name, tmp_path), offload()) as session:
+        with pytest.raises(InputError, match="change with the length of a text"):
+            generate_together(session, PROMPTS)
+        generate_together(session, PROMPTS[1::2])
+
+
+def test_tokens_are_drawn_as_transformers_draws_them(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with open_session(folder, offload(group(2, 1))) as session:
+        for sampling in (DRAWN, Sampling(), Sampling(temperature=2.0, seed=9)):
+            torch.manual_seed(sampling.seed)
+            expected = stock.generate(
+                torch.tensor(PROMPTS[:1]),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=True,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k or 0,
+                top_p=sampling.top_p,
+                eos_token_id=None,
+            )
+            (made,) = generate_together(session, PROMPTS[:1], sampling)
+            assert made == expected[0, len(PROMPTS[0]) :].tolist()
+
+
+def test_what_is_drawn_does_not_depend_on_what_is_beside_it(tmp_path: Path) -> None:
+    with open_session(save_tiny("qwen3", tmp_path), offload(group(2, 1))) as session:
+        together = generate_together(session, PROMPTS, DRAWN)
+        assert together[1] != together[3]  # the same prompt, with random numbers of its own
+        for count in (2, 3):
+            assert generate_together(session, PROMPTS[:count], DRAWN) == together[:count]
+
+
+def test_temperature_0_is_greedy(tmp_path: Path) -> None:
+    with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
+        greedy = generate_together(session, PROMPTS[:1])
+        assert generate_together(session, PROMPTS[:1], Sampling(temperature=0)) == greedy
+
+
+def test_a_batch_ends_with_its_last_text(tmp_path: Path) -> None:
+    prompts = torch.tensor([[3, 14, 15], [58, 9, 7]])
+    with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
+        rows = torch.stack(list(generate(session, prompts, 20)), dim=1)
+        stops = frozenset({int(rows[0, 3]), int(rows[1, 6])})
+        last = max(next(i for i, t in enumerate(row) if t in stops) for row in rows.tolist())
+        measured = Measured()
+        made = list(generate(session, prompts, 20, measured, stops))
+        assert torch.equal(torch.stack(made, dim=1), rows[:, : last + 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("seed", -1),
+    ],
+)
+def test_values_that_cannot_be_drawn_with(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{name} is "):
+        Sampling(**{name: value})
