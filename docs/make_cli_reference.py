@@ -31,7 +31,7 @@ Sizes are written as `16GiB`, `16G` (the same) or `24GB`, times as `800ms` or `1
 is refused. Where an option has a choice of names, their case does not matter.
 """
 
-VALUES = {str: "TEXT", int: "N", Path: "FILE"}
+VALUES = {str: "TEXT", int: "N", float: "NUMBER", Path: "FILE"}
 """What stands for a value of each type."""
 
 

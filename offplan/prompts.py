@@ -1,5 +1,6 @@
 """Prompts as tokens: a text by the model's tokenizer, or a workload's number of random ones."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,17 @@ def load_tokenizer(model: Model) -> Any:
         ) from None
 
 
-def read_prompt(model: Model, tokenizer: Any, text: str) -> torch.Tensor:
+def read_prompt(
+    model: Model, tokenizer: Any, text: str, *, add_special_tokens: bool = True
+) -> torch.Tensor:
     """Turn a text into tokens: int64, [1, tokens].
 
     Raises InputError where there are none, where the model does not know one, and where one stands
     for an image, a video or sound.
     """
     try:
-        tokens: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+        encoded = tokenizer(text, return_tensors="pt", add_special_tokens=add_special_tokens)
+        tokens: torch.Tensor = encoded.input_ids
     except Exception as error:  # some files fail only when they are used
         raise InputError(f"the tokenizer of {model.source} fails: {describe(error)}") from None
     if not tokens.numel():
@@ -99,6 +103,26 @@ def read_prompt(model: Model, tokenizer: Any, text: str) -> torch.Tensor:
         )
     _check_placeholders(model, tokens)
     return tokens
+
+
+def read_chat(model: Model, tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> torch.Tensor:
+    """Turn messages (``role``, ``content``) into tokens by the chat template: int64, [1, tokens].
+
+    The answer is to follow. Raises what ``read_prompt`` raises, and InputError where the model has
+    no chat template, or one that does not take the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{model.source} has no chat template: leave --chat and messages out")
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program of its own
+        raise InputError(
+            f"the chat template of {model.source} does not take the messages: {describe(error)}"
+        ) from None
+    # it has written all special tokens
+    return read_prompt(model, tokenizer, text, add_special_tokens=False)
 
 
 def _check_placeholders(model: Model, tokens: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
 from offplan.errors import PlanError, ProfileError
 from offplan.machine.profile import MachineProfile, load_profile
-from offplan.plan import Backend, Plan, Prediction
+from offplan.plan import Backend, Plan, Prediction, Workload
 from offplan.planned import open_planned_profile
 
 STAND_IN = "h200-pcie5"
@@ -45,6 +45,18 @@ def price_again(plan: Plan, model: Model) -> Plan:
     if (excess := priced.describe_excess()) is not None:
         raise PlanError(f"the plan was edited, or made by another version: {excess}")
     return priced
+
+
+def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction | None:
+    """Predict what a plan's decision takes for another workload than the plan's.
+
+    None where the profile that the plan was made from is not there any more.
+    """
+    machine = _find_machine(plan)
+    if machine is None:
+        return None
+    loaded = model.as_loaded_by(plan.goal.engine)
+    return predict(loaded, machine, workload, plan.budget, plan.offload)
 
 
 def list_changes(before: Plan, after: Plan) -> list[str]:

@@ -2,14 +2,17 @@
 
 import json
 import logging
+import sys
 import warnings
 from pathlib import Path
+from threading import Event
 from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from offplan import machines
+from offplan.cli import output
 from offplan.plan import load_plan
 from offplan.planned import open_planned_profile
 from tests.cli import CLI, RUNS, TINY_MOE
@@ -471,3 +474,12 @@ def test_libraries_are_hushed(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(machines, "has_gpu", leak)
     code, _, err = cli("analyze", "plans/tiny-moe")
     assert (code, "advice" in err) == (0, False)
+
+
+def test_what_takes_a_while_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Event()
+    monkeypatch.setattr(output, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(output, "print_note", lambda text: shown.set())
+    with output.waiting("planning"):
+        assert shown.wait(30)

@@ -195,8 +195,8 @@ def test_run_elsewhere_says_what_differs() -> None:
 
 
 def test_run_json() -> None:
-    payload = run_payload(make_plan(STREAMED), make_result(), "text")
-    assert payload["output_tokens"] == 128
+    payload = run_payload(make_plan(STREAMED), make_result(), [])
+    assert (payload["output_tokens"], payload["text"], payload["texts"]) == (128, None, [])
     assert payload["predicted"]["decode"]["step_s"] == 0.034
     assert payload["measured"] == {
         "decode": {"step_s": 0.0343, "link_bytes": round(1.4 * GIB)},

@@ -38,7 +38,10 @@ def test_the_shipped_plan_in_json(cli: CLI) -> None:
     assert code == 0
     assert f"Weights{data['text']}" == WEIGHTS
     facts = ["device", "batch", "prompt_tokens", "output_tokens"]
-    assert list(data) == ["offplan", *facts, "text", "predicted", "measured"]
+    figures = ["predicted", "predicted_as_run", "measured"]
+    assert list(data) == ["offplan", *facts, "text", "texts", *figures]
+    ended = {"text": data["text"], "num_tokens": data["output_tokens"], "finish_reason": "stop"}
+    assert data["texts"] == [ended]
     assert (data["device"], data["prompt_tokens"]) == ("CPU", len("Weights"))
     assert data["measured"]["decode"]["step_s"] > 0
     assert data["predicted"]["decode"]["step_s"] > 0

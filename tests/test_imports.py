@@ -49,9 +49,10 @@ ARROWS = {
     "asking": ["machines", "planned"],
     "prompts": ["checkpoint", "plan"],
     "runnable": ["runtime.loading"],
+    "texts": ["runtime.generate"],
     "sessions": ["repricing", "runnable", "runtime.session"],
     "benchmark": ["prompts", "repricing", "runnable", "runtime.measuring"],
-    "report": ["planner", "benchmark"],
+    "report": ["planner", "benchmark", "texts"],
     "cli": ["asking", "sessions", "report"],
     "__main__": ["cli"],
 }

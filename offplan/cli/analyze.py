@@ -5,13 +5,14 @@ import sys
 
 from offplan.cli import options
 from offplan.cli.output import (
-    STDOUT,
+    STANDARD,
     ProgressBar,
     check_writable,
     draw_report,
     print_note,
     print_result,
     save_file,
+    waiting,
 )
 from offplan.errors import InfeasibleError, InputError
 
@@ -46,7 +47,7 @@ def analyze(
     from offplan.runnable import why_not_run
 
     check_writable(output, svg, force=force)
-    if json and STDOUT in (output, svg):
+    if json and STANDARD in (output, svg):
         raise InputError("--json is printed to stdout: name another file with --output and --svg")
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     found = open_model(
@@ -66,18 +67,18 @@ def analyze(
             engine=engine,
         )
         note_budget(question, gpu_memory)
-        question = settle_context(question, context)
-        analysis = analyze_question(question)
-    answer = render_answer(
-        analysis, shlex.join(["offplan", *sys.argv[1:]]), str(output or "") or None
-    )
+        with waiting("planning"):
+            question = settle_context(question, context)
+            analysis = analyze_question(question)
+    plan_file = None if output in (None, STANDARD) else str(output)
+    answer = render_answer(analysis, shlex.join(["offplan", *sys.argv[1:]]), plan_file)
     # without a plan the answer is all there is to say
     report = [*answer, *(render_analysis(analysis) if analysis.result is not None else [])]
     print_result(
         analyze_payload(analysis),
         *(report if verbose else answer),
         json=json,
-        file=sys.stderr if STDOUT in (output, svg) else None,
+        file=sys.stderr if STANDARD in (output, svg) else None,
     )
     if svg is not None:
         save_file(svg, draw_report(f"offplan analyze {model}", *report), force=force)
@@ -87,5 +88,5 @@ def analyze(
         kind = InfeasibleError if analysis.infeasible else InputError
         raise kind(f"{output} was not written: there is no plan")
     save_plan(output, analysis.result.plan, force=force)
-    if output != STDOUT:
+    if output != STANDARD:
         print_note(f"wrote {output}")

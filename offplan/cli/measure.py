@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import STDOUT, ProgressBar, check_writable, print_result, save_file
+from offplan.cli.output import STANDARD, ProgressBar, check_writable, print_result, save_file
 
 
 def measure(
@@ -34,7 +34,7 @@ def measure(
     from offplan.report.machine import render_machine
     from offplan.report.payload import machine_payload
 
-    if output == STDOUT:  # where it goes anyway
+    if output == STANDARD:  # where it goes anyway
         output = None
     check_writable(output, force=force)
     require_gpu()

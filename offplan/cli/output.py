@@ -5,8 +5,11 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from threading import Timer
 from typing import IO, TYPE_CHECKING, Any
 
 from offplan.errors import InputError
@@ -18,8 +21,8 @@ if TYPE_CHECKING:
 JSON_VERSION = 1
 QUIET = ContextVar("quiet", default=False)
 """Whether a command is to say nothing beside its result."""
-STDOUT = Path("-")
-"""The name of an output that goes to stdout."""
+STANDARD = Path("-")
+"""The name of standard output, and of standard input."""
 
 
 def print_result(
@@ -73,6 +76,7 @@ def print_note(text: str) -> None:
 
 
 _BAR_WIDTH = 30
+_PATIENCE_S = 2.0
 
 
 class ProgressBar:
@@ -95,6 +99,19 @@ class ProgressBar:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on a terminal what is being waited for, once that has taken a while."""
+    timer = Timer(_PATIENCE_S, print_note, [f"{what} ..."])
+    timer.daemon = True
+    if sys.stderr.isatty() and not QUIET.get():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def check_writable(*paths: Path | None, force: bool) -> None:
     """Refuse outputs that ``write_file`` would refuse, before the work is done.
 
@@ -102,7 +119,7 @@ def check_writable(*paths: Path | None, force: bool) -> None:
     """
     named = [path for path in paths if path is not None]
     for path in named:
-        if path == STDOUT:
+        if path == STANDARD:
             continue
         target = _follow(path)
         if target.is_dir():
@@ -124,7 +141,7 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
 
     ``-`` is stdout. Raises InputError if it exists and ``force`` is not given, and OSError.
     """
-    if path == STDOUT:
+    if path == STANDARD:
         sys.stdout.write(text)
         return
     check_writable(path, force=force)
@@ -134,7 +151,7 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
 def save_file(path: Path, text: str, *, force: bool) -> None:
     """Write a file as ``write_file`` does, and say so."""
     write_file(path, text, force=force)
-    if path != STDOUT:
+    if path != STANDARD:
         print_note(f"wrote {path}")
 
 

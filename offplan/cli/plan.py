@@ -4,12 +4,13 @@ import sys
 
 from offplan.cli import options
 from offplan.cli.output import (
-    STDOUT,
+    STANDARD,
     ProgressBar,
     check_writable,
     print_json,
     print_note,
     print_result,
+    waiting,
 )
 from offplan.errors import InputError
 
@@ -48,7 +49,7 @@ def plan(
     from offplan.report.payload import plan_payload
     from offplan.runnable import why_not_run
 
-    if output == STDOUT:  # where it goes anyway
+    if output == STANDARD:  # where it goes anyway
         output = None
     if frontier and output is not None:
         raise InputError("--frontier shows many plans and writes none: leave --output out")
@@ -86,7 +87,8 @@ def plan(
         points = find_frontier(question, ProgressBar("planning"))
         print_result({"frontier": frontier_payload(points)}, render_frontier(points), json=json)
         return
-    made = make_plan(question).plan
+    with waiting("planning"):
+        made = make_plan(question).plan
     why_not = why_not_run(found)
     print_note(describe_running(found, why_not))
     if output is not None:

@@ -1,5 +1,6 @@
 """The JSON that scripts read: versioned, plain numbers, the same keys every time."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -8,7 +9,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan
+from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # they import torch
     from offplan.benchmark import BenchResult
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
+    from offplan.texts import Text
 
 dump = TypeAdapter(Any).dump_python
 """Turns a record into a dictionary of its fields, less those excluded; None stays None."""
@@ -106,19 +108,26 @@ def _infeasible_payload(error: InfeasibleError) -> dict[str, Any]:
     return {"message": str(error), "shortfall_bytes": error.shortfall_bytes}
 
 
-def run_payload(plan: Plan, result: RunResult, text: str | None) -> dict[str, Any]:
-    """Return what ``run --json`` prints; ``text`` is what followed a prompt, None without one."""
-    measured = result.measured
+def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[str, Any]:
+    """Return what ``run --json`` prints; ``texts`` are what followed prompts, if there were any."""
+    measured, other = result.measured, result.prediction
     decode = {"step_s": measured.median_step_s, "link_bytes": measured.step_link_bytes}
     prefill = {"step_s": measured.first_token_s, "link_bytes": measured.prefill_link_bytes}
     memory = {"total_bytes": result.gpu_bytes}
     return {
         **dump(result, include={"device", "batch", "prompt_tokens"}),
-        "output_tokens": len(measured.step_s) + 1,
-        "text": text,
-        "predicted": _predicted_payload(plan),
+        "output_tokens": max((text.num_made for text in texts), default=len(measured.step_s) + 1),
+        "text": texts[0].made if texts else None,
+        "texts": [text_payload(text) for text in texts],
+        "predicted": _prediction_payload(plan.prediction),
+        "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
     }
+
+
+def text_payload(text: "Text") -> dict[str, Any]:
+    """Return what is said of a text that was made."""
+    return {"text": text.made, "num_tokens": text.num_made, "finish_reason": text.finish}
 
 
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
@@ -126,7 +135,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     return {
         **dump(result, exclude={"plan", "host_bytes", "others"}),
         "predicted": {
-            **_predicted_payload(plan),
+            **_prediction_payload(plan.prediction),
             "host_memory": {"weights_bytes": plan.prediction.host_memory_bytes},
         },
         "measured": {
@@ -139,8 +148,8 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     }
 
 
-def _predicted_payload(plan: Plan) -> dict[str, Any]:
-    predicted = plan.model_dump(mode="json")["prediction"]
+def _prediction_payload(prediction: Prediction) -> dict[str, Any]:
+    predicted = prediction.model_dump(mode="json")
     return {key: predicted[key] for key in (*PHASES, "gpu_memory")}
 
 

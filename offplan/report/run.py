@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.plan import Backend, Plan
+from offplan.plan import Backend, Plan, Prediction
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
@@ -27,11 +27,13 @@ class RunResult:
     batch: int
     """Sequences that were generated together."""
     prompt_tokens: int
-    """Tokens of each prompt."""
+    """Tokens of each prompt; of the shortest in the last batch where they differ."""
     gpu_bytes: int | None
     """Bytes taken on the card at the peak; None on the CPU."""
     measured: "Measured"
     """Times and bytes over the link, of the prompt and of each further token."""
+    prediction: Prediction | None = None
+    """What the plan predicts of this batch and these prompts, where they are not its workload's."""
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:
@@ -47,7 +49,11 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     add("over the link, prompt", prefill.link_bytes, moved, format_bytes)
     moved = None if reads_in_place(plan, "decode") else measured.step_link_bytes
     add("over the link, a token", decode.link_bytes, moved, format_bytes)
-    return Group(table, Text(), *map(Text, list_differences(plan, result)))
+    lines = list_differences(plan, result)
+    if (other := result.prediction) is not None:
+        ttft, tpot = format_seconds(other.prefill.step_s), format_seconds(other.decode.step_s)
+        lines.append(f"For what ran it predicts {ttft} to the first token and {tpot} a token.")
+    return Group(table, Text(), *map(Text, lines))
 
 
 def add_comparison(

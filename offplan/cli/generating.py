@@ -1,0 +1,70 @@
+"""A session generates what ``run`` asks for, and says how fast while it does."""
+
+from collections.abc import Sequence
+
+from offplan.checkpoint.model import Model
+from offplan.cli.asked import Asked
+from offplan.cli.live import LiveLine
+from offplan.cli.output import waiting
+from offplan.cli.told import Teller
+from offplan.plan import Plan
+from offplan.prompts import random_prompt
+from offplan.report.run import RunResult
+from offplan.repricing import predict_workload
+from offplan.runtime.device import device_name
+from offplan.runtime.generate import Measured, generate
+from offplan.runtime.sampling import make_chooser
+from offplan.runtime.session import Session
+from offplan.texts import Text, form_batches, generate_texts
+
+
+def generate_asked(
+    session: Session,
+    plan: Plan,
+    model: Model,
+    asked: Asked,
+    texts: Sequence[Text],
+    teller: Teller,
+) -> RunResult:
+    """Continue ``texts`` by batches of the plan, or its workload's random tokens without any."""
+    measured, workload = Measured(), plan.workload
+    if texts:
+        changes = session.changes_with_length
+        batches = form_batches(texts, workload.batch, changes_with_length=changes)
+        batch = max(map(len, batches))
+        first, *_, last = [
+            min(len(text.prompt) for text in each) for each in (*batches, batches[-1])
+        ]
+        _warm_up(session, batch, first)
+        live = LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown)
+        for text, piece in generate_texts(session, batches, asked.sampling, measured):
+            teller.take(text, piece)
+            live.count(1, num_ended=text.finish is not None)
+        live.end()
+        teller.finish()
+    else:
+        tokens = random_prompt(model, workload)
+        batch, last = tokens.shape
+        _warm_up(session, batch, last)
+        live = LiveLine(batch, lambda: session.link_bytes)
+        choose = make_chooser(asked.sampling, range(batch), session.device)
+        for _ in generate(session, tokens, asked.num_tokens, measured, choose=choose):
+            live.count(batch)
+        live.end()
+    ran = workload.model_copy(
+        update={"batch": batch, "prompt_tokens": last, "output_tokens": asked.num_tokens}
+    )
+    is_same = (ran.batch, ran.prompt_tokens) == (workload.batch, workload.prompt_tokens)
+    return RunResult(
+        device_name(session.device),
+        batch,
+        last,
+        session.gpu_bytes or None,
+        measured,
+        None if is_same else predict_workload(plan, model, ran),
+    )
+
+
+def _warm_up(session: Session, batch: int, prompt_tokens: int) -> None:
+    with waiting("warming up, which compiles and captures on a GPU"):
+        session.warm_up(batch, prompt_tokens)

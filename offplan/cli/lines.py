@@ -1,0 +1,155 @@
+"""Prompts as lines of JSON, and the file of results that grows by a line for each text that ends.
+
+A line is written when its text ends, and not before: whatever ends the process, a rerun finds what
+was finished and goes on from there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from offplan.cli.inputs import read_input
+from offplan.cli.output import STANDARD, check_writable, print_note
+from offplan.errors import InputError
+
+_KEYS = {"prompt", "messages", "id"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A prompt of a file."""
+
+    number: int
+    """Its line, from 1 on."""
+    record: Mapping[str, Any]
+    """What stands there: ``prompt`` or ``messages``, and ``id`` if it has one."""
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, str]] | None:
+        """What was said so far, where it is a chat."""
+        return self.record.get("messages")
+
+    @property
+    def prompt(self) -> str:
+        """The text to continue, where it is none."""
+        return str(self.record["prompt"])
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read a file of prompts, or standard input; empty lines are passed over.
+
+    Raises InputError, which names the line, for one that is no prompt.
+    """
+    lines = []
+    for number, text in enumerate(read_input(path, "file of prompts").split("\n"), start=1):
+        if text.strip():
+            where = f"{path}, line {number}"
+            record = _read_json(text, where)
+            _check(record, where)
+            lines.append(Line(number, record))
+    if not lines:
+        raise InputError(f'{path} has no prompts: write lines such as {{"prompt": "Once"}}')
+    return lines
+
+
+def _read_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is no JSON ({error}): each line is one object") from None
+
+
+def _check(record: Any, where: str) -> None:
+    """Refuse what would not be heeded."""
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        raise InputError(f"{where}: expected an object with either prompt or messages")
+    if unknown := sorted(record.keys() - _KEYS):
+        raise InputError(
+            f"{where}: {unknown[0]!r} is not heeded; a line has prompt or messages, and id; name "
+            "the rest on the command line"
+        )
+    if not isinstance(record.get("prompt", ""), str):
+        raise InputError(f"{where}: prompt should be a text")
+    messages = record.get("messages", [{"role": "user", "content": ""}])
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise InputError(f"{where}: messages should be objects with a role and a content, as texts")
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.keys() == {"role", "content"}
+        and all(isinstance(value, str) for value in message.values())
+    )
+
+
+class Results:
+    """The results of a file of prompts, a line each: a file that reruns go on with, or stdout."""
+
+    def __init__(self, path: Path, lines: Sequence[Line], settings: str, *, force: bool) -> None:
+        """Go on with the file ``path``, or begin it; ``force`` begins it anew.
+
+        ``settings`` stands for all that the texts depend on beside their prompts. Raises InputError
+        where there is another file, or results of other prompts or settings.
+        """
+        self.done: set[int] = set()
+        """Lines whose results are there."""
+        self._path, self._num_lines, self._settings = path, len(lines), settings
+        self._file: IO[str] | None = None
+        if path == STANDARD:
+            return
+        check_writable(path, force=True)
+        whole = 0
+        if path.exists() and not force:
+            whole = self._read(path, {line.number: line for line in lines})
+        self._file = path.open("a", encoding="ascii")
+        self._file.truncate(whole)  # a line that was being written when the process ended
+
+    def _read(self, path: Path, lines: Mapping[int, Line]) -> int:
+        """Note what is done; return the bytes of the file's whole lines."""
+        *texts, part = path.read_bytes().split(b"\n")
+        for number, text in enumerate(texts, start=1):
+            where = f"{path}, line {number}"
+            try:
+                found = json.loads(text)
+                line, settings = lines.get(found["line"]), found["settings"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise InputError(
+                    f"{where} is no result of offplan run: name another file, or replace it with "
+                    "--force"
+                ) from None
+            is_of_line = line is not None and line.record.items() <= found.items()
+            if line is None or not is_of_line or settings != self._settings:
+                raise InputError(
+                    f"{where} is the result of another prompt, model or option: name another file, "
+                    "or replace it with --force"
+                )
+            self.done.add(line.number)
+        return path.stat().st_size - len(part)
+
+    def write(self, line: Line, result: Mapping[str, Any]) -> None:
+        """Add a line's result, at once."""
+        record = {"line": line.number, **line.record, **result, "settings": self._settings}
+        print(json.dumps(record), file=self._file, flush=True)
+        self.done.add(line.number)
+
+    def __enter__(self) -> "Results":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is None:
+            return
+        self._file.close()
+        if kind is not None:
+            print_note(
+                f"{len(self.done)} of {self._num_lines} texts are in {self._path}; the same "
+                "command goes on from there"
+            )

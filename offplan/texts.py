@@ -1,0 +1,155 @@
+"""Texts that continue prompts, by batches: decoded as their tokens come, ended where they end."""
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, Literal
+
+import torch
+
+from offplan.runtime.generate import Measured, generate
+from offplan.runtime.sampling import Sampling, make_chooser
+from offplan.runtime.session import Session
+
+_CONTEXT_TOKENS = 5
+"""Tokens of the prompt that the first one is decoded behind: some tokenizers drop a space else."""
+_MOST_HELD = 8
+"""Tokens that may wait for the rest of a character."""
+
+
+class Text:
+    """A prompt, and what follows it."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        *,
+        num_tokens: int,
+        end_tokens: frozenset[int] = frozenset(),
+        stop_strings: Sequence[str] = (),
+        number: int = 0,
+    ) -> None:
+        """Continue the tokens ``prompt`` by up to ``num_tokens``, decoded by ``tokenizer``.
+
+        One of ``end_tokens`` ends the text, and so does one of ``stop_strings``, which is left out.
+        ``number`` is the text's own among all, by which its random numbers are seeded.
+        """
+        self.prompt = list(prompt)
+        self.number = number
+        self.made = ""
+        """The text so far, without special tokens, and without what may begin a stop string."""
+        self.num_made = 0
+        """Tokens so far, the one that ended the text included."""
+        self.finish: Literal["stop", "length"] | None = None
+        """Why it ended: a token or a string that ends texts, or its length; None while it goes on.
+        """
+        self._tokenizer = tokenizer
+        self.num_tokens, self._end_tokens = num_tokens, end_tokens
+        self._stop_strings = [each for each in stop_strings if each]
+        self._known, self._fresh = self.prompt[-_CONTEXT_TOKENS:], list[int]()
+        self._held = ""
+
+    def add(self, token: int) -> str:
+        """Take the next token; return the text that is certain by now."""
+        self.num_made += 1
+        if token in self._end_tokens:
+            self.finish = "stop"
+        elif self.num_made == self.num_tokens:
+            self.finish = "length"
+        text = self._held + self._decode(token)
+        found = [at for at in map(text.find, self._stop_strings) if at >= 0]
+        if found:
+            self.finish = "stop"
+        end = min(found, default=len(text) if self.finish else len(text) - self._count_held(text))
+        self._held = text[end:]
+        self.made += text[:end]
+        return text[:end]
+
+    def _decode(self, token: int) -> str:
+        """Return what a token adds to the text; nothing while a character is not whole.
+
+        Source: the two windows by which vLLM and TGI decode incrementally.
+        """
+        self._fresh.append(token)
+        before, after = map(self._decode_tokens, (self._known, self._known + self._fresh))
+        new = after[len(before) :]
+        is_part = new.endswith("\N{REPLACEMENT CHARACTER}") and len(self._fresh) < _MOST_HELD
+        if not new or (is_part and self.finish is None):
+            return ""
+        self._known, self._fresh = self._fresh, []
+        return new
+
+    def _decode_tokens(self, tokens: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _count_held(self, text: str) -> int:
+        """Count the characters at the end of ``text`` that may begin a stop string."""
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        return next(
+            (
+                count
+                for count in range(min(longest, len(text)), 0, -1)
+                if any(stop.startswith(text[-count:]) for stop in self._stop_strings)
+            ),
+            0,
+        )
+
+
+def form_batches(
+    texts: Sequence[Text], batch: int, *, changes_with_length: bool = False
+) -> list[list[Text]]:
+    """Divide texts into batches of up to ``batch``, in the order of their first texts.
+
+    Lengths of the prompts of a batch differ by no more than the tokens to be made: reading the rest
+    of a longer prompt step by step never takes more steps than a batch of its own would. They do
+    not differ at all where the model ``changes_with_length``, as ``Session`` says.
+    """
+    batches: list[list[Text]] = []
+    for text in sorted(texts, key=lambda text: len(text.prompt)):
+        last = batches[-1] if batches else []
+        spread = 0 if changes_with_length else text.num_tokens
+        if last and len(last) < batch and len(text.prompt) - len(last[0].prompt) <= spread:
+            last.append(text)
+        else:
+            batches.append([text])
+    return sorted(batches, key=lambda each: min(text.number for text in each))
+
+
+def generate_texts(
+    session: Session,
+    batches: Sequence[Sequence[Text]],
+    sampling: Sampling | None = None,
+    measured: Measured | None = None,
+) -> Iterator[tuple[Text, str]]:
+    """Continue the texts of each batch; yield a text with what each of its tokens adds.
+
+    A batch goes on until its last text ends. One that is smaller than the largest repeats its first
+    text, for every change of the number of sequences would compile and capture anew. ``measured``
+    is filled: the prompt's figures are of the last batch, the steps those of all. Raises what
+    ``generate`` raises.
+    """
+    num_rows = max(map(len, batches), default=0)
+    for batch in batches:
+        rows = [*batch, *repeat(batch[0], num_rows - len(batch))]
+        lengths = [len(text.prompt) for text in rows]
+        prompt = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
+        for row, text in enumerate(rows):
+            prompt[row, : lengths[row]] = torch.tensor(text.prompt)
+        steps = generate(
+            session,
+            prompt,
+            max(text.num_tokens for text in batch),
+            measured,
+            choose=make_chooser(sampling, [text.number for text in rows], session.device),
+            lengths=lengths,
+        )
+        for step, tokens in enumerate(steps, start=min(lengths)):
+            for text, token in zip(batch, tokens.tolist(), strict=False):
+                if text.finish is None and step >= len(text.prompt):
+                    yield text, text.add(token)
+            if all(text.finish for text in batch):
+                break

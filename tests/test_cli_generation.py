@@ -1,0 +1,238 @@
+"""``offplan run`` on prompts of every origin: typed, from files, chats, and lines of JSON."""
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offplan import texts
+from offplan.runtime.session import Session
+from tests.cli import CLI, RULES, Finished, write_plan
+
+Run = Callable[..., Finished]
+PROMPTS = ["Weights", "Weights that do", "A plan", "Wei", "The GPU"]
+WEIGHTS = (
+    "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A plan of the tiny checkpoint for batches of two."""
+    path = write_plan(tmp_path, RULES["mixed"])
+    path.write_text(path.read_text().replace("batch: 1,", "batch: 2,"))
+    return path
+
+
+@pytest.fixture
+def run(cli: CLI, plan: Path) -> Run:
+    return lambda *arguments: cli("run", plan, "--device", "cpu", *arguments)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{each}"}}\n\n' for each in PROMPTS))
+    return path
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    return {each["prompt"]: each for each in map(json.loads, path.read_text().splitlines())}
+
+
+def test_prompts_in_their_order(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Wei\n")
+    files = ("--prompt-file", tmp_path / "prompt.txt")
+    code, out, _ = run("--prompt", "Weights", "--prompt", "Weights that do", *files)
+    assert (code, out.startswith(f"{WEIGHTS}\n\n{WEIGHTS}\n\n{WEIGHTS}\n\nPredicted")) == (0, True)
+    assert "For what ran it predicts " in out
+
+
+def test_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Weights\n")))
+    assert run("--prompt-file", "-").out.startswith(f"{WEIGHTS}\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "Weights"}')))
+    code, out, err = run("--prompts", "-")
+    assert (code, json.loads(out)["text"]) == (0, WEIGHTS.removeprefix("Weights"))
+    assert "Predicted and measured" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert "is text in UTF-8" in run("--prompt-file", "-").err
+
+
+def test_a_text_ends_before_a_stop_string(run: Run) -> None:
+    data = json.loads(run("--prompt", "Weights", "--stop-strings", "fit the", "--json").out)
+    ended = {"text": " that do not ", "num_tokens": 20, "finish_reason": "stop"}
+    assert data["texts"] == [ended]
+    short = ("--prompt", "Weights", "--max-new-tokens", 4, "--stop-strings", "at the", "--json")
+    assert json.loads(run(*short).out)["text"] == " tha"
+
+
+def test_the_plans_batch_and_what_was_predicted(run: Run) -> None:
+    data = json.loads(run("--prompt", "Weights", "--prompt", "Wei", "--json").out)
+    assert (data["batch"], data["prompt_tokens"]) == (2, 3)
+    assert [each["text"] for each in data["texts"]] == [WEIGHTS[7:], WEIGHTS[3:]]
+    assert data["predicted_as_run"]["prefill"]["step_s"] < data["predicted"]["prefill"]["step_s"]
+
+
+def test_a_chat(run: Run, copy: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if False %}{% endif %}"
+    no_template = run("--prompt", "Weights", "--chat")
+    assert (no_template.code, "has no chat template" in no_template.err) == (2, True)
+    (copy / "chat_template.jinja").write_text(template)
+    arguments = ("--model", copy, "--prompt", "Weights", "--chat")
+    assert run(*arguments).out.startswith(f"{WEIGHTS[7:]}\n")
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    code, _, err = run(*arguments)
+    assert (code, "does not take the messages" in err) == (2, True)
+
+
+def test_lines_with_messages(run: Run, copy: Path, tmp_path: Path) -> None:
+    (copy / "chat_template.jinja").write_text("{{ messages[0]['content'] }} that")
+    lines = tmp_path / "prompts.jsonl"
+    message = {"role": "user", "content": "Weights"}
+    lines.write_text(json.dumps({"id": [7], "messages": [message]}))
+    code, out, _ = run("--prompts", lines, "--model", copy)
+    result = json.loads(out)
+    assert (code, result["id"], result["messages"]) == (0, [7], [message])
+    assert f"Weights that{result['text']}" == WEIGHTS
+
+
+def test_drawn_texts(run: Run, asked: Path, tmp_path: Path) -> None:
+    drawn = ("--prompts", asked, "--temperature", 1.5, "--seed", 3, "--max-new-tokens", 12)
+    for name in ("first", "second"):
+        assert run(*drawn, "-o", tmp_path / name).code == 0
+    assert (tmp_path / "first").read_text() == (tmp_path / "second").read_text()
+    code, _, err = run(*drawn, "--top-p", 2)
+    assert (code, "top_p is 2.0; expected above 0 and up to 1" in err) == (2, True)
+
+
+def test_a_rerun_goes_on(
+    run: Run, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "results.jsonl"
+    assert run("--prompts", asked, "-o", whole).code == 0
+    expected = read_results(whole)
+    assert [expected[each]["line"] for each in PROMPTS] == [1, 3, 5, 7, 9]
+    generate = texts.generate
+
+    def interrupted(*arguments: Any, **named: Any) -> Iterator[torch.Tensor]:
+        for step, tokens in enumerate(generate(*arguments, **named)):
+            if len(path.read_text().splitlines()) == 3 and step > 3:
+                raise KeyboardInterrupt
+            yield tokens
+
+    monkeypatch.setattr(texts, "generate", interrupted)
+    code, out, err = run("--prompts", asked, "-o", path)
+    assert (code, out) == (130, "")
+    assert err.endswith(
+        f"offplan: 3 of 5 texts are in {path}; the same command goes on from there\n"
+        "offplan: interrupted\n"
+    )
+    monkeypatch.undo()
+    path.write_text(path.read_text()[:-9])  # killed while it wrote
+    code, _, err = run("--prompts", asked, "-o", path)
+    assert (code, f"offplan: 2 of 5 texts are in {path} already\n" in err) == (0, True)
+    assert read_results(path) == expected
+    monkeypatch.setattr(Session, "__init__", None)
+    code, out, err = run("--prompts", asked, "-o", path, "--json")
+    assert (code, json.loads(out)["texts"]) == (0, [])
+
+
+def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    short = ("--prompts", asked, "-o", path, "--max-new-tokens", 1)
+    assert run(*short).code == 0
+    kept = path.read_text()
+    for further in (("--temperature", 1), ("--stop-strings", "x"), ("--max-new-tokens", 2)):
+        code, _, err = run(*short, *further)
+        assert (code, "of another prompt, model or option" in err) == (2, True)
+    asked.write_text(asked.read_text().replace("A plan", "A man"))
+    assert "of another prompt" in run(*short).err
+    assert path.read_text() == kept
+    assert run(*short, "--force").code == 0
+    assert "A man" in path.read_text()
+    for odd in ("[]\n", "{}\n", "x\n", '{"line": [1], "settings": ""}\n', "\xff\n"):
+        path.write_text(odd, "latin-1")
+        assert "is no result of offplan run" in run(*short).err
+        assert path.read_text("latin-1") == odd
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Weights", "line 2 is no JSON"),
+        ('"Weights"', "line 2: expected an object"),
+        ("{}", "line 2: expected an object"),
+        ('{"prompt": "", "messages": []}', "line 2: expected an object"),
+        ('{"prompt": 1}', "prompt should be a text"),
+        ('{"prompt": "x", "temperature": 1}', "'temperature' is not heeded"),
+        ('{"messages": [{"role": "user"}]}', "objects with a role and a content"),
+        ('{"messages": []}', "objects with a role and a content"),
+        ("[" * 10**5, "line 2 is no JSON"),
+        ('{"prompt": ""}', "line 2: the prompt is empty"),
+        ('{"prompt": "' + "x" * 300 + '"}', "line 2: 300 prompt tokens and 96 new ones exceed"),
+        (r'{"prompt": "\ud800"}', "line 2: the tokenizer of"),
+    ],
+)
+def test_lines_that_are_no_prompts(run: Run, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "x"}}\n{line}\n')
+    code, out, err = run("--prompts", path)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompts", "x", "--prompt", "x"), "leave --prompt and --prompt-file out"),
+        (("-o", "x"), "--output is for the lines"),
+        (("--chat",), "need a prompt"),
+        (("--stop-strings", "x"), "need a prompt"),
+        (("--prompts", "x", "--json"), "name a file with --output"),
+        (("--prompt-file", "no such file"), "cannot read prompt no such file"),
+        (("--prompts", "/dev/null"), "has no prompts"),
+    ],
+)
+def test_bad_usage(run: Run, arguments: tuple[object, ...], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out, message in err) == (2, "", True)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes of UTF-8."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+def test_bytes_are_held_until_they_make_a_character() -> None:
+    text = texts.Text(Bytes(), b"x", num_tokens=99)
+    assert [text.add(byte) for byte in "é 字".encode()] == ["", "é", " ", "", "", "字"]
+    broken = [text.add(0x80) for _ in range(8)]
+    assert broken == [*[""] * 7, "\N{REPLACEMENT CHARACTER}" * 8]
+
+
+def test_what_may_begin_a_stop_string_is_held() -> None:
+    text = texts.Text(Bytes(), b"x", num_tokens=99, stop_strings=("abc", "bd", ""))
+    assert [text.add(byte) for byte in b"xabxabd"] == ["x", "", "", "abx", "", "", "a"]
+    assert (text.made, text.finish, text.num_made) == ("xabxa", "stop", 7)
+    text = texts.Text(Bytes(), b"x", num_tokens=3, stop_strings=("abc",))
+    assert [text.add(byte) for byte in b"xab"] == ["x", "", "ab"]
+    assert (text.made, text.finish) == ("xab", "length")
+
+
+def test_batches_are_of_like_lengths() -> None:
+    asked = [
+        texts.Text(Bytes(), b"x" * length, num_tokens=4, number=number)
+        for number, length in enumerate((9, 2, 3, 2, 6, 20))
+    ]
+    lengths = [[len(text.prompt) for text in each] for each in texts.form_batches(asked, 3)]
+    assert lengths == [[6, 9], [2, 2, 3], [20]]
+    alike = texts.form_batches(asked, 3, changes_with_length=True)
+    assert [[text.number for text in each] for each in alike] == [[0], [1, 3], [2], [4], [5]]
