@@ -18,6 +18,10 @@ The library, of which each name is imported when it is first asked for:
 ``export_plan``     says a plan in the flags of vLLM or SGLang
 ``open_session``    loads a plan's model, ready to run
 ``generate``        yields tokens
+``generate_texts``  continues texts by batches, and yields what each token adds
+``form_batches``    puts prompts of like lengths together
+``Text``            a prompt, and what follows it until it ends
+``Sampling``        how tokens are drawn, under transformers' names
 ``bench_plan``      measures a plan beside its prediction
 ``OffplanError``    what all errors have in common; ``offplan.errors`` draws the tree
 ==================  ===============================================================================
@@ -44,7 +48,11 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.planner.make import make_plan as make_plan
     from offplan.question import Question as Question
     from offplan.runtime.generate import generate as generate
+    from offplan.runtime.sampling import Sampling as Sampling
     from offplan.sessions import open_session as open_session
+    from offplan.texts import Text as Text
+    from offplan.texts import form_batches as form_batches
+    from offplan.texts import generate_texts as generate_texts
 
 __version__ = "0.1.0"
 
@@ -52,6 +60,8 @@ _HOMES = {
     "OffplanError": "errors",
     "Plan": "plan",
     "Question": "question",
+    "Sampling": "runtime.sampling",
+    "Text": "texts",
     "Workload": "plan",
     "ask": "asking",
     "ask_again": "asking",
@@ -59,7 +69,9 @@ _HOMES = {
     "dump_plan": "plan",
     "export_plan": "engines.export",
     "find_frontier": "planner.frontier",
+    "form_batches": "texts",
     "generate": "runtime.generate",
+    "generate_texts": "texts",
     "load_machine": "machines",
     "load_plan": "plan",
     "make_plan": "planner.make",

@@ -107,6 +107,8 @@ def test_drawn_texts(run: Run, asked: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
         assert run(*drawn, "-o", tmp_path / name).code == 0
     assert (tmp_path / "first").read_text() == (tmp_path / "second").read_text()
+    for unheeded in (("--seed", 3), ("--temperature", 0, "--top-p", 0.5)):
+        assert "greedy generation draws nothing" in run("--prompt", "Weights", *unheeded).err
     code, _, err = run(*drawn, "--top-p", 2)
     assert (code, "top_p is 2.0; expected above 0 and up to 1" in err) == (2, True)
 
@@ -155,6 +157,9 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
     assert "of another prompt" in run(*short).err
     assert path.read_text() == kept
     assert run(*short, "--force").code == 0
+    with asked.open("a") as file:
+        file.write('{"prompt": "More"}')
+    assert "5 of 6 texts are in" in run(*short).err
     assert "A man" in path.read_text()
     for odd in ("[]\n", "{}\n", "x\n", '{"line": [1], "settings": ""}\n', "\xff\n"):
         path.write_text(odd, "latin-1")

@@ -25,10 +25,10 @@ Chat = Sequence[Mapping[str, str]]
 class Asked:
     """Prompts, and all that the texts behind them depend on beside a plan's model."""
 
-    prompts: Mapping[str, str | Chat]
-    """What is to be continued, by what an error calls it."""
-    lines: Sequence[Line]
-    """The lines that they stand in, where they come from a file of prompts."""
+    prompts: Sequence[tuple[str, str | Chat]]
+    """What an error calls each, and what is to be continued: a text, or messages to be answered."""
+    chat: bool
+    """Whether a prompt is what a user says; messages are answered in any case."""
     num_tokens: int
     """Tokens of each text, at most."""
     stop_strings: Sequence[str]
@@ -38,7 +38,7 @@ class Asked:
     @property
     def shown(self) -> list[str]:
         """What is printed before each text: what it continues; nothing before an answer."""
-        return [prompt if isinstance(prompt, str) else "" for prompt in self.prompts.values()]
+        return [prompt if isinstance(prompt, str) else "" for _, prompt in self.prompts]
 
     def read_texts(self, plan: Plan, model: Model) -> list[Text]:
         """Turn the prompts into tokens of a plan's model, ready to be continued.
@@ -51,7 +51,7 @@ class Asked:
         tokenizer = load_tokenizer(model)
         end_tokens = find_end_tokens(model, tokenizer)
         texts = []
-        for number, (name, prompt) in enumerate(self.prompts.items()):
+        for number, (name, prompt) in enumerate(self.prompts):
             read: Any = read_prompt if isinstance(prompt, str) else read_chat
             try:
                 tokens = read(model, tokenizer, prompt)[0].tolist()
@@ -70,43 +70,48 @@ class Asked:
         return texts
 
     def fingerprint(self, model: Model, *, dummy_weights: bool) -> str:
-        """Sum up what the texts depend on, in twelve digits."""
+        """Sum up in twelve digits what the texts depend on beside their prompts."""
         sampling = None if self.sampling is None else asdict(self.sampling)
-        chats = [not isinstance(prompt, str) for prompt in self.prompts.values()]
         parts = [model.source, model.revision, model.headers_sha256, model.config, dummy_weights]
-        asked = [self.num_tokens, list(self.stop_strings), sampling, chats]
+        asked = [self.num_tokens, [*self.stop_strings], sampling, self.chat]
         return hashlib.sha256(json.dumps([parts, asked]).encode()).hexdigest()[:12]
 
 
 def list_prompts(
     typed: Sequence[str], files: Sequence[Path], lines: Sequence[Line], *, chat: bool
-) -> dict[str, str | Chat]:
-    """List all prompts by what an error calls them; in a ``chat`` a text is what a user said.
+) -> list[tuple[str, str | Chat]]:
+    """List all prompts behind what an error calls them; in a ``chat`` a text is what a user said.
 
     A file's last line break is not part of its prompt. Raises InputError for a file that cannot be
     read.
     """
-    prompts: dict[str, str | Chat] = {}
-    for number, text in enumerate(typed, start=1):
-        prompts[f"--prompt {number}"] = text
-    for path in files:
-        prompts[f"--prompt-file {path}"] = read_input(path, "prompt").removesuffix("\n")
-    for line in lines:
-        prompts[f"line {line.number}"] = line.messages or line.prompt
-    if chat:
-        for name, prompt in prompts.items():
-            if isinstance(prompt, str):
-                prompts[name] = [{"role": "user", "content": prompt}]
-    return prompts
+
+    def say(text: str) -> str | Chat:
+        return [{"role": "user", "content": text}] if chat else text
+
+    return [
+        *((f"--prompt {number}", say(text)) for number, text in enumerate(typed, start=1)),
+        *(
+            (f"--prompt-file {path}", say(read_input(path, "prompt").removesuffix("\n")))
+            for path in files
+        ),
+        *((f"line {line.number}", line.messages or say(line.prompt)) for line in lines),
+    ]
 
 
 def read_sampling(
-    temperature: float | None, top_k: int | None, top_p: float | None, seed: int
+    temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None
 ) -> Sampling | None:
     """Return how tokens are drawn: None, greedily, where nothing is named to draw by.
 
-    Raises InputError for a value that cannot be drawn with.
+    Raises InputError for a value that cannot be drawn with, and for one that greedy generation
+    would not heed.
     """
-    if (temperature, top_k, top_p) == (None, None, None) or temperature == 0:
+    if temperature == 0 or (temperature, top_k, top_p) == (None, None, None):
+        if (top_k, top_p, seed) != (None, None, None):
+            raise InputError(
+                "greedy generation draws nothing: leave --top-k, --top-p and --seed out, or name a "
+                "--temperature above 0"
+            )
         return None
-    return Sampling(1.0 if temperature is None else temperature, top_k, top_p, seed)
+    return Sampling(1.0 if temperature is None else temperature, top_k, top_p, seed or 0)

@@ -32,33 +32,30 @@ def generate_asked(
         changes = session.changes_with_length
         batches = form_batches(texts, workload.batch, changes_with_length=changes)
         batch = max(map(len, batches))
-        first, *_, last = [
-            min(len(text.prompt) for text in each) for each in (*batches, batches[-1])
-        ]
-        _warm_up(session, batch, first)
-        live = LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown)
-        for text, piece in generate_texts(session, batches, asked.sampling, measured):
-            teller.take(text, piece)
-            live.count(1, num_ended=text.finish is not None)
-        live.end()
+        lengths = [min(len(text.prompt) for text in each) for each in batches]
+        num_tokens = lengths[-1]
+        _warm_up(session, batch, lengths[0])
+        with LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown) as live:
+            for text, piece in generate_texts(session, batches, asked.sampling, measured):
+                teller.take(text, piece)
+                live.count(1, num_ended=text.finish is not None)
         teller.finish()
     else:
         tokens = random_prompt(model, workload)
-        batch, last = tokens.shape
-        _warm_up(session, batch, last)
-        live = LiveLine(batch, lambda: session.link_bytes)
+        batch, num_tokens = tokens.shape
+        _warm_up(session, batch, num_tokens)
         choose = make_chooser(asked.sampling, range(batch), session.device)
-        for _ in generate(session, tokens, asked.num_tokens, measured, choose=choose):
-            live.count(batch)
-        live.end()
+        with LiveLine(batch, lambda: session.link_bytes) as live:
+            for _ in generate(session, tokens, asked.num_tokens, measured, choose=choose):
+                live.count(batch)
     ran = workload.model_copy(
-        update={"batch": batch, "prompt_tokens": last, "output_tokens": asked.num_tokens}
+        update={"batch": batch, "prompt_tokens": num_tokens, "output_tokens": asked.num_tokens}
     )
     is_same = (ran.batch, ran.prompt_tokens) == (workload.batch, workload.prompt_tokens)
     return RunResult(
         device_name(session.device),
         batch,
-        last,
+        num_tokens,
         session.gpu_bytes or None,
         measured,
         None if is_same else predict_workload(plan, model, ran),

@@ -39,7 +39,10 @@ class LiveLine:
         )
         print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
-        """Clear the line for what comes next."""
+    def __enter__(self) -> "LiveLine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # for what comes next
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -29,6 +29,8 @@ def print_result(
     payload: dict[str, Any], *parts: "RenderableType", json: bool, file: IO[str] | None = None
 ) -> None:
     """Print a result to ``file`` or stdout: for scripts its ``payload``, versioned, else tables."""
+    if file is sys.stderr and QUIET.get():
+        return
     if json:
         print_json({"offplan": JSON_VERSION, **payload}, file)
     else:

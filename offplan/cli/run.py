@@ -65,8 +65,9 @@ def run(
         typer.Option(help="Draw from the likeliest tokens that have this probability together."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Seed of the first text; the next one has the next number.")
-    ] = 0,
+        int | None,
+        typer.Option(help="Seed of the first text; the next one has the next number. [default: 0]"),
+    ] = None,
     stop_strings: Annotated[
         list[str] | None,
         typer.Option(parser=read_text, metavar="TEXT", help="End a text before this one."),
@@ -96,19 +97,17 @@ def run(
     loaded, found = open_plan(plan, model)
 
     with waiting("starting torch"):
-        import torch  # noqa: F401
-
-    from offplan.cli.asked import Asked, list_prompts, read_sampling
-    from offplan.cli.generating import generate_asked
-    from offplan.cli.told import Printer, Teller, Writer
-    from offplan.report.payload import run_payload
-    from offplan.report.run import render_run
-    from offplan.runtime.device import device_name, find_device
-    from offplan.sessions import check_context, open_session
+        from offplan.cli.asked import Asked, list_prompts, read_sampling
+        from offplan.cli.generating import generate_asked
+        from offplan.cli.told import Printer, Teller, Writer
+        from offplan.report.payload import run_payload
+        from offplan.report.run import render_run
+        from offplan.runtime.device import device_name, find_device
+        from offplan.sessions import check_context, open_session
 
     asked = Asked(
         list_prompts(prompt or (), prompt_file or (), lines, chat=chat),
-        lines,
+        chat,
         max_new_tokens or loaded.workload.output_tokens,
         stop_strings or (),
         read_sampling(temperature, top_k, top_p, seed),
