@@ -95,7 +95,7 @@ def bench_plan(
         used_before=bytes_in_use(chosen),
     )
     # first, so that the peaks that only grow are the plan's own
-    measured, host_bytes = measure_plan(setup, on_stage("loading")), peak_host_bytes()
+    measured, host_bytes = measure_plan(setup, on_stage), peak_host_bytes()
     return BenchResult(
         device=device_name(chosen),
         batch=workload.batch,
@@ -120,6 +120,6 @@ def _check_ways(names: Sequence[str]) -> None:
 def _measure_way(name: str, setup: Bench, on_stage: Stages) -> Measurement | str:
     """Run the workload in another way, or say why it could not be."""
     try:
-        return WAYS[name](setup, on_stage(f"loading, {name}"))
+        return WAYS[name](setup, lambda stage: on_stage(f"{stage}, {name}"))
     except OffplanError as error:
         return " ".join(str(error).split())

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, print_result
+from offplan.cli.output import ProgressBar, print_result, waiting
 
 
 def bench(
@@ -30,9 +30,10 @@ def bench(
     # before torch is imported, which takes seconds: the mistakes that need none
     loaded, found = open_plan(plan, model)
 
-    from offplan.benchmark import bench_plan
-    from offplan.report.bench import render_bench
-    from offplan.report.payload import bench_payload
+    with waiting("starting torch"):
+        from offplan.benchmark import bench_plan
+        from offplan.report.bench import render_bench
+        from offplan.report.payload import bench_payload
 
     names = [] if vs is None else [name.strip().lower() for name in vs.split(",")]
     result = bench_plan(

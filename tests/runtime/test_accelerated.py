@@ -64,12 +64,12 @@ def test_it_computes_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     taken: list[torch.Tensor] = []
     time_requests = accelerated.time_requests
 
-    def note(bench, prefill, decode, count):  # type: ignore[no-untyped-def]
+    def note(bench, prefill, decode, *counted):  # type: ignore[no-untyped-def]
         state = prefill()
         for _ in range(5):
             taken.append(state[0])
             state = decode(state)
-        return time_requests(bench, prefill, decode, count)
+        return time_requests(bench, prefill, decode, *counted)
 
     monkeypatch.setattr(accelerated, "time_requests", note)
     cost = bench_accelerate(question(checkpoint))

@@ -8,7 +8,7 @@ from torch import nn
 
 from offplan.errors import InputError
 from offplan.placement import place
-from offplan.progress import Progress
+from offplan.progress import Progress, Stages, silent
 from offplan.runtime.device import on_device
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.loader import load_weights
@@ -30,7 +30,7 @@ def require_accelerate() -> Any:
 
 
 @memory_limits("running the model under accelerate")
-def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
     """Measure a stock transformers model whose offloaded modules accelerate brings in.
 
     The modules are those that hold the plan's offloaded parameters, whole decoder layers where
@@ -40,7 +40,7 @@ def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measu
     """
     cpu_offload = require_accelerate()
     with on_device(bench.device):
-        module, offloaded = _load(bench, on_progress)
+        module, offloaded = _load(bench, on_stage("loading"))
     for part in _largest_modules(module, offloaded):
         cpu_offload(part, execution_device=bench.device)
     prompt = bench.prompt.to(bench.device)
@@ -51,7 +51,11 @@ def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measu
 
     with torch.inference_mode(), on_device(bench.device):
         prefill_s, step_s = time_requests(
-            bench, lambda: step(prompt, None), lambda state: step(*state), bench.num_repeats + 1
+            bench,
+            lambda: step(prompt, None),
+            lambda state: step(*state),
+            bench.num_repeats + 1,
+            on_stage("measuring"),
         )
     return Measurement(
         prefill=PhaseCost(Spread.of(prefill_s[1:]), None, None),
@@ -59,7 +63,7 @@ def bench_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measu
     )
 
 
-def _load(bench: Bench, on_progress: Progress | None) -> tuple[Any, set[nn.Parameter]]:
+def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     """Load a stock model; also return its offloaded parameters: they are on the CPU."""
     module = build_skeleton(bench.model)
     module.set_attn_implementation("sdpa")

@@ -12,6 +12,7 @@ import torch
 from offplan.checkpoint.model import Model
 from offplan.placement import Phase
 from offplan.plan import Offload
+from offplan.progress import Progress
 from offplan.runtime.device import settle
 from offplan.runtime.measuring.moments import mark, seconds_between
 from offplan.runtime.measuring.timed_link import TimedLink
@@ -85,17 +86,19 @@ class Bench:
         return peak_in_use - self.used_before if self.device.type == "cuda" else None
 
 
-def bench_session(session: Session, bench: Bench) -> Measurement:
+def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Measurement:
     """Measure requests in a session whose link is a TimedLink.
 
     That records in one more request, so that its events are in no timed step. Compilation, capture
     and the steps before the ring is steady are left out. The ring is left in no known state:
     nothing but ``close`` may follow.
 
-    The context must have room for them. Raises MemoryLimitError.
+    The context must have room for them. ``on_progress`` hears (requests timed, requests in all).
+    Raises MemoryLimitError.
     """
     prompt, num_steps, timed = bench.prompt, bench.num_steps, session.link
     assert isinstance(timed, TimedLink)
+    on_progress(0, bench.num_repeats)  # to warm up may take the longest
     session.warm_up(*prompt.shape)
 
     def prefill() -> torch.Tensor:
@@ -105,7 +108,7 @@ def bench_session(session: Session, bench: Bench) -> Measurement:
         return session.decode(tokens).argmax(-1, keepdim=True)
 
     with session.stream():
-        prefill_s, step_s = time_requests(bench, prefill, decode, bench.num_repeats)
+        prefill_s, step_s = time_requests(bench, prefill, decode, bench.num_repeats, on_progress)
         moved = session.link_bytes
         timed.start()
         tokens = prefill()
@@ -154,16 +157,22 @@ def time_link(session: Session) -> float | None:
 
 
 def time_requests(
-    bench: Bench, prefill: Callable[[], Any], decode: Callable[[Any], Any], num_requests: int
+    bench: Bench,
+    prefill: Callable[[], Any],
+    decode: Callable[[Any], Any],
+    num_requests: int,
+    on_progress: Progress,
 ) -> tuple[list[float], list[float]]:
     """Time requests, each from an idle device: seconds of each prompt, and of each decode step.
 
     ``prefill`` begins a request and returns a state, ``decode`` turns a state into the next one;
     both run on the current stream. The steps before the ring is steady are left out.
+    ``on_progress`` hears (requests timed, requests in all).
     """
     prefill_s: list[float] = []
     step_s: list[float] = []
-    for _ in range(num_requests):
+    for number in range(num_requests):
+        on_progress(number, num_requests)
         settle(bench.device)
         began = mark(bench.device)
         state = prefill()
@@ -177,4 +186,5 @@ def time_requests(
         settle(bench.device)
         prefill_s.append(seconds_between(began, read))
         step_s += itertools.starmap(seconds_between, itertools.pairwise(steps))
+    on_progress(num_requests, num_requests)
     return prefill_s, step_s

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from offplan.plan import Offload
-from offplan.progress import Progress
+from offplan.progress import Stages, silent
 from offplan.runtime.measuring.accelerated import bench_accelerate
 from offplan.runtime.measuring.bench import Bench as Bench
 from offplan.runtime.measuring.bench import Measurement as Measurement
@@ -14,32 +14,32 @@ from offplan.runtime.memory.gpu_memory import bytes_in_use, return_memory
 from offplan.runtime.session import Session
 
 
-def measure_plan(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+def measure_plan(bench: Bench, on_stage: Stages = silent) -> Measurement:
     """Run the plan as it stands. Raises what Session and ``bench_session`` raise."""
-    return _measure(bench, bench.offload, TimedLink, on_progress)
+    return _measure(bench, bench.offload, TimedLink, on_stage)
 
 
-def measure_resident(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+def measure_resident(bench: Bench, on_stage: Stages = silent) -> Measurement:
     """Run with every weight on the device: what compute alone takes."""
     everything = bench.offload.model_copy(update={"rules": (), "embeddings": "device"})
-    return _measure(bench, everything, TimedLink, on_progress)
+    return _measure(bench, everything, TimedLink, on_stage)
 
 
-def measure_serial(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+def measure_serial(bench: Bench, on_stage: Stages = silent) -> Measurement:
     """Run the plan's rules with one slot and no overlap: compute waits for each copy at once."""
     one_slot = bench.offload.model_copy(update={"prefetch_step": 1})
-    return _measure(bench, one_slot, SerialLink, on_progress)
+    return _measure(bench, one_slot, SerialLink, on_stage)
 
 
-def measure_accelerate(bench: Bench, on_progress: Progress | None = None) -> Measurement:
+def measure_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
     """Run the stock model with the plan's parameters on the host, by accelerate."""
     return_memory(bench.device)
-    measured = bench_accelerate(bench, on_progress)
+    measured = bench_accelerate(bench, on_stage)
     # its allocator has given nothing back yet
     return replace(measured, gpu_bytes=bench.gpu_bytes(bytes_in_use(bench.device)))
 
 
-WAYS: dict[str, Callable[[Bench, Progress | None], Measurement]] = {
+WAYS: dict[str, Callable[[Bench, Stages], Measurement]] = {
     "resident": measure_resident,
     "serial": measure_serial,
     "accelerate": measure_accelerate,
@@ -48,7 +48,7 @@ WAYS: dict[str, Callable[[Bench, Progress | None], Measurement]] = {
 
 
 def _measure(
-    bench: Bench, offload: Offload, link_type: type[TimedLink], on_progress: Progress | None
+    bench: Bench, offload: Offload, link_type: type[TimedLink], on_stage: Stages
 ) -> Measurement:
     # of the way before: at its own end a frame, or an error on its way, still holds its session
     return_memory(bench.device)
@@ -58,7 +58,7 @@ def _measure(
         context=bench.context,
         device=bench.device,
         folder=bench.folder,
-        on_progress=on_progress,
+        on_progress=on_stage("loading"),
         wrap_link=lambda link: link_type(link, bench.device),
     ) as session:
-        return bench_session(session, bench)
+        return bench_session(session, bench, on_stage("measuring"))
