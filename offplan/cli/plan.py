@@ -82,7 +82,8 @@ def plan(
         engine=engine,
     )
     note_budget(question, gpu_memory)
-    question = settle_context(question, context)
+    with waiting("planning"):
+        question = settle_context(question, context)
     if frontier:
         points = find_frontier(question, ProgressBar("planning"))
         print_result({"frontier": frontier_payload(points)}, render_frontier(points), json=json)
