@@ -102,7 +102,7 @@ def _describe(
     quantisation = architecture.quantisation
     module = part_of(tensors[0].name)[0].removesuffix(".weight")
     stated = quantisation.stated(module) if quantisation is not None and beside else None
-    form, shape = recognise(tensors[0], first, stated)
+    form, shape = recognise(tensors[0], first, None if stated is None else stated.form)
     if len(shape) == 1:
         shape = _unflatten(name, shape, architecture)
     alike = all(
@@ -111,12 +111,13 @@ def _describe(
         for tensor in of_part
     )
     is_known = quantisation is None or quantisation.is_known
+    is_whole = stated is None or stated.needed <= beside.keys()
     is_expert = split_expert(tensors[0].name) is not None
     return Parameter(
         name,
         tensors,
         is_expert or _is_fused(name, tensors[0], architecture.routing.num_experts),
-        form=form if form.is_raw or (alike and is_known) else OTHER,
+        form=form if form.is_raw or (alike and is_known and is_whole) else OTHER,
         beside=tuple(sorted(beside.items())),
         logical_shape=None if form.is_raw else shape,
     )

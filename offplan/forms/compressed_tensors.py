@@ -17,7 +17,7 @@ def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quant
     """Read it; scales are of ``float_type``, the model's own, as safetensors names it."""
     groups, sparsity = stated.get("config_groups"), stated.get("sparsity_config")
     is_sparse = is_record(sparsity) and sparsity.get("format", "dense") != "dense"
-    if is_sparse or stated.get("transform_config"):
+    if is_sparse:
         return Quantisation("compressed-tensors", is_known=False)
     if not is_record(groups):
         return Quantisation("compressed-tensors")

@@ -28,6 +28,10 @@ from offplan.forms.stated import grouped_form, is_record, is_size, names_of
 
 _IN_STACK = re.compile(r"\.\d+\.")
 """Tells the modules of a stack of layers from those outside, such as the head."""
+_UNHEEDED = ("rotation", "transform_config", "adapter")
+"""What a config may say beyond how weights are stored: that activations are turned to meet weights
+that were, and that an adapter corrects the error. Source: GPTQModel, ``QuantizeConfig``;
+compressed-tensors, ``TransformConfig``."""
 
 
 class _Model(NamedTuple):
@@ -52,7 +56,9 @@ def read_quantisation(
     model = _Model(model_type, "F16" if dtype == "float16" else "BF16")
     method = _name_method(stated)
     read = _READERS.get(method)
-    return Quantisation(method, is_known=False) if read is None else read(stated, model)
+    if read is None or any(stated.get(key) for key in _UNHEEDED):
+        return Quantisation(method, is_known=False)
+    return read(stated, model)
 
 
 def _name_method(stated: Mapping[str, Any]) -> str:
@@ -109,7 +115,7 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
 
 def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     packings = {"gptq": Packing.GPTQ, "gptq_v2": Packing.GPTQ_V2}
-    packing = packings.get(str(stated.get("checkpoint_format") or "gptq"))
+    packing = packings.get(_name_layout(stated, "gptq", "checkpoint_format", "format"))
     form = grouped_form(stated.get("bits"), stated.get("group_size"), packing)
     # GPTQModel's exceptions: "-:" and a pattern of what is left as it is, or else other settings
     dynamic = stated.get("dynamic") or {}
@@ -129,8 +135,9 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
 
 
 def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
-    is_usual = str(stated.get("version") or "gemm").lower() == "gemm"
-    is_usual = is_usual and stated.get("backend") != "llm-awq"  # which packs in a way of its own
+    layout = _name_layout(stated, "gemm", "version", "checkpoint_format", "format")
+    # the backend llm-awq packs in a way of its own
+    is_usual = layout == "gemm" and stated.get("backend") != "llm-awq"
     bits = stated.get("bits", stated.get("w_bit"))
     form = grouped_form(bits, stated.get("group_size"), Packing.AWQ if is_usual else None)
     if form is OTHER or stated.get("zero_point") is False:
@@ -144,6 +151,12 @@ def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
         return scheme if _IN_STACK.search(module) and not is_kept else None
 
     return Quantisation("awq", find, note=note_scales("F16"))
+
+
+def _name_layout(stated: Mapping[str, Any], usual: str, *keys: str) -> str:
+    """Return what writers of several versions call the layout; nothing where they contradict."""
+    named = {str(stated[key]).lower() for key in keys if stated.get(key)}
+    return named.pop() if len(named) == 1 else "" if named else usual
 
 
 def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offplan.errors import CheckpointError
-from offplan.forms.form import Form
 from offplan.forms.scheme import Scheme
 
 MAX_NAME = 500
@@ -31,18 +30,17 @@ class Quantisation:
     note: str | None = None
     """What was taken where the config leaves a choice."""
 
-    def stated(self, module: str) -> Form | None:
-        """Return the form that the config states for a module of this name; None if it is unsure.
+    def stated(self, module: str) -> Scheme | None:
+        """Return how the config says that this module is stored; None if it is unsure.
 
         A pattern that is not taken leaves it unsure: what headers alone do not tell is OTHER then.
         """
         if self.find is None or len(module) > MAX_NAME:
             return None
         try:
-            scheme = self.find(module)
+            return self.find(module)
         except CheckpointError:
             return None
-        return None if scheme is None else scheme.form
 
 
 def note_scales(dtype: str) -> str:

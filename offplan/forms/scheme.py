@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offplan.forms.form import Form, Kind, Packing
+from offplan.forms.form import Form, Kind, Packing, Part
 from offplan.forms.recognise import WORD_BITS
 
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -28,6 +28,12 @@ class Scheme:
     """Whether a scale of the activations is stored, where that is a choice."""
     is_nested: bool = False
     """Whether bitsandbytes' scales are quantised too."""
+
+    @property
+    def needed(self) -> set[Part]:
+        """Parts that codes and scales alone would stand for other values without."""
+        chosen = {Part.ZERO: self.has_zeros, Part.GROUP_INDEX: self.has_group_index}
+        return {part for part, is_stored in chosen.items() if is_stored}
 
     @property
     def per_word(self) -> int:

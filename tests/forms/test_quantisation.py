@@ -52,10 +52,13 @@ def test_a_config_that_says_nothing(stated: Any) -> None:
     assert read_quantisation({"quantization_config": stated}, "llama", None) is None
 
 
-ROTATED = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}
+TURNED = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}
+ROTATED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "rotation": "hadamard"}
 
 
-@pytest.mark.parametrize("stated", ["fp8", [1], 1, {"bits": 4}, {"quant_method": "new"}, ROTATED])
+@pytest.mark.parametrize(
+    "stated", ["fp8", [1], 1, {"bits": 4}, {"quant_method": "new"}, TURNED, ROTATED]
+)
 def test_what_is_not_known_is_quantised_all_the_same(stated: Any) -> None:
     quantisation = read_quantisation({"quantization_config": stated}, "llama", None)
     assert quantisation is not None
@@ -73,7 +76,8 @@ def test_a_pattern_that_is_refused_leaves_headers_to_speak() -> None:
 def read(module: str, **stated: Any) -> Form | None:
     quantisation = read_quantisation({"quantization_config": stated}, "llama", "bfloat16")
     assert quantisation is not None
-    return quantisation.stated(module)
+    scheme = quantisation.stated(module)
+    return None if scheme is None else scheme.form
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
@@ -96,9 +100,21 @@ def test_groups_of_compressed_tensors_in_their_order() -> None:
     assert read("lm_head", **stated) is None
 
 
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_either_key_names_the_layout(key: str) -> None:
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 128, key: "GPTQ_V2"}
+    v2 = Form(Kind.W4A16, (1, 128), Packing.GPTQ_V2)
+    assert read("model.layers.0.mlp.up_proj", **stated) == v2
+
+
+CONTRADICTORY = {"checkpoint_format": "gptq", "format": "gptq_v2"}
+
+
 @pytest.mark.parametrize(
     "stated",
     [
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, **CONTRADICTORY},
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"},
         {"quant_method": "gptq", "bits": 3, "group_size": 128},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}},

@@ -319,7 +319,6 @@ def save_stored(
 ) -> tuple[Path, Path]:
     """Save a tiny model in a stored form, and the same model's values; returns both folders."""
     torch.manual_seed(0)
-    torch.manual_seed(0)
     store, said = (FORMS | ALONE).get(form, (store_mxfp4, {"quant_method": "mxfp4"}))
     if form in ALONE:
         store = partial(store, dtype=dtype)

@@ -195,6 +195,29 @@ def test_products_of_codes(name: str, rows: int) -> None:
 @pytest.mark.gpu
 @runs_kernels
 @by_form
+def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 72 outputs and 384 inputs: a product takes 64 and 256 where words hold eight codes."""
+    from offplan.runtime.forms.products import expand_on_gpu, multiply_rows
+    from offplan.runtime.forms.reference import expand
+
+    form = FORMS[name]
+    if form.block == (1, NUM_IN):
+        form = form._replace(block=(1, 384))
+    for size, value in {"NUM_OUT": 72, "NUM_IN": 384}.items():
+        monkeypatch.setattr(sys.modules[__name__], size, value)
+    monkeypatch.setitem(FORMS, name, form)
+    parts = tame(make_parts(name), form)
+    values = expand(form, parts, torch.float32)
+    assert torch.equal(expand_on_gpu(form, parts, DTYPES[0]), values.to(DTYPES[0]))
+    skip_products(form)
+    x = random(5, NUM_IN).to(DTYPES[0])
+    expected = x.double() @ values.double().T
+    assert (multiply_rows(form, parts, x) - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
+@by_form
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_products_of_experts(name: str, tokens: int) -> None:
     from offplan.runtime.forms.experts import _sort

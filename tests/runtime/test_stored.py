@@ -1,5 +1,6 @@
 """Weights are computed with as they are stored, and give what their values would."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
+from offplan.costs.work import EXPANDED_ROWS
 from offplan.errors import CheckpointError
-from offplan.runtime.forms.stored import StoredLinear
+from offplan.runtime.forms.stored import MAX_ROWS, StoredLinear
 from offplan.runtime.loading.loaded import LoadedModel
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, run_greedily
@@ -99,3 +101,26 @@ def test_what_is_not_executed_is_refused(
     change(stored, end, made)
     with pytest.raises(CheckpointError, match=why):
         LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+
+
+def test_zeros_that_the_config_says_are_not_taken_as_the_middle(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3", "int4_zeros", tmp_path, num_hidden_layers=1)
+    path = stored / "model.safetensors"
+    kept = {n: t for n, t in load_file(path).items() if not n.endswith("weight_zero_point")}
+    save_file(kept, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="stored as other"):
+        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+
+
+def test_values_that_the_config_has_more_done_with_are_refused(tmp_path: Path) -> None:
+    _, plain = save_stored("qwen3", "fp8_block", tmp_path, num_hidden_layers=1)
+    path = plain / "config.json"
+    rounded_at_run = {"quant_method": "bitnet", "quantization_mode": "online"}
+    told = json.loads(path.read_text()) | {"quantization_config": rounded_at_run}
+    path.write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match=r"bitnet.* not known"):
+        LoadedModel(open_model(str(plain)), offload(), torch.device("cpu"), plain)
+
+
+def test_costs_know_from_which_row_on_weights_are_expanded() -> None:
+    assert EXPANDED_ROWS == MAX_ROWS

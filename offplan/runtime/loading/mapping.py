@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
@@ -100,6 +101,12 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     part. Raises CheckpointError when parameters stay unfilled, stored tensors have nowhere to go,
     or their headers say that they do not fill their places.
     """
+    quantisation = model.architecture.quantisation
+    if quantisation is not None and not quantisation.is_known:
+        # nor may values that are stored as they are be all that is multiplied
+        raise refuse(
+            f"{model.source} is quantised in a way ({quote(quantisation.method)}) that is not known"
+        )
     state = skeleton.state_dict(keep_vars=True)
     stored = [
         (parameter, part, tensor)
@@ -108,7 +115,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
         for tensor in parameter.of(part)
     ]
     coded = [parameter.name for parameter, _, _ in stored if not parameter.form.is_raw]
-    if coded and model.architecture.quantisation is None:
+    if coded and quantisation is None:
         raise refuse(f"{model.source} stores {coded[0]} as codes that its config does not explain")
     # a weight's parts go where its values would
     names = [t.name if p.form.is_raw else part_of(t.name)[0] for p, _, t in stored]
