@@ -97,6 +97,8 @@ class LayerWork:
     """Bytes of the routed experts, of which a pass reads those that its tokens are sent to."""
     expanded_elements: int
     """Weights whose values are made of their codes for passes of many tokens."""
+    absorbed_elements: int
+    """Those among them that are expanded in every decode step."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     element_bytes: int
@@ -118,9 +120,11 @@ class LayerWork:
 
         They are the weights and the cache, and values that are made of codes and then read.
         """
-        made = 2 * self.element_bytes * self.expanded_elements * (shape.num_tokens > EXPANDED_ROWS)
+        made = self.absorbed_elements if shape.phase is Phase.DECODE else 0
+        if shape.num_tokens > EXPANDED_ROWS:
+            made = self.expanded_elements
         cache = self.kv_cache.nbytes(shape.batch, shape.context)
-        return self.weight_bytes(shape) + made + cache
+        return self.weight_bytes(shape) + 2 * self.element_bytes * made + cache
 
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""
@@ -173,6 +177,7 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         dense_bytes=layer.nbytes - layer.expert_bytes,
         expert_bytes=layer.expert_bytes,
         expanded_elements=sum(p.num_weights for p in dense if not p.form.is_raw),
+        absorbed_elements=sum(p.num_weights for p in dense if is_absorbed(p)),
         element_bytes=model.element_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
@@ -189,8 +194,13 @@ def expands(parameter: Parameter, shape: PassShape) -> bool:
     """
     if parameter.form.is_raw or parameter.is_expert:
         return False
-    absorbed = shape.phase is Phase.DECODE and parameter.name.endswith("kv_b_proj.weight")
+    absorbed = shape.phase is Phase.DECODE and is_absorbed(parameter)
     return absorbed or shape.num_tokens > EXPANDED_ROWS
+
+
+def is_absorbed(parameter: Parameter) -> bool:
+    """Whether it is a latent attention's ``kv_b_proj`` that is stored as codes."""
+    return not parameter.form.is_raw and parameter.name.endswith("kv_b_proj.weight")
 
 
 def _matrix_elements(parameter: Parameter) -> int:

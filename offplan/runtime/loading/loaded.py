@@ -18,6 +18,7 @@ from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import WeightStore
+from offplan.runtime.refusal import refuse
 
 
 class LoadedModel:
@@ -42,6 +43,7 @@ class LoadedModel:
         self.module: PreTrainedModel = build_skeleton(model)
         targets = map_tensors(self.module, model)
         hold_codes(self.module, targets)
+        _check_types(model, device)
         peer = _find_store(self.placement, offload, device)
         check_host_room(_host_bytes(self.placement, device, peer))
         state = self.module.state_dict()
@@ -88,6 +90,13 @@ class LoadedModel:
         for phase in Phase:
             self.enter_phase(phase)
             verify_places(self.module, phase, targets, self.store)
+
+
+def _check_types(model: Model, device: torch.device) -> None:
+    """Raise CheckpointError for experts that a GPU would have to expand, all of a layer at once."""
+    coded = (p for p in model.loaded_parameters if p.is_expert and not p.form.is_raw)
+    if device.type == "cuda" and model.dtype == "float32" and any(coded):
+        raise refuse(f"{model.source} has experts stored as codes and is computed in float32")
 
 
 def _find_store(
