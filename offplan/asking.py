@@ -9,7 +9,7 @@ from offplan.choices import EngineName, ObjectiveName, Store
 from offplan.errors import InputError
 from offplan.machines import Machine
 from offplan.plan import Budget, Goal, Plan, Workload
-from offplan.planned import open_planned_model, open_planned_profile
+from offplan.planned import open_planned_model, open_planned_profile, read_planned_model
 from offplan.progress import Progress
 from offplan.question import Question
 from offplan.records import explain
@@ -57,14 +57,16 @@ def ask_again(
     *,
     model: Model | str | None = None,
     machine: Machine | None = None,
+    accept_drift: bool = False,
     on_progress: Progress | None = None,
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
 
     From the same profile, ``make_plan`` makes the same plan of it, byte for byte. ``model`` is the
     plan's model, opened already or where it is to be read instead of where the plan says;
-    ``machine`` takes the place of the one that the plan names. ``on_progress`` hears (shards read,
-    shards in all).
+    ``machine`` takes the place of the one that the plan names. With ``accept_drift`` the question
+    is about the model as it is by now, though it is not the plan's. ``on_progress`` hears (shards
+    read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
     where the plan's profile is gone or not valid, and InputError for a plan whose machine was
@@ -81,7 +83,9 @@ def ask_again(
                 "it with --machine"
             )
         profile = kept
-    found = open_planned_model(plan, model, on_progress)
+    if model is None or isinstance(model, str):
+        model = read_planned_model(plan, model, on_progress)
+    found = model if accept_drift else open_planned_model(plan, model)
     # a local copy goes by the name that the plan has for it
     named = replace(found, source=plan.model.source, revision=plan.model.revision)
     asked = plan.workload, plan.budget, plan.goal, plan.offload.store

@@ -347,19 +347,20 @@ def _leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
 
 def _dump_section(key: str, section: dict[str, Any]) -> list[str]:
     """Print a section on one line if it is flat and fits, otherwise a line for each entry."""
-    line = f"{key}: {_flow(section)}"
+    line = f"{key}: {flow(section)}"
     nested = any(isinstance(value, (dict, list)) for value in section.values())
     if len(line) <= 100 and not nested:
         return [line]
     lines = [f"{key}:"]
     for name, value in section.items():
         if isinstance(value, list) and value:
-            lines += [f"  {name}:", *(f"    - {_flow(item)}" for item in value)]
+            lines += [f"  {name}:", *(f"    - {flow(item)}" for item in value)]
         else:
-            lines.append(f"  {name}: {_flow(value)}")
+            lines.append(f"  {name}: {flow(value)}")
     return lines
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
+    """Write a value on one line of a plan's file."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -1,6 +1,7 @@
 """What a plan was made for, found again: its model, held against the plan, and its machine."""
 
 import os
+from collections.abc import Iterator
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -9,6 +10,39 @@ from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Plan
 from offplan.progress import Progress
+
+
+def read_planned_model(
+    plan: Plan, model: str | None = None, on_progress: Progress | None = None
+) -> Model:
+    """Read the headers of a plan's model as it is by now: where the plan says, or at ``model``.
+
+    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
+    """
+    if model is None:
+        return open_model(_locate(plan), revision=plan.model.revision, on_progress=on_progress)
+    return open_model(model, on_progress=on_progress)
+
+
+def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
+    """Yield what makes a model another one than the plan's, and what to do about it."""
+    if model.headers_sha256 != plan.model.headers_sha256:
+        yield (
+            f"the plan was made for headers {plan.model.headers_sha256[:12]} of "
+            f"{plan.model.source}; {model.source} has {model.headers_sha256[:12]}: plan it again, "
+            "or name another copy with --model"
+        )
+    if plan.model.config_sha256 not in (None, model.config_sha256):
+        yield (
+            f"the plan was made for another config.json ({plan.model.config_sha256[:12]}) than "
+            f"that of {model.source} ({model.config_sha256[:12]}), which may give other tokens: "
+            "plan it again, or restore the file"
+        )
+    if model.dtype != plan.model.dtype:
+        yield (
+            f"the plan was made for {plan.model.dtype}; {model.source} computes in {model.dtype}: "
+            "plan it again"
+        )
 
 
 def open_planned_model(
@@ -23,27 +57,10 @@ def open_planned_model(
     Raises CheckpointError, HubError, and DriftError if the headers, or the type that the model
     computes in, are not those of the plan.
     """
-    if model is None:
-        model = open_model(_locate(plan), revision=plan.model.revision, on_progress=on_progress)
-    elif isinstance(model, str):
-        model = open_model(model, on_progress=on_progress)
-    if model.headers_sha256 != plan.model.headers_sha256:
-        raise DriftError(
-            f"the plan was made for headers {plan.model.headers_sha256[:12]} of "
-            f"{plan.model.source}; {model.source} has {model.headers_sha256[:12]}: plan it again, "
-            "or name another copy with --model"
-        )
-    if plan.model.config_sha256 not in (None, model.config_sha256):
-        raise DriftError(
-            f"the plan was made for another config.json ({plan.model.config_sha256[:12]}) than "
-            f"that of {model.source} ({model.config_sha256[:12]}), which may give other tokens: "
-            "plan it again, or restore the file"
-        )
-    if model.dtype != plan.model.dtype:
-        raise DriftError(
-            f"the plan was made for {plan.model.dtype}; {model.source} computes in {model.dtype}: "
-            "plan it again"
-        )
+    if model is None or isinstance(model, str):
+        model = read_planned_model(plan, model, on_progress)
+    for drift in describe_drift(plan, model):
+        raise DriftError(drift)
     return model
 
 

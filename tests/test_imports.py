@@ -23,6 +23,7 @@ ARROWS = {
     "machine": ["records", "progress", "files", "hostmem"],
     "segments": [],
     "plan": ["records", "segments", "choices"],
+    "rewriting": ["plan"],
     "planned": ["checkpoint", "machine", "plan"],
     "placement": ["checkpoint", "plan"],
     "schedule": ["placement"],
@@ -53,7 +54,7 @@ ARROWS = {
     "sessions": ["repricing", "runnable", "runtime.session"],
     "benchmark": ["prompts", "repricing", "runnable", "runtime.measuring"],
     "report": ["planner", "benchmark", "texts"],
-    "cli": ["asking", "sessions", "report"],
+    "cli": ["asking", "sessions", "report", "rewriting"],
     "__main__": ["cli"],
 }
 """Room by room, what it may import; what that room may import in turn is allowed too."""

@@ -15,6 +15,7 @@ from offplan.cli.habits import with_habits
 from offplan.cli.machines import machines
 from offplan.cli.measure import measure
 from offplan.cli.plan import plan
+from offplan.cli.replan import replan
 from offplan.cli.run import run
 from offplan.cli.schema import schema
 
@@ -52,5 +53,5 @@ def before_commands(
     """Take options that belong to no command."""
 
 
-for command in (analyze, plan, run, bench, export, measure, machines, schema):
+for command in (analyze, plan, replan, run, bench, export, measure, machines, schema):
     app.command()(with_habits(command))

@@ -49,23 +49,35 @@ def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
 
 def save_plan(path: Path, plan: Plan, *, force: bool) -> None:
     """Write a plan's file, in which relative paths start at the file's own folder."""
-    folder = os.path.realpath(path.parent)
+    write_file(path, dump_plan(relocate_plan(plan, Path(), path.parent)), force=force)
 
-    def relocate(named: str) -> str:
-        is_path = os.path.exists(named) and not os.path.isabs(named)
-        return os.path.relpath(named, folder) if is_path and folder != os.getcwd() else named
 
+def relocate_plan(plan: Plan, old: Path, new: Path) -> Plan:
+    """Return a plan whose relative paths start at the folder ``new`` instead of ``old``."""
     model, machine = plan.model, plan.machine
     source, profile = model.source, machine.profile
     if model.revision is None:
-        source = relocate(source)
+        source = relocate_path(source, old, new)
     if profile is not None:
-        profile = str(parse_name(profile).move(relocate))
+        profile = relocate_profile(profile, old, new)
     moved = {
         "model": model.model_copy(update={"source": source}),
         "machine": machine.model_copy(update={"profile": profile}),
     }
-    write_file(path, dump_plan(plan.model_copy(update=moved)), force=force)
+    return plan.model_copy(update=moved)
+
+
+def relocate_profile(named: str, old: Path, new: Path) -> str:
+    """Return the name of a machine from the folder ``new``: a file's path moves, others stay."""
+    return str(parse_name(named).move(lambda path: relocate_path(path, old, new)))
+
+
+def relocate_path(named: str, old: Path, new: Path) -> str:
+    """Return from the folder ``new`` what is a relative path from ``old``; other names stay."""
+    path, folders = os.path.join(old, named), [os.path.realpath(each) for each in (old, new)]
+    if os.path.isabs(named) or not os.path.exists(path) or folders[0] == folders[1]:
+        return named
+    return os.path.relpath(os.path.join(folders[0], named), folders[1])
 
 
 def settle_context(question: Question, context: int) -> Question:

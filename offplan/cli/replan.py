@@ -1,0 +1,78 @@
+"""``offplan replan``: a plan made again from the question that it records."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, check_writable, print_json, print_note, save_file
+from offplan.errors import InputError, PlanError
+
+
+def replan(
+    plan: options.Plan,
+    model: options.LocalModel = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Plan for this machine profile, by name or file, instead of the plan's."),
+    ] = None,
+    accept_drift: Annotated[
+        bool,
+        typer.Option("--accept-drift", help="Plan for the model as it is, if it is another one."),
+    ] = False,
+    output: options.Output = None,
+    force: options.Force = False,
+    json: options.Json = False,
+) -> None:
+    """Make a plan again from its file: same model, workload, budget and goal.
+
+    Comments, the order of keys and values that have not changed stay as they are written in the
+    file; comments inside a list of rules that gets longer or shorter are lost. Plans of a machine
+    that was measured are made from this one's figures, measured again.
+    """
+    from offplan.asking import ask_again
+    from offplan.cli.planning import note_budget, relocate_path, relocate_plan
+    from offplan.machines import find_machine
+    from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
+    from offplan.planned import read_planned_model
+    from offplan.planner.make import make_plan
+    from offplan.records import read_text
+    from offplan.report.payload import plan_payload
+    from offplan.repricing import list_changes
+    from offplan.rewriting import rewrite_plan
+    from offplan.runnable import why_not_run
+
+    if accept_drift and model is not None:
+        raise InputError(
+            "--accept-drift is for the model that the plan names: leave --model out, or ask "
+            "`offplan plan` about another one"
+        )
+    check_writable(output, force=force)
+    old = load_plan(plan)
+    found = read_planned_model(old, model, ProgressBar("reading headers"))
+    chosen = None
+    if machine is not None or old.machine.profile is None:
+        chosen = find_machine(
+            machine, found, old.workload, store=old.offload.store, on_stage=ProgressBar
+        )
+    if chosen is not None and chosen.profile_name is not None:
+        named = relocate_path(chosen.profile_name, Path(), plan.parent)
+        chosen = replace(chosen, profile_name=named)
+    question = ask_again(old, model=found, machine=chosen, accept_drift=accept_drift)
+    note_budget(question, old.budget.gpu_memory)
+    made = make_plan(question).plan
+    print_note(f"{plan}: {'; '.join(list_changes(old, made)) or 'the prediction is the same'}")
+    moved = relocate_plan(made, plan.parent, plan.parent if output is None else output.parent)
+    text = rewrite_plan(read_text(plan, "plan", MOST_FILE_BYTES, PlanError), moved)
+    if text is None:
+        print_note(f"the layout of {plan} cannot be kept: its comments are left out")
+        text = dump_plan(moved)
+    if output is not None:
+        save_file(output, text, force=force)
+    if json:
+        print_json(plan_payload(made, why_not_run(found)))
+    elif output is None:
+        sys.stdout.write(text)
