@@ -1,5 +1,6 @@
 """Looking after a plan file: made again, shown, checked, compared, explained."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from offplan import machines
 from tests.cli import CLI, ROOT
+from tests.rendering import strip_lines
 
 TEXT = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
 
@@ -97,3 +99,41 @@ def test_replan_has_json(cli: CLI, folder: Path) -> None:
     code, out, _ = cli("replan", "plan.yaml", "--json")
     assert code == 0
     assert '"can_execute": true' in out
+
+
+SHOWN = """\
+Asked:
+  model, bfloat16
+  CPU, memcpy: 10 GB/s (estimated)
+  batch 1, 32 prompt tokens, 96 output tokens, context 256
+  1 MiB of GPU memory, host memory unlimited
+  the least time of a request
+Plan:
+  on the host: self_attn of the last 1 in every 2 layers (prefill prefetch,
+  decode prefetch)
+"""
+
+
+def test_show_needs_the_file_alone(cli: CLI, folder: Path) -> None:
+    shutil.rmtree("model")
+    code, out, err = cli("show", "plan.yaml")
+    assert (code, err) == (0, "")
+    out = strip_lines(out)
+    assert out.startswith(SHOWN)
+    assert "\nGPU, of 1 MiB             1 MiB\n" in out
+    assert "\nA request takes 235.3 ms, estimated: 412.2 tokens/s in decode.\n" in out
+
+
+def test_show_of_a_goal(cli: CLI, folder: Path) -> None:
+    goal = "goal: {objective: throughput, max_tpot: 50 ms, engine: vllm}"
+    write_plan(
+        ("goal: {objective: latency}", goal), ("decode: {step: 2.426 ms", "decode: {step: 0")
+    )
+    out = cli("show", "plan.yaml").out
+    assert "the most tokens a second with --max-tpot 50 ms, as vllm can run it" in out
+    assert "A request takes 235.3 ms, estimated." in out
+
+
+def test_show_has_json(cli: CLI, folder: Path) -> None:
+    shown = json.loads(cli("show", "plan.yaml", "--json").out)
+    assert (shown["offplan"], shown["offload"]["prefetch_step"]) == (1, 1)

@@ -18,6 +18,7 @@ from offplan.cli.plan import plan
 from offplan.cli.replan import replan
 from offplan.cli.run import run
 from offplan.cli.schema import schema
+from offplan.cli.show import show
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model is "
@@ -53,5 +54,5 @@ def before_commands(
     """Take options that belong to no command."""
 
 
-for command in (analyze, plan, replan, run, bench, export, measure, machines, schema):
+for command in (analyze, plan, show, replan, run, bench, export, measure, machines, schema):
     app.command()(with_habits(command))

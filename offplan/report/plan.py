@@ -13,21 +13,56 @@ from offplan.plan import Backend, Plan, Rule
 from offplan.planner.find import PlanResult
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
-from offplan.units import format_budget, format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_rate, format_seconds
 
 
 def render_plan(result: PlanResult, crossovers: Crossovers) -> list[RenderableType]:
     """Show the rules, why they were chosen, the memory terms and the prediction."""
     plan = result.plan
-    estimated = plan.prediction.basis == "estimated"
-    request_s = format_seconds(plan.prediction.objective_s)
-    speed = f"{plan.workload.batch / plan.prediction.decode.step_s:,.1f} tokens/s in decode"
-    request = f"A request takes {request_s}{', estimated' * estimated}: {speed}."
     why = f"Why ({plan.prediction.basis})"
     decision = _render_list("Plan", describe_offload(plan))
     reasons = _render_list(why, [*explain_plan(result), *describe_crossovers(crossovers)])
     tables = [_render_memory(plan), _render_prediction(plan, result.floor)]
-    return [Group(*decision, *reasons), *tables, Group(Text(request), Text(describe_gap(result)))]
+    speed = Text(describe_request(plan))
+    return [Group(*decision, *reasons), *tables, Group(speed, Text(describe_gap(result)))]
+
+
+def render_plan_file(plan: Plan) -> list[RenderableType]:
+    """Show what a plan's file says, without its model or its machine."""
+    asked = _render_list("Asked", describe_question(plan))
+    decision = _render_list("Plan", describe_offload(plan))
+    tables = [_render_memory(plan), _render_prediction(plan)]
+    held = Text("So says the file; `offplan check` tells whether it still holds.")
+    return [Group(*asked, *decision), *tables, Group(Text(describe_request(plan)), held)]
+
+
+def describe_question(plan: Plan) -> list[str]:
+    """Say what a plan answers, in lines."""
+    model, machine, budget, goal = plan.model, plan.machine, plan.budget, plan.goal
+    revision = f" at {model.revision[:12]}" if model.revision else ""
+    limit = "unlimited" if budget.host_memory is None else format_budget(budget.host_memory)
+    what = {"latency": "the least time of a request", "throughput": "the most tokens a second"}
+    return [
+        f"{model.source}{revision}, {model.dtype}",
+        f"{machine.name}, {machine.link}: {format_rate(machine.h2d)} ({machine.basis})",
+        "batch {batch}, {prompt_tokens} prompt tokens, {output_tokens} output tokens, context "
+        "{context}".format(**plan.workload.model_dump()),
+        f"{format_budget(budget.gpu_memory)} of GPU memory, {STORES[plan.offload.store]} memory "
+        f"{limit}",
+        what[goal.objective]
+        + (f" with {goal.targets}" if goal.targets else "")
+        + (f", as {goal.engine} can run it" if goal.engine else ""),
+    ]
+
+
+def describe_request(plan: Plan) -> str:
+    """Say how long a request takes, in a line."""
+    estimated = plan.prediction.basis == "estimated"
+    request_s = format_seconds(plan.prediction.objective_s)
+    speed = ""
+    if step_s := plan.prediction.decode.step_s:  # a file may say anything
+        speed = f": {plan.workload.batch / step_s:,.1f} tokens/s in decode"
+    return f"A request takes {request_s}{', estimated' * estimated}{speed}."
 
 
 def describe_gap(result: PlanResult) -> str:
@@ -104,7 +139,7 @@ def _render_memory(plan: Plan) -> Table:
     return table
 
 
-def _render_prediction(plan: Plan, floor: Floor) -> Table:
+def _render_prediction(plan: Plan, floor: Floor | None = None) -> Table:
     prefill, decode = plan.prediction.prefill, plan.prediction.decode
     table = make_table(
         f"Prediction ({plan.prediction.basis})",
@@ -113,7 +148,8 @@ def _render_prediction(plan: Plan, floor: Floor) -> Table:
     for name in ("step", "compute", "link", "stall", "bound"):
         seconds = [getattr(phase, f"{name}_s") for phase in (prefill, decode)]
         table.add_row(name, *map(format_seconds, seconds))
-    table.add_row("floor", format_seconds(floor.prefill_s), format_seconds(floor.decode_s))
+    if floor is not None:
+        table.add_row("floor", format_seconds(floor.prefill_s), format_seconds(floor.decode_s))
     crossing = map(format_bytes, (prefill.link_bytes, decode.link_bytes))
     table.add_row("over the link", *crossing)
     return table
