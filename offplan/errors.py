@@ -9,7 +9,7 @@
      |   +- ProfileError         a machine profile that is not valid, or not there
      |   +- ExportError          a plan that an engine's flags cannot say
      +- InfeasibleError          exit code 3: no plan fits
-     +- DriftError               exit code 4: the model is not what the plan says
+     +- DriftError               exit code 4: the model, or a plan that is checked, has drifted
      +- MemoryLimitError         the host or the GPU ran out of memory
      +- HubError                 the Hub was not reached, or failed
 """
@@ -57,7 +57,7 @@ class InfeasibleError(OffplanError):
 
 
 class DriftError(OffplanError):
-    """The model is no longer what the plan was made for."""
+    """The model, or what else a plan was made for, is not what the plan says."""
 
     exit_code = 4
 

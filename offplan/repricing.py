@@ -5,7 +5,7 @@ from offplan.costs.predict import predict
 from offplan.errors import PlanError, ProfileError
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Backend, Plan, Prediction, Workload
-from offplan.planned import open_planned_profile
+from offplan.planned import link_to_store, open_planned_profile
 
 STAND_IN = "h200-pcie5"
 """A shipped profile, for figures that are the same on every machine."""
@@ -32,17 +32,8 @@ def price_again(plan: Plan, model: Model) -> Plan:
     and, where the profile it was made from is not there any more, for one whose memory or bytes
     over the link are not those that it predicts.
     """
-    machine = _find_machine(plan)
-    known = machine or load_profile(STAND_IN)
-    loaded = model.as_loaded_by(plan.goal.engine)
-    prediction = predict(loaded, known, plan.workload, plan.budget, plan.offload)
-    if machine is None:
-        _refuse_changes(plan, prediction)
-        return plan
-    if _terms(prediction) == _terms(plan.prediction):
-        return plan
-    priced = plan.model_copy(update={"prediction": prediction})
-    if (excess := priced.describe_excess()) is not None:
+    priced = price_decision(plan, model)
+    if priced is not plan and (excess := priced.describe_excess()) is not None:
         raise PlanError(f"the plan was edited, or made by another version: {excess}")
     return priced
 
@@ -59,6 +50,26 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
     return predict(loaded, machine, workload, plan.budget, plan.offload)
 
 
+def price_decision(plan: Plan, model: Model) -> Plan:
+    """Do what ``price_again`` does, whether or not the budget is kept."""
+    machine = _find_machine(plan)
+    priced = price_on(plan, model, machine or load_profile(STAND_IN))
+    if machine is None:
+        _refuse_changes(plan, priced.prediction)
+        return plan
+    return plan if _terms(priced.prediction) == _terms(plan.prediction) else priced
+
+
+def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
+    """Return a plan with the prediction that its decision has on a machine, in budget or not.
+
+    ``machine`` has the link to the plan's store. Raises PlanError for rules that do not fit.
+    """
+    loaded = model.as_loaded_by(plan.goal.engine)
+    prediction = predict(loaded, machine, plan.workload, plan.budget, plan.offload)
+    return plan.model_copy(update={"prediction": prediction})
+
+
 def list_changes(before: Plan, after: Plan) -> list[str]:
     """Say what has changed from one prediction to another: the headlines, else every term."""
     changes = _changes(before.prediction, after.prediction)
@@ -68,9 +79,8 @@ def list_changes(before: Plan, after: Plan) -> list[str]:
 def _find_machine(plan: Plan) -> MachineProfile | None:
     """Find the profile that a plan was made from; None where it is gone, or another by now."""
     try:
-        machine = open_planned_profile(plan)
-        if machine is not None and plan.offload.store == "peer":
-            machine = machine.with_peer_store()
+        profile = open_planned_profile(plan)
+        machine = None if profile is None else link_to_store(plan, profile)
     except ProfileError:
         return None
     same = machine is not None and machine.fingerprint == plan.machine.fingerprint

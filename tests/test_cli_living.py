@@ -2,11 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from offplan import machines
+from offplan import checking, local_gpu, machines
+from offplan.hostmem import limits
+from offplan.local_gpu import LocalGPU
+from offplan.machine.profile import load_profile
+from offplan.plan import load_plan
 from tests.cli import CLI, ROOT
 from tests.rendering import strip_lines
 
@@ -16,7 +22,8 @@ TEXT = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, copy: Path) -> Path:
     """The current folder, on a machine without a GPU: a plan, and ``model``, which it is of."""
-    monkeypatch.setattr(machines, "has_gpu", lambda: False)
+    for module in (machines, local_gpu):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
     monkeypatch.chdir(tmp_path)
     write_plan()
     return tmp_path
@@ -30,10 +37,10 @@ def write_plan(*edits: tuple[str, str]) -> None:
     Path("plan.yaml").write_text(text, "utf-8")
 
 
-def change_headers() -> None:
-    """Make another model of the one that the plan is of, which can be planned, too."""
-    shutil.rmtree("model")
-    shutil.copytree(ROOT / "tests" / "models" / "qwen3-8b", "model")
+def change_config() -> None:
+    """Edit the model's config, in a way that changes nothing else."""
+    path = Path("model/config.json")
+    path.write_text(path.read_text("utf-8").replace("{", '{"note": 1, ', 1), "utf-8")
 
 
 UNCHANGED = "offplan: plan.yaml: the prediction is the same\n"
@@ -67,9 +74,7 @@ def test_replan_moves_paths_with_the_file(cli: CLI, folder: Path) -> None:
 
 
 def test_replan_of_another_model_is_asked_for(cli: CLI, folder: Path) -> None:
-    Path("model/config.json").write_text(
-        Path("model/config.json").read_text("utf-8").replace("{", '{"note": 1, ', 1), "utf-8"
-    )
+    change_config()
     code, out, err = cli("replan", "plan.yaml")
     assert (code, out) == (4, "")
     assert "the plan was made for another config.json" in err
@@ -137,3 +142,131 @@ def test_show_of_a_goal(cli: CLI, folder: Path) -> None:
 def test_show_has_json(cli: CLI, folder: Path) -> None:
     shown = json.loads(cli("show", "plan.yaml", "--json").out)
     assert (shown["offplan"], shown["offload"]["prefetch_step"]) == (1, 1)
+
+
+HOLDS = """\
+plan.yaml
+ok        model         headers and config.json of model are those of the plan
+ok        profile       the figures of cpu are those of the plan
+ok        prediction    the plan's decision costs what it predicts, as far as
+                        its profile can tell
+not told  this machine  there is no GPU here to compare with
+"""
+
+
+def test_check_of_a_plan_that_holds(cli: CLI, folder: Path) -> None:
+    code, out, err = cli("check", "plan.yaml")
+    assert (code, strip_lines(out), err) == (0, HOLDS, "")
+    assert "this machine" not in cli("check", "plan.yaml", "--file-only").out
+
+
+def test_check_finds_another_model(cli: CLI, folder: Path) -> None:
+    change_config()
+    code, out, err = cli("check", "plan.yaml")
+    assert (code, err) == (4, "offplan: drift: plan.yaml\n")
+    assert "DRIFT     model         the plan was made for another config.json" in out
+    other = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
+    code, out, _ = cli("check", "plan.yaml", "--model", other)
+    assert code == 4
+    assert "NO ROOM   prediction    for the model as it is by now: it takes" in out
+
+
+def test_check_finds_an_edit(cli: CLI, folder: Path) -> None:
+    write_plan(("gpu_memory: 1 MiB", "gpu_memory: 2 MiB"), ("[self_attn]", "[experts]"))
+    code, out, _ = cli("check", "plan.yaml")
+    assert code == 4
+    assert "DRIFT     prediction    edited, or made by another version:" in out
+    assert "decode.link_bytes 99.75 KiB -> " in " ".join(out.split())
+
+
+def test_check_finds_what_exceeds_the_budget(cli: CLI, folder: Path) -> None:
+    write_plan(("group_size: 2, num_in_group: 1", "group_size: 6, num_in_group: 1"))
+    code, out, err = cli("check", "plan.yaml")
+    assert (code, err) == (3, "offplan: infeasible: plan.yaml\n")
+    assert "NO ROOM   prediction    edited, or made by another version: it takes" in out
+
+
+def test_check_finds_other_figures_of_the_machine(cli: CLI, folder: Path) -> None:
+    profile = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
+    shutil.copy(profile, "mine.yaml")
+    assert cli("replan", "plan.yaml", "--machine", "mine.yaml", "-o", "made.yaml").code == 0
+    assert cli("check", "made.yaml").code == 0
+    text = profile.read_text("utf-8")
+    assert "value: 10 GB/s" in text
+    Path("mine.yaml").write_text(text.replace("value: 10 GB/s", "value: 5 GB/s"), "utf-8")
+    code, out, _ = cli("check", "made.yaml")
+    assert code == 4
+    assert "DRIFT     profile       mine.yaml has other figures by now (h2d 10 GB/s ->" in out
+    Path("mine.yaml").unlink()
+    code, out, _ = cli("check", "made.yaml")
+    assert (code, "not told  profile       it cannot be compared" in out) == (0, True)
+
+
+def test_check_of_several_plans_ends_as_the_worst(cli: CLI, folder: Path) -> None:
+    shutil.copy("plan.yaml", "other.yaml")
+    write_plan(("step: 2.426 ms", "step: 3 ms"))
+    code, out, err = cli("check", "other.yaml", "plan.yaml", "--json")
+    assert (code, err) == (4, "offplan: drift: plan.yaml\n")
+    plans = json.loads(out)["plans"]
+    assert [(each["plan"], each["verdict"]) for each in plans] == [
+        ("other.yaml", "holds"),
+        ("plan.yaml", "drift"),
+    ]
+    assert cli("check", "other.yaml", "plan.yaml", "--model", "model").code == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "found"),
+    [
+        ({}, 0, "ok GPU memory 1 MiB are needed; 2 MiB of 3 MiB are free"),
+        ({"name": "NVIDIA L4"}, 4, "DRIFT GPU planned for CPU; here is NVIDIA L4: offplan replan"),
+        ({"free_bytes": 9}, 3, "NO ROOM GPU memory 1 MiB are needed; 9 B of 3 MiB are free: close"),
+        ({"free_bytes": 9, "total_bytes": 9}, 3, "9 B are free: offplan plan --gpu-memory asks"),
+    ],
+)
+def test_check_looks_at_the_gpu(
+    cli: CLI,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    code: int,
+    found: str,
+) -> None:
+    gpu = replace(LocalGPU("CPU", 1, 3 * 2**20, 2 * 2**20, None), **changes)
+    monkeypatch.setattr(checking, "find_local_gpu", lambda: gpu)
+    finished = cli("check", "plan.yaml")
+    assert finished.code == code
+    assert found in " ".join(finished.out.split())
+    assert "ok host memory 99.75 KiB of weights have room" in " ".join(finished.out.split())
+    assert cli("check", "plan.yaml", "--file-only").code == 0
+
+
+def test_check_looks_at_the_host(cli: CLI, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = LocalGPU("CPU", 1, 3 * 2**20, 2 * 2**20, None)
+    monkeypatch.setattr(checking, "find_local_gpu", lambda: gpu)
+    monkeypatch.setattr(limits, "host_room", lambda *_: [(2**10, "the cgroup /x")])
+    monkeypatch.setattr(checking, "lock_limit", lambda: 8 * 2**10)
+    code, out, _ = cli("check", "plan.yaml")
+    out = " ".join(out.split())
+    assert code == 3
+    assert "NO ROOM host memory the weights take 99.75 KiB of host memory; the cgroup /x has" in out
+    assert "not told page locks ulimit -l is 8 KiB, less than 99.75 KiB" in out
+
+
+def test_check_measures_only_where_there_is_a_gpu(cli: CLI, folder: Path) -> None:
+    code, _, err = cli("check", "plan.yaml", "--measure")
+    assert (code, "no CUDA device" in err) == (1, True)
+    assert cli("check", "plan.yaml", "--measure", "--file-only").code == 2
+
+
+def test_check_holds_the_measured_link_against_the_plan(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    slow = load_profile("cpu").h2d.model_copy(update={"value": 5e9})
+    measured = load_profile("cpu").model_copy(update={"h2d": slow})
+    monkeypatch.setattr(checking, "measure_here", lambda **_: machines.Machine(measured, 2**20))
+    gpu = LocalGPU("CPU", 1, 3 * 2**20, 2 * 2**20, None)
+    monkeypatch.setattr(checking, "find_local_gpu", lambda: gpu)
+    found = checking.check_plan(load_plan(Path("plan.yaml")), measure=True)
+    verdicts = {each.subject: each.verdict for each in found}
+    assert (verdicts["link, h2d"], verdicts["link, uva"]) == ("drift", "holds")

@@ -10,6 +10,7 @@ import typer
 import offplan
 from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
+from offplan.cli.check import check
 from offplan.cli.export import export
 from offplan.cli.habits import with_habits
 from offplan.cli.machines import machines
@@ -21,8 +22,8 @@ from offplan.cli.schema import schema
 from offplan.cli.show import show
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model is "
-    "not the plan's."
+    "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model, or "
+    "what check holds a plan against, is not the plan's."
 )
 
 app = typer.Typer(
@@ -54,5 +55,5 @@ def before_commands(
     """Take options that belong to no command."""
 
 
-for command in (analyze, plan, show, replan, run, bench, export, measure, machines, schema):
+for command in (analyze, plan, show, check, replan, run, bench, export, measure, machines, schema):
     app.command()(with_habits(command))

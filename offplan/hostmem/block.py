@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from offplan.errors import MemoryLimitError
+from offplan.hostmem.limits import lock_limit
 from offplan.units import format_bytes
 
 REMEDY = "close what else takes memory"
@@ -110,7 +111,5 @@ def _clear_error() -> None:
 
 def _lock_limit() -> str:
     """Say how much memory the process may lock, as ``ulimit -l`` would."""
-    import resource  # not on Windows, where plans are made all the same
-
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+    limit = lock_limit()
+    return "unlimited" if limit is None else format_bytes(limit)

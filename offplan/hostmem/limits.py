@@ -58,14 +58,22 @@ def pin_limit(
     counting them against ``ulimit -l``, so a limit below that does not hold; a larger one is taken
     at its word.
     """
-    import resource  # not on Windows, where nothing is measured
-
     limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "physical memory")]
     limits += [
         (group.limit_bytes, "the memory limit of its control group")
         for group in memory_groups(proc, cgroup)
     ]
-    lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if lockable != resource.RLIM_INFINITY and lockable >= pinned_bytes:
+    lockable = lock_limit()
+    if lockable is not None and lockable >= pinned_bytes:
         limits.append((lockable, "ulimit -l"))
     return min(limits)
+
+
+def lock_limit() -> int | None:
+    """Return the bytes that ``ulimit -l`` lets the process lock; None where it does not limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit

@@ -48,12 +48,17 @@ def measure_pinning() -> dict[str, object]:
 
 
 def measure_place() -> dict[str, object]:
-    """Find the NUMA node of the current device."""
+    """Find the NUMA node of the current device, as a figure."""
+    node = find_gpu_node()
+    return {} if node is None else {"numa_node": figure(node, "numa_node of the PCI device")}
+
+
+def find_gpu_node() -> int | None:
+    """Find the NUMA node of the current device; None where the kernel names none."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     # torch's stubs do not name these three
     domain, bus, device = (getattr(gpu, f"pci_{part}_id") for part in ("domain", "bus", "device"))
-    node = find_numa_node(f"{domain:04x}:{bus:02x}:{device:02x}.0")
-    return {} if node is None else {"numa_node": figure(node, "numa_node of the PCI device")}
+    return find_numa_node(f"{domain:04x}:{bus:02x}:{device:02x}.0")
 
 
 def find_numa_node(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -1,0 +1,195 @@
+"""A plan held against what there is by now: its model, its profile, its decision, this machine."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from offplan.checkpoint.model import Model
+from offplan.errors import MemoryLimitError, PlanError, ProfileError
+from offplan.hostmem.limits import check_host_room, lock_limit
+from offplan.local_gpu import LocalGPU, find_local_gpu
+from offplan.machine.profile import MachineProfile
+from offplan.machines import measure_here
+from offplan.plan import Plan
+from offplan.planned import (
+    describe_drift,
+    link_to_store,
+    open_planned_profile,
+    read_planned_model,
+)
+from offplan.progress import Stages, silent
+from offplan.repricing import list_changes, price_decision, price_on
+from offplan.units import format_bytes, format_rate
+
+Verdict = Literal["holds", "drift", "infeasible", "unknown"]
+"""Whether something is as the plan has it, is not, lacks memory, or could not be told."""
+MEASURED_TO = 0.05
+"""Part of a link's rate by which a measurement may be off before that is drift.
+
+Source: chosen, between the spread of samples and a link that has lost half of its lanes.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    """What was found, and what to do about it, in words for people."""
+
+
+def check_plan(
+    plan: Plan,
+    *,
+    model: str | None = None,
+    with_machine: bool = True,
+    measure: bool = False,
+    on_stage: Stages = silent,
+) -> tuple[Finding, ...]:
+    """Check whether a plan still holds, and whether it could run now.
+
+    The model's headers and config are held against the plan's, its profile against the fingerprint,
+    and its prediction against what its decision costs by this version of offplan. ``with_machine``
+    also looks at the GPU here, if there is one, and the memory that it and the host have free;
+    ``measure`` measures the link. ``model`` is where the model is to be read instead of where the
+    plan says. ``on_stage`` hears what begins.
+
+    Raises CheckpointError and HubError where the model cannot be read, and what measuring raises.
+    """
+    found = read_planned_model(plan, model, on_stage("reading headers"))
+    findings = [*_check_model(plan, found)]
+    profile, finding = _check_profile(plan, found)
+    findings += [finding, _check_prediction(plan, found)]
+    if not with_machine:
+        return tuple(findings)
+    here = find_local_gpu()
+    if here is None:
+        findings.append(Finding("this machine", "unknown", "there is no GPU here to compare with"))
+    else:
+        findings += [*_check_here(plan, profile, here)]
+        findings += [*_check_link(plan, on_stage)] if measure else []
+    return tuple(findings)
+
+
+def _check_model(plan: Plan, model: Model) -> Iterator[Finding]:
+    drifts = [*describe_drift(plan, model)]
+    yield from (Finding("model", "drift", text) for text in drifts)
+    if not drifts:
+        at = f" at {plan.model.revision[:12]}" if plan.model.revision else ""
+        config = " and config.json" if plan.model.config_sha256 else ""
+        text = f"headers{config} of {plan.model.source}{at} are those of the plan"
+        yield Finding("model", "holds", text)
+
+
+def _check_profile(plan: Plan, model: Model) -> tuple[MachineProfile | None, Finding]:
+    """Find the plan's profile, and say whether the plan was made from its figures."""
+    name = plan.machine.profile
+    try:
+        kept = open_planned_profile(plan)
+        machine = None if kept is None else link_to_store(plan, kept)
+    except ProfileError as error:
+        return None, Finding("profile", "unknown", f"it cannot be compared: {error}")
+    if machine is None:
+        text = f"figures were measured on {plan.machine.name} and kept in no profile"
+        return None, Finding("profile", "unknown", text)
+    if machine.fingerprint == plan.machine.fingerprint:
+        return machine, Finding("profile", "holds", f"the figures of {name} are those of the plan")
+    planned = plan.machine
+    figures = (
+        ("name", planned.name, machine.name),
+        ("link", planned.link, machine.link),
+        ("h2d", format_rate(planned.h2d), format_rate(machine.h2d.value)),
+        ("uva", format_rate(planned.uva), format_rate(machine.uva.value)),
+    )
+    changes = [f"{figure} {old} -> {new}" for figure, old, new in figures if old != new]
+    with suppress(PlanError):  # which is told of the prediction
+        changes += list_changes(plan, price_on(plan, model, machine))
+    told = "; ".join(changes) or "none that this plan depends on"
+    text = f"{name} has other figures by now ({told}): offplan replan makes the plan of those"
+    return machine, Finding("profile", "drift", text)
+
+
+def _check_prediction(plan: Plan, model: Model) -> Finding:
+    """Price a plan's decision again, for the model as it is by now."""
+    why = "edited, or made by another version"
+    if any(describe_drift(plan, model)):
+        why = "for the model as it is by now"
+    try:
+        priced = price_decision(plan, model)
+    except PlanError as error:
+        return Finding("prediction", "drift", str(error))
+    if priced is plan:
+        text = "the plan's decision costs what it predicts, as far as its profile can tell"
+        return Finding("prediction", "holds", text)
+    if (excess := priced.describe_excess()) is not None:
+        return Finding("prediction", "infeasible", f"{why}: {excess}")
+    changes = "; ".join(list_changes(plan, priced))
+    return Finding("prediction", "drift", f"{why}: {changes}: offplan replan makes it again")
+
+
+def _check_here(plan: Plan, profile: MachineProfile | None, here: LocalGPU) -> Iterator[Finding]:
+    """Check what can be asked of this machine at once."""
+    same = here.name == plan.machine.name
+    text = f"planned for {plan.machine.name}; here is {here.name}"
+    again = ": offplan replan --machine names a profile of this one"
+    yield Finding("GPU", "holds" if same else "drift", text if same else text + again)
+    yield _check_gpu_memory(plan, here)
+    if plan.offload.store == "peer":
+        enough = here.num_gpus > 1
+        text = f"{here.num_gpus} GPUs are visible; the store is a second one"
+        yield Finding("second GPU", "holds" if enough else "infeasible", text)
+    if needed := plan.prediction.host_memory_bytes:
+        yield from _check_host_memory(needed)
+    node = None if profile is None or profile.numa_node is None else profile.numa_node.value
+    if same and node is not None:
+        text = f"the GPU is on node {here.numa_node}; the profile has it on {node}"
+        yield Finding("NUMA", "holds" if here.numa_node == node else "drift", text)
+
+
+def _check_gpu_memory(plan: Plan, here: LocalGPU) -> Finding:
+    needed = plan.prediction.gpu_memory.total_bytes
+    have = f"{format_bytes(here.free_bytes)} of {format_bytes(here.total_bytes)} are free"
+    text = f"{format_bytes(needed)} are needed; {have}"
+    if needed <= here.free_bytes:
+        return Finding("GPU memory", "holds", text)
+    remedy = "close what else uses it"
+    if needed > here.total_bytes:
+        remedy = "offplan plan --gpu-memory asks for a plan that takes less"
+    return Finding("GPU memory", "infeasible", f"{text}: {remedy}")
+
+
+def _check_host_memory(needed: int) -> Iterator[Finding]:
+    """Check the memory that weights take on the host: what is free, and what can be pinned."""
+    try:
+        check_host_room(needed)
+    except MemoryLimitError as error:
+        yield Finding("host memory", "infeasible", str(error))
+    else:
+        text = f"{format_bytes(needed)} of weights have room within machine and control groups"
+        yield Finding("host memory", "holds", text)
+    limit = lock_limit()
+    if limit is not None and limit < needed:
+        text = (
+            f"ulimit -l is {format_bytes(limit)}, less than {format_bytes(needed)}; NVIDIA's "
+            "driver for Linux does not count what it locks"
+        )
+        yield Finding("page locks", "unknown", text)
+
+
+def _check_link(plan: Plan, on_stage: Stages) -> Iterator[Finding]:
+    """Measure the link, and hold its rates against the plan's."""
+    peer = plan.offload.store == "peer"
+    machine = link_to_store(plan, measure_here(with_others=peer, on_stage=on_stage).profile)
+    rates = (("h2d", plan.machine.h2d, machine.h2d), ("uva", plan.machine.uva, machine.uva))
+    for name, planned, measured in rates:
+        ratio = measured.value / planned
+        text = (
+            f"{format_rate(planned)} in the plan, {format_rate(measured.value)} here, measured "
+            f"({ratio:.3f} of it)"
+        )
+        same = abs(ratio - 1) <= MEASURED_TO
+        again = ": offplan measure -o writes a profile, offplan replan --machine plans with it"
+        yield Finding(f"link, {name}", "holds" if same else "drift", text if same else text + again)

@@ -1,0 +1,52 @@
+"""``offplan check``: whether plans still hold, and could run here and now."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, print_result
+from offplan.errors import DriftError, InfeasibleError, InputError
+
+
+def check(
+    plans: Annotated[list[Path], typer.Argument(metavar="PLAN...", help="Plan files.")],
+    model: options.LocalModel = None,
+    file_only: Annotated[
+        bool,
+        typer.Option("--file-only", help="Leave this machine out: for hooks, and for CI."),
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's link, too.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Check plans against their models, their profiles, their own decisions and this machine.
+
+    Exits with 4 where something is not as a plan has it (drift), else with 3 where memory lacks.
+    Without a GPU, and with --file-only, all is checked but this machine.
+    """
+    from offplan.checking import check_plan
+    from offplan.machines import require_gpu
+    from offplan.plan import load_plan
+    from offplan.report.check import findings_payload, render_findings, worst_verdict
+
+    if measure and file_only:
+        raise InputError("--file-only leaves this machine out: leave --measure out, too")
+    if model is not None and len(plans) > 1:
+        raise InputError("--model is where one plan's model is read: name one plan")
+    loaded = [load_plan(path) for path in plans]
+    if measure:
+        require_gpu()
+    found = {
+        str(path): check_plan(
+            plan, model=model, with_machine=not file_only, measure=measure, on_stage=ProgressBar
+        )
+        for path, plan in zip(plans, loaded, strict=True)
+    }
+    payload = {"plans": [findings_payload(*each) for each in found.items()]}
+    print_result(payload, *(render_findings(*each) for each in found.items()), json=json)
+    for verdict, error in (("drift", DriftError), ("infeasible", InfeasibleError)):
+        if failed := [name for name, each in found.items() if worst_verdict(each) == verdict]:
+            raise error(f"{verdict}: {', '.join(failed)}")

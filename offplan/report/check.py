@@ -1,0 +1,36 @@
+"""Whether plans hold: what was checked, and what was found."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offplan.checking import Finding
+
+MARKS = {"holds": "ok", "drift": "DRIFT", "infeasible": "NO ROOM", "unknown": "not told"}
+"""What people read for a verdict."""
+
+
+def render_findings(title: str, findings: Sequence[Finding]) -> RenderableType:
+    """Show what was found of one plan, a paragraph for each thing that was checked."""
+    table = Table.grid("", "", "", padding=(0, 2, 0, 0))
+    for finding in findings:
+        table.add_row(MARKS[finding.verdict], finding.subject, Text(finding.text))
+    return Group(Text(title), table)
+
+
+def findings_payload(title: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return what was found of one plan as JSON."""
+    return {
+        "plan": title,
+        "verdict": worst_verdict(findings),
+        "findings": [vars(finding) for finding in findings],
+    }
+
+
+def worst_verdict(findings: Sequence[Finding]) -> str:
+    """Return the verdict of all findings together: drift before lack of memory."""
+    verdicts = {finding.verdict for finding in findings}
+    return next((each for each in ("drift", "infeasible") if each in verdicts), "holds")
