@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def change_config() -> None:
     path.write_text(path.read_text("utf-8").replace("{", '{"note": 1, ', 1), "utf-8")
 
 
-UNCHANGED = "offplan: plan.yaml: the prediction is the same\n"
+UNCHANGED = "offplan: plan.yaml: nothing changes\n"
 
 
 def test_replan_prints_the_same_plan(cli: CLI, folder: Path) -> None:
@@ -58,7 +59,8 @@ def test_replan_undoes_an_edit_and_keeps_comments(cli: CLI, folder: Path) -> Non
     assert cli("replan", "plan.yaml", "-o", "plan.yaml").code == 2
     code, out, err = cli("replan", "plan.yaml", "-o", "plan.yaml", "--force")
     assert (code, out) == (0, "")
-    assert err == "offplan: plan.yaml: decode.step 3 ms -> 2.426 ms\noffplan: wrote plan.yaml\n"
+    changed = "another decision; decode.step 3 ms -> 2.426 ms"
+    assert err == f"offplan: plan.yaml: {changed}\noffplan: wrote plan.yaml\n"
     assert Path("plan.yaml").read_text("utf-8") == wanted
 
 
@@ -270,3 +272,83 @@ def test_check_holds_the_measured_link_against_the_plan(
     found = checking.check_plan(load_plan(Path("plan.yaml")), measure=True)
     verdicts = {each.subject: each.verdict for each in found}
     assert (verdicts["link, h2d"], verdicts["link, uva"]) == ("drift", "holds")
+
+
+DIFFERENCE = """\
+Asked
+key                 before   after
+──────────────────────────────────
+budget.gpu_memory   1 MiB    2 MiB
+
+Decided
+key       before                                                           after
+────────────────────────────────────────────────────────────────────────────────
+rules 1   cpu_offload_params [self_attn], group_size 2, num_in_group 1,    none
+          prefill prefetch, decode prefetch
+
+Moves
+"""
+
+
+def test_diff_of_two_files(cli: CLI, folder: Path) -> None:
+    small = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
+    asked = ("model", "--machine", "cpu", "--gpu-memory", "2MiB", *small)
+    assert cli("plan", *asked, "-o", "roomy.yaml").code == 0
+    code, out, err = cli("diff", "plan.yaml", "roomy.yaml")
+    out = strip_lines(out)
+    assert (code, err) == (0, "")
+    assert out.startswith(DIFFERENCE)
+    assert "self_attn.q_proj             1, 3, 5   36 KiB   host (prefetch,            GPU" in out
+    assert "over the link, a token   99.75 KiB   0 B         -100.0%" in out
+    shutil.rmtree("model")
+    code, out, err = cli("diff", "plan.yaml", "roomy.yaml")
+    assert (code, "Moves" in out) == (0, False)
+    assert err.startswith("offplan: what moves is not told: ")
+
+
+def git(*arguments: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+
+
+def test_diff_against_a_revision(cli: CLI, folder: Path) -> None:
+    git("init", "-b", "main")
+    Path("plans").mkdir()
+    shutil.copy("plan.yaml", "plans/a.yaml")
+    git("add", "plans")
+    git("commit", "-m", "Plan")
+    same = cli("diff", "plans/a.yaml")
+    assert same.code == 0
+    assert same.out.startswith("Question and decision are the same.")
+    write_plan(("prefill_chunk: 32", "prefill_chunk: 8"), ("step: 2.426 ms", "step: 4 ms"))
+    shutil.copy("plan.yaml", "plans/a.yaml")
+    code, out, _ = cli("diff", "main", "plans/a.yaml", "--format", "markdown")
+    assert code == 0
+    assert "| prefill\\_chunk | 32 | 8 |\n" in out
+    assert "| a token | 2.426 ms | 4 ms | +64.9% |\n" in out
+    assert cli("diff", "main:plans/a.yaml", "plan.yaml", "--format", "markdown").out == out
+    changes = json.loads(cli("diff", "plans/a.yaml", "--json").out)
+    assert changes["decided"] == [{"key": "prefill_chunk", "before": "32", "after": "8"}]
+    assert changes["before"]["decode"]["step_s"] == 0.002426
+
+
+@pytest.mark.parametrize("before", ["gone.yaml", "--help:a.yaml", "HEAD:gone.yaml", "-x:a"])
+def test_diff_of_what_is_not_there(cli: CLI, folder: Path, before: str) -> None:
+    code, out, err = cli("diff", "--", before, "plan.yaml")
+    assert (code, out) == (2, "")
+    assert f"{before} is neither a file nor a git revision" in err
+
+
+def test_diff_of_other_models_and_of_none(cli: CLI, folder: Path) -> None:
+    other = ROOT / "plans" / "qwen3-8b-h200-12gib.yaml"
+    code, out, err = cli("diff", "plan.yaml", other)
+    assert (code, "headers_sha256     cef6e2f96d35   34a6952bc4d5" in out) == (0, True)
+    assert err == "offplan: what moves is not told: the plans are of different models\n"
+    assert cli("diff", "plan.yaml", "plan.yaml", "plan.yaml").code == 2
+
+
+def test_markdown_takes_no_name_for_its_own(cli: CLI, folder: Path) -> None:
+    shutil.copy("plan.yaml", "before.yaml")
+    write_plan(("name: CPU", 'name: "a|b `c`\\n<d>"'))
+    out = cli("diff", "before.yaml", "plan.yaml", "--format", "markdown").out
+    assert "| machine.name | CPU | a\\|b \\`c\\` \\<d\\> |\n" in out

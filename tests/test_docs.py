@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -246,6 +248,24 @@ def test_the_cost_model_names_the_constants() -> None:
         assert stated in text
     assert MAX_RULES == 2, "the page says: no rule, one or two"
     assert len(BACKENDS) == 3, "the page names three pairs of backends"
+
+
+def test_the_hook_and_the_workflow_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (DOCS / "living-with-plans.md").read_text("utf-8")
+    hooks, workflow = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S))
+    (hook,) = hooks["repos"][0]["hooks"]
+    plan = "plans/tiny-moe.yaml"
+    assert re.search(hook["files"], plan)
+    runs = [step["run"].partition(" >>")[0] for step in workflow["steps"] if "run" in step]
+    ours = [run for run in (f"{hook['entry']} {plan}", *runs) if run.startswith("offplan ")]
+    assert len(ours) == 3
+    for run in ours:
+        # a clone need not have the revision: the file itself stands for it
+        arguments = shlex.split(run.replace("origin/main", plan))[1:]
+        assert CLI(monkeypatch, capsys)(*arguments).code == 0
 
 
 def test_every_room_is_described() -> None:

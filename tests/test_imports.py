@@ -26,6 +26,8 @@ ARROWS = {
     "rewriting": ["plan"],
     "planned": ["checkpoint", "machine", "plan"],
     "placement": ["checkpoint", "plan"],
+    "comparing": ["placement"],
+    "revisions": ["plan"],
     "schedule": ["placement"],
     "costs": ["checkpoint", "machine", "schedule"],
     "engines": ["plan", "placement"],
@@ -55,8 +57,8 @@ ARROWS = {
     "texts": ["runtime.generate"],
     "sessions": ["repricing", "runnable", "runtime.session"],
     "benchmark": ["prompts", "repricing", "runnable", "runtime.measuring"],
-    "report": ["planner", "benchmark", "texts", "checking"],
-    "cli": ["asking", "sessions", "report", "rewriting"],
+    "report": ["planner", "benchmark", "texts", "checking", "comparing"],
+    "cli": ["asking", "sessions", "report", "rewriting", "revisions"],
     "__main__": ["cli"],
 }
 """Room by room, what it may import; what that room may import in turn is allowed too."""

@@ -11,6 +11,7 @@ import offplan
 from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
 from offplan.cli.check import check
+from offplan.cli.diff import diff
 from offplan.cli.export import export
 from offplan.cli.habits import with_habits
 from offplan.cli.machines import machines
@@ -55,5 +56,5 @@ def before_commands(
     """Take options that belong to no command."""
 
 
-for command in (analyze, plan, show, check, replan, run, bench, export, measure, machines, schema):
+for command in (analyze, plan, show, check, diff, replan, run, bench, export, measure, machines, schema):
     app.command()(with_habits(command))

@@ -35,6 +35,7 @@ def replan(
     """
     from offplan.asking import ask_again
     from offplan.cli.planning import note_budget, relocate_path, relocate_plan
+    from offplan.comparing import compare_plans
     from offplan.machine.profile import shipped_profiles
     from offplan.machines import find_machine
     from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
@@ -64,7 +65,10 @@ def replan(
     question = ask_again(old, model=found, machine=chosen, accept_drift=accept_drift)
     note_budget(question, old.budget.gpu_memory)
     made = make_plan(question).plan
-    print_note(f"{plan}: {'; '.join(list_changes(old, made)) or 'the prediction is the same'}")
+    difference = compare_plans(old, made)
+    changes = [f"{each.key} {each.before} -> {each.after}" for each in difference.asked]
+    changes += ["another decision"] * bool(difference.decided) + list_changes(old, made)
+    print_note(f"{plan}: {'; '.join(changes) or 'nothing changes'}")
     moved = relocate_plan(made, plan.parent, plan.parent if output is None else output.parent)
     text = rewrite_plan(read_text(plan, "plan", MOST_FILE_BYTES, PlanError), moved)
     if text is None:

@@ -1,6 +1,7 @@
 """The model: its layers, what they are made of, what lies outside them."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -38,12 +39,17 @@ def group_layers(layers: tuple[Layer, ...]) -> list[list[Layer]]:
 
 
 def name_layers(layers: list[Layer]) -> str:
-    """Write the indices as ranges, many of them by the first two and the last: ``0-2, 4-6``."""
+    """Write the indices of layers as ranges."""
+    return name_indices([layer.index for layer in layers])
+
+
+def name_indices(indices: Sequence[int]) -> str:
+    """Write ascending indices as ranges, many by the first two and the last: ``0-2, 4-6``."""
     # What neighbours have in common is the distance between index and position.
     ranges = []
-    for _, run in groupby(enumerate(layers), key=lambda item: item[1].index - item[0]):
-        indices = [layer.index for _, layer in run]
-        ends = indices[:1] if len(indices) == 1 else [indices[0], indices[-1]]
+    for _, run in groupby(enumerate(indices), key=lambda item: item[1] - item[0]):
+        first, *others = (index for _, index in run)
+        ends = [first, *others[-1:]]
         ranges.append("-".join(map(str, ends)))
     if len(ranges) > _MAX_RANGES:
         ranges = [*ranges[:2], f"... {ranges[-1]}"]

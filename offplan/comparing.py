@@ -1,0 +1,126 @@
+"""What two plans differ in: what was asked, what was decided, what moves, what that costs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+from offplan.checkpoint.model import Model
+from offplan.placement import Placement, Unit, place
+from offplan.plan import Offload, Plan
+
+_ASKED = ("model", "workload", "budget", "goal", "machine")
+"""Sections of a plan that say what was asked."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that two plans write differently."""
+
+    key: str
+    """Where it stands in the file: ``budget.gpu_memory``."""
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Move:
+    """A parameter that lies elsewhere, or reaches the GPU in another way, in these layers."""
+
+    parameter: str
+    """Its name relative to the layer, or the names of those that the runtime fuses into one; that
+    of the tensor where it is the embedding."""
+    layers: tuple[int, ...]
+    """Empty for the embedding."""
+    num_bytes: int
+    """Bytes in all of the layers."""
+    before: str
+    after: str
+    """``GPU``, or the store with the backends of prefill and decode: ``host (prefetch, uva)``."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What changes from one plan to another."""
+
+    before: Plan
+    after: Plan
+    asked: tuple[Change, ...]
+    """Of the question: model, workload, budget, goal, machine."""
+    decided: tuple[Change, ...]
+    """Of the decision, a line for each rule."""
+    moves: tuple[Move, ...] | None
+    """None where that was not looked at: the plans are of different models."""
+
+
+def compare_plans(before: Plan, after: Plan, model: Model | None = None) -> Difference:
+    """Compare two plans by what their files say.
+
+    ``model`` is the one that both are of, where moves are to be found. Raises PlanError for rules
+    that do not fit it.
+    """
+    old, new = before.dump_with_units(), after.dump_with_units()
+    asked = (_changes(old[key], new[key], f"{key}.") for key in _ASKED)
+    return Difference(
+        before,
+        after,
+        asked=tuple(chain.from_iterable(asked)),
+        decided=tuple(_changes(old["offload"], new["offload"])),
+        moves=None if model is None else tuple(_moves(model, before.offload, after.offload)),
+    )
+
+
+def _changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], path: str = ""
+) -> Iterator[Change]:
+    """Yield the values of two sections of the same keys that differ."""
+    for key, old in before.items():
+        new = after[key]
+        if isinstance(old, list):
+            pairs = enumerate(zip_longest(old, new), 1)
+            rules = {f"{key} {number}": pair for number, pair in pairs if pair[0] != pair[1]}
+            yield from (Change(name, *map(_write, pair)) for name, pair in rules.items())
+        elif old != new:
+            yield Change(path + key, _write(old), _write(new))
+
+
+def _write(value: Any) -> str:
+    """Write a value in a line: a rule as its keys and values, a digest by its beginning."""
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_write(v)}" for k, v in value.items() if v is not None)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_write, value)) + "]"
+    text = "none" if value is None else str(value)
+    return text[:12] if len(text) in (40, 64) and text.isalnum() else text
+
+
+def _moves(model: Model, before: Offload, after: Offload) -> Iterator[Move]:
+    """Yield what moves, in the order of the model's layers, equal moves of layers together."""
+    old, new = (_places(place(model, each), each.store) for each in (before, after))
+    groups: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
+    for (layer, name), (num_bytes, _) in sorted((old | new).items()):
+        pair = [places.get((layer, name), (0, "GPU"))[1] for places in (old, new)]
+        if pair[0] != pair[1]:
+            groups.setdefault((name, pair[0], pair[1]), []).append((layer, num_bytes))
+    for (name, was, now), found in groups.items():
+        layers = tuple(layer for layer, _ in found if layer >= 0)
+        yield Move(name, layers, sum(size for _, size in found), was, now)
+
+
+def _name(unit: Unit) -> str:
+    return ", ".join(parameter.name.removesuffix(".weight") for parameter in unit.parameters)
+
+
+def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int, str]]:
+    """Return bytes and place of all that is not in GPU memory, by layer and name."""
+    places = {
+        (slab.layer, _name(entry.unit)): (
+            entry.unit.nbytes,
+            f"{store} ({entry.prefill.value}, {entry.decode.value})",
+        )
+        for slab in placement.slabs
+        for entry in slab.entries
+    }
+    if (embedding := placement.host_embedding) is not None:
+        places[-1, embedding.name] = (embedding.nbytes, "host (by row)")
+    return places

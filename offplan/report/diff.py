@@ -1,0 +1,121 @@
+"""What two plans differ in: tables for people, Markdown for a pull request, JSON for scripts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from offplan.comparing import Difference, Move
+from offplan.plan import Plan
+from offplan.report.model import name_indices
+from offplan.report.table import make_table
+from offplan.units import format_bytes, format_seconds
+
+NO_CHANGE = "Question and decision are the same."
+
+
+class _Figure(NamedTuple):
+    """A figure of both plans."""
+
+    name: str
+    before: float
+    after: float
+    show: Callable[[float], str]
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Name, both values, and the change as a part of the first."""
+        change = f"{self.after / self.before - 1:+.1%}" if self.before else "-"
+        if self.after == self.before:
+            change = "same"
+        return self.name, self.show(self.before), self.show(self.after), change
+
+
+def render_difference(difference: Difference) -> list[RenderableType]:
+    """Show what was asked and decided otherwise, what moves, and what that costs."""
+    parts: list[RenderableType] = []
+    for title, headings, rows in _tables(difference):
+        table = make_table(title, headings[0])
+        for heading in headings[1:]:
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        parts.append(table)
+    if not (difference.asked or difference.decided):
+        parts.insert(0, Text(NO_CHANGE))
+    return parts
+
+
+def markdown_difference(difference: Difference) -> str:
+    """Write the same as Markdown, for the comment of a pull request."""
+    parts = [] if difference.asked or difference.decided else [NO_CHANGE]
+    for title, headings, rows in _tables(difference):
+        lines = [headings, ["---"] * len(headings), *rows]
+        table = "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
+        parts.append(f"**{title}**\n\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def difference_payload(difference: Difference) -> dict[str, Any]:
+    """Return the same as JSON."""
+    moves = difference.moves
+    plans = {"before": difference.before, "after": difference.after}
+    return {
+        "asked": [vars(change) for change in difference.asked],
+        "decided": [vars(change) for change in difference.decided],
+        "moves": None if moves is None else [vars(move) for move in moves],
+        **{name: plan.model_dump(mode="json")["prediction"] for name, plan in plans.items()},
+    }
+
+
+class _Rows(NamedTuple):
+    """A table in the making."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def _tables(difference: Difference) -> Iterator[_Rows]:
+    """Yield the tables of what there is."""
+    for title, changes in (("Asked", difference.asked), ("Decided", difference.decided)):
+        if changes:
+            rows = [(each.key, each.before, each.after) for each in changes]
+            yield _Rows(title, ["key", "before", "after"], rows)
+    if difference.moves:
+        headings = ["what moves", "layers", "bytes", "before", "after"]
+        yield _Rows("Moves", headings, [_move_row(move) for move in difference.moves])
+    before, after = difference.before, difference.after
+    bases = dict.fromkeys(plan.prediction.basis for plan in (before, after))
+    title = f"Prediction ({', then '.join(bases)})"
+    figures = [each.cells for each in _figures(before, after)]
+    yield _Rows(title, ["figure", "before", "after", "change"], figures)
+
+
+def _move_row(move: Move) -> Sequence[str]:
+    layers = name_indices(move.layers) or "-"
+    return move.parameter, layers, format_bytes(move.num_bytes), move.before, move.after
+
+
+def _figures(before: Plan, after: Plan) -> Iterator[_Figure]:
+    """Yield the figures that people compare plans by."""
+
+    def of(name: str, show: Callable[[float], str], get: Callable[[Plan], float]) -> _Figure:
+        return _Figure(name, get(before), get(after), show)
+
+    yield of("a request", format_seconds, lambda p: p.prediction.objective_s)
+    yield of("first token", format_seconds, lambda p: p.prediction.prefill.step_s)
+    yield of("a token", format_seconds, lambda p: p.prediction.decode.step_s)
+    yield of("over the link, prompt", format_bytes, lambda p: p.prediction.prefill.link_bytes)
+    yield of("over the link, a token", format_bytes, lambda p: p.prediction.decode.link_bytes)
+    yield of("GPU memory", format_bytes, lambda p: p.prediction.gpu_memory.total_bytes)
+    yield of("host memory", format_bytes, lambda p: p.prediction.host_memory_bytes)
+    if before.prediction.peer_memory_bytes or after.prediction.peer_memory_bytes:
+        yield of("second GPU", format_bytes, lambda p: p.prediction.peer_memory_bytes)
+
+
+def _escape(text: str) -> str:
+    """Keep Markdown from taking a name, which comes from strangers, for its own."""
+    line = " ".join(text.split())
+    return "".join(f"\\{c}" if c in r"\|`*_<>[]#&!" else c for c in line)
