@@ -274,15 +274,20 @@ class Plan(Record):
             raise ValueError(excess)
         return self
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of weights in the store, which the budget's ``host_memory`` limits."""
+        predicted = self.prediction
+        if self.offload.store == "peer":
+            return predicted.peer_memory_bytes
+        return predicted.host_memory_bytes
+
     def describe_excess(self) -> str | None:
         """Say by which term the prediction exceeds the budget; None where it keeps it."""
-        predicted, budget = self.prediction, self.budget
-        stored = predicted.host_memory_bytes
-        if self.offload.store == "peer":
-            stored = predicted.peer_memory_bytes
+        budget = self.budget
         taken = (
-            ("GPU memory", predicted.gpu_memory.total_bytes, budget.gpu_memory),
-            ("memory of the store", stored, budget.host_memory),
+            ("GPU memory", self.prediction.gpu_memory.total_bytes, budget.gpu_memory),
+            ("memory of the store", self.stored_bytes, budget.host_memory),
         )
         for what, num_bytes, most in taken:
             if most is not None and num_bytes > most * (1 + PRINTED_TO):

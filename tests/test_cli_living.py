@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offplan import checking, local_gpu, machines
+from offplan import checking, local_gpu, machines, runnable
 from offplan.hostmem import limits
 from offplan.local_gpu import LocalGPU
 from offplan.machine.profile import load_profile
@@ -38,10 +38,11 @@ def write_plan(*edits: tuple[str, str]) -> None:
     Path("plan.yaml").write_text(text, "utf-8")
 
 
-def change_config() -> None:
-    """Edit the model's config, in a way that changes nothing else."""
-    path = Path("model/config.json")
-    path.write_text(path.read_text("utf-8").replace("{", '{"note": 1, ', 1), "utf-8")
+def change_config(before: str = "{", after: str = '{"note": 1, ') -> None:
+    """Edit the model's config, in a way that changes nothing else unless it is said."""
+    text = Path("model/config.json").read_text("utf-8")
+    assert before in text
+    Path("model/config.json").write_text(text.replace(before, after, 1), "utf-8")
 
 
 UNCHANGED = "offplan: plan.yaml: nothing changes\n"
@@ -102,7 +103,8 @@ def test_replan_says_what_does_not_fit(cli: CLI, folder: Path) -> None:
     assert cli("replan", "plan.yaml").code == 3
 
 
-def test_replan_has_json(cli: CLI, folder: Path) -> None:
+def test_replan_has_json(cli: CLI, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runnable, "why_not_run", lambda _: None)  # which asks a process
     code, out, _ = cli("replan", "plan.yaml", "--json")
     assert code == 0
     assert '"can_execute": true' in out
@@ -167,8 +169,8 @@ def test_check_finds_another_model(cli: CLI, folder: Path) -> None:
     code, out, err = cli("check", "plan.yaml")
     assert (code, err) == (4, "offplan: drift: plan.yaml\n")
     assert "DRIFT     model         the plan was made for another config.json" in out
-    other = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
-    code, out, _ = cli("check", "plan.yaml", "--model", other)
+    change_config('"num_experts_per_tok": 2', '"num_experts_per_tok": 8')
+    code, out, _ = cli("check", "plan.yaml")
     assert code == 4
     assert "NO ROOM   prediction    for the model as it is by now: it takes" in out
 
@@ -291,16 +293,16 @@ Moves
 
 
 def test_diff_of_two_files(cli: CLI, folder: Path) -> None:
-    small = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
-    asked = ("model", "--machine", "cpu", "--gpu-memory", "2MiB", *small)
-    assert cli("plan", *asked, "-o", "roomy.yaml").code == 0
+    write_plan(("gpu_memory: 1 MiB", "gpu_memory: 2 MiB"))
+    assert cli("replan", "plan.yaml", "-o", "roomy.yaml").code == 0
+    write_plan()
     code, out, err = cli("diff", "plan.yaml", "roomy.yaml")
     out = strip_lines(out)
     assert (code, err) == (0, "")
     assert out.startswith(DIFFERENCE)
     assert "self_attn.q_proj             1, 3, 5   36 KiB   host (prefetch,            GPU" in out
     assert "over the link, a token   99.75 KiB   0 B         -100.0%" in out
-    shutil.rmtree("model")
+    change_config()
     code, out, err = cli("diff", "plan.yaml", "roomy.yaml")
     assert (code, "Moves" in out) == (0, False)
     assert err.startswith("offplan: what moves is not told: ")
@@ -352,3 +354,31 @@ def test_markdown_takes_no_name_for_its_own(cli: CLI, folder: Path) -> None:
     write_plan(("name: CPU", 'name: "a|b `c`\\n<d>"'))
     out = cli("diff", "before.yaml", "plan.yaml", "--format", "markdown").out
     assert "| machine.name | CPU | a\\|b \\`c\\` \\<d\\> |\n" in out
+
+
+def test_explain_derives_and_compares(cli: CLI, folder: Path) -> None:
+    code, out, err = cli("explain", "plan.yaml")
+    out = strip_lines(out)
+    assert (code, err) == (0, "")
+    assert "gpu_memory.ring: 33.25 KiB = slots x largest span\n    slots 1; largest" in out
+    assert "decode.link_bytes: 99.75 KiB = streamed + read in place, re-reads" in out
+    assert "\nSources:\n    gpu_overhead: estimated: " in out
+    assert "this plan            235.3 ms" in out
+    assert "without rule 1          +0.0%      2.447 ms   2.426 ms    1.064 MiB   GPU memory" in out
+
+
+def test_explain_of_an_edit_says_what_the_file_says(cli: CLI, folder: Path) -> None:
+    write_plan(("step: 2.426 ms", "step: 3 ms"))
+    code, _, err = cli("explain", "plan.yaml")
+    assert code == 0
+    assert err == "offplan: plan.yaml says otherwise: decode.step 3 ms -> 2.426 ms here\n"
+
+
+def test_explain_has_json(cli: CLI, folder: Path) -> None:
+    write_plan(("profile: cpu", "profile: null"))
+    assert cli("explain", "plan.yaml").code == 2
+    explained = json.loads(cli("explain", "plan.yaml", "--machine", "cpu", "--json").out)
+    ring = next(each for each in explained["terms"] if each["path"] == "gpu_memory.ring")
+    assert [each["value"] for each in ring["inputs"]] == [1, 34_048]
+    assert ring["value"] == 34_048
+    assert {each["refusal"] for each in explained["neighbours"]} == {None, "GPU memory"}

@@ -12,6 +12,7 @@ from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
 from offplan.cli.check import check
 from offplan.cli.diff import diff
+from offplan.cli.explain import explain
 from offplan.cli.export import export
 from offplan.cli.habits import with_habits
 from offplan.cli.machines import machines
@@ -56,5 +57,18 @@ def before_commands(
     """Take options that belong to no command."""
 
 
-for command in (analyze, plan, show, check, diff, replan, run, bench, export, measure, machines, schema):
+for command in (
+    analyze,
+    plan,
+    show,
+    check,
+    diff,
+    explain,
+    replan,
+    run,
+    bench,
+    export,
+    measure,
+    schema,
+):
     app.command()(with_habits(command))

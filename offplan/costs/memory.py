@@ -161,12 +161,21 @@ def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
 
 
 def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes of the larger phase's temporaries: its largest chunk's, and what waits meanwhile.
+    """Bytes of the larger phase's temporaries, and those of a decode step once more.
 
-    A chunk has hidden states + the hungriest block + logits: of a layer only one block, attention
-    or MLP, is alive at a time. A chunk that is not as long as the plan's runs uncompiled. A decode
-    step's temporaries count once more: its captured graphs keep theirs beside an uncaptured prompt.
-    Source: ``runtime.session.Session``, ``runtime.passes.captured.Passes``.
+    Captured graphs keep a step's beside an uncaptured prompt. Source: ``runtime.session.Session``,
+    ``runtime.passes.captured.Passes``.
+    """
+    prompt, step = phase_bytes(model, workload, prefill_chunk)
+    return max(step, prompt) + step
+
+
+def phase_bytes(model: Model, workload: Workload, prefill_chunk: int) -> tuple[int, int]:
+    """Bytes of the temporaries of a prompt, and of a decode step.
+
+    A prompt's are its largest chunk's, and what waits meanwhile. A chunk has hidden states + the
+    hungriest block + logits: of a layer only one block, attention or MLP, is alive at a time. A
+    chunk that is not as long as the plan's runs uncompiled.
     """
     layers = _distinct_layers(model)
     # of chunks with as many tokens, the last one reaches furthest and takes most
@@ -183,8 +192,7 @@ def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> in
     prompt = max(of_chunk(shape) + waiting_bytes(model, workload, shape) for shape in last.values())
 
     # of decode steps the last one takes most
-    step = of_chunk(PassShape(Phase.DECODE, workload.batch, 1, workload.context))
-    return max(step, prompt) + step
+    return prompt, of_chunk(PassShape(Phase.DECODE, workload.batch, 1, workload.context))
 
 
 def expanded_bytes(model: Model, layer: Layer, shape: PassShape) -> int:

@@ -42,29 +42,33 @@ def price_request(
     decode: PassCompute,
 ) -> RequestTimes:
     """Price the schedules of one request among many like it."""
+    request = build_steady_request(placement, len(model.layers))
+    return RequestTimes(
+        price_prefill(request.prefill, pass_times(placement, model, machine, prefill)),
+        price_decode(request.decode, pass_times(placement, model, machine, decode)),
+    )
+
+
+def pass_times(
+    placement: Placement, model: Model, machine: MachineProfile, priced: PassCompute
+) -> PassTimes:
+    """Find what each operation of a pass takes."""
 
     def copy_ps(span: Span) -> int:
         return to_ps(machine.copy_seconds(span.nbytes))
 
-    def times(priced: PassCompute) -> PassTimes:
-        num_layers = len(model.layers)
-        read = uva_bytes_by_layer(placement, machine, model.experts, num_layers, priced.shapes)
-        rows = embedding_bytes(placement.host_embedding, priced.shapes)
-        first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
-        return PassTimes(
-            compute_ps=priced.layer_ps,
-            outside_ps=priced.outside_ps,
-            # embedding rows are read just before the first layer, and count as its reading
-            uva_ps=(first_ps + to_ps(rows / machine.uva.value), *rest_ps),
-            uva_slowdown=uva_slowdown(machine),
-            uva_bytes=sum(read) + rows,
-            copy_ps=copy_ps,
-        )
-
-    request = build_steady_request(placement, len(model.layers))
-    return RequestTimes(
-        price_prefill(request.prefill, times(prefill)),
-        price_decode(request.decode, times(decode)),
+    num_layers = len(model.layers)
+    read = uva_bytes_by_layer(placement, machine, model.experts, num_layers, priced.shapes)
+    rows = embedding_bytes(placement.host_embedding, priced.shapes)
+    first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
+    return PassTimes(
+        compute_ps=priced.layer_ps,
+        outside_ps=priced.outside_ps,
+        # embedding rows are read just before the first layer, and count as its reading
+        uva_ps=(first_ps + to_ps(rows / machine.uva.value), *rest_ps),
+        uva_slowdown=uva_slowdown(machine),
+        uva_bytes=sum(read) + rows,
+        copy_ps=copy_ps,
     )
 
 

@@ -1,0 +1,44 @@
+"""``offplan explain``: where a plan's numbers come from."""
+
+from typing import Annotated
+
+import typer
+
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, print_note, print_result
+
+
+def explain(
+    plan: options.Plan,
+    model: options.LocalModel = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Price the plan on this machine profile, by name or file, instead."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Show each number of a plan with its formula and inputs, and what one step of a knob costs.
+
+    Numbers are those that the decision has by now, and before they are rounded for the file; where
+    the file says something else, that is noted.
+    """
+    from offplan.asking import ask_again
+    from offplan.costs.derivation import derive_prediction
+    from offplan.machines import load_machine
+    from offplan.plan import load_plan
+    from offplan.planner.neighbours import find_neighbours
+    from offplan.report.explain import explanation_payload, render_explanation
+    from offplan.repricing import list_changes, price_on
+
+    loaded = load_plan(plan)
+    chosen = None if machine is None else load_machine(machine)
+    question = ask_again(
+        loaded, model=model, machine=chosen, on_progress=ProgressBar("reading headers")
+    )
+    priced = price_on(loaded, question.model, question.planned_machine)
+    if changes := list_changes(loaded, priced):
+        print_note(f"{plan} says otherwise: {'; '.join(changes)} here")
+    terms = derive_prediction(question.model, question.planned_machine, priced)
+    neighbours = find_neighbours(question, priced)
+    payload = explanation_payload(terms, neighbours)
+    print_result(payload, *render_explanation(priced, terms, neighbours), json=json)

@@ -1,0 +1,218 @@
+"""Where each number of a prediction comes from: its formula, and what goes into it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from offplan.checkpoint.model import Model
+from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
+from offplan.costs.memory import MARGIN, phase_bytes
+from offplan.costs.predict import pass_times, predict
+from offplan.costs.timeline import to_seconds
+from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.machine.profile import Figure, MachineProfile
+from offplan.placement import Phase, Placement, place
+from offplan.plan import PhasePrediction, Plan
+from offplan.schedule import Copy, Schedule, build_steady_request
+
+Unit = Literal["bytes", "s", "bytes_per_s", "flops_per_s", "count"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A number that goes into another one."""
+
+    name: str
+    value: float
+    unit: Unit
+    source: str | None = None
+    """How it was obtained and where, if it is a figure of the machine; else it follows from model,
+    workload and decision."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A number of a prediction."""
+
+    path: str
+    """Where it stands in the plan's file, below ``prediction``: ``decode.link``."""
+    value: float
+    unit: Unit
+    formula: str
+    """How it follows from the inputs, by their names and those of other terms."""
+    inputs: tuple[Input, ...]
+
+
+def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
+    """Derive every number that a plan's decision is predicted to cost on a machine.
+
+    ``model`` is as the plan's engine loads it; ``machine`` has the link to the plan's store. Raises
+    PlanError for rules that do not fit the model.
+    """
+    workload, offload = plan.workload, plan.offload
+    placement = place(model, offload)
+    prediction = predict(model, machine, workload, plan.budget, offload)
+    request = build_steady_request(placement, len(model.layers))
+    compute = ModelCompute(model, machine)
+    prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
+    step = compute.price(decode_shape(workload))
+    objective = Term(
+        "objective",
+        prediction.objective_s,
+        "s",
+        "prefill.step + output tokens x decode.step",
+        (Input("output tokens", workload.output_tokens, "count"),),
+    )
+    return (
+        *_derive_memory(model, machine, plan, placement),
+        *_derive_phase(placement, model, machine, prompt, request.prefill, prediction.prefill),
+        *_derive_phase(placement, model, machine, step, request.decode, prediction.decode),
+        objective,
+    )
+
+
+def _derive_memory(
+    model: Model, machine: MachineProfile, plan: Plan, placement: Placement
+) -> Iterator[Term]:
+    workload, chunk = plan.workload, plan.offload.prefill_chunk
+    embedding = placement.host_embedding.nbytes if placement.host_embedding is not None else 0
+    taken = model.loaded_bytes - embedding - placement.resident_bytes
+    total = 0.0
+
+    def term(name: str, value: float, formula: str, *inputs: Input) -> Term:
+        nonlocal total
+        total += value
+        return Term(f"gpu_memory.{name}", value, "bytes", formula, inputs)
+
+    yield term(
+        "resident",
+        model.loaded_bytes - taken - embedding,
+        "weights - what rules take - embedding on the host",
+        Input("weights", model.loaded_bytes, "bytes"),
+        Input("what rules take", taken, "bytes"),
+        Input("embedding on the host", embedding, "bytes"),
+    )
+    yield term(
+        "ring",
+        placement.num_slots * placement.slot_bytes,
+        "slots x largest span",
+        Input("slots", placement.num_slots, "count"),
+        Input("largest span", placement.slot_bytes, "bytes"),
+    )
+    of_token = sum(layer.kv_cache.bytes_per_token for layer in model.layers)
+    state = sum(layer.kv_cache.state_bytes for layer in model.layers)
+    yield term(
+        "kv_cache",
+        workload.batch * (workload.context * of_token + state),
+        "batch x (context x bytes a token + state of linear attention)",
+        Input("batch", workload.batch, "count"),
+        Input("context", workload.context, "count"),
+        Input("bytes a token", of_token, "bytes"),
+        Input("state of linear attention", state, "bytes"),
+    )
+    prompt, step = phase_bytes(model, workload, chunk)
+    yield term(
+        "activations",
+        max(prompt, step) + step,
+        "max(temporaries of a prompt, of a step) + of a step, for captured graphs",
+        Input("temporaries of a prompt", prompt, "bytes"),
+        Input("temporaries of a step", step, "bytes"),
+    )
+    margin = round(MARGIN * plan.budget.gpu_memory)
+    yield term(
+        "overhead",
+        machine.gpu_overhead.value + margin,
+        f"gpu_overhead + {MARGIN:.0%} of the budget",
+        _figure(machine, "gpu_overhead", "bytes"),
+        Input("budget", plan.budget.gpu_memory, "bytes"),
+    )
+    yield Term("gpu_memory.total", total, "bytes", "the sum of these", ())
+    slabs = Input("slabs, each tensor on a boundary", placement.slab_bytes, "bytes")
+    if plan.offload.store == "peer":
+        yield Term("peer_memory", placement.slab_bytes, "bytes", "slabs", (slabs,))
+        slabs = Input("slabs on the host", 0, "bytes")
+    yield Term(
+        "host_memory",
+        slabs.value + embedding,
+        "bytes",
+        "slabs + embedding on the host",
+        (slabs, Input("embedding on the host", embedding, "bytes")),
+    )
+
+
+def _derive_phase(
+    placement: Placement,
+    model: Model,
+    machine: MachineProfile,
+    priced: PassCompute,
+    schedule: Schedule,
+    prediction: PhasePrediction,
+) -> Iterator[Term]:
+    phase = schedule.phase.value
+    times = pass_times(placement, model, machine, priced)
+    copies = [operation for operation in schedule.operations if isinstance(operation, Copy)]
+    layers_s, outside_s = to_seconds(sum(priced.layer_ps)), to_seconds(priced.outside_ps)
+    source = "measured on the machine, at these shapes"
+    if not priced.measured:
+        source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
+    yield Term(
+        f"{phase}.compute",
+        layers_s + outside_s,
+        "s",
+        "layers + outside the layers",
+        (
+            Input("layers", layers_s, "s", source),
+            Input("outside the layers", outside_s, "s", source),
+            *(
+                ()
+                if priced.measured
+                else (
+                    _figure(machine, "hbm", "bytes_per_s"),
+                    _figure(machine, "matmul", "flops_per_s"),
+                    _figure(machine, "layer_overhead", "s"),
+                )
+            ),
+        ),
+    )
+    streamed = Input("streamed", schedule.link_bytes, "bytes")
+    in_place = Input("read in place", times.uva_bytes, "bytes")
+    yield Term(
+        f"{phase}.link_bytes",
+        streamed.value + in_place.value,
+        "bytes",
+        "streamed + read in place, re-reads included",
+        (streamed, in_place),
+    )
+    yield Term(
+        f"{phase}.link",
+        len(copies) * machine.copy_latency.value
+        + streamed.value / machine.h2d.value
+        + in_place.value / machine.uva.value,
+        "s",
+        "copies x copy_latency + streamed / h2d + read in place / uva",
+        (
+            Input("copies", len(copies), "count"),
+            _figure(machine, "copy_latency", "s"),
+            _figure(machine, "h2d", "bytes_per_s"),
+            _figure(machine, "uva", "bytes_per_s"),
+        ),
+    )
+    waited = "" if schedule.phase is Phase.DECODE else " of what the prompt waits for"
+    yield Term(f"{phase}.bound", prediction.bound_s, "s", f"max(compute, link{waited})", ())
+    yield Term(
+        f"{phase}.step",
+        prediction.step_s,
+        "s",
+        "the timeline of the schedule: layers in order, copies in order as slots get free, waits",
+        (
+            Input("operations", len(schedule.operations), "count"),
+            Input("reading beside copies takes, as a multiple", times.uva_slowdown, "count"),
+        ),
+    )
+    yield Term(f"{phase}.stall", prediction.stall_s, "s", "step - compute", ())
+
+
+def _figure(machine: MachineProfile, name: str, unit: Unit) -> Input:
+    """Name a figure of the machine with its basis and source."""
+    figure: Figure[Any] = getattr(machine, name)
+    return Input(name, figure.value, unit, f"{figure.basis}: {figure.source}")

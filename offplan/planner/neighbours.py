@@ -1,0 +1,98 @@
+"""The neighbours of a plan: one step of each of its knobs, and what that costs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from offplan.costs.predict import predict
+from offplan.errors import PlanError
+from offplan.plan import Backend, Offload, Plan, Prediction, Rule
+from offplan.planner.space import prefill_chunks
+from offplan.question import Question
+from offplan.units import format_bytes
+
+MAX_BYTES_STEP = 16
+"""A step of ``max_bytes`` is this part of it."""
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A plan that differs in one knob."""
+
+    change: str
+    """The knob and its step: ``prefetch_step 1 -> 2``."""
+    prediction: Prediction
+    refusal: str | None
+    """Why the question does not allow it; None where it does."""
+
+
+def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
+    """Price each plan that is one step away from a decision, the fastest first.
+
+    Steps that the model or the store does not allow are left out, those beyond budget and targets
+    are not.
+    """
+    found = []
+    for change, changes in _steps(question, plan.offload):
+        try:
+            offload = Offload.model_validate({**dict(plan.offload), **changes})
+            prediction = predict(
+                question.model, question.planned_machine, plan.workload, plan.budget, offload
+            )
+        except (ValidationError, PlanError):
+            continue
+        moved = plan.model_copy(update={"offload": offload, "prediction": prediction})
+        found.append(Neighbour(change, prediction, _refuse(moved)))
+    return tuple(sorted(found, key=lambda each: (each.prediction.objective_s, each.change)))
+
+
+def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the steps, and what of a decision each changes."""
+    slots = offload.prefetch_step
+    if any(Backend.PREFETCH in (rule.prefill, rule.decode) for rule in offload.rules):
+        for other in (slots - 1, slots + 1):
+            yield f"prefetch_step {slots} -> {other}", {"prefetch_step": other}
+    chunks = sorted({*prefill_chunks(question.workload.prompt_tokens), offload.prefill_chunk})
+    at = chunks.index(offload.prefill_chunk)
+    for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):
+        yield f"prefill_chunk {offload.prefill_chunk} -> {chunk}", {"prefill_chunk": chunk}
+    if question.goal.engine is None:
+        place = "device" if offload.embeddings == "host" else "host"
+        yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
+    for number, rule in enumerate(offload.rules):
+        others = offload.rules[:number], offload.rules[number + 1 :]
+        name = f"rule {number + 1}"
+        yield f"without {name}", {"rules": (*others[0], *others[1])}
+        for step, changes in _rule_steps(rule, one_backend=question.goal.engine is not None):
+            changed = {**dict(rule), **changes}
+            yield f"{name}: {step}", {"rules": (*others[0], changed, *others[1])}
+
+
+def _rule_steps(rule: Rule, *, one_backend: bool) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the steps of a rule, and the keys that each changes."""
+    if rule.max_bytes is not None:
+        for size in (rule.max_bytes * (MAX_BYTES_STEP + i) // MAX_BYTES_STEP for i in (-1, 1)):
+            told = f"max_bytes {format_bytes(rule.max_bytes)} -> {format_bytes(size)}"
+            yield told, {"max_bytes": size}
+        return
+    for knob in ("num_in_group", "group_size"):
+        old = getattr(rule, knob)
+        for new in (old - 1, old + 1):
+            yield f"{knob} {old} -> {new}", {knob: new}
+    for phases in [("prefill", "decode")] if one_backend else [("prefill",), ("decode",)]:
+        way: Backend = getattr(rule, phases[0])
+        other = Backend.UVA if way is Backend.PREFETCH else Backend.PREFETCH
+        yield f"{' and '.join(phases)} {way.value} -> {other.value}", dict.fromkeys(phases, other)
+
+
+def _refuse(plan: Plan) -> str | None:
+    """Say what of the question a plan does not keep."""
+    goal, budget, prediction = plan.goal, plan.budget, plan.prediction
+    limits = (
+        ("GPU memory", prediction.gpu_memory.total_bytes, budget.gpu_memory),
+        ("memory of the store", plan.stored_bytes, budget.host_memory),
+        ("--max-ttft", prediction.prefill.step_s, goal.max_ttft_s),
+        ("--max-tpot", prediction.decode.step_s, goal.max_tpot_s),
+    )
+    return next((name for name, took, most in limits if most is not None and took > most), None)

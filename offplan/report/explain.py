@@ -1,0 +1,95 @@
+"""Where a plan's numbers come from, and what its neighbours would cost."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from offplan.costs.derivation import Input, Term, Unit
+from offplan.plan import Plan
+from offplan.planner.neighbours import Neighbour
+from offplan.report.table import make_table
+from offplan.units import format_bytes, format_flops, format_rate, format_seconds
+
+_SHOW: dict[Unit, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "s": format_seconds,
+    "bytes_per_s": format_rate,
+    "flops_per_s": format_flops,
+    "count": lambda value: f"{value:g}",
+}
+"""How numbers of each unit are printed."""
+
+
+def render_explanation(
+    plan: Plan, terms: Sequence[Term], neighbours: Sequence[Neighbour]
+) -> list[RenderableType]:
+    """Show each number with formula and inputs, where figures come from, and the neighbours."""
+    derived = [part for term in terms for part in _render_term(term)]
+    sources = dict.fromkeys(
+        f"{each.name}: {each.source}" for term in terms for each in term.inputs if each.source
+    )
+    return [
+        Group(*derived),
+        Group(Text("Sources:"), *(_indent(line) for line in sources)),
+        _render_neighbours(plan, neighbours),
+    ]
+
+
+def explanation_payload(terms: Sequence[Term], neighbours: Sequence[Neighbour]) -> dict[str, Any]:
+    """Return the same as JSON, with plain numbers."""
+    return {
+        "terms": [{**vars(term), "inputs": [vars(each) for each in term.inputs]} for term in terms],
+        "neighbours": [
+            {
+                "change": each.change,
+                "refusal": each.refusal,
+                "prediction": each.prediction.model_dump(mode="json"),
+            }
+            for each in neighbours
+        ],
+    }
+
+
+def _render_term(term: Term) -> list[RenderableType]:
+    lines: list[RenderableType] = [
+        Text(f"{term.path}: {_SHOW[term.unit](term.value)} = {term.formula}")
+    ]
+    if term.inputs:
+        lines.append(_indent("; ".join(map(_name_input, term.inputs))))
+    return lines
+
+
+def _name_input(each: Input) -> str:
+    return f"{each.name} {_SHOW[each.unit](each.value)}"
+
+
+def _indent(line: str) -> Padding:
+    return Padding(Text(line), (0, 0, 0, 4))
+
+
+def _render_neighbours(plan: Plan, neighbours: Sequence[Neighbour]) -> Table:
+    table = make_table(
+        f"One step of each knob ({plan.prediction.basis})",
+        *("step", "request", "first token", "a token", "GPU memory", "lacks"),
+    )
+
+    def add(name: str, each: Plan | Neighbour, lacks: str) -> None:
+        request_s = each.prediction.objective_s
+        change = request_s / plan.prediction.objective_s - 1 if plan.prediction.objective_s else 0
+        table.add_row(
+            name,
+            f"{change:+.1%}" if name != "this plan" else format_seconds(request_s),
+            format_seconds(each.prediction.prefill.step_s),
+            format_seconds(each.prediction.decode.step_s),
+            format_bytes(each.prediction.gpu_memory.total_bytes),
+            lacks,
+        )
+
+    add("this plan", plan, "")
+    for each in neighbours:
+        add(each.change, each, each.refusal or "")
+    return table

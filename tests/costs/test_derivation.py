@@ -1,0 +1,48 @@
+"""What is explained of a prediction is what is predicted."""
+
+import pytest
+
+from offplan.asking import ask_again
+from offplan.costs.derivation import derive_prediction
+from offplan.plan import Plan, load_plan
+from offplan.repricing import price_on
+from tests.cli import ROOT
+
+PLANS = {
+    "tiny-moe": None,
+    "qwen3-8b-h200-12gib": "qwen3-8b",
+    "deepseek-v2-lite-h200-16gib": "deepseek-v2-lite",
+}
+"""Shipped plans, and the folder of the config that their model is read from."""
+
+
+def list_figures(plan: Plan) -> dict[str, float]:
+    """A prediction's numbers by their path in the file."""
+    data = plan.prediction.model_dump(mode="json", by_alias=True, exclude={"basis"})
+    sections = {
+        key: value if isinstance(value, dict) else {"": value} for key, value in data.items()
+    }
+    return {
+        f"{key}.{name}".rstrip("."): value
+        for key, section in sections.items()
+        for name, value in section.items()
+    }
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_number_is_derived(name: str) -> None:
+    plan = load_plan(ROOT / "plans" / f"{name}.yaml")
+    folder = PLANS[name]
+    model = None if folder is None else str(ROOT / "tests" / "models" / folder / "config.json")
+    question = ask_again(plan, model=model)
+    machine = question.planned_machine
+    priced = price_on(plan, question.model, machine)
+    terms = derive_prediction(question.model, machine, priced)
+    derived = {term.path: term.value for term in terms}
+    figures = list_figures(priced)
+    assert figures.pop("peer_memory") == 0
+    assert derived == pytest.approx(figures, rel=1e-9)
+    sizes = {term.path: term.value for term in terms if term.unit == "bytes"}
+    assert sizes == {path: figures[path] for path in sizes}
+    machine_figures = {each.name for term in terms for each in term.inputs if each.source}
+    assert {"h2d", "uva", "copy_latency", "gpu_overhead"} <= machine_figures

@@ -1,0 +1,77 @@
+"""One step of each knob of a plan, priced."""
+
+from pathlib import Path
+
+import pytest
+
+from offplan.asking import ask, ask_again
+from offplan.checkpoint.open import open_model
+from offplan.machines import load_machine
+from offplan.plan import Goal, Plan, Workload, load_plan
+from offplan.planner.make import make_plan
+from offplan.planner.neighbours import find_neighbours
+from offplan.question import Question
+from tests.cli import ROOT, TINY_MOE, write_plan
+
+SMALL = Workload(prompt_tokens=32, output_tokens=96, context=256)
+
+
+def question_of(plan: Plan) -> Question:
+    return ask_again(plan, model=str(TINY_MOE))
+
+
+def test_no_neighbour_that_fits_is_faster_than_the_plan() -> None:
+    plan = load_plan(ROOT / "plans" / "tiny-moe.yaml")
+    question = question_of(plan)
+    best = make_plan(question).plan
+    found = find_neighbours(question, best)
+    times = [each.prediction.objective_s for each in found]
+    assert times == sorted(times)
+    allowed = [each for each in found if each.refusal is None]
+    assert allowed
+    assert min(each.prediction.objective_s for each in allowed) >= best.prediction.objective_s
+    assert "GPU memory" in {each.refusal for each in found}
+
+
+MIXED = """\
+[{cpu_offload_params: [experts], group_size: 3, num_in_group: 2, prefill: prefetch, decode: uva}, \
+{max_bytes: 32 KiB, prefill: uva, decode: uva}]"""
+
+
+def test_every_knob_takes_a_step(tmp_path: Path) -> None:
+    plan = load_plan(write_plan(tmp_path, MIXED))
+    changes = {each.change for each in find_neighbours(question_of(plan), plan)}
+    assert changes >= {
+        "prefetch_step 2 -> 1",
+        "prefetch_step 2 -> 3",
+        "prefill_chunk 8 -> 32",
+        "embeddings device -> host",
+        "without rule 1",
+        "without rule 2",
+        "rule 1: num_in_group 2 -> 1",
+        "rule 1: num_in_group 2 -> 3",
+        "rule 1: group_size 3 -> 2",
+        "rule 1: group_size 3 -> 4",
+        "rule 1: prefill prefetch -> uva",
+        "rule 1: decode uva -> prefetch",
+        "rule 2: max_bytes 32 KiB -> 30 KiB",
+        "rule 2: max_bytes 32 KiB -> 34 KiB",
+    }
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str) -> None:
+    model = open_model(str(TINY_MOE))
+    question = ask(model, load_machine("cpu"), SMALL, gpu_memory=2**20, engine=engine)  # type: ignore[arg-type]
+    plan = make_plan(question).plan
+    assert plan.goal.engine == engine
+    changes = [each.change for each in find_neighbours(question, plan)]
+    assert not [each for each in changes if "embeddings" in each or "prefill uva" in each]
+
+
+def test_a_neighbour_beyond_a_target_says_so() -> None:
+    plan = load_plan(ROOT / "plans" / "tiny-moe.yaml")
+    tight = Goal(max_tpot=plan.prediction.decode.step_s * 1.001)
+    plan = plan.model_copy(update={"goal": tight})
+    refusals = {each.refusal for each in find_neighbours(question_of(plan), plan)}
+    assert "--max-tpot" in refusals
