@@ -62,7 +62,7 @@ def check_plan(
     found = read_planned_model(plan, model, on_stage("reading headers"))
     findings = [*_check_model(plan, found)]
     profile, finding = _check_profile(plan, found)
-    findings += [finding, _check_prediction(plan, found)]
+    findings += [finding, _check_prediction(plan, found, timed=finding.verdict == "holds")]
     if not with_machine:
         return tuple(findings)
     here = find_local_gpu()
@@ -112,8 +112,11 @@ def _check_profile(plan: Plan, model: Model) -> tuple[MachineProfile | None, Fin
     return machine, Finding("profile", "drift", text)
 
 
-def _check_prediction(plan: Plan, model: Model) -> Finding:
-    """Price a plan's decision again, for the model as it is by now."""
+def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:
+    """Price a plan's decision again, for the model as it is by now.
+
+    ``timed`` says whether the figures that the plan was made from are here, so that times can be.
+    """
     why = "edited, or made by another version"
     if any(describe_drift(plan, model)):
         why = "for the model as it is by now"
@@ -122,7 +125,9 @@ def _check_prediction(plan: Plan, model: Model) -> Finding:
     except PlanError as error:
         return Finding("prediction", "drift", str(error))
     if priced is plan:
-        text = "the plan's decision costs what it predicts, as far as its profile can tell"
+        text = "the decision costs what the plan says"
+        if not timed:
+            text = "memory is what the decision takes; times need the figures it was made from"
         return Finding("prediction", "holds", text)
     if (excess := priced.describe_excess()) is not None:
         return Finding("prediction", "infeasible", f"{why}: {excess}")

@@ -29,19 +29,19 @@ def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
     if model.headers_sha256 != plan.model.headers_sha256:
         yield (
             f"the plan was made for headers {plan.model.headers_sha256[:12]} of "
-            f"{plan.model.source}; {model.source} has {model.headers_sha256[:12]}: plan it again, "
-            "or name another copy with --model"
+            f"{plan.model.source}; {model.source} has {model.headers_sha256[:12]}: plan it again "
+            "(offplan replan --accept-drift), or name another copy with --model"
         )
     if plan.model.config_sha256 not in (None, model.config_sha256):
         yield (
             f"the plan was made for another config.json ({plan.model.config_sha256[:12]}) than "
             f"that of {model.source} ({model.config_sha256[:12]}), which may give other tokens: "
-            "plan it again, or restore the file"
+            "plan it again (offplan replan --accept-drift), or restore the file"
         )
     if model.dtype != plan.model.dtype:
         yield (
             f"the plan was made for {plan.model.dtype}; {model.source} computes in {model.dtype}: "
-            "plan it again"
+            "plan it again (offplan replan --accept-drift)"
         )
 
 

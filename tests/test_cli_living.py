@@ -152,8 +152,7 @@ HOLDS = """\
 plan.yaml
 ok        model         headers and config.json of model are those of the plan
 ok        profile       the figures of cpu are those of the plan
-ok        prediction    the plan's decision costs what it predicts, as far as
-                        its profile can tell
+ok        prediction    the decision costs what the plan says
 not told  this machine  there is no GPU here to compare with
 """
 
@@ -204,6 +203,7 @@ def test_check_finds_other_figures_of_the_machine(cli: CLI, folder: Path) -> Non
     Path("mine.yaml").unlink()
     code, out, _ = cli("check", "made.yaml")
     assert (code, "not told  profile       it cannot be compared" in out) == (0, True)
+    assert "ok        prediction    memory is what the decision takes; times need" in out
 
 
 def test_check_of_several_plans_ends_as_the_worst(cli: CLI, folder: Path) -> None:

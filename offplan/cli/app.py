@@ -25,7 +25,7 @@ from offplan.cli.show import show
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 no plan fits, 4 the model, or "
-    "what check holds a plan against, is not the plan's."
+    "what check looks at, is not as the plan says."
 )
 
 app = typer.Typer(
