@@ -2,29 +2,34 @@
 
 The library, of which each name is imported when it is first asked for:
 
-==================  ===============================================================================
-``open_model``      reads what a model is: a folder, a ``config.json`` or a Hub id
-``load_machine``    takes the machine that a profile describes, by its name or file
-``measure_here``    measures the machine at hand, and how long a model's layers take on it
-``Workload``        what a plan is optimised for: batch, tokens of prompt and output, context
-``ask``             asks for the best plan: model, machine, workload, memory, targets
-``ask_again``       asks what a plan file answers, from the file alone
-``Question``        what was asked
-``make_plan``       finds the plan
-``find_frontier``   finds the best plan of each budget
-``Plan``            which weights stay on the host, how they reach the GPU, what that costs
-``load_plan``       reads a plan file
-``dump_plan``       prints a plan as the text of its file
-``export_plan``     says a plan in the flags of vLLM or SGLang
-``open_session``    loads a plan's model, ready to run
-``generate``        yields tokens
-``generate_texts``  continues texts by batches, and yields what each token adds
-``form_batches``    puts prompts of like lengths together
-``Text``            a prompt, and what follows it until it ends
-``Sampling``        how tokens are drawn, under transformers' names
-``bench_plan``      measures a plan beside its prediction
-``OffplanError``    what all errors have in common; ``offplan.errors`` draws the tree
-==================  ===============================================================================
+=====================  ============================================================================
+``open_model``         reads what a model is: a folder, a ``config.json`` or a Hub id
+``load_machine``       takes the machine that a profile describes, by its name or file
+``measure_here``       measures the machine at hand, and how long a model's layers take on it
+``Workload``           what a plan is optimised for: batch, tokens of prompt and output, context
+``ask``                asks for the best plan: model, machine, workload, memory, targets
+``ask_again``          asks what a plan file answers, from the file alone
+``Question``           what was asked
+``make_plan``          finds the plan
+``find_frontier``      finds the best plan of each budget
+``Plan``               which weights stay on the host, how they reach the GPU, what that costs
+``load_plan``          reads a plan file
+``dump_plan``          prints a plan as the text of its file
+``check_plan``         holds a plan against model, profile, its own decision, this machine
+``compare_plans``      finds what two plans differ in
+``derive_prediction``  derives every number that a plan promises
+``find_neighbours``    prices one step of each knob of a plan
+``rewrite_plan``       puts a plan's values into the text of another one's file
+``export_plan``        says a plan in the flags of vLLM or SGLang
+``open_session``       loads a plan's model, ready to run
+``generate``           yields tokens
+``generate_texts``     continues texts by batches, and yields what each token adds
+``form_batches``       puts prompts of like lengths together
+``Text``               a prompt, and what follows it until it ends
+``Sampling``           how tokens are drawn, under transformers' names
+``bench_plan``         measures a plan beside its prediction
+``OffplanError``       what all errors have in common; ``offplan.errors`` draws the tree
+=====================  ============================================================================
 
 Sizes are bytes and times are seconds, as the names say: ``gpu_memory``, ``link_bytes``, ``step_s``.
 A record given a value that it does not allow raises pydantic's ValidationError, a ValueError.
@@ -35,7 +40,10 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.asking import ask as ask
     from offplan.asking import ask_again as ask_again
     from offplan.benchmark import bench_plan as bench_plan
+    from offplan.checking import check_plan as check_plan
     from offplan.checkpoint.open import open_model as open_model
+    from offplan.comparing import compare_plans as compare_plans
+    from offplan.costs.derivation import derive_prediction as derive_prediction
     from offplan.engines.export import export_plan as export_plan
     from offplan.errors import OffplanError as OffplanError
     from offplan.machines import load_machine as load_machine
@@ -46,7 +54,9 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.plan import load_plan as load_plan
     from offplan.planner.frontier import find_frontier as find_frontier
     from offplan.planner.make import make_plan as make_plan
+    from offplan.planner.neighbours import find_neighbours as find_neighbours
     from offplan.question import Question as Question
+    from offplan.rewriting import rewrite_plan as rewrite_plan
     from offplan.runtime.generate import generate as generate
     from offplan.runtime.sampling import Sampling as Sampling
     from offplan.sessions import open_session as open_session
@@ -66,6 +76,11 @@ _HOMES = {
     "ask": "asking",
     "ask_again": "asking",
     "bench_plan": "benchmark",
+    "check_plan": "checking",
+    "compare_plans": "comparing",
+    "derive_prediction": "costs.derivation",
+    "find_neighbours": "planner.neighbours",
+    "rewrite_plan": "rewriting",
     "dump_plan": "plan",
     "export_plan": "engines.export",
     "find_frontier": "planner.frontier",

@@ -30,11 +30,12 @@ def find_local_gpu() -> LocalGPU | None:
     from offplan.runtime.memory.gpu_memory import bytes_in_use
 
     device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.cuda.get_device_properties(device).total_memory
+    used = bytes_in_use(device)  # first, since the next line makes a context on the card
+    _, total = torch.cuda.mem_get_info(device)
     return LocalGPU(
         name=device_name(device),
         num_gpus=torch.cuda.device_count(),
         total_bytes=total,
-        free_bytes=total - bytes_in_use(device),
+        free_bytes=total - used,
         numa_node=find_gpu_node(),
     )

@@ -1,11 +1,19 @@
 """What is explained of a prediction is what is predicted."""
 
+from pathlib import Path
+
 import pytest
 
-from offplan.asking import ask_again
+from offplan.asking import ask, ask_again
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
 from offplan.costs.derivation import derive_prediction
+from offplan.machine.profile import MachineProfile
+from offplan.machines import load_machine
 from offplan.plan import Plan, load_plan
+from offplan.planner.make import make_plan
 from offplan.repricing import price_on
+from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import ROOT
 
 PLANS = {
@@ -35,9 +43,20 @@ def test_every_number_is_derived(name: str) -> None:
     folder = PLANS[name]
     model = None if folder is None else str(ROOT / "tests" / "models" / folder / "config.json")
     question = ask_again(plan, model=model)
-    machine = question.planned_machine
-    priced = price_on(plan, question.model, machine)
-    terms = derive_prediction(question.model, machine, priced)
+    check(question.model, question.planned_machine, plan)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq"])
+def test_so_is_that_of_a_stored_form(tmp_path: Path, name: str) -> None:
+    model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
+    question = ask(model, load_machine("h200-pcie5"), gpu_memory=2**31)
+    check(model, question.planned_machine, make_plan(question).plan)
+
+
+def check(model: Model, machine: MachineProfile, plan: Plan) -> None:
+    """Hold each term against what is predicted, to the byte."""
+    priced = price_on(plan, model, machine)
+    terms = derive_prediction(model, machine, priced)
     derived = {term.path: term.value for term in terms}
     figures = list_figures(priced)
     assert figures.pop("peer_memory") == 0

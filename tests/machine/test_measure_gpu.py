@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from offplan.local_gpu import find_local_gpu
 from offplan.machine.curve import FIT_FROM_BYTES
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile, dump_profile, parse_profile
@@ -94,3 +95,13 @@ def test_the_current_device_is_the_one_measured() -> None:
         measure_machine()
     assert torch.cuda.max_memory_allocated(0) == idle
     assert torch.cuda.max_memory_allocated(1) > 2**28
+
+
+def test_the_local_gpu_is_the_one_that_is_measured() -> None:
+    gpu = find_local_gpu()
+    assert gpu is not None
+    node = measured().numa_node
+    assert (gpu.name, gpu.total_bytes) == (measured().name, measured().gpu_memory.value)
+    assert gpu.numa_node == (None if node is None else node.value)
+    assert 0 < gpu.free_bytes <= gpu.total_bytes
+    assert gpu.num_gpus == torch.cuda.device_count()
