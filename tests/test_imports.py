@@ -152,10 +152,21 @@ def test_planning_from_a_folder_needs_no_torch(what: tuple[str, ...]) -> None:
         "--context",
         "1024",
     ]
-    loaded = loaded_modules(
+    assert not loaded_by(command) & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("what", ["show", "check --file-only", "diff", "explain", "replan"])
+def test_looking_after_a_plan_needs_no_torch(what: str) -> None:
+    plan = str(PACKAGE.parent / "plans" / "tiny-moe.yaml")
+    plans = [plan] * (2 if what == "diff" else 1)
+    assert not loaded_by(["offplan", *what.split(), *plans]) & {"torch", "transformers"}
+
+
+def loaded_by(command: list[str]) -> set[str]:
+    """Top-level modules in a fresh interpreter that has run a command."""
+    return loaded_modules(
         f"import sys; sys.argv = {command!r}\n"
         "from offplan.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as error: assert error.code == 0, error.code"
     )
-    assert not loaded & {"torch", "transformers"}

@@ -57,18 +57,9 @@ def before_commands(
     """Take options that belong to no command."""
 
 
-for command in (
-    analyze,
-    plan,
-    show,
-    check,
-    diff,
-    explain,
-    replan,
-    run,
-    bench,
-    export,
-    measure,
-    schema,
-):
+_PLAN = (analyze, plan)
+_LOOK_AFTER = (show, check, diff, explain, replan)
+_EXECUTE = (run, bench, export)
+_KNOW = (measure, machines, schema)
+for command in (*_PLAN, *_LOOK_AFTER, *_EXECUTE, *_KNOW):
     app.command()(with_habits(command))

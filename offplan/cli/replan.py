@@ -34,9 +34,8 @@ def replan(
     that was measured are made from this one's figures, measured again.
     """
     from offplan.asking import ask_again
-    from offplan.cli.planning import note_budget, relocate_path, relocate_plan
+    from offplan.cli.planning import note_budget, relocate_plan, relocate_profile
     from offplan.comparing import compare_plans
-    from offplan.machine.profile import shipped_profiles
     from offplan.machines import find_machine
     from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
     from offplan.planned import read_planned_model
@@ -60,8 +59,9 @@ def replan(
         chosen = find_machine(
             machine, found, old.workload, store=old.offload.store, on_stage=ProgressBar
         )
-    if chosen is not None and machine is not None and machine not in shipped_profiles():
-        chosen = replace(chosen, profile_name=relocate_path(machine, Path(), plan.parent))
+    if chosen is not None and chosen.profile_name is not None:
+        named = relocate_profile(chosen.profile_name, Path(), plan.parent)
+        chosen = replace(chosen, profile_name=named)
     question = ask_again(old, model=found, machine=chosen, accept_drift=accept_drift)
     note_budget(question, old.budget.gpu_memory)
     made = make_plan(question).plan
