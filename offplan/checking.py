@@ -124,13 +124,14 @@ def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:
         priced = price_decision(plan, model)
     except PlanError as error:
         return Finding("prediction", "drift", str(error))
+    if (excess := priced.describe_excess()) is not None:
+        text = excess if priced is plan else f"{why}: {excess}"
+        return Finding("prediction", "infeasible", text)
     if priced is plan:
         text = "the decision costs what the plan says"
         if not timed:
             text = "memory is what the decision takes; times need the figures it was made from"
         return Finding("prediction", "holds", text)
-    if (excess := priced.describe_excess()) is not None:
-        return Finding("prediction", "infeasible", f"{why}: {excess}")
     changes = "; ".join(list_changes(plan, priced))
     return Finding("prediction", "drift", f"{why}: {changes}: offplan replan makes it again")
 

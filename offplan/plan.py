@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
@@ -38,6 +38,10 @@ MOST_FILE_BYTES = 2**18
 """Beyond any plan's file."""
 PRINTED_TO = 1e-3
 """A size of four significant digits is right to less than this part of it."""
+
+
+_IN_ANY_BUDGET = object()
+"""Context in which a plan is read that exceeds its budget, so that it can be made again."""
 
 
 class Backend(str, Enum):
@@ -269,8 +273,8 @@ class Plan(Record):
     """Where a path that the plan names starts: the folder of its file, or the current one."""
 
     @model_validator(mode="after")
-    def _keeps_its_budget(self) -> "Plan":
-        if (excess := self.describe_excess()) is not None:
+    def _keeps_its_budget(self, info: ValidationInfo) -> "Plan":
+        if info.context is not _IN_ANY_BUDGET and (excess := self.describe_excess()) is not None:
             raise ValueError(excess)
         return self
 
@@ -293,7 +297,8 @@ class Plan(Record):
             if most is not None and num_bytes > most * (1 + PRINTED_TO):
                 return (
                     f"it takes {format_bytes(num_bytes)} of {what} by its prediction, more than "
-                    f"its budget of {format_budget(most)}: plan it again for that budget"
+                    f"its budget of {format_budget(most)}: plan it again for that budget "
+                    "(offplan replan)"
                 )
         return None
 
@@ -302,8 +307,8 @@ class Plan(Record):
         return str(self._folder / path)
 
 
-def load_plan(path: Path) -> Plan:
-    """Read and check a plan file.
+def load_plan(path: Path, *, in_any_budget: bool = False) -> Plan:
+    """Read and check a plan file; ``in_any_budget`` also one that exceeds the budget it names.
 
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
@@ -312,12 +317,12 @@ def load_plan(path: Path) -> Plan:
         data = load_yaml(text)
     except ValueError as error:
         raise PlanError(f"{path} is not YAML: {error}") from None
-    plan = parse_plan(data, str(path))
+    plan = parse_plan(data, str(path), in_any_budget=in_any_budget)
     plan._folder = path.absolute().parent
     return plan
 
 
-def parse_plan(data: Any, name: str) -> Plan:
+def parse_plan(data: Any, name: str, *, in_any_budget: bool = False) -> Plan:
     """Check a plan's data, as YAML or JSON gives it; ``name`` is used in errors."""
     if not isinstance(data, dict) or "offplan" not in data:
         raise PlanError(f"{name} is not a plan: it must be a mapping with the key `offplan: 1`")
@@ -326,7 +331,8 @@ def parse_plan(data: Any, name: str) -> Plan:
             f"{name} is a plan of version {reprlib.repr(data['offplan'])}; this offplan reads "
             f"{PLAN_VERSION}"
         )
-    return Plan.check(data, name, "plan", PlanError)
+    context = _IN_ANY_BUDGET if in_any_budget else None
+    return Plan.check(data, name, "plan", PlanError, context)
 
 
 def dump_plan(plan: Plan) -> str:

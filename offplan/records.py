@@ -37,13 +37,15 @@ class Record(BaseModel):
         return self.model_dump(mode="json", by_alias=True, context=_WITH_UNITS)
 
     @classmethod
-    def check(cls, data: Any, name: str, whole: str, error: type[InputError]) -> Self:
-        """Make the record of a file's data.
+    def check(
+        cls, data: Any, name: str, whole: str, error: type[InputError], context: object = None
+    ) -> Self:
+        """Make the record of a file's data; its validators are given ``context``.
 
         Raises ``error``, which says ``name`` and, for each key that is wrong (else ``whole``), why.
         """
         try:
-            return cls.model_validate(data)
+            return cls.model_validate(data, context=context)
         except ValidationError as refused:
             wrong = explain(refused, _known_keys(cls))
             told = [f"{where or whole}: {why}" for where, why in wrong[:_MOST_ERRORS]]

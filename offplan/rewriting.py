@@ -26,7 +26,7 @@ def rewrite_plan(text: str, plan: Plan) -> str | None:
     comment between two rules, is lost with it. None where the text is laid out in a way that does
     not let its values be exchanged.
     """
-    before = parse_plan(load_yaml(text), "plan")
+    before = parse_plan(load_yaml(text), "plan", in_any_budget=True)
     root = yaml.compose(text, yaml.SafeLoader)
     assert root is not None, "a plan was read from it"
     edits = _edits(root, text, before.dump_with_units(), plan.dump_with_units())

@@ -76,6 +76,17 @@ def test_replan_moves_paths_with_the_file(cli: CLI, folder: Path) -> None:
     assert cli("replan", "plans/new.yaml").out == text
 
 
+def test_replan_answers_for_a_smaller_budget(cli: CLI, folder: Path) -> None:
+    write_plan(("gpu_memory: 1 MiB", "gpu_memory: 1000 KiB"))
+    code, out, err = cli("check", "plan.yaml")
+    assert (code, err) == (3, "offplan: infeasible: plan.yaml\n")
+    assert "NO ROOM   prediction    edited, or made by another version: it takes" in out
+    assert cli("show", "plan.yaml").code == 2
+    assert cli("replan", "plan.yaml", "-o", "plan.yaml", "--force").code == 0
+    assert "gpu_memory: 1000 KiB" in Path("plan.yaml").read_text("utf-8")
+    assert cli("check", "plan.yaml").code == 0
+
+
 def test_replan_of_another_model_is_asked_for(cli: CLI, folder: Path) -> None:
     change_config()
     code, out, err = cli("replan", "plan.yaml")

@@ -52,7 +52,7 @@ def replan(
             "`offplan plan` about another one"
         )
     check_writable(output, force=force)
-    old = load_plan(plan)
+    old = load_plan(plan, in_any_budget=True)
     found = read_planned_model(old, model, ProgressBar("reading headers"))
     chosen = None
     if machine is not None or old.machine.profile is None:
