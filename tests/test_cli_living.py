@@ -74,6 +74,7 @@ def test_replan_moves_paths_with_the_file(cli: CLI, folder: Path) -> None:
     assert "source: ../model\n" in text
     assert "profile: ../mine.yaml\n" in text
     assert cli("replan", "plans/new.yaml").out == text
+    assert cli("replan", "plans/new.yaml", "-o", "-").out == text
 
 
 def test_replan_answers_for_a_smaller_budget(cli: CLI, folder: Path) -> None:

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, print_json, print_note, save_file
+from offplan.cli.output import (
+    STANDARD,
+    ProgressBar,
+    check_writable,
+    print_json,
+    print_note,
+    save_file,
+    waiting,
+)
 from offplan.errors import InputError, PlanError
 
 
@@ -64,12 +72,14 @@ def replan(
         chosen = replace(chosen, profile_name=named)
     question = ask_again(old, model=found, machine=chosen, accept_drift=accept_drift)
     note_budget(question, old.budget.gpu_memory)
-    made = make_plan(question).plan
+    with waiting("planning"):
+        made = make_plan(question).plan
     difference = compare_plans(old, made)
     changes = [f"{each.key} {each.before} -> {each.after}" for each in difference.asked]
     changes += ["another decision"] * bool(difference.decided) + list_changes(old, made)
     print_note(f"{plan}: {'; '.join(changes) or 'nothing changes'}")
-    moved = relocate_plan(made, plan.parent, plan.parent if output is None else output.parent)
+    at_hand = plan if output in (None, STANDARD) else output
+    moved = relocate_plan(made, plan.parent, at_hand.parent)
     text = rewrite_plan(read_text(plan, "plan", MOST_FILE_BYTES, PlanError), moved)
     if text is None:
         print_note(f"the layout of {plan} cannot be kept: its comments are left out")
