@@ -40,9 +40,7 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.asking import ask as ask
     from offplan.asking import ask_again as ask_again
     from offplan.benchmark import bench_plan as bench_plan
-    from offplan.checking import check_plan as check_plan
     from offplan.checkpoint.open import open_model as open_model
-    from offplan.comparing import compare_plans as compare_plans
     from offplan.costs.derivation import derive_prediction as derive_prediction
     from offplan.engines.export import export_plan as export_plan
     from offplan.errors import OffplanError as OffplanError
@@ -56,13 +54,15 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.planner.make import make_plan as make_plan
     from offplan.planner.neighbours import find_neighbours as find_neighbours
     from offplan.question import Question as Question
-    from offplan.rewriting import rewrite_plan as rewrite_plan
     from offplan.runtime.generate import generate as generate
     from offplan.runtime.sampling import Sampling as Sampling
     from offplan.sessions import open_session as open_session
     from offplan.texts import Text as Text
     from offplan.texts import form_batches as form_batches
     from offplan.texts import generate_texts as generate_texts
+    from offplan.upkeep.checking import check_plan as check_plan
+    from offplan.upkeep.comparing import compare_plans as compare_plans
+    from offplan.upkeep.rewriting import rewrite_plan as rewrite_plan
 
 __version__ = "0.1.0"
 
@@ -76,11 +76,11 @@ _HOMES = {
     "ask": "asking",
     "ask_again": "asking",
     "bench_plan": "benchmark",
-    "check_plan": "checking",
-    "compare_plans": "comparing",
+    "check_plan": "upkeep.checking",
+    "compare_plans": "upkeep.comparing",
     "derive_prediction": "costs.derivation",
     "find_neighbours": "planner.neighbours",
-    "rewrite_plan": "rewriting",
+    "rewrite_plan": "upkeep.rewriting",
     "dump_plan": "plan",
     "export_plan": "engines.export",
     "find_frontier": "planner.frontier",

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from offplan import checking, local_gpu, machines, runnable
+from offplan import machines, runnable
 from offplan.hostmem import limits
-from offplan.local_gpu import LocalGPU
 from offplan.machine.profile import load_profile
 from offplan.plan import load_plan
+from offplan.upkeep import checking, local_gpu
+from offplan.upkeep.local_gpu import LocalGPU
 from tests.cli import CLI, ROOT
 from tests.rendering import strip_lines
 

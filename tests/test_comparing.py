@@ -7,9 +7,9 @@ import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.comparing import Move, compare_plans
 from offplan.placement import group_units
 from offplan.plan import Backend, Offload, Plan, Rule, load_plan
+from offplan.upkeep.comparing import Move, compare_plans
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import ROOT, TINY_MOE
 

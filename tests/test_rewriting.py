@@ -7,7 +7,7 @@ import pytest
 
 from offplan.plan import Plan, dump_plan, load_plan, parse_plan
 from offplan.records import load_yaml
-from offplan.rewriting import rewrite_plan
+from offplan.upkeep.rewriting import rewrite_plan
 from tests.cli import ROOT
 
 TEXT = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")

@@ -33,10 +33,10 @@ def diff(
     BEFORE is a file, a git revision (that has the same file) or a file there (main:plans/old.yaml).
     Figures are those that the files say.
     """
-    from offplan.comparing import compare_plans
     from offplan.plan import load_plan
     from offplan.report.diff import difference_payload, markdown_difference, render_difference
-    from offplan.revisions import load_revision
+    from offplan.upkeep.comparing import compare_plans
+    from offplan.upkeep.revisions import load_revision
 
     if len(plans) > 2:
         raise InputError(f"{len(plans)} plans are named: name one or two")

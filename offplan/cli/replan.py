@@ -43,7 +43,6 @@ def replan(
     """
     from offplan.asking import ask_again
     from offplan.cli.planning import note_budget, relocate_plan, relocate_profile
-    from offplan.comparing import compare_plans
     from offplan.machines import find_machine
     from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
     from offplan.planned import read_planned_model
@@ -51,8 +50,9 @@ def replan(
     from offplan.records import read_text
     from offplan.report.payload import plan_payload
     from offplan.repricing import list_changes
-    from offplan.rewriting import rewrite_plan
     from offplan.runnable import why_not_run
+    from offplan.upkeep.comparing import compare_plans
+    from offplan.upkeep.rewriting import rewrite_plan
 
     if accept_drift and model is not None:
         raise InputError(

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.checking import Finding
+from offplan.upkeep.checking import Finding
 
 MARKS = {"holds": "ok", "drift": "DRIFT", "infeasible": "NO ROOM", "unknown": "not told"}
 """What people read for a verdict."""

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.text import Text
 
-from offplan.comparing import Difference, Move
 from offplan.plan import Plan
 from offplan.report.model import name_indices
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
+from offplan.upkeep.comparing import Difference, Move
 
 NO_CHANGE = "Question and decision are the same."
 

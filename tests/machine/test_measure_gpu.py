@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-from offplan.local_gpu import find_local_gpu
 from offplan.machine.curve import FIT_FROM_BYTES
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile, dump_profile, parse_profile
+from offplan.upkeep.local_gpu import find_local_gpu
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,6 @@ from typing import Literal
 from offplan.checkpoint.model import Model
 from offplan.errors import MemoryLimitError, PlanError, ProfileError
 from offplan.hostmem.limits import check_host_room, lock_limit
-from offplan.local_gpu import LocalGPU, find_local_gpu
 from offplan.machine.profile import MachineProfile
 from offplan.machines import measure_here
 from offplan.plan import Plan
@@ -21,6 +20,7 @@ from offplan.planned import (
 from offplan.progress import Stages, silent
 from offplan.repricing import list_changes, price_decision, price_on
 from offplan.units import format_bytes, format_rate
+from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 
 Verdict = Literal["holds", "drift", "infeasible", "unknown"]
 """Whether something is as the plan has it, is not, lacks memory, or could not be told."""

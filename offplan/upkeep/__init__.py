@@ -1,0 +1,1 @@
+"""Plans that are there already are looked after: checked, compared, written anew."""
