@@ -6,6 +6,7 @@ import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.costs.link import UNALIGNED_ROWS, uva_bytes
 from offplan.costs.memory import (
     EXPANDED_COPIES,
     NESTED_SCALE_BYTES,
@@ -14,6 +15,7 @@ from offplan.costs.memory import (
 )
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Part
+from offplan.machine.profile import load_profile
 from offplan.placement import Phase, group_units
 from offplan.plan import Workload
 from tests.checkpoint.quantised import FORMATS, Format, write_quantised
@@ -47,3 +49,12 @@ def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
     expanded += 2 * NESTED_SCALE_BYTES * num_scales  # of a step, and of a prompt
     assert activation_bytes(model, workload, 512) <= activation_bytes(raw, workload, 512) + expanded
     assert kv_cache_bytes(model, workload) == kv_cache_bytes(raw, workload)
+
+
+def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
+    machine = load_profile("h200-pcie5")
+    model = open_model("benchmarks/models/gpt-oss-20b/config.json")
+    units = [u for u in group_units(model.layers[0]) if not u.parameters[0].form.is_raw]
+    codes = [unit for unit in units if unit.part is Part.WEIGHT]
+    read, num_bytes = uva_bytes(machine, codes, model.experts, 1), sum(u.nbytes for u in codes)
+    assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * 4 / 32)
