@@ -89,6 +89,14 @@ class Packing(str, Enum):
     """One to a byte."""
 
 
+BITS = {Kind.W4A16: 4, Kind.W8A16: 8}
+"""Bits of whole numbers."""
+FP4_GROUPS = {Kind.MXFP4: 32, Kind.NVFP4: 16}
+"""Weights of a row that share a scale, of 4-bit floats."""
+NESTED_BLOCK = 256
+"""Scales of bitsandbytes that share a scale of theirs."""
+
+
 class Form(NamedTuple):
     """How a weight is stored."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Protocol
 
-from offplan.forms.form import OTHER, RAW, Form, Kind, Packing, Part
+from offplan.forms.form import BITS, FP4_GROUPS, OTHER, RAW, Form, Kind, Packing, Part
 
 Shape = tuple[int, ...]
 
@@ -15,15 +15,15 @@ FP8_TYPES = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 CODE_TYPES = FP8_TYPES | {"I8", "U8", "I32", "U32", "F4"}
 """Types that stand for weights only with something beside them."""
 WORD_BITS = 32
-_FP4_GROUPS = {"F8_E4M3": (Kind.NVFP4, 16), "F8_E8M0": (Kind.MXFP4, 32), "U8": (Kind.MXFP4, 32)}
-"""Kind and group of 4-bit floats by the type of their scales."""
+_FP4_KINDS = {"F8_E4M3": Kind.NVFP4, "F8_E8M0": Kind.MXFP4, "U8": Kind.MXFP4}
+"""Kinds of 4-bit floats by the type of their scales."""
 _NAMED_KINDS = {"nf4": Kind.NF4, "fp4": Kind.FP4}
 """bitsandbytes' kinds of 4 bits by how the name of their state ends."""
-WHOLE_KINDS = {4: Kind.W4A16, 8: Kind.W8A16}
+WHOLE_KINDS = {bits: kind for kind, bits in BITS.items()}
 """Kinds of whole numbers by their bits."""
 
 
-class Stored(Protocol):
+class Described(Protocol):
     """A stored tensor's description."""
 
     @property
@@ -40,7 +40,7 @@ class Stored(Protocol):
 
 
 def recognise(
-    weight: Stored, beside: Mapping[Part, Stored], stated: Form | None
+    weight: Described, beside: Mapping[Part, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     """Return the form of a weight and the shape that it stands for, [..., out, in].
 
@@ -61,7 +61,7 @@ def _agree(form: Form, stated: Form) -> bool:
 
 
 def _infer(
-    weight: Stored, beside: Mapping[Part, Stored], stated: Form | None
+    weight: Described, beside: Mapping[Part, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     if weight.dtype in FP8_TYPES:
         return _recognise_fp8(weight.shape, beside, stated), weight.shape
@@ -78,7 +78,7 @@ def _infer(
     return _recognise_fp4(weight, beside)
 
 
-def _recognise_fp8(shape: Shape, beside: Mapping[Part, Stored], stated: Form | None) -> Form:
+def _recognise_fp8(shape: Shape, beside: Mapping[Part, Described], stated: Form | None) -> Form:
     if not beside.keys() <= {Part.SCALE, Part.INPUT_SCALE} or len(shape) < 2:
         return OTHER
     scale = beside.get(Part.SCALE)
@@ -106,7 +106,7 @@ def _granularity(shape: Shape, scale: Shape, stated: Form | None) -> Form:
 
 
 def _recognise_words(
-    weight: Stored, beside: Mapping[Part, Stored], stated: Form | None
+    weight: Described, beside: Mapping[Part, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     """Recognise whole numbers packed into 32 bits by compressed-tensors, GPTQ or AWQ."""
     scale, zero = beside.get(Part.SCALE), beside.get(Part.ZERO)
@@ -129,7 +129,7 @@ def _recognise_words(
 
 
 def _recognise_rows(
-    shape: Shape, scale: Shape, beside: Mapping[Part, Stored], stated: Form | None
+    shape: Shape, scale: Shape, beside: Mapping[Part, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     """Recognise rows of packed whole numbers; without a zero the config alone tells the bits."""
     rows, words = shape
@@ -148,7 +148,7 @@ def _recognise_rows(
 
 
 def _recognise_mlx(
-    shape: Shape, beside: Mapping[Part, Stored], stated: Form | None
+    shape: Shape, beside: Mapping[Part, Described], stated: Form | None
 ) -> tuple[Form, Shape]:
     bits = 8 if stated is not None and stated.kind is Kind.W8A16 else 4
     *stack, words = shape
@@ -160,7 +160,7 @@ def _recognise_mlx(
     return _grouped(bits, Packing.MLX, columns, scale.shape[-1] if scale.shape else 0), logical
 
 
-def _recognise_bytes(shape: Shape, scale: Stored, beside: Mapping[Part, Stored]) -> Form:
+def _recognise_bytes(shape: Shape, scale: Described, beside: Mapping[Part, Described]) -> Form:
     """Recognise whole numbers of 8 bits, one to a byte."""
     if scale.name.endswith(".SCB"):
         return Form(Kind.BNB8) if scale.shape == shape[:-1] else OTHER
@@ -175,12 +175,13 @@ def _grouped(bits: int, packing: Packing | None, columns: int, num_groups: int) 
     return Form(WHOLE_KINDS[bits], (1, columns // num_groups), packing)
 
 
-def _recognise_fp4(weight: Stored, beside: Mapping[Part, Stored]) -> tuple[Form, Shape]:
+def _recognise_fp4(weight: Described, beside: Mapping[Part, Described]) -> tuple[Form, Shape]:
     """Recognise 4-bit floats, two a byte, with a scale for each group of a row."""
     scale = beside.get(Part.SCALE)
-    if scale is None or len(weight.shape) < 2 or scale.dtype not in _FP4_GROUPS:
+    if scale is None or len(weight.shape) < 2 or scale.dtype not in _FP4_KINDS:
         return OTHER, weight.shape
-    kind, group = _FP4_GROUPS[scale.dtype]
+    kind = _FP4_KINDS[scale.dtype]
+    group = FP4_GROUPS[kind]
     *stack, columns = weight.shape
     if len(scale.shape) == len(stack):  # gpt-oss: [experts, out, groups, bytes]
         columns *= stack.pop()

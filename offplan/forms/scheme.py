@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.forms.form import NESTED_BLOCK, Form, Kind, Packing, Part
 from offplan.forms.recognise import WORD_BITS
 
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -168,7 +168,7 @@ def store_bnb4(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
     """Source: bitsandbytes 0.49, ``QuantState.as_dict``, whose JSON has BNB4_STATE_BYTES or so."""
     blocks = -(-rows * columns // _BNB4_BLOCK)
     nested: list[Tensor] = [
-        ("weight.nested_absmax", "F32", (-(-blocks // _NESTED_BLOCK),)),
+        ("weight.nested_absmax", "F32", (-(-blocks // NESTED_BLOCK),)),
         ("weight.nested_quant_map", "F32", (256,)),
     ]
     return [
@@ -180,7 +180,7 @@ def store_bnb4(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
     ]
 
 
-_BNB4_BLOCK, _NESTED_BLOCK = 64, 256
-"""Weights that share a scale, and scales that share a scale of theirs."""
+_BNB4_BLOCK = 64
+"""Weights of bitsandbytes that share a scale."""
 BNB4_STATE_BYTES = 96
 """Bytes taken for the JSON of bitsandbytes' parameters, which has some more or less."""

@@ -90,21 +90,21 @@ def describe_plainly(plan: Plan, model: Model) -> str:
     if not plan.offload.rules and plan.offload.embeddings == "device":
         return "The plan: everything stays on the GPU."
     where = "in host memory" if plan.offload.store == "host" else "on the second GPU"
-    sentences = [_describe_rule(rule, plan, model, where) for rule in plan.offload.rules]
+    sentences = [_describe_rule(rule, model, where) for rule in plan.offload.rules]
     if plan.offload.embeddings == "host":
         sentences.append("the input embedding stays in host memory, read row by row")
     return "The plan: " + "; ".join(sentences) + "."
 
 
-def _describe_rule(rule: Rule, plan: Plan, model: Model, where: str) -> str:
+def _describe_rule(rule: Rule, model: Model, where: str) -> str:
     taken = [
         layer
         for layer in model.layers
         if rule.selects_layer(layer.index) and any(rule.matches(p.name) for p in layer.parameters)
     ]
-    names = sorted({name.rpartition(".")[2] for name in rule.cpu_offload_params})
-    is_all = names == ["experts"] or names == []
-    what = ", ".join(rule.cpu_offload_params) if not is_all else ("experts" if names else "weights")
+    what = ", ".join(rule.cpu_offload_params) or "weights"
+    if {name.rpartition(".")[2] for name in rule.cpu_offload_params} == {"experts"}:
+        what = "experts"
     experts = model.experts
     few = "the weights"
     if experts is not None and all(

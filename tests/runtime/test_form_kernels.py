@@ -1,13 +1,13 @@
 """The kernels of stored forms against plain torch."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from offplan.forms.form import Form, Kind, Packing, Part
+from tests.runtime.interpreted import run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """How ``test_on_the_cpu`` starts this file again."""
@@ -50,13 +50,8 @@ FP4_AND_INT4 = (Kind.MXFP4, Kind.NVFP4, Kind.W4A16)
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
 def test_on_the_cpu() -> None:
-    """Triton decides at its import whether it interprets, so that takes another process."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "passed" in done.stdout
+    assert "passed" in run_interpreted(__file__)
 
 
 def random_words(*shape: int) -> torch.Tensor:

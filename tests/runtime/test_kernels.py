@@ -1,8 +1,6 @@
 """Our own kernels against plain products, and a model of bfloat16 that runs through all of them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tests.runtime.conftest import LATENTS, SIZES
+from tests.runtime.interpreted import run_interpreted
 from tests.runtime.plans import group, offload, open_session
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,14 +52,8 @@ def make_experts(
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
 def test_on_the_cpu() -> None:
-    """Triton decides at its import whether it interprets, so that takes another process."""
     pytest.importorskip("triton")
-    # a process with workers of its own would be slower: there are few of these tests
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert f"{len(TOKENS) + len(LATENT_CASES)} passed" in done.stdout
+    assert f"{len(TOKENS) + len(LATENT_CASES)} passed" in run_interpreted(__file__)
 
 
 @pytest.mark.gpu

@@ -1,11 +1,12 @@
 """Routed experts whose weights are stored as codes, for transformers' experts interface."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from offplan.runtime.forms.stored import KERNEL_TYPES, Stored
+from offplan.runtime.forms.stored import KERNEL_TYPES, StoredWeight
 from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
 
 STORED_EXPERTS_NAME = "offplan_stored"
@@ -35,15 +36,28 @@ def forward_stored(
         return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms.products import multiply_pairs  # needs triton
 
-    num_tokens, num_chosen = top_k_index.shape
     expert_of_pair = top_k_index.reshape(-1)
     order, starts = _sort(expert_of_pair, experts.num_experts)
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
-        stored: Stored = experts.stored_experts[name]
+        stored: StoredWeight = experts.stored_experts[name]
         made = multiply_pairs(stored.form, stored.of(experts), x, order, starts)
         return made + getattr(experts, f"{name}_bias")[expert_of_pair] if experts.has_bias else made
 
+    return send(experts, hidden_states, top_k_weights, multiply)
+
+
+def send(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    multiply: Callable[[str, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Send tokens, [tokens, hidden], through experts, weighed by [tokens, k]: [tokens, hidden].
+
+    ``multiply`` is given the name of a weight and rows, each for as many pairs of a token and an
+    expert; it returns the products of all pairs, token by token.
+    """
     if experts.has_gate:
         made = apply_gate(experts, multiply("gate_up_proj", hidden_states))
     else:
@@ -51,7 +65,7 @@ def forward_stored(
     made = multiply("down_proj", made)
     if getattr(experts, "has_post_expert_norm", False):
         made = experts.post_expert_norm(made)
-    weighted = made.view(num_tokens, num_chosen, -1) * top_k_weights.unsqueeze(-1)
+    weighted = made.view(*top_k_weights.shape, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
 
 

@@ -7,6 +7,10 @@ codes of ``BITS`` 8 in bytes, of 4 in words of eight or, to be expanded, in byte
 import triton
 import triton.language as tl
 
+from offplan.runtime.forms.reference import PER_127
+
+_PER_127 = tl.constexpr(PER_127)
+
 
 @triton.jit
 def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -232,7 +236,7 @@ def multiply(  # type: ignore[no-untyped-def]
             found = tl.dot(w.to(v.dtype), v)
             s = load_scales(scales + column, is_row, SCALE)
             if SCALE == "largest":  # of a row, which 127 stands for
-                s *= 7.874015718698502e-3
+                s *= _PER_127
             sums += found * s[:, None]
         else:
             GROUPS: tl.constexpr = BLOCK_K // SCALE_ELEMENTS if BLOCK_K > SCALE_ELEMENTS else 1
@@ -325,8 +329,8 @@ def expand(  # type: ignore[no-untyped-def]
     first = (decode(stored, 0, table, CODE) - none) * s
     second = (decode(stored, PACK - 1, table, CODE) - none) * s
     if SCALE == "largest":  # of a row, which 127 stands for
-        first *= 7.874015718698502e-3
-        second *= 7.874015718698502e-3
+        first *= _PER_127
+        second *= _PER_127
     if ZERO != "" or CODE == "int8":  # libraries compute in the scales' type
         first = first.to(scale.dtype.element_ty)
         second = second.to(scale.dtype.element_ty)

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offplan.forms.form import Form, Kind, Packing, Part
-from offplan.runtime.forms.reference import BITS, ONES, Parts, block_of, codes_of, nested_scales
+from offplan.forms.form import BITS, Form, Kind, Packing, Part
+from offplan.runtime.forms.reference import ONES, Parts, block_of, codes_of, nested_scales
 
 
 class Operands(NamedTuple):

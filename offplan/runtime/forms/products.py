@@ -10,6 +10,7 @@ from offplan.runtime.forms import column_kernels, kernels
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Parts
 from offplan.runtime.forms.runnable import BLOCK_OUT
+from offplan.runtime.forms.stored import PAIR_ROWS
 
 MIN_ROWS = 16
 """Rows that a program multiplies at least: tensor cores take no fewer."""
@@ -56,7 +57,7 @@ def multiply_pairs(
     it. Pairs are dealt out evenly: row r of R serves those from r x pairs / R on.
     """
     of_expert = order.numel() // (starts.numel() - 1)
-    block_m = max(MIN_ROWS, min(64, triton.next_power_of_2(of_expert)))
+    block_m = max(MIN_ROWS, min(PAIR_ROWS, triton.next_power_of_2(of_expert)))
     return _multiply(form, parts, x, order.numel(), (order, starts), block_m)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.forms.form import BITS, NESTED_BLOCK, Form, Kind, Packing, Part
 
 Parts = dict[Part, torch.Tensor]
 """The stored tensors of a weight, or those of all experts in one, by what they are to it."""
@@ -13,12 +13,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 """Values of 4-bit floats, by code. Source: OCP Microscaling Formats v1.0."""
 PER_127 = 7.874015718698502e-3
 """What bitsandbytes takes for 1 / 127. Source: bitsandbytes 0.49, ``int8_vectorwise_dequant``."""
-NESTED_BLOCK = 256
-"""Scales of bitsandbytes that share a scale of theirs."""
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where a word has the code of each of its columns. Source: AutoAWQ, ``AWQ_REVERSE_ORDER``."""
-BITS = {Kind.W4A16: 4, Kind.W8A16: 8}
-"""Bits of whole numbers."""
 ONES = {4: 0x11111111, 8: 0x01010101}
 """A word whose codes are ones, by their bits. GPTQ adds it to words of zeros, carries included.
 

@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from offplan.checkpoint.parameter import Parameter
-from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.forms.form import BITS, FP4_GROUPS, NESTED_BLOCK, Form, Kind, Packing, Part
 from offplan.forms.recognise import WORD_BITS
-from offplan.runtime.forms.reference import BITS, NESTED_BLOCK
 from offplan.runtime.refusal import refuse
 
 BLOCK_OUT = 64
@@ -20,8 +19,6 @@ _MIN_GROUP = 32
 """Weights of a row that share a scale of whole numbers, at least, where rows are stored."""
 _HALVES = {Kind.MXFP4, Kind.NVFP4, Kind.NF4, Kind.FP4}
 """Kinds of two weights in a byte."""
-_FP4_GROUPS = {Kind.MXFP4: 32, Kind.NVFP4: 16}
-"""Weights of a row that share a scale, of kinds of which it is given."""
 
 _FP8, _BYTES = frozenset(("F8_E4M3",)), frozenset(("U8",))
 _FLOATS = frozenset(("F32", "F16", "BF16"))
@@ -177,7 +174,7 @@ def _matrix_shape(
     is_power = wide >= _MIN_GROUP and wide & (wide - 1) == 0
     if is_whole and (not wide or num_in % wide):
         return None
-    is_read = is_power or wide in (num_in, _FP4_GROUPS.get(form.kind)) or form.is_by_columns
+    is_read = is_power or wide in (num_in, FP4_GROUPS.get(form.kind)) or form.is_by_columns
     if not is_read:
         return None
     rows, groups = -(-num_out // high), -(-num_in // wide)

@@ -16,6 +16,8 @@ MAX_ROWS = 128
 Source: FP8 of 12,288 x 4,096 on an H200: 64 / 128 / 256 rows take 23 / 32 / 58 us from codes;
 expanded first, 42 us and cuBLAS' own 30 to 60.
 """
+PAIR_ROWS = 64
+"""Pairs of a token and an expert that read the expert's codes together, at most."""
 UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
 """Parts that no value is computed with: what a STATE says is heeded once it is loaded."""
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
@@ -31,7 +33,7 @@ def part_name(name: str, part: Part) -> str:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """A weight, or those of all experts in one, that its module holds by parts."""
 
     name: str
@@ -56,7 +58,7 @@ class Stored:
 class StoredLinear(nn.Linear):
     """A linear layer whose weight is stored in another form than its values."""
 
-    stored: Stored
+    stored: StoredWeight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, [..., in], times the weight: [..., out].
@@ -94,7 +96,7 @@ def hold_stored(
     used = [part for part in parts if part not in UNUSED]
     if Part.NESTED_SCALE in parts:
         used.append(Part.NESTED_OFFSET)  # which is known once the parts are loaded
-    stored = Stored(name, form, tuple(used))
+    stored = StoredWeight(name, form, tuple(used))
     del module._parameters[name]
     for part, value in parts.items():
         parameter = nn.Parameter(value, requires_grad=False)

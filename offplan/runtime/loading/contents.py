@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from offplan.forms.form import Kind, Part
-from offplan.runtime.forms.reference import NESTED_BLOCK
+from offplan.forms.form import NESTED_BLOCK, Kind, Part
 from offplan.runtime.forms.stored import leave_group_index, part_name
 from offplan.runtime.loading.mapping import Target
 from offplan.runtime.refusal import refuse

@@ -5,8 +5,8 @@ from functools import cache
 
 import torch
 
-from offplan.forms.form import Kind, Packing, Part
-from offplan.runtime.forms.reference import BITS, ONES
+from offplan.forms.form import BITS, Kind, Packing, Part
+from offplan.runtime.forms.reference import ONES
 from offplan.runtime.loading.mapping import Codes, Target
 
 _SPREAD = 0.02

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from offplan.runtime.forms.experts import send
 from offplan.runtime.forms.pairs import MAX_PAIRS, Pairs, sort_pairs
 from offplan.runtime.model.gpu_limits import gpu_limits
-from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
+from offplan.runtime.transformers_private import ExpertsInterface
 
 EXPERTS_NAME = "offplan"
 ROWS = 16
@@ -73,13 +74,9 @@ def serves(experts: Any) -> bool:
     plain = not (
         experts.is_transposed or experts.has_bias or getattr(experts, "has_post_expert_norm", False)
     )
-    sizes = (*_first(experts).shape[1:], *experts.down_proj.shape[1:])
+    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    sizes = (*first.shape[1:], *experts.down_proj.shape[1:])
     return plain and all(map(block_size, sizes))
-
-
-def _first(experts: Any) -> torch.Tensor:
-    """Return the weight that tokens meet first, [experts, out, in]."""
-    return experts.gate_up_proj if experts.has_gate else experts.up_proj
 
 
 def forward_experts(
@@ -99,11 +96,11 @@ def forward_experts(
         shares = zip(hidden_states.split(MAX_PAIRS // num_chosen), *parts, strict=True)
         return torch.cat([forward_experts(experts, *share) for share in shares])
     pairs = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
-    made = multiply(hidden_states, _first(experts), pairs, num_chosen)
-    made = apply_gate(experts, made) if experts.has_gate else experts.act_fn(made)
-    made = multiply(made, experts.down_proj, pairs, 1)
-    weighted = made.view(num_tokens, num_chosen, -1) * top_k_weights.unsqueeze(-1)
-    return weighted.sum(1).to(hidden_states.dtype)
+
+    def multiply_by(name: str, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, getattr(experts, name), pairs, num_tokens * num_chosen // len(x))
+
+    return send(experts, hidden_states, top_k_weights, multiply_by)
 
 
 def multiply(

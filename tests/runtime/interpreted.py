@@ -1,0 +1,18 @@
+"""Tests of kernels, run by Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+
+
+def run_interpreted(path: str) -> str:
+    """Run a file of tests with kernels interpreted; return what pytest prints, no test failing.
+
+    Triton decides at its import whether it interprets, so that takes another process: one without
+    workers of its own, for few tests.
+    """
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", path]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
