@@ -6,7 +6,7 @@ from math import exp, log, prod
 
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.work import PassShape
+from offplan.costs.work import PassShape, gathers_codes
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, Unit
@@ -111,7 +111,8 @@ def uva_bytes(
             rows = num_tokens * experts.num_experts_per_token / experts.num_experts
             if is_coded or factor is None:
                 factor = max(1.0, rows / (CODED_ROWS if is_coded else EXPERT_ROWS))
-        if is_coded and not _has_aligned_rows(unit):
+        is_gathered = unit.is_expert and gathers_codes(experts, num_tokens)
+        if is_coded and not is_gathered and not _has_aligned_rows(unit):
             factor = UNALIGNED_ROWS * (factor or 1.0)
         crossing += unit.nbytes * share * (factor or reread_factor(machine, num_tokens))
     return round(crossing)

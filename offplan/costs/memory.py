@@ -1,12 +1,13 @@
 """GPU and host memory of a plan, term by term."""
 
+from collections import Counter
 from collections.abc import Collection
 
 from offplan.checkpoint.matrices import output_width
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.roles import Role, role_of
-from offplan.costs.work import PassShape, attention_dims, expands, prefill_shapes
+from offplan.costs.work import PassShape, attention_dims, expands, gathers_codes, prefill_shapes
 from offplan.forms.form import Part
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
@@ -342,9 +343,8 @@ def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
         hidden = model.architecture.hidden_size
         width = _output_width(model, layer, _EXPERT_ROLES)
         routed = model.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
-        if _gathers_experts(model, layer, shape):
-            pairs = shape.num_tokens * model.experts.num_experts_per_token
-            gathered = pairs * model.experts.bytes_per_expert
+        pairs = shape.num_tokens * model.experts.num_experts_per_token
+        gathered = pairs * _gathered_bytes(model, layer, shape)
     return shape.num_tokens * (dense + routed) * model.element_bytes + gathered
 
 
@@ -363,21 +363,29 @@ def eager_expert_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     return pairs * of_pair * model.element_bytes
 
 
-def _gathers_experts(model: Model, layer: Layer, shape: PassShape) -> bool:
-    """Whether each token has the weights of its experts copied: ``batched_mm``, on a GPU.
+def _gathered_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+    """Bytes of an expert's weights that are copied for each pair of a token and an expert.
 
-    Source: ``runtime.model.kernels.ExpertKernels``.
+    They are those of ``batched_mm``; of experts that are stored as codes, the largest weight's, as
+    if it were in place. Source: ``runtime.model.kernels.ExpertKernels`` and
+    ``runtime.forms.experts.forward_stored``.
     """
     assert model.experts is not None
-    shapes = [parameter.shape for parameter in layer.parameters if parameter.is_expert]
+    experts = [parameter for parameter in layer.parameters if parameter.is_expert]
+    if any(not parameter.form.is_raw for parameter in experts):
+        if not gathers_codes(model.experts, shape.num_tokens):
+            return 0
+        by_role = Counter[Role | None]()
+        for parameter in experts:
+            by_role[role_of(parameter)] += parameter.nbytes
+        return max(by_role.values()) // model.experts.num_experts
     served = model.dtype in KERNEL_TYPES and all(
-        len(shape) > 1 and not any(size % KERNEL_MULTIPLE for size in shape[-2:])
-        for shape in shapes
+        len(p.shape) > 1 and not any(size % KERNEL_MULTIPLE for size in p.shape[-2:])
+        for p in experts
     )
-    if any(not p.form.is_raw for p in layer.parameters if p.is_expert):
-        return False
     looped = shape.phase is Phase.DECODE and model.dtype != "bfloat16"
-    return not served and (shape.num_tokens == 1 or looped)
+    copies = not served and (shape.num_tokens == 1 or looped)
+    return model.experts.bytes_per_expert if copies else 0
 
 
 def predict_gpu_memory(

@@ -198,6 +198,16 @@ def expands(parameter: Parameter, shape: PassShape) -> bool:
     return absorbed or shape.num_tokens > EXPANDED_ROWS
 
 
+def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:
+    """Whether a pass of so few tokens copies its experts' codes that it is to read in place.
+
+    Source: ``runtime.forms.experts.forward_stored``.
+    """
+    if experts is None:
+        return False
+    return num_tokens * experts.num_experts_per_token <= experts.num_experts
+
+
 def is_absorbed(parameter: Parameter) -> bool:
     """Whether it is a latent attention's ``kv_b_proj`` that is stored as codes."""
     return not parameter.form.is_raw and parameter.name.endswith("kv_b_proj.weight")

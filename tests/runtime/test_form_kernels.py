@@ -15,8 +15,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, DTYPES = ("cpu", [torch.float16]) if INTERPRETED else ("cuda", [torch.bfloat16, torch.half])
 NUM_OUT, NUM_IN = (128, 256) if INTERPRETED else (320, 768)
 EXPERTS = 2 if INTERPRETED else 5
-ROWS = [3] if INTERPRETED else [1, 3, 16, 50, 128]
-TOKENS = [7] if INTERPRETED else [1, 7, 300, 900]
+ROWS = [1, 3] if INTERPRETED else [1, 2, 3, 16, 50, 128]
+TOKENS = [1, 7] if INTERPRETED else [1, 7, 300, 900]
 
 HAS_GPU = torch.cuda.is_available()
 runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
@@ -46,6 +46,13 @@ FORMS = {
 }
 by_form = pytest.mark.parametrize("name", FORMS)
 FP4_AND_INT4 = (Kind.MXFP4, Kind.NVFP4, Kind.W4A16)
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offplan.runtime.forms import products
+
+    monkeypatch.setattr(products, "gpu_limits", lambda index: (99 << 10, 128))
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
@@ -154,8 +161,16 @@ def test_expansion_is_exact(name: str, experts: int, dtype: torch.dtype) -> None
     assert torch.equal(got.isnan(), expected.isnan())
 
 
-def skip_products(form: Form) -> None:
-    if INTERPRETED and form.kind in FP4_AND_INT4 and not form.is_by_columns:
+def skip_products(form: Form, of_weight: int) -> None:
+    """Skip products in bfloat16 of so many inputs with each weight."""
+    from offplan.runtime.forms.products import EACH_ROWS
+
+    if (
+        of_weight > EACH_ROWS
+        and INTERPRETED
+        and form.kind in FP4_AND_INT4
+        and not form.is_by_columns
+    ):
         pytest.skip("the interpreter computes nothing in bfloat16")
 
 
@@ -179,7 +194,7 @@ def test_products_of_codes(name: str, rows: int) -> None:
     from offplan.runtime.forms.products import multiply_rows
     from offplan.runtime.forms.reference import expand
 
-    skip_products(FORMS[name])
+    skip_products(FORMS[name], rows)
     parts = tame(make_parts(name), FORMS[name])
     x = random(rows, NUM_IN).to(DTYPES[0])
     expected = x.double() @ expand(FORMS[name], parts, torch.float32).double().T
@@ -204,7 +219,7 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
     parts = tame(make_parts(name), form)
     values = expand(form, parts, torch.float32)
     assert torch.equal(expand_on_gpu(form, parts, DTYPES[0]), values.to(DTYPES[0]))
-    skip_products(form)
+    skip_products(form, 5)
     x = random(5, NUM_IN).to(DTYPES[0])
     expected = x.double() @ values.double().T
     assert (multiply_rows(form, parts, x) - expected).abs().max() < 0.01 * expected.abs().max()
@@ -222,7 +237,7 @@ def test_products_of_experts(name: str, tokens: int) -> None:
     form = FORMS[name]
     if form.kind is Kind.NF4:
         pytest.skip("experts are not stored so")
-    skip_products(form)
+    skip_products(form, 2 * tokens // EXPERTS)
     parts = tame(make_parts(name, EXPERTS), form)
     x = random(tokens, NUM_IN).to(DTYPES[0])
     chosen = torch.randint(0, EXPERTS, (tokens, 2), device=DEVICE)
@@ -231,3 +246,30 @@ def test_products_of_experts(name: str, tokens: int) -> None:
     expected = by_expert.gather(1, chosen[..., None].expand(-1, -1, by_expert.shape[-1]))
     got = multiply_pairs(form, parts, x, *_sort(chosen.reshape(-1), EXPERTS))
     assert (got.view(tokens, 2, -1) - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.gpu
+@runs_kernels
+@by_form
+def test_gathered_experts_are_those_chosen(name: str) -> None:
+    from offplan.runtime.forms.experts import _sort
+    from offplan.runtime.forms.gather import gather
+    from offplan.runtime.forms.products import multiply_pairs
+
+    form, experts = FORMS[name], 9
+    if form.kind is Kind.NF4:
+        pytest.skip("experts are not stored so")
+    parts = tame(make_parts(name, experts), form)
+    chosen = torch.tensor([3, 8, 0, 3, 5, 8], device=DEVICE)
+    order, starts = _sort(chosen, experts)
+    gathered, begins = gather(parts, chosen, order, starts)
+    assert begins.tolist() == [0, 1, 3, 3, 4, 6, 6]
+    for part, value in parts.items():
+        for pair, expert in {0: 0, 1: 3, 3: 5, 4: 8}.items():
+            assert torch.equal(
+                gathered[part][pair].view(torch.uint8), value[expert].view(torch.uint8)
+            )
+    skip_products(form, 0)
+    x = random(3, NUM_IN).to(DTYPES[0])
+    there = multiply_pairs(form, parts, x, order, starts)
+    assert torch.equal(multiply_pairs(form, gathered, x, order, begins), there)

@@ -1,12 +1,13 @@
 """Routed experts whose weights are stored as codes, for transformers' experts interface."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
 
-from offplan.runtime.forms.stored import KERNEL_TYPES, StoredWeight
+from offplan.forms.form import Part
+from offplan.runtime.forms.stored import KERNEL_TYPES, StoredWeight, part_name
 from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
 
 STORED_EXPERTS_NAME = "offplan_stored"
@@ -19,6 +20,20 @@ def holds_codes(experts: nn.Module) -> bool:
     return "stored_experts" in vars(experts)
 
 
+def mark_in_place(module: nn.Module, names: Collection[str]) -> None:
+    """Have experts know which of their weights are read in place: those whose codes are ``names``.
+
+    ``names`` are those of the module's parameters.
+    """
+    for path, experts in module.named_modules():
+        if holds_codes(experts):
+            vars(experts)["in_place"] = tuple(
+                name
+                for name in vars(experts)["stored_experts"]
+                if f"{path}.{part_name(name, Part.WEIGHT)}" in names
+            )
+
+
 def forward_stored(
     experts: Any,
     hidden_states: torch.Tensor,
@@ -28,20 +43,27 @@ def forward_stored(
     """Send tokens, [tokens, hidden], through their experts; returns [tokens, hidden].
 
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. On a GPU each weight is multiplied from
-    its codes, read once for up to 64 pairs of a token and an expert; elsewhere it is expanded.
+    its codes, read once for up to 64 pairs of a token and an expert; elsewhere it is expanded. Few
+    experts' codes that lie in host memory are copied first: their rows begin amid lines of the
+    link, and scales are a few bytes a row.
     """
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_TYPES:
         name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
         expanded = _Expanded(experts, hidden_states.dtype)
         return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
-    from offplan.runtime.forms.products import multiply_pairs  # needs triton
+    from offplan.runtime.forms.gather import gather  # needs triton
+    from offplan.runtime.forms.products import multiply_pairs
 
     expert_of_pair = top_k_index.reshape(-1)
     order, starts = _sort(expert_of_pair, experts.num_experts)
+    to_gather = experts.in_place if len(order) <= experts.num_experts else ()
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         stored: StoredWeight = experts.stored_experts[name]
-        made = multiply_pairs(stored.form, stored.of(experts), x, order, starts)
+        parts, begins = stored.of(experts), starts
+        if name in to_gather:
+            parts, begins = gather(parts, expert_of_pair, order, starts)
+        made = multiply_pairs(stored.form, parts, x, order, begins)
         return made + getattr(experts, f"{name}_bias")[expert_of_pair] if experts.has_bias else made
 
     return send(experts, hidden_states, top_k_weights, multiply)

@@ -42,25 +42,53 @@ def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def decode_pair(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return weights number ``part`` and ``part`` + 4 of words of eight codes, as bfloat16.
+def pair_bits(words, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return weights number ``part`` and ``part`` + 4 of words of eight codes: two bfloat16.
 
     Both are made at once, in the halves of a word. 4-bit floats lack a factor of 2 ** 126, whole
-    numbers have 128 too many: their bits are the last ones of 128's mantissa. Those of a table,
-    float32, have nothing of this.
+    numbers have 128 too many: their bits are the last ones of 128's mantissa.
     """
-    if CODE == "table":  # the first weight of a byte is in its high half
-        place: tl.constexpr = 4 * (part + 1 - part % 2 * 2)
-        low = tl.load(table + ((words >> place) & 0xF))
-        high = tl.load(table + ((words >> (16 + place)) & 0xF))
+    both = words >> (4 * part)
+    if CODE == "fp4":
+        both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
     else:
-        both = words >> (4 * part)
-        if CODE == "fp4":
-            both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
-        else:
-            both = (both & 0x000F000F) | 0x43004300
+        both = (both & 0x000F000F) | 0x43004300
+    return both
+
+
+@triton.jit
+def look_up_pair(words, part: tl.constexpr, table):  # type: ignore[no-untyped-def]
+    """Return weights number ``part`` and ``part`` + 4 of words of eight codes from a table.
+
+    It is bitsandbytes', of float32; the first weight of a byte is in its high half.
+    """
+    place: tl.constexpr = 4 * (part + 1 - part % 2 * 2)
+    return tl.load(table + ((words >> place) & 0xF)), tl.load(
+        table + ((words >> (16 + place)) & 0xF)
+    )
+
+
+@triton.jit
+def decode_pair(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return weights number ``part`` and ``part`` + 4 as ``pair_bits`` has them, or of a table."""
+    if CODE == "table":
+        low, high = look_up_pair(words, part, table)
+    else:
+        both = pair_bits(words, part, CODE)
         low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def decode_wide(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Do the same in float32, whose first half a bfloat16 is."""
+    if CODE == "table":
+        low, high = look_up_pair(words, part, table)
+    else:
+        both = pair_bits(words, part, CODE)
+        low = (both << 16).to(tl.float32, bitcast=True)
+        high = (both & -65536).to(tl.float32, bitcast=True)
     return low, high
 
 
@@ -271,6 +299,89 @@ def multiply(  # type: ignore[no-untyped-def]
         sums *= 2.0**63
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
     tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])
+
+
+@triton.jit
+def multiply_each(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    order,
+    starts,
+    num_pairs,
+    num_out,
+    row_elements,
+    split_elements,
+    pairs_per_row,
+    num_experts,
+    weight,
+    scale,
+    zero,
+    whole,
+    table,
+    scale_rows,
+    scale_columns,
+    CODE: tl.constexpr,
+    PACK: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    GLOBAL_ROWS: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_ELEMENTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program for BLOCK_N rows of a weight in words, times one input.
+
+    Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
+    """
+    expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = n < num_out
+    pair = begin
+    if EXPERTS:
+        pair = tl.load(order + begin)
+    first_row = tl.cast(expert, tl.int64) * num_out + n
+    part_elements = num_pairs // pairs_per_row * row_elements
+    rows = weight + first_row[:, None] * row_elements
+    scales = scale + (expert * scale_rows + n // SCALE_ROWS)[:, None] * scale_columns
+    inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_elements
+    # half of what 4-bit floats lack: a product of both must be no subnormal number
+    FACTOR: tl.constexpr = 2.0**64 if CODE == "fp4" else 1.0
+    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in range(0, row_elements, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = k < row_elements
+        is_word = is_row[:, None] & inside[None, :]
+        words = tl.load(rows + k[None, :], mask=is_word, other=0)
+        column = (k // SCALE_ELEMENTS)[None, :]
+        s = load_scales(scales + column, is_word, SCALE)
+        none = 136.0 if ZERO == "middle" else 0.0
+        if ZERO == "words":
+            none = 128 + load_zeros(
+                zero, n[:, None], column, expert * num_out, scale_columns, is_word, ZERO, BITS
+            )
+        found = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        for part in tl.static_range(4):
+            low, high = decode_wide(words, part, table, CODE)
+            at = inputs + part * part_elements + k
+            v = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+            found += (low - none) * (v * FACTOR)
+            v = tl.load(at + 4 * part_elements, mask=inside, other=0.0).to(tl.float32)[None, :]
+            found += (high - none) * (v * FACTOR)
+        if CODE == "fp4":
+            found *= 2.0**62
+        sums += found * s
+    made = tl.sum(sums, 1)
+    if GLOBAL != "":
+        matrix = expert * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
+        of_matrix = tl.load(whole + matrix, mask=is_row, other=1.0)
+        made = made * of_matrix if GLOBAL == "factor" else made / of_matrix
+    where = out + tl.cast(pair, tl.int64) * num_out + n
+    tl.store(where, made.to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ class Operands(NamedTuple):
     """The tensors that it is stored in, and their sizes."""
     constants: dict[str, Any]
     block_k: int
-    """Elements that a product takes at once."""
+    """Elements that a product takes at once, at most."""
 
 
 def operands_of(form: Form, parts: Parts, *, in_words: bool = False) -> Operands:
@@ -70,7 +70,7 @@ def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:
         scales = scales.view(torch.uint8)
     arguments = codes, scales, parts.get(Part.ZERO), whole, parts.get(Part.CODES), *scales.shape[1:]
     # a tile of bytes lies under one scale, one of words under one or several whole ones
-    block_k = min(128, 1 << (wide.bit_length() - 1)) if pack == 1 else 32
+    block_k = min(128, 1 << (wide.bit_length() - 1)) if pack == 1 else 64
     return Operands(num_experts, num_out, length, pack, arguments, own, block_k)
 
 

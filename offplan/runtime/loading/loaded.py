@@ -10,6 +10,7 @@ from offplan.hostmem.limits import check_host_room
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.progress import Progress
+from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
@@ -78,6 +79,7 @@ class LoadedModel:
             return
         self._phase = None  # until all of them are
         assign(self._places, self.store.by_phase[phase])
+        mark_in_place(self.module, self.store.in_place[phase])
         self._phase = phase
 
     def close(self) -> None:

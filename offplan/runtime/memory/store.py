@@ -86,6 +86,8 @@ class WeightStore:
         off the device are loaded into them."""
         self.by_phase: dict[Phase, dict[str, nn.Parameter]] = {phase: {} for phase in Phase}
         """Views that each phase computes with, by parameter name, once all is page-locked."""
+        self.in_place: dict[Phase, set[str]] = {phase: set() for phase in Phase}
+        """Names of the parameters that each phase reads where they lie off the device."""
         self.arena = torch.empty(0, dtype=torch.uint8)
         """Bytes of all resident weights, on the device."""
         self.slots: list[torch.Tensor] = []
@@ -156,6 +158,7 @@ class WeightStore:
                 views[name] = view_as(wanted, self.slots[slot], offset - span.start)
             else:
                 views[name] = view_as(wanted, in_place[layer], offset)
+                self.in_place[phase].add(name)
         return views
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from offplan.runtime.forms.experts import send
 from offplan.runtime.forms.pairs import MAX_PAIRS, Pairs, sort_pairs
-from offplan.runtime.model.gpu_limits import gpu_limits
+from offplan.runtime.gpu_limits import gpu_limits
 from offplan.runtime.transformers_private import ExpertsInterface
 
 EXPERTS_NAME = "offplan"

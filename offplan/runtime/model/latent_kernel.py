@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.runtime.model.gpu_limits import gpu_limits
+from offplan.runtime.gpu_limits import gpu_limits
 
 BLOCK_HEADS = 16
 """Heads of one program: the least that the matrix units take."""

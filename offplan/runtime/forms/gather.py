@@ -1,0 +1,80 @@
+"""Chosen experts are copied from host memory in whole lines, each once, and multiplied then."""
+
+import torch
+import triton
+import triton.language as tl
+
+from offplan.runtime.forms.reference import Parts
+
+BLOCK = 1024
+"""Words that a program copies at a time."""
+LOOPS = 4
+"""Times that it does."""
+MAX_PARTS = 4
+"""Parts of a weight that have something of each expert, at most."""
+
+
+@triton.jit
+def _copy(source, target, words, block, expert, slot, BLOCK: tl.constexpr, LOOPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a share of one expert's words; do nothing where ``block`` is another part's."""
+    if source is not None:  # noqa: SIM102 (a constant, apart from what is computed)
+        if (block >= 0) & (block * BLOCK * LOOPS < words):
+            for loop in range(LOOPS):
+                at = (block * LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
+                inside = at < words
+                copied = tl.load(source + tl.cast(expert, tl.int64) * words + at, mask=inside)
+                tl.store(target + tl.cast(slot, tl.int64) * words + at, copied, mask=inside)
+
+
+@triton.jit
+def _gather(  # type: ignore[no-untyped-def]
+    expert_of_pair, order, starts, own_starts, num_pairs,
+    a, to_a, words_a, b, to_b, words_b, c, to_c, words_c, d, to_d, words_d,
+    BLOCK: tl.constexpr,
+    LOOPS: tl.constexpr,
+):  # fmt: skip
+    """One program for a share of the words of the expert of one pair, the first that has it."""
+    slot = tl.program_id(1)
+    expert = tl.load(expert_of_pair + tl.load(order + slot))
+    first = tl.load(starts + expert)
+    if tl.program_id(0) == 0:
+        tl.store(own_starts + slot, tl.where(first == slot, slot, tl.load(starts + expert + 1)))
+        tl.store(own_starts + num_pairs, num_pairs)
+    if first != slot:
+        return
+    block = tl.program_id(0)
+    SIZE: tl.constexpr = BLOCK * LOOPS
+    _copy(a, to_a, words_a, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_a, SIZE)
+    _copy(b, to_b, words_b, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_b, SIZE)
+    _copy(c, to_c, words_c, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_c, SIZE)
+    _copy(d, to_d, words_d, block, expert, slot, BLOCK, LOOPS)
+
+
+def gather(
+    parts: Parts, expert_of_pair: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+) -> tuple[Parts, torch.Tensor]:
+    """Copy the experts that pairs chose, each once, out of parts of [experts, ...].
+
+    ``expert_of_pair`` is [pairs], ``order`` lists them by their expert, ``starts``, [experts + 1],
+    where each one's begin in it. Returns parts of as many experts as there are pairs, of which the
+    first pair of each expert has its weight and the others none, and where their pairs begin.
+    """
+    num_pairs, num_blocks = order.numel(), 0
+    gathered: Parts = {}
+    arguments: list[torch.Tensor | int | None] = []
+    for part, value in parts.items():
+        source = value.view(torch.uint8).flatten(1)
+        source = source.view(torch.int32) if source.shape[1] % 4 == 0 else source
+        target = source.new_empty(num_pairs, source.shape[1])
+        arguments += [source, target, source.shape[1]]
+        num_blocks += triton.cdiv(source.shape[1], BLOCK * LOOPS)
+        gathered[part] = target.view(value.dtype).view(num_pairs, *value.shape[1:])
+    arguments += [None, None, 0] * (MAX_PARTS - len(parts))
+    own_starts = starts.new_empty(num_pairs + 1)
+    _gather[(num_blocks, num_pairs)](
+        expert_of_pair, order, starts, own_starts, num_pairs, *arguments, BLOCK=BLOCK, LOOPS=LOOPS
+    )
+    return gathered, own_starts
