@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from math import exp, log, prod
+from math import erfc, exp, log, prod, sqrt
 
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
@@ -110,12 +110,25 @@ def uva_bytes(
             share = experts.touched(num_tokens) / experts.num_experts
             rows = num_tokens * experts.num_experts_per_token / experts.num_experts
             if is_coded or factor is None:
-                factor = max(1.0, rows / (CODED_ROWS if is_coded else EXPERT_ROWS))
+                factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
         is_gathered = unit.is_expert and gathers_codes(experts, num_tokens)
         if is_coded and not is_gathered and not _has_aligned_rows(unit):
             factor = UNALIGNED_ROWS * (factor or 1.0)
         crossing += unit.nbytes * share * (factor or reread_factor(machine, num_tokens))
     return round(crossing)
+
+
+def coded_reads(mean_rows: float) -> float:
+    """How often the codes of an expert are read whose rows are ``mean_rows`` on average.
+
+    Once for each CODED_ROWS of them begun. Rows of an expert are as many as chance has it: of a
+    normal distribution as wide as Poisson's.
+    """
+    reads, rows, deviation = 1.0, CODED_ROWS, sqrt(max(mean_rows, 1.0))
+    while (beyond := erfc((rows - mean_rows) / (sqrt(2) * deviation)) / 2) > 1e-3:
+        reads += beyond
+        rows += CODED_ROWS
+    return reads
 
 
 def _has_aligned_rows(unit: Unit) -> bool:

@@ -251,7 +251,7 @@ def multiply(  # type: ignore[no-untyped-def]
         inside = k < stop
         is_input = inside[:, None] & is_pair[None, :]
         stored = tl.load(rows + k[None, :], mask=is_row[:, None] & inside[None, :], other=0)
-        if PACK == 1:  # a tile lies under one scale: it is scaled once it is multiplied
+        if PACK == 1:  # a tile lies under one scale: floats are scaled once they are multiplied
             column = start // SCALE_ELEMENTS
             w = decode(stored, 0, table, CODE)
             if ZERO == "middle":
@@ -261,11 +261,16 @@ def multiply(  # type: ignore[no-untyped-def]
                 none = load_zeros(zero, n, column, before, scale_columns, is_row, ZERO, BITS)
                 w -= none[:, None]
             v = tl.load(columns + k[:, None], mask=is_input, other=0.0)
-            found = tl.dot(w.to(v.dtype), v)
             s = load_scales(scales + column, is_row, SCALE)
             if SCALE == "largest":  # of a row, which 127 stands for
                 s *= _PER_127
-            sums += found * s[:, None]
+            if (
+                CODE == "int8" or CODE == "uint8"
+            ):  # libraries round their values to the scales' type
+                w = (w * s[:, None]).to(scale.dtype.element_ty)
+                sums = tl.dot(w.to(v.dtype), v, sums)
+            else:
+                sums += tl.dot(w.to(v.dtype), v) * s[:, None]
         else:
             GROUPS: tl.constexpr = BLOCK_K // SCALE_ELEMENTS if BLOCK_K > SCALE_ELEMENTS else 1
             column = start // SCALE_ELEMENTS + tl.arange(0, GROUPS)

@@ -71,7 +71,8 @@ def multiply_pairs(
     ``order`` lists the pairs by their expert, ``starts``, [experts + 1], where each one's begin in
     it. Pairs are dealt out evenly: row r of R serves those from r x pairs / R on.
     """
-    of_expert = order.numel() // (starts.numel() - 1)
+    # twice as many as an expert has on average: those of most experts are one block
+    of_expert = 2 * order.numel() // (starts.numel() - 1)
     block_m = max(MIN_ROWS, min(PAIR_ROWS, triton.next_power_of_2(of_expert)))
     return _multiply(form, parts, x, order.numel(), (order, starts), block_m)
 
