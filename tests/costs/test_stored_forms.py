@@ -1,17 +1,21 @@
 """A quantised model costs the bytes that it is stored in, and the products that it stands for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.costs.compute import outside_time
 from offplan.costs.link import UNALIGNED_ROWS, uva_bytes
 from offplan.costs.memory import (
     EXPANDED_COPIES,
     NESTED_SCALE_BYTES,
     activation_bytes,
+    expanded_bytes,
     kv_cache_bytes,
+    logits_bytes,
 )
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Part
@@ -58,3 +62,30 @@ def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
     codes = [unit for unit in units if unit.part is Part.WEIGHT]
     read, num_bytes = uva_bytes(machine, codes, model.experts, 1), sum(u.nbytes for u in codes)
     assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * 4 / 32)
+
+
+def test_a_head_stored_as_codes_is_expanded_for_many_sequences(tmp_path: Path, raw: Model) -> None:
+    stored = FORMATS["fp8 blocks"]._replace(takes_all=True)
+    model, machine = open_model(str(write_quantised(tmp_path, stored))), load_profile("h200-pcie5")
+    few, many = (PassShape(Phase.DECODE, batch, 1, 9) for batch in (128, 129))
+    values = model.head.num_weights * 2
+    assert not model.head.form.is_raw
+    assert logits_bytes(model, few) == logits_bytes(raw, few)
+    assert logits_bytes(model, many) == logits_bytes(raw, many) + values
+    took, raw_took = (outside_time(machine, m, many).seconds for m in (model, raw))
+    made = 2 * values - (values - model.head.nbytes)
+    assert took - raw_took == pytest.approx(made / machine.hbm.value)
+    # a prompt's tokens beyond each sequence's last never meet it
+    assert logits_bytes(model, PROMPT) == logits_bytes(raw, PROMPT)
+
+
+def test_float32_is_multiplied_by_values_alone(tmp_path: Path) -> None:
+    model = open_model(str(write_quantised(tmp_path, FORMATS["fp8 blocks"])))
+    step, layer = PassShape(Phase.DECODE, 1, 1, 9), model.layers[0]
+    wide = replace(model, dtype="float32")
+    assert expanded_bytes(model, layer, step) == 0
+    largest = max(p.num_weights for p in layer.parameters)
+    assert expanded_bytes(wide, layer, step) == EXPANDED_COPIES * largest * 4
+    works = layer_work(model, layer), layer_work(wide, layer)
+    made = [work.device_bytes(step) - work.weight_bytes(step) for work in works]
+    assert made[1] - made[0] == 2 * 4 * works[1].expanded_elements
