@@ -72,6 +72,7 @@ def _name_method(stated: Mapping[str, Any]) -> str:
 
 
 def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
+    # what transformers takes for an absent one; null is one scale a matrix
     block = stated.get("weight_block_size", [128, 128])
     is_pair = isinstance(block, list) and len(block) == 2 and all(map(is_size, block))
     is_usual = stated.get("expert_dtype", "fp8") == "fp8" and stated.get("fmt", "e4m3") == "e4m3"

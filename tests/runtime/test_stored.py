@@ -109,7 +109,16 @@ def test_zeros_that_the_config_says_are_not_taken_as_the_middle(tmp_path: Path) 
     path = stored / "model.safetensors"
     kept = {n: t for n, t in load_file(path).items() if not n.endswith("weight_zero_point")}
     save_file(kept, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match="stored as other"):
+    why = r"fits no known form.*weight_packed I32 \[.*weight_scale BF16"
+    with pytest.raises(CheckpointError, match=why):
+        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+
+
+def test_biases_that_may_be_zeros_are_refused(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3", "gptq", tmp_path, num_hidden_layers=1)
+    path, bias = stored / "model.safetensors", "model.layers.0.mlp.up_proj.bias"
+    save_file(load_file(path) | {bias: torch.zeros(64)}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"takes {bias}; old AutoGPTQ stores biases of zeros"):
         LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
 
 

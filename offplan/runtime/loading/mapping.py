@@ -12,7 +12,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import Form, Part
+from offplan.forms.form import Form, Kind, Part
 from offplan.forms.names import part_of
 from offplan.runtime.forms.runnable import (
     check_experts,
@@ -153,7 +153,10 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     check_experts(skeleton, {target.codes.weight for target in targets.values() if target.codes})
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
     if missing or unused:
-        raise CheckpointError(_describe_mismatch(model.source, missing, unused))
+        told = _describe_mismatch(model.source, missing, unused)
+        if coded and any(name.endswith(".bias") for name in unused):
+            told += "; old AutoGPTQ stores biases of zeros, which headers do not tell from others"
+        raise CheckpointError(told)
     _check_layers(skeleton, model, targets)
     return targets
 
@@ -177,6 +180,12 @@ def _map_codes(
     form, tensors = found.parameter.form, [tensor for tensor, _ in found.sources]
     path, _, attribute = name.rpartition(".")
     module = skeleton.get_submodule(path)
+    if form.kind is Kind.OTHER:
+        stored = (found.parameter.of(each)[0] for each in found.parameter.parts)
+        raise refuse(
+            f"{name} is stored as what fits no known form, or not the one that the config says: "
+            + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in stored)
+        )
     check_form(name, found.parameter, module)
     shape, held = found.parameter.shape, part_shape(found.parameter, part)
     assert held is not None
