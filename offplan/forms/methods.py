@@ -123,7 +123,9 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     excepted = list(dynamic) if is_record(dynamic) else [""]
     if form is OTHER or stated.get("lm_head") or not all(key[:2] == "-:" for key in excepted):
         return Quantisation("gptq")
-    scheme = Scheme(form, store_gptq, scale="F16")
+    # groups that were told beforehand follow each other, in whatever order columns were quantised
+    is_shuffled = stated.get("desc_act") is True and not stated.get("static_groups")
+    scheme = Scheme(form, store_gptq, scale="F16", has_group_index=is_shuffled)
     patterns = [f"re:{key[2:]}" for key in excepted]
     blocks = stated.get("modules_in_block_to_quantize")
     only = tuple(name for names in blocks for name in names_of(names)) if blocks else ("",)

@@ -64,6 +64,31 @@ def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
     assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * 4 / 32)
 
 
+@pytest.mark.parametrize(
+    ("told", "times"),
+    [
+        ({}, 4 * (1 - (3 / 4) ** 64)),
+        ({"desc_act": False}, 1),
+        ({"static_groups": True}, 1),
+    ],
+)
+def test_scales_in_the_order_of_activations_are_looked_up(
+    tmp_path: Path, told: dict[str, bool], times: float
+) -> None:
+    config = {**FORMATS["gptq"].config, **told}
+    model = open_model(str(write_quantised(tmp_path, FORMATS["gptq"]._replace(config=config))))
+    machine = load_profile("h200-pcie5")
+    down = [u for u in group_units(model.layers[0]) if u.name == "mlp.down_proj.weight"]
+    for unit in down:
+        factor = times if unit.part in (Part.SCALE, Part.ZERO) else 1
+        assert uva_bytes(machine, [unit], None, 1) == round(factor * unit.nbytes)
+    assert {unit.part for unit in down} >= {Part.SCALE, Part.ZERO, Part.GROUP_INDEX}
+    # those of few experts are copied whole before they are multiplied
+    routed = [u for u in group_units(model.layers[1]) if u.is_expert and u.part is Part.SCALE]
+    for unit in routed:
+        assert uva_bytes(machine, [unit], model.experts, 1) == unit.nbytes // 2
+
+
 def test_a_head_stored_as_codes_is_expanded_for_many_sequences(tmp_path: Path, raw: Model) -> None:
     stored = FORMATS["fp8 blocks"]._replace(takes_all=True)
     model, machine = open_model(str(write_quantised(tmp_path, stored))), load_profile("h200-pcie5")
