@@ -5,9 +5,9 @@ from dataclasses import replace
 from offplan.costs.threshold import least_that
 from offplan.plan import MOST, MOST_CACHED
 from offplan.planner.aims import Nearest, limits_ps
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
-from offplan.question import Question
 
 
 def find_longest_context(question: Question, most: int | None = None) -> int | None:

@@ -9,10 +9,10 @@ from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.context import find_longest_context
 from offplan.planner.find import PlanResult, find_plan, write_plan
 from offplan.planner.infeasible import explain_infeasible
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
 from offplan.planner.throughput import plan_throughput
-from offplan.question import Question
 from offplan.units import format_budget, format_bytes, format_seconds
 
 RESOLUTION = 100

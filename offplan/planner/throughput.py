@@ -4,9 +4,9 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Plan
 from offplan.planner.aims import NEVER
 from offplan.planner.find import PlanResult, find_floor_of, find_plan
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
-from offplan.question import Question
 
 MOST_BATCH = 4096
 """Larger batches are not tried."""

@@ -8,17 +8,17 @@ from typing import Literal
 from offplan.checkpoint.model import Model
 from offplan.errors import MemoryLimitError, PlanError, ProfileError
 from offplan.hostmem.limits import check_host_room, lock_limit
-from offplan.machine.profile import MachineProfile
-from offplan.machines import measure_here
-from offplan.plan import Plan
-from offplan.planned import (
+from offplan.library.machines import measure_here
+from offplan.library.planned import (
     describe_drift,
     link_to_store,
     open_planned_profile,
     read_planned_model,
 )
+from offplan.library.repricing import list_changes, price_decision, price_on
+from offplan.machine.profile import MachineProfile
+from offplan.plan import Plan
 from offplan.progress import Stages, silent
-from offplan.repricing import list_changes, price_decision, price_on
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 

@@ -9,7 +9,7 @@ from offplan.errors import InfeasibleError, InputError
 from offplan.machine.profile import LayerTime, dump_profile, parse_profile
 from offplan.plan import Budget, Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
-from offplan.question import Question
+from offplan.planner.question import Question
 from tests.costs.builders import make_machine, moe_model
 from tests.planner.cases import (
     MODELS,

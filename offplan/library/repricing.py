@@ -3,9 +3,9 @@
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
 from offplan.errors import PlanError, ProfileError
+from offplan.library.planned import link_to_store, open_planned_profile
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Backend, Plan, Prediction, Workload
-from offplan.planned import link_to_store, open_planned_profile
 
 STAND_IN = "h200-pcie5"
 """A shipped profile, for figures that are the same on every machine."""
