@@ -124,6 +124,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     renamed = rename(skeleton, names)
     for (parameter, part, tensor), (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
+            _check_understood(name, parameter)
             one = found.setdefault((name, part), _Found(converter, parameter, []))
             if one.parameter.form != parameter.form:
                 raise refuse(
@@ -161,6 +162,16 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     return targets
 
 
+def _check_understood(name: str, parameter: Parameter) -> None:
+    """Raise CheckpointError, which lists what was found, for what is sized and not understood."""
+    if parameter.form.kind is Kind.OTHER:
+        parts = (parameter.of(part)[0] for part in parameter.parts)
+        raise refuse(
+            f"{name} is stored as what fits no known form, or not the one that its config says of "
+            "each expert: " + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in parts)
+        )
+
+
 class _Found(NamedTuple):
     """The stored tensors that go to one parameter, and by which converter."""
 
@@ -180,12 +191,6 @@ def _map_codes(
     form, tensors = found.parameter.form, [tensor for tensor, _ in found.sources]
     path, _, attribute = name.rpartition(".")
     module = skeleton.get_submodule(path)
-    if form.kind is Kind.OTHER:
-        stored = (found.parameter.of(each)[0] for each in found.parameter.parts)
-        raise refuse(
-            f"{name} is stored as what fits no known form, or not the one that the config says: "
-            + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in stored)
-        )
     check_form(name, found.parameter, module)
     shape, held = found.parameter.shape, part_shape(found.parameter, part)
     assert held is not None
