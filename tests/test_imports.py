@@ -20,7 +20,7 @@ ARROWS = {
     "hostmem": ["errors", "units"],
     "forms": ["errors"],
     "checkpoint": ["errors", "units", "progress", "files", "forms"],
-    "machine": ["records", "progress", "files", "hostmem"],
+    "machine": ["records", "progress", "files", "hostmem", "choices"],
     "segments": [],
     "plan": ["records", "segments", "choices"],
     "placement": ["checkpoint", "plan"],

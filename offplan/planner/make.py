@@ -34,7 +34,7 @@ def make_plan(question: Question) -> PlanResult:
             return best
         # a single sequence says what is missing
         goal = question.goal.model_copy(update={"objective": "latency"})
-        question = replace(question.with_batch(1), goal=goal)
+        question = replace(question.with_workload(batch=1), goal=goal)
     try:
         return _make_latency_plan(question)
     except InfeasibleError as error:

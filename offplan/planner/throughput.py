@@ -28,7 +28,7 @@ def plan_throughput(question: Question) -> PlanResult | None:
         """Keep the plan of a batch if it is the best."""
         nonlocal best
         tried.add(batch)
-        sized = question.with_batch(batch)
+        sized = question.with_workload(batch=batch)
         tokens = batch * question.workload.output_tokens
         below_s = NEVER if best is None else tokens / tokens_per_s(best.plan)
         space = Space(sized)

@@ -68,7 +68,7 @@ def test_rows_of_an_embedding_on_the_host_cross_one_a_token() -> None:
 
 
 def test_a_second_gpu_holds_the_slabs_alone() -> None:
-    peer = make_machine(peer=20e9).with_peer_store()
+    peer = make_machine(peer=20e9).with_store("peer")
     rules = {"prefill_chunk": 512, "embeddings": "host", "rules": (rule("mlp"),)}
     on_host, on_peer = (
         predict(dense_model(3), peer, WORKLOAD, BUDGET, Offload(**rules, store=store))

@@ -76,8 +76,8 @@ def test_a_plan_for_a_second_gpu_is_of_its_link() -> None:
     question = ask(moe_model(5), machine, 0.5, store="peer")
     plan = make_plan(question).plan
     assert plan.offload.store == question.store
-    assert plan.machine.fingerprint == machine.with_peer_store().fingerprint
-    assert question.planned_machine == machine.with_peer_store()
+    assert plan.machine.fingerprint == machine.with_store("peer").fingerprint
+    assert question.planned_machine == machine.with_store("peer")
 
 
 def test_machine_limits_the_budget() -> None:
