@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from offplan import machines
 from offplan.cli import output
+from offplan.library import machines
+from offplan.library.planned import open_planned_profile
 from offplan.plan import load_plan
-from offplan.planned import open_planned_profile
 from tests.cli import CLI, RUNS, TINY_MOE
 from tests.rendering import strip_lines
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from offplan import machines, runnable
 from offplan.hostmem import limits
+from offplan.library import machines, runnable
 from offplan.machine.profile import load_profile
 from offplan.plan import load_plan
 from offplan.upkeep import checking, local_gpu

@@ -37,14 +37,14 @@ def analyze(
     verbose: options.Verbose = False,
 ) -> None:
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
-    from offplan.asking import ask
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import note_budget, read_workload, save_plan, settle_context
-    from offplan.machines import find_machine, why_unmeasured
+    from offplan.library.asking import ask
+    from offplan.library.machines import find_machine, why_unmeasured
+    from offplan.library.runnable import why_not_run
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.answer import render_answer
     from offplan.report.payload import analyze_payload
-    from offplan.runnable import why_not_run
 
     check_writable(output, svg, force=force)
     if json and STANDARD in (output, svg):

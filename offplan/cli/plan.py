@@ -37,17 +37,17 @@ def plan(
     engine: options.Engine = None,
 ) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
-    from offplan.asking import ask
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import note_budget, read_workload, save_plan, settle_context
-    from offplan.machines import find_machine, why_unmeasured
+    from offplan.library.asking import ask
+    from offplan.library.machines import find_machine, why_unmeasured
+    from offplan.library.runnable import why_not_run
     from offplan.plan import dump_plan
     from offplan.planner.frontier import find_frontier
     from offplan.planner.make import make_plan
     from offplan.report.analysis import describe_running
     from offplan.report.frontier import frontier_payload, render_frontier
     from offplan.report.payload import plan_payload
-    from offplan.runnable import why_not_run
 
     if output == STANDARD:  # where it goes anyway
         output = None

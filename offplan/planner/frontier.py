@@ -8,10 +8,10 @@ from offplan.costs.threshold import least_that
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest
 from offplan.planner.find import find_plan
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
 from offplan.progress import Progress
-from offplan.question import Question
 
 NUM_POINTS = 12
 """Budgets tried, evenly spaced."""

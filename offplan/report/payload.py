@@ -18,10 +18,10 @@ from offplan.report.run import RunResult
 from offplan.report.why import explain_plan
 
 if TYPE_CHECKING:  # they import torch
-    from offplan.benchmark import BenchResult
+    from offplan.library.benchmark import BenchResult
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
-    from offplan.texts import Text
+    from offplan.runtime.texts import Text
 
 dump = TypeAdapter(Any).dump_python
 """Turns a record into a dictionary of its fields, less those excluded; None stays None."""

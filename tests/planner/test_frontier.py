@@ -8,7 +8,7 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Budget
 from offplan.planner.frontier import GIB, find_frontier
 from offplan.planner.make import make_plan
-from offplan.question import Question
+from offplan.planner.question import Question
 from offplan.report.frontier import render_frontier
 from tests.costs.builders import make_machine, moe_model
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask

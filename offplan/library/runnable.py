@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import offplan
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 from offplan.files import keep, read_kept
@@ -62,14 +63,14 @@ def _key(model: Model) -> str:
         digest.update(version(package).encode())
     for part in (model.source, model.headers_sha256, model.config_sha256):
         digest.update(part.encode())
-    for path in sorted(Path(__file__).parent.rglob("*")):
+    for path in sorted(Path(offplan.__file__).parent.rglob("*")):
         if path.suffix in (".py", ".yaml"):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 
 
 def _ask_process(model: Model) -> str | None:
-    command = [sys.executable, "-c", "from offplan.runnable import answer; answer()"]
+    command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     try:
         done = subprocess.run(
             command, input=pickle.dumps(model), capture_output=True, timeout=_PATIENCE_S, check=True
