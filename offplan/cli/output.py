@@ -40,10 +40,11 @@ def print_result(
 def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> "Console":
     """Print tables, an empty line between them, to ``file`` or stdout; returns the console."""
     from offplan.cli.console import PlainConsole
-    from offplan.report.table import WIDTH
+    from offplan.report.table import report_width
 
+    width = report_width(file or sys.stdout)
     console = PlainConsole(
-        width=WIDTH, highlight=False, markup=False, emoji=False, file=file, record=True
+        width=width, highlight=False, markup=False, emoji=False, file=file, record=True
     )
     for number, part in enumerate(parts):
         if number:

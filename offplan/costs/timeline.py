@@ -27,8 +27,12 @@ from offplan.schedule import Compute, Copy, Schedule, Wait
 PS_PER_S = 10**12
 """Picoseconds in a second."""
 
-_NEVER = float("-inf")
+NEVER = float("-inf")
 """A moment before all others."""
+
+Record = Callable[[str, str, int | None, float, float], None]
+"""Hears of each thing that a queue does: queue (``compute`` or ``link``), what, layer (None outside
+of all layers), and the picoseconds at which it begins and ends."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +97,8 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     """
     copied_ps = sum(times.copy_ps(op.span) for op in schedule.operations if isinstance(op, Copy))
     link_ps = copied_ps + sum(times.uva_ps)
-    size = 2 + len(schedule.before)
-    slowdown = times.uva_slowdown if copied_ps else 1.0
-    columns = []
-    for origin in range(size):  # the map's column: what depends on this moment alone
-        state: list[float] = [_NEVER] * size
-        state[origin] = 0
-        _run_pass(schedule, times, state, lambda reading, _: int(reading * slowdown))
-        columns.append(state)
     return PhaseTimes(
-        step_ps=largest_cycle_mean(columns),
+        step_ps=largest_cycle_mean(map_moments(schedule, times)),
         compute_ps=times.resident_ps,
         link_ps=link_ps,
         bound_ps=max(times.resident_ps, link_ps),
@@ -125,13 +121,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
             copied_ps += pending[op.slot]
         elif isinstance(op, Wait):
             awaited_ps += pending.pop(op.slot, 0)
-    state: list[float] = [0] * (2 + len(schedule.before))
-    _run_pass(
-        schedule,
-        times,
-        state,
-        lambda reading, left: min(int(reading * times.uva_slowdown), reading + left),
-    )
+    state = run_prompt(schedule, times)
     return PhaseTimes(
         step_ps=Fraction(int(state[0])),
         compute_ps=times.resident_ps,
@@ -141,11 +131,51 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     )
 
 
+def map_moments(schedule: Schedule, times: PassTimes) -> list[list[float]]:
+    """Return a decode step as a map, column by column: what depends on each moment alone.
+
+    The moments are those of ``run_step``.
+    """
+    size = 2 + len(schedule.before)
+    columns = []
+    for origin in range(size):
+        state: list[float] = [NEVER] * size
+        state[origin] = 0
+        run_step(schedule, times, state)
+        columns.append(state)
+    return columns
+
+
+def _ignore(*_: object) -> None:
+    """Record nothing."""
+
+
+def run_step(
+    schedule: Schedule, times: PassTimes, state: list[float], record: Record = _ignore
+) -> None:
+    """Advance ``state`` by a decode step: when compute, the link and each slot's fill are done."""
+    copies = any(isinstance(op, Copy) for op in schedule.operations)
+    slowdown = times.uva_slowdown if copies else 1.0
+    _run_pass(schedule, times, state, lambda reading, _: int(reading * slowdown), record)
+
+
+def run_prompt(schedule: Schedule, times: PassTimes, record: Record = _ignore) -> list[float]:
+    """Run a prompt from an idle link; return when compute, link and slots are done."""
+    state: list[float] = [0] * (2 + len(schedule.before))
+
+    def read(reading: int, left: float) -> float:
+        return min(int(reading * times.uva_slowdown), reading + left)
+
+    _run_pass(schedule, times, state, read, record)
+    return state
+
+
 def _run_pass(
     schedule: Schedule,
     times: PassTimes,
     state: list[float],
     read: Callable[[int, float], float],
+    record: Record,
 ) -> None:
     """Advance ``state``: when compute, the link and the fill of each slot are done.
 
@@ -156,19 +186,25 @@ def _run_pass(
     slots = state[2:]
     for op in schedule.operations:
         if isinstance(op, Copy):
-            link = max(link, compute) + times.copy_ps(op.span)
-            slots[op.slot] = link
+            began = max(link, compute)
+            link = slots[op.slot] = began + times.copy_ps(op.span)
+            record("link", "copy", op.span.layer, began, link)
         elif isinstance(op, Wait):
-            compute = max(compute, slots[op.slot])
+            began, compute = compute, max(compute, slots[op.slot])
+            record("compute", "wait", op.span.layer, began, compute)
         elif isinstance(op, Compute):
             reading = times.uva_ps[op.layer]
             if reading:
                 took = read(reading, max(0, link - compute))
+                record("link", "read", op.layer, compute, compute + reading)
+                record("compute", "read", op.layer, compute, compute + took)
                 # What is being copied meanwhile is late by as much as the kernels read.
                 link = max(link, compute) + reading
                 slots = [max(done, compute) + reading for done in slots]
                 compute += took
-            compute += times.compute_ps[op.layer]
+            began, compute = compute, compute + times.compute_ps[op.layer]
+            record("compute", "compute", op.layer, began, compute)
+    record("compute", "compute", None, compute, compute + times.outside_ps)
     state[:] = [compute + times.outside_ps, link, *slots]
 
 

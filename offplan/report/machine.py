@@ -36,6 +36,7 @@ def render_sources(machine: MachineProfile) -> Table:
 def render_machines(machines: Mapping[str, MachineProfile]) -> Table:
     """List profiles by their names."""
     table = make_table("Machines", "--machine", "GPU memory", "its rate", "link", "its rate")
+    table.columns[3].no_wrap = False
     table.columns[0].no_wrap = True
     for name, machine in machines.items():
         memory, hbm, h2d = machine.gpu_memory.value, machine.hbm.value, machine.h2d.value
