@@ -19,6 +19,7 @@ characterization of the minimum cycle mean in a digraph (1978).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from offplan.placement import Span
 from offplan.plan import PhasePrediction
@@ -30,9 +31,14 @@ PS_PER_S = 10**12
 NEVER = float("-inf")
 """A moment before all others."""
 
-Record = Callable[[str, str, int | None, float, float], None]
-"""Hears of each thing that a queue does: queue (``compute`` or ``link``), what, layer (None outside
-of all layers), and the picoseconds at which it begins and ends."""
+Time = float | Fraction
+"""A moment, in picoseconds."""
+Queue = Literal["compute", "link"]
+Doing = Literal["compute", "wait", "read", "copy"]
+"""``wait`` is compute that waits for the link; ``read`` is weights being read in place."""
+Record = Callable[[Queue, Doing, int | None, Time, Time], None]
+"""Hears of each thing that a queue does: of which layer (None outside of all layers), and when it
+begins and ends."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     )
 
 
-def map_moments(schedule: Schedule, times: PassTimes) -> list[list[float]]:
+def map_moments(schedule: Schedule, times: PassTimes) -> list[list[Time]]:
     """Return a decode step as a map, column by column: what depends on each moment alone.
 
     The moments are those of ``run_step``.
@@ -139,7 +145,7 @@ def map_moments(schedule: Schedule, times: PassTimes) -> list[list[float]]:
     size = 2 + len(schedule.before)
     columns = []
     for origin in range(size):
-        state: list[float] = [NEVER] * size
+        state: list[Time] = [NEVER] * size
         state[origin] = 0
         run_step(schedule, times, state)
         columns.append(state)
@@ -151,7 +157,7 @@ def _ignore(*_: object) -> None:
 
 
 def run_step(
-    schedule: Schedule, times: PassTimes, state: list[float], record: Record = _ignore
+    schedule: Schedule, times: PassTimes, state: list[Time], record: Record = _ignore
 ) -> None:
     """Advance ``state`` by a decode step: when compute, the link and each slot's fill are done."""
     copies = any(isinstance(op, Copy) for op in schedule.operations)
@@ -159,11 +165,11 @@ def run_step(
     _run_pass(schedule, times, state, lambda reading, _: int(reading * slowdown), record)
 
 
-def run_prompt(schedule: Schedule, times: PassTimes, record: Record = _ignore) -> list[float]:
+def run_prompt(schedule: Schedule, times: PassTimes, record: Record = _ignore) -> list[Time]:
     """Run a prompt from an idle link; return when compute, link and slots are done."""
-    state: list[float] = [0] * (2 + len(schedule.before))
+    state: list[Time] = [0] * (2 + len(schedule.before))
 
-    def read(reading: int, left: float) -> float:
+    def read(reading: int, left: Time) -> Time:
         return min(int(reading * times.uva_slowdown), reading + left)
 
     _run_pass(schedule, times, state, read, record)
@@ -173,8 +179,8 @@ def run_prompt(schedule: Schedule, times: PassTimes, record: Record = _ignore) -
 def _run_pass(
     schedule: Schedule,
     times: PassTimes,
-    state: list[float],
-    read: Callable[[int, float], float],
+    state: list[Time],
+    read: Callable[[int, Time], Time],
     record: Record,
 ) -> None:
     """Advance ``state``: when compute, the link and the fill of each slot are done.
@@ -208,14 +214,14 @@ def _run_pass(
     state[:] = [compute + times.outside_ps, link, *slots]
 
 
-def largest_cycle_mean(columns: Sequence[Sequence[float]]) -> Fraction:
+def largest_cycle_mean(columns: Sequence[Sequence[Time]]) -> Fraction:
     """Largest mean weight of a cycle in the graph whose edge from i to j weighs ``columns[i][j]``.
 
     Karp's formula: max over v of min over k of (D_n(v) - D_k(v)) / (n - k), where D_k(v) is the
     heaviest walk of k edges that ends in v.
     """
     size = len(columns)
-    heaviest: list[list[float]] = [[0] * size]
+    heaviest: list[list[Time]] = [[0] * size]
     for _ in range(size):
         last = heaviest[-1]
         heaviest.append([max(last[i] + columns[i][j] for i in range(size)) for j in range(size)])

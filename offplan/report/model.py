@@ -18,7 +18,7 @@ from offplan.units import format_bytes, format_bytes_alike
 MIN_SHARE = 0.002
 """Segments with a smaller share of the stored bytes are summed up in one row."""
 _MAX_RANGES = 3
-_FIGURES_WIDTH = 36
+_FIGURES_WIDTH = 32
 """Columns of the segments' figures and the gaps between them."""
 _NAME_WIDTH = 38
 _MAX_BAR_WIDTH = 24

@@ -15,7 +15,6 @@ LEAST_WIDTH, MOST_WIDTH = 60, 120
 """Columns of a report on a terminal: fewer break the figures, in more the eye loses its line."""
 
 
-
 def report_width(file: IO[str]) -> int:
     """Return the columns of a report that is printed to ``file``."""
     if not file.isatty():
@@ -25,11 +24,12 @@ def report_width(file: IO[str]) -> int:
 
 
 class NarrowingTable(Table):
-    """A table that, where it is too wide, moves together and breaks headings, but no figures."""
+    """A table that moves together and breaks its headings, never figures, on narrow terminals."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the table."""
-        if self.__rich_measure__(console, options).maximum > options.max_width:
+        is_narrow = options.max_width < WIDTH
+        if is_narrow and self.__rich_measure__(console, options).maximum > options.max_width:
             self.collapse_padding = True
             for column in self.columns:
                 if column.no_wrap:
