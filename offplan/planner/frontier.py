@@ -53,7 +53,7 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
     most = min(question.budget.gpu_memory, _enough_for_all(space))
     last = plan_for(most)
     low = least_that(fits, 0, most, most // RESOLUTION)
-    *sizes, _ = sorted(_spread(low, most))
+    *sizes, _ = sorted(spread_budgets(low, most))
     plans = []
     for number, size in enumerate(sizes, 1):
         plans.append(plan_for(size))
@@ -67,7 +67,7 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
     return (*points, Point(last, None))
 
 
-def _spread(low: int, most: int) -> set[int]:
+def spread_budgets(low: int, most: int) -> set[int]:
     """Choose budgets from ``low`` to ``most``, both of them among these."""
     sizes = {low, most, *(size * GIB for size in CARDS_GIB if low < size * GIB < most)}
     while len(sizes) < min(NUM_POINTS, most - low + 1):
