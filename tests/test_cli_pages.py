@@ -14,6 +14,7 @@ from tests.cli import CLI, ROOT
 
 PLAN = ROOT / "plans" / "tiny-moe.yaml"
 VOID = {"meta"}
+TINY = "plans/tiny-moe --machine cpu --gpu-memory 1MiB --prompt-tokens 32 --context 256"
 
 
 class Page(HTMLParser):
@@ -99,9 +100,44 @@ def test_what_is_not_known_is_not_drawn(cli: CLI, tmp_path: Path) -> None:
     text = PLAN.read_text("utf-8").replace("source: tiny-moe", f"source: {PLAN.parent}/tiny-moe")
     plan.write_text(text.replace("profile: cpu", "profile: null"), "utf-8")
     told = " ".join(Page(report(cli, tmp_path, plan)).texts)
-    assert "Not shown: time and frontier." in told
+    assert "Neither time nor frontier is shown" in told
     assert "Memory" in told
     assert "A decode step" not in told
+
+
+def test_a_smaller_machine_is_told(cli: CLI, tmp_path: Path) -> None:
+    profile = (ROOT / "offplan/machine/profiles/cpu.yaml").read_text("utf-8")
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(profile.replace("value: 4 GiB", "value: 200 KiB"), "utf-8")
+    told = " ".join(Page(report(cli, tmp_path, PLAN, "--machine", machine)).texts)
+    assert "more than its budget of 200 KiB" in told
+    assert "It fits" not in told
+    assert "There is no frontier: no plan fits" in told
+
+
+def test_a_trace_has_both_sides(cli: CLI, tmp_path: Path) -> None:
+    waits = [{"layer": 3, "start_s": 0.001, "stop_s": 0.002}]
+    recorded = {"num_passes": 3, "seconds": 0.009, "waits": waits}
+    path = write_bench(tmp_path / "bench.json")
+    data = json.loads(path.read_text())
+    for phase in ("decode", "prefill"):
+        data["measured"][phase]["recorded"] = recorded
+    path.write_text(json.dumps(data))
+    trace = tmp_path / "trace.json"
+    assert cli("report", PLAN, "--bench", path, "--trace", trace).code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["predicted", "compute", "link", "measured", "compute"]
+    sums: dict[tuple[int, str], float] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        assert event["dur"] >= 0
+        key = event["pid"], event["cat"]
+        sums[key] = sums.get(key, 0.0) + event["dur"]
+    prediction = load_plan(PLAN).prediction
+    computed_s = prediction.prefill.compute_s + 3 * prediction.decode.compute_s
+    assert sums[1, "compute"] == pytest.approx(1e6 * computed_s, rel=1e-3)
+    assert sums[2, "wait"] == pytest.approx(2 * 1000)
+    assert sums[2, "compute"] == pytest.approx(2 * 8000)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +181,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     "command",
     [
-        "plan plans/tiny-moe --machine cpu --gpu-memory 1MiB --prompt-tokens 32 --context 256 --frontier",
-        "analyze plans/tiny-moe --machine cpu --gpu-memory 1MiB --prompt-tokens 32 --context 256 -v",
+        f"plan {TINY} --frontier",
+        f"analyze {TINY} -v",
         "explain plans/tiny-moe.yaml",
         "machines",
         "machines rtx4090",

@@ -22,6 +22,23 @@ class _Part(Record):
     model_config = ConfigDict(extra="ignore")
 
 
+class Waiting(_Part):
+    """Compute standing still for a layer's bytes."""
+
+    layer: int
+    start_s: _Number
+    """Seconds from the beginning of the recording."""
+    stop_s: _Number
+
+
+class Recording(_Part):
+    """When compute waited during some passes, one after another."""
+
+    num_passes: int
+    seconds: _Number
+    waits: tuple[Waiting, ...]
+
+
 class Phase(_Part):
     """Figures of a phase (decode: one step; prefill: the whole prompt)."""
 
@@ -30,6 +47,8 @@ class Phase(_Part):
     """Seconds that compute waited for the link."""
     link_bytes: _Number | None
     """Bytes over the link; null where nobody counted them."""
+    recorded: Recording | None = None
+    """When compute waited; null where it was not measured."""
 
 
 class Memory(_Part):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element, tostring
 
 import offplan
-from offplan.plan import dump_plan
 from offplan.report.pictures.canvas import STYLE, element
 from offplan.report.portrait import Portrait
 
@@ -18,8 +17,8 @@ pre { overflow-x: auto; font-size: 12px; }
 """
 
 
-def write_page(portrait: Portrait, notes: Sequence[str]) -> str:
-    """Write a page about a plan; ``notes`` say what is not shown, and why."""
+def write_page(portrait: Portrait, file: str, notes: Sequence[str]) -> str:
+    """Write a page about a plan and its ``file``; ``notes`` say what is not shown, and why."""
     title, *lines = portrait.say()
     parts = [element("h1", title), *(element("p", line) for line in lines)]
     for heading, told, canvas in portrait.draw():
@@ -27,8 +26,8 @@ def write_page(portrait: Portrait, notes: Sequence[str]) -> str:
         picture = canvas.draw(heading)
         parts.append(element("section", element("h2", heading), faint, picture))
     parts += [element("p", note, class_="faint") for note in notes]
-    file = element("pre", dump_plan(portrait.plan))
-    parts.append(element("details", element("summary", "The plan file"), file))
+    text = element("pre", file)
+    parts.append(element("details", element("summary", "The plan file"), text))
     parts.append(element("p", f"Made by offplan {offplan.__version__}.", class_="faint"))
     return "<!DOCTYPE html>\n" + tostring(
         _document(title, parts), encoding="unicode", method="html"

@@ -43,7 +43,9 @@ class Portrait:
         fit = self.plan.describe_excess()
         if fit is None and self.machine is not None:
             fit = describe_fit(self.plan, self.machine)
-        lines = [fit, describe_speed(self.plan), describe_plainly(self.plan, self.model)]
+        # a file may say anything
+        speed = describe_speed(self.plan) if self.plan.prediction.decode.step_s else None
+        lines = [fit, speed, describe_plainly(self.plan, self.model)]
         return [describe_model(self.model), *filter(None, lines)]
 
     def draw(self) -> Iterator[tuple[str, str, Canvas]]:
