@@ -54,7 +54,7 @@ class Portrait:
         Raises PlanError for rules that do not fit the model.
         """
         plan, basis = self.plan, self.plan.prediction.basis
-        piles = "First to last; each column is one layer's bytes."
+        piles = "First to last, a column each; the one apart is what lies outside of them."
         yield "Layers", piles, draw_layers(self.model, place(self.model, plan.offload))
         yield "Memory", "Each bar is as long as its budget, where there is one.", draw_memory(plan)
         if self.lanes is not None:

@@ -36,7 +36,8 @@ def _draw_pair(
     if predicted is None or measured is None:
         return
     ratio = format_ratio(measured, predicted)
-    canvas.text(f"{name}: {show(predicted)}, measured {show(measured)} (x {ratio})")
+    canvas.text(name)
+    canvas.text(f"{show(predicted)}, measured {show(measured)} (x {ratio})", "faint")
     most = max(predicted, measured) or 1.0
     for side, (colour, figure) in enumerate((("over", predicted), ("gpu", measured))):
         parts = [(colour, 0.0, figure / most, show(figure))]

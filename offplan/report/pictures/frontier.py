@@ -52,6 +52,6 @@ def draw_frontier(points: Sequence[Point], plan: Plan) -> Canvas:
             free = at - _LABEL / 2 * (at == 1)
     canvas.height += LINE
     span = " to ".join(map(format_frequency, (slowest, fastest)))
-    best = f"the best plan of each budget, {span} tokens/s"
+    best = f"the best plans, {span} tokens/s"
     canvas.legend([("copy", f"this plan, {say(plan)}"), ("gpu", best)])
     return canvas

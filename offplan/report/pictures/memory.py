@@ -25,7 +25,9 @@ def draw_memory(plan: Plan) -> Canvas:
         parts.append((colour, before / most, (before + size) / most, hint))
         before += size
     canvas.bar(parts)
-    canvas.legend([(colour, f"{n} {format_bytes(size)}") for colour, n, size in terms], columns=2)
+    canvas.legend(
+        [(colour, f"{n} {format_bytes(size)}") for colour, n, size in terms if size], columns=2
+    )
     on_peer = plan.offload.store == "peer"
     stores = (
         (
