@@ -101,7 +101,7 @@ def steady_moments(columns: Sequence[Sequence[Time]], mean: Fraction) -> list[Ti
 
     They are an eigenvector of the max-plus map: with the mean taken off every edge, the heaviest
     walks from a moment on a heaviest cycle. Source: F. Baccelli et al., Synchronization and
-    Linearity (1992), theorem 3.101.
+    Linearity (1992), chapter 3.
     """
     size = range(len(columns))
     # weights stay exact: only a missing edge is a float

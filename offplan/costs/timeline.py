@@ -160,7 +160,7 @@ def run_step(
     schedule: Schedule, times: PassTimes, state: list[Time], record: Record = _ignore
 ) -> None:
     """Advance ``state`` by a decode step: when compute, the link and each slot's fill are done."""
-    copies = any(isinstance(op, Copy) for op in schedule.operations)
+    copies = any(isinstance(op, Copy) and times.copy_ps(op.span) for op in schedule.operations)
     slowdown = times.uva_slowdown if copies else 1.0
     _run_pass(schedule, times, state, lambda reading, _: int(reading * slowdown), record)
 
