@@ -150,7 +150,9 @@ def test_planning_from_a_folder_needs_no_torch(what: tuple[str, ...]) -> None:
     assert not loaded_by(command) & {"torch", "transformers"}
 
 
-@pytest.mark.parametrize("what", ["show", "check --file-only", "diff", "explain", "replan"])
+@pytest.mark.parametrize(
+    "what", ["show", "report -o -", "check --file-only", "diff", "explain", "replan"]
+)
 def test_looking_after_a_plan_needs_no_torch(what: str) -> None:
     plan = str(PACKAGE.parent / "plans" / "tiny-moe.yaml")
     plans = [plan] * (2 if what == "diff" else 1)

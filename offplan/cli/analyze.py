@@ -8,9 +8,9 @@ from offplan.cli.output import (
     STANDARD,
     ProgressBar,
     check_writable,
-    draw_report,
     print_note,
     print_result,
+    printable,
     save_file,
     waiting,
 )
@@ -45,6 +45,8 @@ def analyze(
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.answer import render_answer
     from offplan.report.payload import analyze_payload
+    from offplan.report.portrait import portray
+    from offplan.report.poster import draw_poster
 
     check_writable(output, svg, force=force)
     if json and STANDARD in (output, svg):
@@ -80,13 +82,16 @@ def analyze(
         json=json,
         file=sys.stderr if STANDARD in (output, svg) else None,
     )
-    if svg is not None:
-        save_file(svg, draw_report(f"offplan analyze {model}", *report), force=force)
-    if output is None:
+    files, result = [each for each in (svg, output) if each], analysis.result
+    if not files:
         return
-    if analysis.result is None:
+    if result is None or chosen is None:
         kind = InfeasibleError if analysis.infeasible else InputError
-        raise kind(f"{output} was not written: there is no plan")
-    save_plan(output, analysis.result.plan, force=force)
-    if output != STANDARD:
-        print_note(f"wrote {output}")
+        raise kind(f"{files[0]} was not written: there is no plan")
+    if svg is not None:
+        portrait = portray(result.plan, analysis.model, chosen.profile)
+        save_file(svg, printable(draw_poster(portrait)), force=force)
+    if output is not None:
+        save_plan(output, result.plan, force=force)
+        if output != STANDARD:
+            print_note(f"wrote {output}")

@@ -162,7 +162,13 @@ def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str
             {"layer": layer, "stall_s": seconds}
             for layer, seconds in sorted((cost.stalls_s or {}).items())
         ],
+        "recorded": None if cost.recorded is None else _recording_payload(cost),
     }
+
+
+def _recording_payload(cost: "PhaseCost") -> dict[str, Any]:
+    """Return when compute waited, in a request of its own."""
+    return {"num_passes": cost.num_recorded, **dump(cost.recorded)}
 
 
 def _step_payload(cost: "PhaseCost") -> dict[str, float]:
