@@ -111,6 +111,14 @@ FP4_GROUPS = {Kind.MXFP4: 32, Kind.NVFP4: 16}
 NESTED_BLOCK = 256
 """Scales of bitsandbytes that share a scale of theirs."""
 
+PATCH_ROWS = 64
+"""Rows of a packed matrix whose patches are found together; it has a multiple of them."""
+
+
+def patch_reserve(num_out: int, num_in: int) -> int:
+    """Return the patches that a packed matrix, [out, in], has room for: one to 512 weights."""
+    return -(-num_out * num_in // (512 * 64)) * 64
+
 
 class Form(NamedTuple):
     """How a weight is stored."""
