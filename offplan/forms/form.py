@@ -33,6 +33,10 @@ class Kind(str, Enum):
     its high half."""
     FP4 = "fp4"
     """bitsandbytes' floats of 4 bits, likewise."""
+    PACKED = "packed"
+    """bfloat16 values, bit-exact: a byte of sign and mantissa each, and half a byte for the
+    exponent. A row's weights are packed in two halves, so that one byte has the exponents of
+    weights j and j + in / 2."""
     OTHER = "other"
     """A way that is sized, not understood."""
 
@@ -67,6 +71,17 @@ class Part(str, Enum):
     """What is then added to the scales; no tensor of its own, but a number of the STATE."""
     STATE = "state"
     """What else bitsandbytes keeps: its parameters as JSON, or the name of a layout."""
+    EXPONENT = "exponent"
+    """Of packed values [..., out, in / 2]: how far below the row's BASE the biased exponents of
+    weights j (the low half of a byte) and j + in / 2 (the high half) are, 0 to 14; 15 for a weight
+    that PATCHES has instead, whose byte in WEIGHT is 0."""
+    BASE = "base"
+    """The largest biased exponent of each row of packed values: uint8 [..., out, 1]."""
+    PATCHES = "patches"
+    """Packed values that are too small for their row's codes: int32 [..., reserve, 2], by row, then
+    column, of each matrix: row * in + column, and the bits of the bfloat16. The rest is unused."""
+    PATCH_BLOCKS = "patch_blocks"
+    """Where the PATCHES of each 64 rows begin and end: int32 [..., out / 64, 2]."""
 
 
 class Packing(str, Enum):
@@ -95,6 +110,14 @@ FP4_GROUPS = {Kind.MXFP4: 32, Kind.NVFP4: 16}
 """Weights of a row that share a scale, of 4-bit floats."""
 NESTED_BLOCK = 256
 """Scales of bitsandbytes that share a scale of theirs."""
+
+PATCH_ROWS = 64
+"""Rows of a packed matrix whose patches are found together; it has a multiple of them."""
+
+
+def patch_reserve(num_out: int, num_in: int) -> int:
+    """Return the patches that a packed matrix, [out, in], has room for: one to 512 weights."""
+    return -(-num_out * num_in // (512 * 64)) * 64
 
 
 class Form(NamedTuple):

@@ -21,6 +21,7 @@ TOKENS = [1, 7] if INTERPRETED else [1, 7, 300, 900]
 HAS_GPU = torch.cuda.is_available()
 runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
 
+PACKED = Form(Kind.PACKED)
 FORMS = {
     "fp8": Form(Kind.FP8_BLOCK, (128, 128)),
     "fp8 channel": Form(Kind.FP8_CHANNEL),
@@ -43,6 +44,7 @@ FORMS = {
     "bnb8": Form(Kind.BNB8),
     "nf4": Form(Kind.NF4),
     "nf4 nested": Form(Kind.NF4),
+    "packed": PACKED,
 }
 by_form = pytest.mark.parametrize("name", FORMS)
 FP4_AND_INT4 = (Kind.MXFP4, Kind.NVFP4, Kind.W4A16)
@@ -107,9 +109,22 @@ def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
         return {Part.WEIGHT: codes, Part.SCALE: random(*lead, NUM_OUT, 1)}
     if form.kind is Kind.NF4:
         return _make_nf4(is_nested="nested" in name)
+    if form is PACKED:
+        values = random(*lead, NUM_OUT, NUM_IN) * random(*lead, NUM_OUT, 1)
+        return pack_each(values.to(torch.bfloat16))
     rows, columns = (NUM_OUT, 1) if form.block is None else (-(-NUM_OUT // 128), NUM_IN // 128)
     codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.float8_e4m3fn)
     return {Part.WEIGHT: codes, Part.SCALE: random(*lead, rows, columns)}
+
+
+def pack_each(values: torch.Tensor) -> dict[Part, torch.Tensor]:
+    """Pack a weight, or those of experts, whatever their bits are."""
+    from offplan.runtime.forms.packing import pack
+
+    if values.ndim == 2:
+        return pack(values)
+    each = [pack(value) for value in values]
+    return {part: torch.stack([parts[part] for parts in each]) for part in each[0]}
 
 
 def _make_columns(
@@ -206,14 +221,17 @@ def test_products_of_codes(name: str, rows: int) -> None:
 @runs_kernels
 @by_form
 def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 72 outputs and 384 inputs: a product takes 64 and 256 where words hold eight codes."""
+    """Of 72 outputs and 384 inputs: a product takes 64 and 256 where words hold eight codes.
+
+    Packed weights are in whole blocks of 64 outputs.
+    """
     from offplan.runtime.forms.products import expand_on_gpu, multiply_rows
     from offplan.runtime.forms.reference import expand
 
     form = FORMS[name]
     if form.block == (1, NUM_IN):
         form = form._replace(block=(1, 384))
-    for size, value in {"NUM_OUT": 72, "NUM_IN": 384}.items():
+    for size, value in {"NUM_OUT": 192 if form is PACKED else 72, "NUM_IN": 384}.items():
         monkeypatch.setattr(sys.modules[__name__], size, value)
     monkeypatch.setitem(FORMS, name, form)
     parts = tame(make_parts(name), form)
@@ -293,3 +311,47 @@ def test_what_compiles_layers_knows_shapes(name: str, experts: int) -> None:
     for given in ((), inputs):
         arguments = arguments_of(form, parts, DTYPES[0], *given)
         torch.library.opcheck(torch.ops.offplan.compute, arguments, test_utils="test_faketensor")
+
+
+def values_of_every_size() -> torch.Tensor:
+    """Rows of 2 ** -130 to 2 ** 120, with escapes; zeros, subnormals and what is not finite."""
+    powers = torch.linspace(-130, 120, NUM_OUT, device=DEVICE, dtype=torch.float64)
+    values = random(NUM_OUT, NUM_IN).double() * torch.exp2(powers)[:, None]
+    values[1] *= 0
+    values[2] = 2.0**-130 * (-1) ** torch.arange(NUM_IN, device=DEVICE)
+    values[5, 3], values[70, 200], values[71, 201], values[64] = 1e-38, 0, -0.0, 1.0
+    values[64, ::16] = 2.0**-20  # of which a product is, whose other inputs are zero
+    values[-1, 5], values[-2, 7], values[-2, 8] = float("nan"), float("inf"), -float("inf")
+    return values.to(torch.bfloat16)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("experts", [0, 2])
+def test_packed_values_are_expanded_bit_for_bit(experts: int) -> None:
+    from offplan.runtime.forms.products import expand_on_gpu
+    from offplan.runtime.forms.reference import expand
+
+    values = values_of_every_size()
+    values = torch.stack((values.flip(0), values)) if experts else values
+    parts = pack_each(values)
+    for got in (expand_on_gpu(PACKED, parts, values.dtype), expand(PACKED, parts, values.dtype)):
+        assert torch.equal(got.view(torch.int16), values.view(torch.int16))
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_of_packed_rows_of_every_size(rows: int) -> None:
+    from offplan.runtime.forms.products import multiply_rows
+
+    values = values_of_every_size()
+    # no float16 is as large or as small as these
+    x = torch.zeros(rows, NUM_IN, device=DEVICE, dtype=torch.float if INTERPRETED else DTYPES[0])
+    x[:, ::16] = random(rows, NUM_IN // 16).to(x.dtype)
+    got = multiply_rows(PACKED, pack_each(values), x).double()
+    expected, sizes = x.double() @ values.double().T, x.double().abs() @ values.double().abs().T
+    assert not got[:, -2:].isfinite().any()
+    assert not got[:, 1].any()
+    errors = (got - expected)[:, :-2].abs()
+    assert (errors <= 0.01 * sizes[:, :-2] + 2.0**-120).all()  # subnormal sums may be lost

@@ -10,7 +10,7 @@ BLOCK = 1024
 """Words that a program copies at a time."""
 LOOPS = 4
 """Times that it does."""
-MAX_PARTS = 4
+MAX_PARTS = 5
 """Parts of a weight that have something of each expert, at most."""
 
 
@@ -30,6 +30,7 @@ def _copy(source, target, words, block, expert, slot, BLOCK: tl.constexpr, LOOPS
 def _gather(  # type: ignore[no-untyped-def]
     expert_of_pair, order, starts, own_starts, num_pairs,
     a, to_a, words_a, b, to_b, words_b, c, to_c, words_c, d, to_d, words_d,
+    e, to_e, words_e,
     BLOCK: tl.constexpr,
     LOOPS: tl.constexpr,
 ):  # fmt: skip
@@ -51,6 +52,8 @@ def _gather(  # type: ignore[no-untyped-def]
     _copy(c, to_c, words_c, block, expert, slot, BLOCK, LOOPS)
     block -= tl.cdiv(words_c, SIZE)
     _copy(d, to_d, words_d, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_d, SIZE)
+    _copy(e, to_e, words_e, block, expert, slot, BLOCK, LOOPS)
 
 
 def gather(

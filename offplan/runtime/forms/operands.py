@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offplan.forms.form import BITS, Form, Kind, Packing, Part
+from offplan.forms.form import BITS, PATCH_ROWS, Form, Kind, Packing, Part
 from offplan.runtime.forms.reference import ONES, Parts, block_of, codes_of, nested_scales
 
 
@@ -22,6 +22,13 @@ class Operands(NamedTuple):
     constants: dict[str, Any]
     block_k: int
     """Elements that a product takes at once, at most."""
+    element_bytes: int = 4
+    """Bytes that are stored for such an element, at most."""
+
+
+def is_stacked(form: Form, parts: Parts) -> bool:
+    """Whether parts are those of experts' weights, be it of one, and not of a weight alone."""
+    return parts[Part.BASE if form.kind is Kind.PACKED else Part.SCALE].ndim > 2
 
 
 def operands_of(form: Form, parts: Parts, *, in_words: bool = False) -> Operands:
@@ -30,9 +37,25 @@ def operands_of(form: Form, parts: Parts, *, in_words: bool = False) -> Operands
     Codes of four bits in rows are given ``in_words`` of eight, else in bytes of two.
     """
     # what there is one of is taken as one expert's
-    if parts[Part.SCALE].ndim < 3:
+    if not is_stacked(form, parts):
         parts = {part: value[None] if value.ndim > 1 else value for part, value in parts.items()}
-    return _columns(form, parts) if form.is_by_columns else _rows(form, parts, in_words)
+    if form.kind is Kind.PACKED:
+        return _packed(parts)
+    if form.is_by_columns:
+        return _columns(form, parts)
+    return _rows(form, parts, in_words)
+
+
+def _packed(parts: Parts) -> Operands:
+    codes, exponents, patches = (
+        parts[part].view(torch.int32) for part in (Part.WEIGHT, Part.EXPONENT, Part.PATCHES)
+    )
+    num_experts, num_out, length = exponents.shape
+    bounds, reserve = parts[Part.PATCH_BLOCKS], patches.shape[1]
+    arguments = codes, exponents, parts[Part.BASE], patches, bounds, reserve
+    own = {"PATCH_ROWS": PATCH_ROWS}
+    # an element is a word of exponents, which goes with two of codes
+    return Operands(num_experts, num_out, length, 8, arguments, own, block_k=32, element_bytes=12)
 
 
 def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:

@@ -7,7 +7,7 @@ import torch
 
 from offplan.forms.form import Form, Kind, Packing, Part
 from offplan.runtime.forms import products
-from offplan.runtime.forms.operands import operands_of
+from offplan.runtime.forms.operands import is_stacked, operands_of
 from offplan.runtime.forms.reference import Parts
 
 
@@ -82,7 +82,7 @@ def _(
         values = parts[0].new_empty(shape[0], shape[2], shape[1], dtype=dtype).mT
     else:
         values = parts[0].new_empty(shape, dtype=dtype)
-    return values if whole[Part.SCALE].ndim > 2 else values[0]
+    return values if is_stacked(form, whole) else values[0]
 
 
 def _whole(

@@ -5,9 +5,9 @@ from types import ModuleType
 import torch
 import triton
 
-from offplan.forms.form import Form, Part
-from offplan.runtime.forms import column_kernels, kernels
-from offplan.runtime.forms.operands import Operands, operands_of
+from offplan.forms.form import Form, Kind, Part
+from offplan.runtime.forms import column_kernels, kernels, packed_kernels
+from offplan.runtime.forms.operands import Operands, is_stacked, operands_of
 from offplan.runtime.forms.reference import Parts
 from offplan.runtime.forms.runnable import BLOCK_OUT
 from offplan.runtime.forms.stored import PAIR_ROWS
@@ -24,6 +24,8 @@ Source: 12,288 x 4,096 of FP8 on an H200 took 17 us in four parts of 192 program
 
 EACH_OUT, EACH_ELEMENTS = 16, 64
 """Rows, and words of each, that a program multiplies by one input at a time."""
+EXPANDED_ROWS = 8
+"""Rows of packed weights that a program expands."""
 EACH_ROWS = 1
 """Inputs, of a weight or on average of an expert, up to which each is multiplied by itself.
 
@@ -39,6 +41,9 @@ TABLE_BYTES = 24
 def expand_on_gpu(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight, [..., out, in], in ``dtype``."""
     weight = operands_of(form, parts)
+    if form.kind is Kind.PACKED:
+        values = _expand_packed(weight, parts[Part.WEIGHT].device).to(dtype)
+        return values if is_stacked(form, parts) else values[0]
     num_experts, num_out, length = weight.num_experts, weight.num_out, weight.length
     shape = (num_experts, num_out, length * weight.pack)
     if form.is_by_columns:  # made as they are stored, [in, out]
@@ -54,7 +59,18 @@ def expand_on_gpu(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         out, num_out, length, *weight.arguments, **weight.constants, **blocks
     )
     values = out.mT if form.is_by_columns else out
-    return values if parts[Part.SCALE].ndim > 2 else values[0]
+    return values if is_stacked(form, parts) else values[0]
+
+
+def _expand_packed(weight: Operands, device: torch.device) -> torch.Tensor:
+    """Return packed values, bfloat16 of [experts, out, in]: each program makes whole rows."""
+    num_experts, num_out, length = weight.num_experts, weight.num_out, weight.length
+    out = torch.empty(num_experts, num_out, 4 * length, dtype=torch.int32, device=device)
+    packed_kernels.expand[(num_out // EXPANDED_ROWS, num_experts)](
+        out, num_out, length, *weight.arguments, **weight.constants,
+        BLOCK_N=EXPANDED_ROWS, BLOCK_K=EACH_ELEMENTS,
+    )  # fmt: skip
+    return out.view(torch.bfloat16)
 
 
 def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +101,7 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
     that is reckoned here.
     """
     extra = TABLE_BYTES * BLOCK_OUT if weight.constants.get("CODE") == "table" else 0
-    of_element = weight.pack * block_m * 2 + BLOCK_OUT * 4
+    of_element = weight.pack * block_m * 2 + BLOCK_OUT * weight.element_bytes
     block_k = weight.block_k
     while True:
         num_stages = min(STAGES, (shared_bytes - extra * block_k) // (of_element * block_k))
@@ -95,7 +111,21 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
 
 
 def _kernels_of(form: Form) -> ModuleType:
+    if form.kind is Kind.PACKED:
+        return packed_kernels
     return column_kernels if form.is_by_columns else kernels
+
+
+def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
+    """Lay inputs, [rows, in], out by their place in an element: [places, rows, elements].
+
+    Weights of one element meet inputs of separate planes, which are read in a row.
+    """
+    if form.kind is Kind.PACKED:
+        planes = x.unflatten(-1, (2, weight.length, 4)).permute(1, 3, 0, 2)
+    else:
+        planes = x.unflatten(-1, (weight.length, weight.pack)).permute(2, 0, 1)
+    return planes.contiguous()
 
 
 def _multiply(
@@ -109,23 +139,21 @@ def _multiply(
     weight = operands_of(form, parts, in_words=True)
     num_out, length = weight.num_out, weight.length
     block_k, num_stages = choose_tile(weight, block_m, gpu_limits(x.device.index)[0])
-    # weights of one word meet inputs of separate planes, which are read in a row
-    planes = x.unflatten(-1, (length, weight.pack)).permute(2, 0, 1).contiguous()
     num_blocks, block_n, splits = num_pairs, EACH_OUT, 1
-    multiply = kernels.multiply_each
+    own_kernels = _kernels_of(form)
     if weight.pack == 1 or num_pairs > EACH_ROWS * weight.num_experts:
-        multiply, block_n = _kernels_of(form).multiply, BLOCK_OUT
+        multiply, block_n = own_kernels.multiply, BLOCK_OUT
         num_blocks = triton.cdiv(num_pairs, block_m)
         if pairs is not None:  # each expert's last block may be part of one
             num_blocks += min(weight.num_experts, num_pairs)
         programs = triton.cdiv(num_out, BLOCK_OUT) * num_blocks
         splits = max(1, min(4, SPLIT_PROGRAMS // programs, length // (2 * block_k)))
     else:
-        block_k = EACH_ELEMENTS
+        multiply, block_k = own_kernels.multiply_each, EACH_ELEMENTS
     split = triton.cdiv(triton.cdiv(length, splits), block_k) * block_k
     out = x.new_empty(splits, num_pairs, num_out, dtype=torch.float32 if splits > 1 else x.dtype)
     multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](
-        planes, out, *(pairs or (None, None)),
+        _planes_of(form, weight, x), out, *(pairs or (None, None)),
         num_pairs, num_out, length, split, num_pairs // len(x), weight.num_experts,
         *weight.arguments,
         **weight.constants,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from offplan.forms.form import BITS, NESTED_BLOCK, Form, Kind, Packing, Part
 
@@ -22,6 +23,10 @@ Source: GPTQModel, ``convert_gptq_v1_to_v2_format_module``.
 """
 
 
+ESCAPE = 15
+"""The code of packed weights that have no other: PATCHES have them."""
+
+
 def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight, [..., out, in], in ``dtype``.
 
@@ -30,6 +35,8 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     ``dequantize_gemm``; ModelOpt, ``NVFP4QTensor.dequantize``; bitsandbytes 0.49,
     ``dequantize_4bit`` of its CUDA kernels and ``int8_vectorwise_dequant``.
     """
+    if form.kind is Kind.PACKED:
+        return _expand_packed(parts).to(dtype)
     numbers, scales = (_expand_columns if form.is_by_columns else _expand_rows)(form, parts)
     # whole numbers are computed with in the scales' type, as their libraries do
     values = numbers.to(scales.dtype) * scales
@@ -59,6 +66,27 @@ def block_of(form: Form, num_out: int, num_in: int, scales: torch.Tensor) -> tup
     Matrices with one scale each may be joined in one: their rows then share as many scales.
     """
     return form.block or (num_out // scales.shape[-2], num_in // scales.shape[-1])
+
+
+def _expand_packed(parts: Parts) -> torch.Tensor:
+    """Return packed values, bfloat16 of [..., out, in], bit for bit."""
+    weight, base, halves = (parts[part] for part in (Part.WEIGHT, Part.BASE, Part.EXPONENT))
+    codes = torch.cat((halves & 0xF, halves >> 4), -1).short()
+    bits = weight.short()
+    bits = ((bits & 0x80) << 8) | (bits & 0x7F) | ((base.short() - codes) << 7)
+    reserve, num_weights = parts[Part.PATCHES].shape[-2], weight.shape[-2] * weight.shape[-1]
+    places, patch_bits = parts[Part.PATCHES].view(-1, reserve, 2).unbind(-1)
+    # a pass that only allocates may find a slot of the ring not yet filled
+    bounds = parts[Part.PATCH_BLOCKS].clamp(0, reserve).long()
+    begins, ends = bounds.view(len(places), -1, 2).unbind(-1)
+    ones = torch.ones_like(begins)
+    steps = begins.new_zeros(len(places), reserve + 1)
+    steps = steps.scatter_add(1, begins, ones).scatter_add(1, ends, -ones)
+    is_used = (steps.cumsum(1)[:, :-1] > 0) & (places >= 0) & (places < num_weights)
+    # what is not in use goes to one more weight, which is dropped
+    bits = nn.functional.pad(bits.view(len(places), num_weights), (0, 1))
+    bits.scatter_(1, places.where(is_used, num_weights).long(), patch_bits.short())
+    return bits[:, :-1].reshape(weight.shape).view(torch.bfloat16)
 
 
 def _expand_rows(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
