@@ -293,26 +293,6 @@ def test_gathered_experts_are_those_chosen(name: str) -> None:
     assert torch.equal(multiply_pairs(form, gathered, x, order, begins), there)
 
 
-@pytest.mark.gpu
-@runs_kernels
-@by_form
-@pytest.mark.parametrize("experts", [0, EXPERTS])
-def test_what_compiles_layers_knows_shapes(name: str, experts: int) -> None:
-    from offplan.runtime.forms.experts import _sort
-    from offplan.runtime.forms.operators import arguments_of
-
-    form = FORMS[name]
-    if experts and form.kind is Kind.NF4:
-        pytest.skip("experts are not stored so")
-    parts = make_parts(name, *([experts] if experts else []))
-    x = random(1, NUM_IN).to(DTYPES[0])
-    order = _sort(torch.zeros(1, dtype=torch.int64, device=DEVICE), EXPERTS)
-    inputs = (x, *order) if experts else (x,)
-    for given in ((), inputs):
-        arguments = arguments_of(form, parts, DTYPES[0], *given)
-        torch.library.opcheck(torch.ops.offplan.compute, arguments, test_utils="test_faketensor")
-
-
 def values_of_every_size() -> torch.Tensor:
     """Rows of 2 ** -130 to 2 ** 120, with escapes; zeros, subnormals and what is not finite."""
     powers = torch.linspace(-130, 120, NUM_OUT, device=DEVICE, dtype=torch.float64)
