@@ -67,7 +67,7 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     if not locked:
         return f"{told}, nothing on the host." if not plan.offload.rules else f"{told}."
     if machine.host_memory is not None:
-        room = f"of {format_budget(machine.host_memory.value)} that can be locked there"
+        room = f"of {format_bytes(machine.host_memory.value)} that can be locked there"
     else:
         room = "check that as much can be locked: this machine's profile does not say"
     return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
