@@ -39,13 +39,18 @@ class Analysis:
 
 def analyze_question(question: Question) -> Analysis:
     """Plan for a question; that no plan fits is a finding like another."""
-    model, why_not = question.model, why_not_run(question.model)
     try:
-        result = make_plan(question)
+        return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
-        return Analysis(model, why_not, question.machine, infeasible=error)
+        model = question.model
+        return Analysis(model, why_not_run(model), question.machine, infeasible=error)
+
+
+def analyze_result(question: Question, result: PlanResult) -> Analysis:
+    """Look at the plan that answers a question."""
+    model, machine = question.model, question.machine
     crossovers = find_crossovers(model, question.planned_machine, result.plan)
-    return Analysis(model, why_not, question.machine, result, crossovers)
+    return Analysis(model, why_not_run(model), machine, result, crossovers)
 
 
 def describe_running(model: Model, why_not: str | None) -> str:

@@ -1,5 +1,7 @@
 """What people ask of ``analyze``: does it fit, how fast, where is what, and what comes next."""
 
+from pathlib import Path
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -21,7 +23,7 @@ _READS = {
 """How weights off the GPU are reached, by the backends of prompts and of single tokens."""
 
 
-def render_answer(analysis: Analysis, command: str, output: str | None) -> list[RenderableType]:
+def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
     """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
     model = analysis.model
     head = [Text(describe_model(model))]
@@ -117,7 +119,7 @@ def _describe_rule(rule: Rule, model: Model, where: str) -> str:
     return f"{size} of {len(taken)} of {len(model.layers)} layers stay {where}{joint}{reads}"
 
 
-def _name_next(analysis: Analysis, command: str, output: str | None) -> str:
+def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
     """Name the command to run after this one."""
     if output is None:
         return f"{command} -o plan.yaml"
