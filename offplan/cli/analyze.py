@@ -26,10 +26,10 @@ def analyze(query: Query) -> None:
     if query.frontier:
         query.print_frontier(question)
         return
-    if question is None:
-        analysis = Analysis(model, why_not_run(model), None, unmeasured=why_unmeasured())
-    else:
-        with waiting("planning"):
+    with waiting("planning"):
+        if question is None:
+            analysis = Analysis(model, why_not_run(model), None, unmeasured=why_unmeasured())
+        else:
             analysis = analyze_question(question)
     answer = render_answer(analysis, shlex.join(["offplan", *sys.argv[1:]]), query.plan_file)
     # without a plan the answer is all there is to say

@@ -30,8 +30,8 @@ def plan(query: Query) -> None:
         query.print_frontier(question)
         return
     with waiting("planning"):
-        result = make_plan(question)
-    made, why_not = result.plan, why_not_run(model)
+        result, why_not = make_plan(question), why_not_run(model)
+    made = result.plan
     if query.verbose or query.svg:
         analysis = analyze_result(question, result)
         command = shlex.join(["offplan", *sys.argv[1:]])
