@@ -37,6 +37,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     head += [
         Text(describe_fit(plan, analysis.machine)),
         Text(describe_speed(plan)),
+        *([] if analysis.sooner is None else [Text(describe_sooner(plan, analysis.sooner))]),
         Text(describe_running(model, analysis.why_not_run)),
         Text(f"Next: {_name_next(analysis, command, output)}"),
     ]
@@ -84,6 +85,16 @@ def describe_speed(plan: Plan) -> str:
         f"{rate:,.1f} tokens a second{batch}, {format_seconds(prediction.decode.step_s)} each; the "
         f"first after {format_seconds(prediction.prefill.step_s)} (prompt of "
         f"{workload.prompt_tokens}; {prediction.basis})."
+    )
+
+
+def describe_sooner(plan: Plan, sooner: Plan) -> str:
+    """Say what a first token that comes sooner costs, and how to ask for it."""
+    more = sooner.prediction.objective_s / plan.prediction.objective_s - 1
+    target = sooner.goal.targets.replace(" s", "s").replace(" ms", "ms").replace(" us", "us")
+    return (
+        f"A first token after {format_seconds(sooner.prediction.prefill.step_s)} takes {more:.1%} "
+        f"longer in all: {target}"
     )
 
 
