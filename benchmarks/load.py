@@ -29,7 +29,7 @@ from offplan.plan import Backend, Offload, Rule
 from offplan.runtime.loading import loaded as runtime_loaded
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.loader import NUM_THREADS, load_weights
-from offplan.runtime.loading.staging import PART_BYTES
+from offplan.runtime.loading.staging import EXTENT_BYTES
 
 SHARD_BYTES = 4 * 10**9
 
@@ -45,7 +45,7 @@ def synthesize(config: Path, folder: Path) -> None:
         if sum(t.nbytes for t in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(tensor)
-    noise = os.urandom(PART_BYTES)
+    noise = os.urandom(EXTENT_BYTES)
     index = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -72,8 +72,8 @@ def read_plainly(files: list[Path], threads: int) -> float:
     for file in files:
         size = file.stat().st_size
         handle = os.open(file, os.O_RDONLY)
-        for offset in range(0, size, PART_BYTES):
-            part = block.tensor[start + offset : start + min(offset + PART_BYTES, size)]
+        for offset in range(0, size, EXTENT_BYTES):
+            part = block.tensor[start + offset : start + min(offset + EXTENT_BYTES, size)]
             jobs.append((handle, part.numpy().data, offset))
         start += size
     with ThreadPoolExecutor(threads) as pool:

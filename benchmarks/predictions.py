@@ -25,8 +25,8 @@ from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner.make import make_plan
+from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
-from offplan.question import Question
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
 
 MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"} | {

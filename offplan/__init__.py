@@ -37,15 +37,16 @@ A record given a value that it does not allow raises pydantic's ValidationError,
 
 TYPE_CHECKING = False  # by this name type checkers know it; typing takes a while to import
 if TYPE_CHECKING:  # with "as", a type checker lets others import the name from here
-    from offplan.asking import ask as ask
-    from offplan.asking import ask_again as ask_again
-    from offplan.benchmark import bench_plan as bench_plan
     from offplan.checkpoint.open import open_model as open_model
     from offplan.costs.derivation import derive_prediction as derive_prediction
     from offplan.engines.export import export_plan as export_plan
     from offplan.errors import OffplanError as OffplanError
-    from offplan.machines import load_machine as load_machine
-    from offplan.machines import measure_here as measure_here
+    from offplan.library.asking import ask as ask
+    from offplan.library.asking import ask_again as ask_again
+    from offplan.library.benchmark import bench_plan as bench_plan
+    from offplan.library.machines import load_machine as load_machine
+    from offplan.library.machines import measure_here as measure_here
+    from offplan.library.sessions import open_session as open_session
     from offplan.plan import Plan as Plan
     from offplan.plan import Workload as Workload
     from offplan.plan import dump_plan as dump_plan
@@ -53,13 +54,12 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.planner.frontier import find_frontier as find_frontier
     from offplan.planner.make import make_plan as make_plan
     from offplan.planner.neighbours import find_neighbours as find_neighbours
-    from offplan.question import Question as Question
+    from offplan.planner.question import Question as Question
     from offplan.runtime.generate import generate as generate
     from offplan.runtime.sampling import Sampling as Sampling
-    from offplan.sessions import open_session as open_session
-    from offplan.texts import Text as Text
-    from offplan.texts import form_batches as form_batches
-    from offplan.texts import generate_texts as generate_texts
+    from offplan.runtime.texts import Text as Text
+    from offplan.runtime.texts import form_batches as form_batches
+    from offplan.runtime.texts import generate_texts as generate_texts
     from offplan.upkeep.checking import check_plan as check_plan
     from offplan.upkeep.comparing import compare_plans as compare_plans
     from offplan.upkeep.rewriting import rewrite_plan as rewrite_plan
@@ -69,13 +69,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "OffplanError": "errors",
     "Plan": "plan",
-    "Question": "question",
+    "Question": "planner.question",
     "Sampling": "runtime.sampling",
-    "Text": "texts",
+    "Text": "runtime.texts",
     "Workload": "plan",
-    "ask": "asking",
-    "ask_again": "asking",
-    "bench_plan": "benchmark",
+    "ask": "library.asking",
+    "ask_again": "library.asking",
+    "bench_plan": "library.benchmark",
     "check_plan": "upkeep.checking",
     "compare_plans": "upkeep.comparing",
     "derive_prediction": "costs.derivation",
@@ -84,15 +84,15 @@ _HOMES = {
     "dump_plan": "plan",
     "export_plan": "engines.export",
     "find_frontier": "planner.frontier",
-    "form_batches": "texts",
+    "form_batches": "runtime.texts",
     "generate": "runtime.generate",
-    "generate_texts": "texts",
-    "load_machine": "machines",
+    "generate_texts": "runtime.texts",
+    "load_machine": "library.machines",
     "load_plan": "plan",
     "make_plan": "planner.make",
-    "measure_here": "machines",
+    "measure_here": "library.machines",
     "open_model": "checkpoint.open",
-    "open_session": "sessions",
+    "open_session": "library.sessions",
 }
 """The module of each public name."""
 

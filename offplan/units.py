@@ -155,6 +155,11 @@ def format_rate(bytes_per_s: float) -> str:
     return _format(bytes_per_s, {"B/s": 1, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12})
 
 
+def format_frequency(per_s: float) -> str:
+    """Print how many there are of something in a second, four significant digits: ``31.82``."""
+    return _format(per_s, {"": 1}).strip()
+
+
 def format_flops(flops_per_s: float) -> str:
     """Print an arithmetic rate: ``680 TFLOP/s``."""
     return _format(flops_per_s, {"TFLOP/s": 1e12})

@@ -67,7 +67,7 @@ def test_what_cannot_be_answered_at_once(
 
 
 def test_a_frontier_needs_a_machine(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offplan.machines.has_gpu", lambda: False)
+    monkeypatch.setattr("offplan.library.machines.has_gpu", lambda: False)
     for command in ("analyze", "plan"):
         code, out, err = cli(command, TINY_MOE, "--frontier", "--context", 1024)
         assert (code, out) == (2, "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offplan import benchmark, sessions
+from offplan.library import benchmark, sessions
 from offplan.runtime.loading import loaded
 from offplan.runtime.passes.runner import ModelRunner
 from tests.cli import CLI, ROOT, TINY_MOE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offplan import texts
+from offplan.runtime import texts
 from offplan.runtime.session import Session
 from tests.cli import CLI, RULES, Finished, write_plan
 

@@ -9,10 +9,11 @@ import huggingface_hub
 import pytest
 import torch
 
+import offplan.library.machines
 import offplan.machine.measure
-import offplan.machines
 import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.open import open_model
+from offplan.library.machines import measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import (
     InPlaceRead,
@@ -21,7 +22,6 @@ from offplan.machine.profile import (
     load_profile,
     parse_profile,
 )
-from offplan.machines import measure_here
 from offplan.plan import Workload, load_plan
 from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
@@ -56,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(layer_times, "measure_layer_times", machine.time_layers)
     monkeypatch.setattr(layer_times, "measure_in_place_reads", machine.time_reads)
     monkeypatch.setattr(offplan.runtime.memory.gpu_memory, "bytes_in_use", lambda device: 2**30)
-    monkeypatch.setattr(offplan.machines, "has_gpu", lambda: True)
+    monkeypatch.setattr(offplan.library.machines, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: machine.gpu)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
@@ -99,7 +99,8 @@ def test_another_gpu_torch_or_runtime_is_timed(
 def test_the_sources_that_layer_times_depend_on() -> None:
     names = {path.name for path in layer_key.timed_sources()}
     assert {"session.py", "runner.py", "attention.py", "skeleton.py", "layer_times.py"} <= names
-    assert not {"generate.py", "bench.py", "versus.py", "accelerated.py", "timed_link.py"} & names
+    assert not {"bench.py", "versus.py", "accelerated.py", "timed_link.py"} & names
+    assert not {"generate.py", "prompts.py", "texts.py"} & names
 
 
 def test_measure_times_layers_afresh_and_keeps_them(

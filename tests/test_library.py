@@ -14,14 +14,14 @@ from typing import get_args
 import pytest
 
 import offplan
-from offplan.asking import ask, ask_again
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.choices import EngineName, ObjectiveName
 from offplan.engines.export import ENGINES
 from offplan.errors import DriftError, InputError, ProfileError
+from offplan.library.asking import ask, ask_again
+from offplan.library.machines import Machine, load_machine
 from offplan.machine.profile import load_profile
-from offplan.machines import Machine, load_machine
 from offplan.plan import Goal, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
 from tests.cli import ROOT, TINY_MOE

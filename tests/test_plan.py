@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 
 from offplan import units
 from offplan.errors import DriftError, PlanError
+from offplan.library.planned import open_planned_model
 from offplan.plan import (
     Backend,
     Budget,
@@ -30,9 +31,8 @@ from offplan.plan import (
     load_plan,
     parse_plan,
 )
-from offplan.planned import open_planned_model
 from offplan.planner.make import make_plan
-from offplan.question import Question
+from offplan.planner.question import Question
 from offplan.records import Basis, load_yaml
 from tests.costs.builders import dense_model, make_machine, moe_model, rule
 

@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 from jsonschema.validators import validator_for
 
+from offplan.checkpoint.open import open_model
+from offplan.library.repricing import price_on
+from offplan.machine.profile import load_profile
+from offplan.plan import load_plan
 from offplan.records import load_yaml
+from offplan.report.portrait import portray
+from offplan.report.poster import draw_poster
 from tests.cli import CLI, ROOT, RUNS
 
 PLANS = ROOT / "plans"
 COMMANDS = [
     line.removeprefix("offplan ")
     for line in (PLANS / "replan.sh").read_text("utf-8").splitlines()
-    if line.startswith("offplan ")
+    if line.startswith("offplan plan ")
 ]
 
 
@@ -28,6 +34,16 @@ def test_replan(
     code, out, err = CLI(monkeypatch, capsys)(*arguments)
     assert (code, err) == (0, RUNS)
     assert out == Path(path).read_text("utf-8"), f"run plans/replan.sh to renew {path}"
+
+
+def test_the_picture_is_of_its_plan() -> None:
+    """Not planned again, which takes seconds: the plan's own test does."""
+    path, folder = ROOT / "docs" / "qwen3-8b-h200-12gib.svg", ROOT / "tests" / "models"
+    plan = load_plan(PLANS / f"{path.stem}.yaml")
+    machine = load_profile("h200-pcie5")
+    model = open_model(str(folder / "qwen3-8b" / "config.json"), name=plan.model.source)
+    drawn = draw_poster(portray(price_on(plan, model, machine), model, machine))
+    assert drawn == path.read_text("utf-8"), f"run plans/replan.sh to renew {path.name}"
 
 
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.name)

@@ -221,19 +221,19 @@ def test_another_file_is_no_base() -> None:
 
 def test_a_second_gpu_as_the_store() -> None:
     machine = make_machine(peer=20e9, gpu_memory=2**30)
-    peer = machine.with_peer_store()
+    peer = machine.with_store("peer")
     assert (machine.store, peer.store) == ("host", "peer")
     assert peer.copy_seconds(20) == pytest.approx(1e-6 + 1e-9)
     assert peer.host_memory == machine.gpu_memory
     context = machine.gpu_overhead.model_copy(update={"value": 2**20})
-    beside = machine.model_copy(update={"gpu_overhead": context}).with_peer_store()
+    beside = machine.model_copy(update={"gpu_overhead": context}).with_store("peer")
     assert beside.host_memory is not None
     assert beside.host_memory.value == 2**30 - 2**20
     assert peer.fingerprint != machine.fingerprint
     with_latency = machine.model_copy(update={"peer_latency": machine.layer_overhead})
-    assert with_latency.with_peer_store().copy_latency.value == 2e-6
+    assert with_latency.with_store("peer").copy_latency.value == 2e-6
     with pytest.raises(ProfileError, match=r"test machine has no `peer`.* plan with --store host"):
-        make_machine().with_peer_store()
+        make_machine().with_store("peer")
 
 
 @pytest.mark.parametrize("value", ["5e-324", "1e-300", "0", "1e300", ".inf", ".nan", "999 B/s"])

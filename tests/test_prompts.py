@@ -13,7 +13,7 @@ from tests.cli import TINY_MOE
 
 pytest.importorskip("transformers")
 
-from offplan.prompts import find_end_tokens, load_tokenizer, read_prompt
+from offplan.runtime.prompts import find_end_tokens, load_tokenizer, read_prompt
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
+from offplan.library.planned import open_planned_model
+from offplan.library.repricing import list_changes, price_again
 from offplan.plan import Plan, dump_plan, load_plan
-from offplan.planned import open_planned_model
-from offplan.repricing import list_changes, price_again
 from tests.cli import CLI, ROOT, TINY_MOE
 
 PLAN = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from offplan import runnable
 from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
 from offplan.errors import CheckpointError
-from offplan.runnable import check_before_fetching, find_obstacle, why_not_run
+from offplan.library import runnable
+from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
 

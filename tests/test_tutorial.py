@@ -32,7 +32,7 @@ def label(line: str) -> str:
 
 def test_the_tutorial(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_cpu, "_LARGE_BYTES", 2**20)
-    monkeypatch.setattr("offplan.machines.has_gpu", lambda: False)
+    monkeypatch.setattr("offplan.library.machines.has_gpu", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     shutil.copytree(TINY_MOE, tmp_path / "plans" / "tiny-moe")
     monkeypatch.chdir(tmp_path)

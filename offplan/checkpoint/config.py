@@ -21,6 +21,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def states_quantisation(config: Mapping[str, Any]) -> bool:
+    """Whether it says how the model is quantised, in its own name or in its text part's.
+
+    Source: transformers 5.23, ``get_hf_quantizer``.
+    """
+    return any(part.get("quantization_config") for part in (config, text_config(config)))
+
+
 def read_count(config: Mapping[str, Any], *keys: str) -> int | None:
     """Read the first of these keys that holds a positive whole number.
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offplan.checkpoint.config import states_quantisation
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
 from offplan.checkpoint.index import Index, check_against_index, parse_index
 from offplan.checkpoint.jsontext import load_object, quote, shorten
@@ -65,7 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     config = load_object(_read_small(path), str(path))
     beside = path.parent / QUANTISATION_NAME
-    if config.get("quantization_config") or not is_file(beside):
+    if states_quantisation(config) or not is_file(beside):
         return config
     stated = load_object(_read_small(beside), str(beside)).get("quantization")
     own = stated if isinstance(stated, dict) else {}

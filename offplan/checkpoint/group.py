@@ -57,7 +57,8 @@ def group_parameters(
             missing = next(index for index in range(needed) if index not in found)
             raise CheckpointError(
                 f"{prefix}: found {len(found)} experts with {quote(name)}, expected {needed} "
-                f"(expert {missing} has none); the checkpoint is incomplete: fetch it again"
+                f"(expert {missing} has none); the checkpoint is incomplete (fetch it again), or "
+                "stores experts of one layer in several forms"
             )
         whole_by_name[name] = tuple(found[index] for index in range(needed))
     return _join_parts(whole_by_name, architecture)
@@ -100,12 +101,18 @@ def _describe(
     """Describe one weight, of all experts if it is theirs."""
     first = {part: of_part[0] for part, of_part in beside.items()}
     quantisation = architecture.quantisation
-    module = part_of(tensors[0].name)[0].removesuffix(".weight")
-    stated = quantisation.stated(module) if quantisation is not None and beside else None
+    end = len(tensors[0].name) - len(part_of(tensors[0].name)[0].removesuffix(".weight"))
+    schemes = [
+        quantisation.stated(tensor.name[: len(tensor.name) - end])
+        for tensor in tensors
+        if quantisation is not None and beside
+    ]
+    stated = schemes[0] if schemes else None
     form, shape = recognise(tensors[0], first, None if stated is None else stated.form)
     if len(shape) == 1:
         shape = _unflatten(name, shape, architecture)
-    alike = all(
+    # a config may take experts one by one
+    alike = schemes.count(stated) == len(schemes) and all(
         (tensor.dtype, tensor.shape) == (of_part[0].dtype, of_part[0].shape)
         for of_part in (tensors, *beside.values())
         for tensor in of_part
@@ -118,6 +125,7 @@ def _describe(
         tensors,
         is_expert or _is_fused(name, tensors[0], architecture.routing.num_experts),
         form=form if form.is_raw or (alike and is_known and is_whole) else OTHER,
+        is_shuffled=stated is not None and stated.has_group_index,
         beside=tuple(sorted(beside.items())),
         logical_shape=None if form.is_raw else shape,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import logging
 
+from offplan.checkpoint.config import states_quantisation
 from offplan.checkpoint.download import PATIENCE_S, fetch, find_file
 from offplan.checkpoint.folder import (
     ADAPTER_ALONE,
@@ -46,7 +47,7 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
     commit = config_path.parent.name
     config = read_config(config_path)
     tensors = _read_tensors(repo, commit, on_progress)
-    if not config.get("quantization_config") and any(t.dtype in CODE_TYPES for t in tensors):
+    if not states_quantisation(config) and any(t.dtype in CODE_TYPES for t in tensors):
         with suppress(NoSuchFile):
             fetch(repo, QUANTISATION_NAME, commit)
             config = read_config(config_path)

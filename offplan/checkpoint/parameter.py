@@ -28,6 +28,8 @@ class Parameter:
     """Whether it is stored in two bytes an element and kept in float32 once loaded."""
     form: Form = RAW
     """How the values are stored."""
+    is_shuffled: bool = False
+    """Whether columns of one group lie apart, by the config: each column's scales are looked up."""
     beside: tuple[tuple[Part, Tensors], ...] = ()
     """Scales and what else the values are made with, each as many tensors as ``tensors``."""
     logical_shape: tuple[int, ...] | None = None

@@ -12,11 +12,11 @@ from offplan.errors import InfeasibleError, InputError
 def analyze(query: Query) -> None:
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.cli.planning import save_plan
-    from offplan.machines import why_unmeasured
+    from offplan.library.machines import why_unmeasured
+    from offplan.library.runnable import why_not_run
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
     from offplan.report.answer import render_answer
     from offplan.report.payload import analyze_payload
-    from offplan.runnable import why_not_run
 
     query.check()
     output, on_stdout = query.output, STANDARD in (query.output, query.svg)
@@ -40,12 +40,14 @@ def analyze(query: Query) -> None:
         json=query.json,
         file=sys.stderr if on_stdout else None,
     )
-    query.save_picture(*report)
-    if output is None:
+    files, result = [each for each in (query.svg, output) if each], analysis.result
+    if not files:
         return
-    if analysis.result is None:
+    if result is None or question is None:
         kind = InfeasibleError if analysis.infeasible else InputError
-        raise kind(f"{output} was not written: there is no plan")
-    save_plan(output, analysis.result.plan, force=query.force)
-    if output != STANDARD:
-        print_note(f"wrote {output}")
+        raise kind(f"{files[0]} was not written: there is no plan")
+    query.save_picture(question, result.plan)
+    if output is not None:
+        save_plan(output, result.plan, force=query.force)
+        if output != STANDARD:
+            print_note(f"wrote {output}")

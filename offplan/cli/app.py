@@ -19,6 +19,7 @@ from offplan.cli.machines import machines
 from offplan.cli.measure import measure
 from offplan.cli.plan import plan
 from offplan.cli.replan import replan
+from offplan.cli.report import report
 from offplan.cli.run import run
 from offplan.cli.schema import schema
 from offplan.cli.show import show
@@ -58,7 +59,7 @@ def before_commands(
 
 
 _PLAN = (analyze, plan)
-_LOOK_AFTER = (show, check, diff, explain, replan)
+_LOOK_AFTER = (show, report, check, diff, explain, replan)
 _EXECUTE = (run, bench, export)
 _KNOW = (measure, machines, schema)
 for command in (*_PLAN, *_LOOK_AFTER, *_EXECUTE, *_KNOW):

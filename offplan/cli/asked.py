@@ -11,11 +11,11 @@ from offplan.checkpoint.model import Model
 from offplan.cli.inputs import read_input
 from offplan.cli.lines import Line
 from offplan.errors import InputError
+from offplan.library.sessions import check_context
 from offplan.plan import Plan
-from offplan.prompts import find_end_tokens, load_tokenizer, read_chat, read_prompt
+from offplan.runtime.prompts import find_end_tokens, load_tokenizer, read_chat, read_prompt
 from offplan.runtime.sampling import Sampling
-from offplan.sessions import check_context
-from offplan.texts import Text
+from offplan.runtime.texts import Text
 
 Chat = Sequence[Mapping[str, str]]
 """Messages: what was said, by whom."""

@@ -31,7 +31,7 @@ def bench(
     loaded, found = open_plan(plan, model)
 
     with waiting("starting torch"):
-        from offplan.benchmark import bench_plan
+        from offplan.library.benchmark import bench_plan
         from offplan.report.bench import render_bench
         from offplan.report.payload import bench_payload
 

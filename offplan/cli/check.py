@@ -27,7 +27,7 @@ def check(
     Exits with 4 where something is not as a plan has it (drift), else with 3 where memory lacks.
     Without a GPU, and with --file-only, all is checked but this machine.
     """
-    from offplan.machines import require_gpu
+    from offplan.library.machines import require_gpu
     from offplan.plan import load_plan
     from offplan.report.check import findings_payload, render_findings, worst_verdict
     from offplan.upkeep.checking import check_plan

@@ -52,7 +52,7 @@ def diff(
 
 def _find_model(before: "Plan", after: "Plan", model: str | None) -> "Model | None":
     """Read the headers of the model that both plans are of, if they say where something moves."""
-    from offplan.planned import open_planned_model
+    from offplan.library.planned import open_planned_model
 
     if before.model.headers_sha256 != after.model.headers_sha256:
         print_note("what moves is not told: the plans are of different models")

@@ -15,13 +15,13 @@ def explain(
     Numbers are those that the decision has by now, and before they are rounded for the file; where
     the file says something else, that is noted.
     """
-    from offplan.asking import ask_again
     from offplan.costs.derivation import derive_prediction
-    from offplan.machines import load_machine
+    from offplan.library.asking import ask_again
+    from offplan.library.machines import load_machine
+    from offplan.library.repricing import list_changes, price_on
     from offplan.plan import load_plan
     from offplan.planner.neighbours import find_neighbours
     from offplan.report.explain import explanation_payload, render_explanation
-    from offplan.repricing import list_changes, price_on
 
     loaded = load_plan(plan)
     chosen = None if machine is None else load_machine(machine)

@@ -7,15 +7,15 @@ from offplan.cli.asked import Asked
 from offplan.cli.live import LiveLine
 from offplan.cli.output import waiting
 from offplan.cli.told import Teller
+from offplan.library.repricing import predict_workload
 from offplan.plan import Plan
-from offplan.prompts import random_prompt
 from offplan.report.run import RunResult
-from offplan.repricing import predict_workload
 from offplan.runtime.device import device_name
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.prompts import random_prompt
 from offplan.runtime.sampling import make_chooser
 from offplan.runtime.session import Session
-from offplan.texts import Text, form_batches, generate_texts
+from offplan.runtime.texts import Text, form_batches, generate_texts
 
 
 def generate_asked(

@@ -35,8 +35,8 @@ def measure(
     """
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import read_workload
+    from offplan.library.machines import measure_here, require_gpu
     from offplan.machine.profile import dump_profile
-    from offplan.machines import measure_here, require_gpu
     from offplan.report.machine import render_machine
     from offplan.report.payload import machine_payload
 

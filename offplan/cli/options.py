@@ -103,7 +103,7 @@ Device = Annotated[
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the result to this file; - is stdout.")
 ]
-Picture = Annotated[Path | None, typer.Option("--svg", help="Save the report as a picture, too.")]
+Picture = Annotated[Path | None, typer.Option("--svg", help="Save pictures of the plan, too.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
 Verbose = Annotated[
     bool,

@@ -1,9 +1,7 @@
 """Where results go: reports and JSON to stdout, everything else to stderr, files whole or not."""
 
-import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from offplan.errors import InputError
 from offplan.files import write_whole
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 JSON_VERSION = 1
 QUIET = ContextVar("quiet", default=False)
@@ -37,28 +35,17 @@ def print_result(
         print_report(*parts, file=file)
 
 
-def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> "Console":
-    """Print tables, an empty line between them, to ``file`` or stdout; returns the console."""
+def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> None:
+    """Print tables, an empty line between them, to ``file`` or stdout."""
     from offplan.cli.console import PlainConsole
-    from offplan.report.table import WIDTH
+    from offplan.report.table import report_width
 
-    console = PlainConsole(
-        width=WIDTH, highlight=False, markup=False, emoji=False, file=file, record=True
-    )
+    width = report_width(file or sys.stdout)
+    console = PlainConsole(width=width, highlight=False, markup=False, emoji=False, file=file)
     for number, part in enumerate(parts):
         if number:
             console.print()
         console.print(part)
-    return console
-
-
-def draw_report(title: str, *parts: "RenderableType") -> str:
-    """Return what ``print_report`` prints as a picture: an SVG with a ``title`` over it."""
-    picture = print_report(*parts, file=io.StringIO()).export_svg(title=printable(title))
-    # Rich's style names a font to be fetched: a picture that is opened should ask nobody.
-    style, end, drawing = picture.partition("</style>")
-    style = re.sub(r"@font-face \{.*?\}\s*", "", style, flags=re.DOTALL)
-    return style.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas") + end + drawing
 
 
 def printable(text: str) -> str:

@@ -12,13 +12,13 @@ from offplan.errors import InputError
 def plan(query: Query) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.cli.planning import save_plan
-    from offplan.machines import why_unmeasured
+    from offplan.library.machines import why_unmeasured
+    from offplan.library.runnable import why_not_run
     from offplan.plan import dump_plan
     from offplan.planner.make import make_plan
     from offplan.report.analysis import analyze_result, describe_running, render_analysis
     from offplan.report.answer import render_answer
     from offplan.report.payload import plan_payload
-    from offplan.runnable import why_not_run
 
     query.check()
     if query.svg == STANDARD and (query.json or query.plan_file is None):
@@ -32,15 +32,14 @@ def plan(query: Query) -> None:
     with waiting("planning"):
         result, why_not = make_plan(question), why_not_run(model)
     made = result.plan
-    if query.verbose or query.svg:
+    if query.verbose:
         analysis = analyze_result(question, result)
         command = shlex.join(["offplan", *sys.argv[1:]])
         report = [*render_answer(analysis, command, query.plan_file), *render_analysis(analysis)]
-        if query.verbose:
-            print_result({}, *report, json=False, file=sys.stderr)
-        query.save_picture(*report)
+        print_result({}, *report, json=False, file=sys.stderr)
     else:
         print_note(describe_running(model, why_not))
+    query.save_picture(question, made)
     if query.plan_file is not None:
         save_plan(query.plan_file, made, force=query.force)
     if query.json:

@@ -9,13 +9,13 @@ from offplan.checkpoint.model import Model
 from offplan.cli.options import LONGEST
 from offplan.cli.output import ProgressBar, print_note, write_file
 from offplan.errors import InputError
+from offplan.library.planned import open_planned_model
+from offplan.library.repricing import list_changes, price_again
 from offplan.machine.name import parse_name
 from offplan.plan import Plan, Workload, dump_plan, load_plan
-from offplan.planned import open_planned_model
-from offplan.planner.context import find_longest_context, with_context
-from offplan.question import Question
+from offplan.planner.context import find_longest_context
+from offplan.planner.question import Question
 from offplan.records import explain
-from offplan.repricing import list_changes, price_again
 from offplan.units import format_budget, format_bytes
 
 
@@ -100,7 +100,7 @@ def settle_context(question: Question, context: int) -> Question:
         return question
     limit = "all that the model was trained for" if longest == trained else "the most that fit"
     print_note(f"--context max: {longest} tokens, {limit}")
-    return with_context(question, longest)
+    return question.with_workload(context=longest)
 
 
 def note_budget(question: Question, gpu_memory: int | None) -> None:

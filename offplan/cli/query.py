@@ -12,18 +12,17 @@ from offplan.cli.output import (
     STANDARD,
     ProgressBar,
     check_writable,
-    draw_report,
     print_result,
+    printable,
     save_file,
     waiting,
 )
 from offplan.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from offplan.checkpoint.model import Model
-    from offplan.question import Question
+    from offplan.plan import Plan
+    from offplan.planner.question import Question
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class Query:
 
     def read(self) -> "tuple[Model, Question | None]":
         """Read the model, and ask what is asked; None where there is no machine to ask about."""
-        from offplan.asking import ask
         from offplan.checkpoint.open import open_model
         from offplan.cli.planning import note_budget, read_workload, settle_context
-        from offplan.machines import find_machine
+        from offplan.library.asking import ask
+        from offplan.library.machines import find_machine
 
         tokens = self.prompt_tokens, self.output_tokens, self.context
         workload = read_workload(self.batch or 1, *tokens)
@@ -103,7 +102,7 @@ class Query:
 
     def print_frontier(self, question: "Question | None") -> None:
         """Answer ``--frontier``; raises InputError where there is no machine to ask about."""
-        from offplan.machines import why_unmeasured
+        from offplan.library.machines import why_unmeasured
         from offplan.planner.frontier import find_frontier
         from offplan.report.frontier import frontier_payload, render_frontier
 
@@ -113,10 +112,14 @@ class Query:
         payload = {"frontier": frontier_payload(points)}
         print_result(payload, render_frontier(points), json=self.json)
 
-    def save_picture(self, *report: "RenderableType") -> None:
+    def save_picture(self, question: "Question", plan: "Plan") -> None:
         """Answer ``--svg``."""
+        from offplan.report.portrait import portray
+        from offplan.report.poster import draw_poster
+
         if self.svg is not None:
-            save_file(self.svg, draw_report(f"offplan {self.model}", *report), force=self.force)
+            picture = draw_poster(portray(plan, question.model, question.machine))
+            save_file(self.svg, printable(picture), force=self.force)
 
     @property
     def plan_file(self) -> Path | None:

@@ -38,16 +38,16 @@ def replan(
     file; comments inside a list of rules that gets longer or shorter are lost. Plans of a machine
     that was measured are made from this one's figures, measured again.
     """
-    from offplan.asking import ask_again
     from offplan.cli.planning import note_budget, relocate_plan, relocate_profile
-    from offplan.machines import find_machine
+    from offplan.library.asking import ask_again
+    from offplan.library.machines import find_machine
+    from offplan.library.planned import read_planned_model
+    from offplan.library.repricing import list_changes
+    from offplan.library.runnable import why_not_run
     from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
-    from offplan.planned import read_planned_model
     from offplan.planner.make import make_plan
     from offplan.records import read_text
     from offplan.report.payload import plan_payload
-    from offplan.repricing import list_changes
-    from offplan.runnable import why_not_run
     from offplan.upkeep.comparing import compare_plans
     from offplan.upkeep.rewriting import rewrite_plan
 

@@ -100,10 +100,10 @@ def run(
         from offplan.cli.asked import Asked, list_prompts, read_sampling
         from offplan.cli.generating import generate_asked
         from offplan.cli.told import Printer, Teller, Writer
+        from offplan.library.sessions import check_context, load_session
         from offplan.report.payload import run_payload
         from offplan.report.run import render_run
         from offplan.runtime.device import device_name, find_device
-        from offplan.sessions import check_context, load_session
 
     asked = Asked(
         list_prompts(prompt or (), prompt_file or (), lines, chat=chat),

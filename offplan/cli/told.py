@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from offplan.cli.lines import Line, Results
 from offplan.cli.output import printable
 from offplan.report.payload import text_payload
-from offplan.texts import Text
+from offplan.runtime.texts import Text
 
 
 class Teller:

@@ -7,7 +7,7 @@ from math import log
 
 from offplan.checkpoint.model import Model
 from offplan.costs.timeline import to_ps
-from offplan.costs.work import LayerWork, PassShape, layer_work
+from offplan.costs.work import LayerWork, PassShape, head_expands, layer_work
 from offplan.machine.profile import LayerTime, MachineProfile
 
 MATMUL_EFFICIENCY = 0.75
@@ -102,15 +102,19 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
 
 
 def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> ComputeTime:
-    """Price embedding rows, final norm and the head on the last token of each sequence."""
-    head = model.head
+    """Price embedding rows, final norm and the head on the last token of each sequence.
+
+    The values of a head that is stored as codes may have to be made, and then read.
+    """
+    head, element_bytes = model.head, model.element_bytes
 
     def estimate(at: PassShape) -> float:
         if head is None:
             return 0.0
-        hidden_bytes = head.nbytes // max(head.shape)
-        rows = 2 * at.num_tokens * hidden_bytes  # an embedding row in, a hidden state out
-        reading = (head.nbytes + rows) / machine.hbm.value
+        # an embedding row in, a hidden state out
+        rows = 2 * at.num_tokens * min(head.shape) * element_bytes
+        made = head.num_weights if head_expands(head, at, element_bytes) else 0
+        reading = (head.nbytes + rows + 2 * element_bytes * made) / machine.hbm.value
         flops = 2 * head.num_weights * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 

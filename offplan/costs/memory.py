@@ -1,13 +1,21 @@
 """GPU and host memory of a plan, term by term."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from offplan.checkpoint.matrices import output_width
 from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
 from offplan.costs.roles import Role, role_of
-from offplan.costs.work import PassShape, attention_dims, expands, gathers_codes, prefill_shapes
+from offplan.costs.work import (
+    PassShape,
+    attention_dims,
+    expands,
+    gathers_codes,
+    head_expands,
+    prefill_shapes,
+)
 from offplan.forms.form import Part
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
@@ -202,10 +210,14 @@ def expanded_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     Scales that are quantised too are made for every product, NESTED_SCALE_BYTES of each at once.
     Source: ``runtime.forms.stored``.
     """
-    largest = max((p.num_weights for p in layer.parameters if expands(p, shape)), default=0)
-    nested = [p for p in layer.parameters if Part.NESTED_SCALE in p.parts]
-    num_scales = max((p.of(Part.SCALE)[0].num_elements for p in nested), default=0)
-    return EXPANDED_COPIES * largest * model.element_bytes + NESTED_SCALE_BYTES * num_scales
+    size = model.element_bytes
+    largest = max((p.num_weights for p in layer.parameters if expands(p, shape, size)), default=0)
+    return EXPANDED_COPIES * largest * size + _nested_bytes(layer.parameters)
+
+
+def _nested_bytes(parameters: Iterable[Parameter]) -> int:
+    nested = (p.of(Part.SCALE)[0] for p in parameters if Part.NESTED_SCALE in p.parts)
+    return NESTED_SCALE_BYTES * max((scales.num_elements for scales in nested), default=0)
 
 
 def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
@@ -249,10 +261,17 @@ def per_layer_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
 
 
 def logits_bytes(model: Model, shape: PassShape) -> int:
-    """Bytes of the logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary."""
-    head = model.head
-    num_logits = shape.batch * head.shape[0] if head is not None else 0
-    return LOGIT_COPIES * num_logits * model.element_bytes
+    """Bytes of the logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary.
+
+    With them live the values of a head that is stored as codes, where these are made: once, since
+    what the allocator keeps of a layer's values is counted with those.
+    """
+    head, size = model.head, model.element_bytes
+    if head is None:
+        return 0
+    made = head.num_weights if head_expands(head, shape, size) else 0
+    num_logits = shape.batch * head.shape[0]
+    return (LOGIT_COPIES * num_logits + made) * size + _nested_bytes([head])
 
 
 def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:

@@ -19,6 +19,7 @@ characterization of the minimum cycle mean in a digraph (1978).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from offplan.placement import Span
 from offplan.plan import PhasePrediction
@@ -27,8 +28,17 @@ from offplan.schedule import Compute, Copy, Schedule, Wait
 PS_PER_S = 10**12
 """Picoseconds in a second."""
 
-_NEVER = float("-inf")
+NEVER = float("-inf")
 """A moment before all others."""
+
+Time = float | Fraction
+"""A moment, in picoseconds."""
+Queue = Literal["compute", "link"]
+Doing = Literal["compute", "wait", "read", "copy"]
+"""``wait`` is compute that waits for the link; ``read`` is weights being read in place."""
+Record = Callable[[Queue, Doing, int | None, Time, Time], None]
+"""Hears of each thing that a queue does: of which layer (None outside of all layers), and when it
+begins and ends."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +103,8 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     """
     copied_ps = sum(times.copy_ps(op.span) for op in schedule.operations if isinstance(op, Copy))
     link_ps = copied_ps + sum(times.uva_ps)
-    size = 2 + len(schedule.before)
-    slowdown = times.uva_slowdown if copied_ps else 1.0
-    columns = []
-    for origin in range(size):  # the map's column: what depends on this moment alone
-        state: list[float] = [_NEVER] * size
-        state[origin] = 0
-        _run_pass(schedule, times, state, lambda reading, _: int(reading * slowdown))
-        columns.append(state)
     return PhaseTimes(
-        step_ps=largest_cycle_mean(columns),
+        step_ps=largest_cycle_mean(map_moments(schedule, times)),
         compute_ps=times.resident_ps,
         link_ps=link_ps,
         bound_ps=max(times.resident_ps, link_ps),
@@ -125,13 +127,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
             copied_ps += pending[op.slot]
         elif isinstance(op, Wait):
             awaited_ps += pending.pop(op.slot, 0)
-    state: list[float] = [0] * (2 + len(schedule.before))
-    _run_pass(
-        schedule,
-        times,
-        state,
-        lambda reading, left: min(int(reading * times.uva_slowdown), reading + left),
-    )
+    state = run_prompt(schedule, times)
     return PhaseTimes(
         step_ps=Fraction(int(state[0])),
         compute_ps=times.resident_ps,
@@ -141,11 +137,51 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     )
 
 
+def map_moments(schedule: Schedule, times: PassTimes) -> list[list[Time]]:
+    """Return a decode step as a map, column by column: what depends on each moment alone.
+
+    The moments are those of ``run_step``.
+    """
+    size = 2 + len(schedule.before)
+    columns = []
+    for origin in range(size):
+        state: list[Time] = [NEVER] * size
+        state[origin] = 0
+        run_step(schedule, times, state)
+        columns.append(state)
+    return columns
+
+
+def _ignore(*_: object) -> None:
+    """Record nothing."""
+
+
+def run_step(
+    schedule: Schedule, times: PassTimes, state: list[Time], record: Record = _ignore
+) -> None:
+    """Advance ``state`` by a decode step: when compute, the link and each slot's fill are done."""
+    copies = any(isinstance(op, Copy) and times.copy_ps(op.span) for op in schedule.operations)
+    slowdown = times.uva_slowdown if copies else 1.0
+    _run_pass(schedule, times, state, lambda reading, _: int(reading * slowdown), record)
+
+
+def run_prompt(schedule: Schedule, times: PassTimes, record: Record = _ignore) -> list[Time]:
+    """Run a prompt from an idle link; return when compute, link and slots are done."""
+    state: list[Time] = [0] * (2 + len(schedule.before))
+
+    def read(reading: int, left: Time) -> Time:
+        return min(int(reading * times.uva_slowdown), reading + left)
+
+    _run_pass(schedule, times, state, read, record)
+    return state
+
+
 def _run_pass(
     schedule: Schedule,
     times: PassTimes,
-    state: list[float],
-    read: Callable[[int, float], float],
+    state: list[Time],
+    read: Callable[[int, Time], Time],
+    record: Record,
 ) -> None:
     """Advance ``state``: when compute, the link and the fill of each slot are done.
 
@@ -156,30 +192,36 @@ def _run_pass(
     slots = state[2:]
     for op in schedule.operations:
         if isinstance(op, Copy):
-            link = max(link, compute) + times.copy_ps(op.span)
-            slots[op.slot] = link
+            began = max(link, compute)
+            link = slots[op.slot] = began + times.copy_ps(op.span)
+            record("link", "copy", op.span.layer, began, link)
         elif isinstance(op, Wait):
-            compute = max(compute, slots[op.slot])
+            began, compute = compute, max(compute, slots[op.slot])
+            record("compute", "wait", op.span.layer, began, compute)
         elif isinstance(op, Compute):
             reading = times.uva_ps[op.layer]
             if reading:
                 took = read(reading, max(0, link - compute))
+                record("link", "read", op.layer, compute, compute + reading)
+                record("compute", "read", op.layer, compute, compute + took)
                 # What is being copied meanwhile is late by as much as the kernels read.
                 link = max(link, compute) + reading
                 slots = [max(done, compute) + reading for done in slots]
                 compute += took
-            compute += times.compute_ps[op.layer]
+            began, compute = compute, compute + times.compute_ps[op.layer]
+            record("compute", "compute", op.layer, began, compute)
+    record("compute", "compute", None, compute, compute + times.outside_ps)
     state[:] = [compute + times.outside_ps, link, *slots]
 
 
-def largest_cycle_mean(columns: Sequence[Sequence[float]]) -> Fraction:
+def largest_cycle_mean(columns: Sequence[Sequence[Time]]) -> Fraction:
     """Largest mean weight of a cycle in the graph whose edge from i to j weighs ``columns[i][j]``.
 
     Karp's formula: max over v of min over k of (D_n(v) - D_k(v)) / (n - k), where D_k(v) is the
     heaviest walk of k edges that ends in v.
     """
     size = len(columns)
-    heaviest: list[list[float]] = [[0] * size]
+    heaviest: list[list[Time]] = [[0] * size]
     for _ in range(size):
         last = heaviest[-1]
         heaviest.append([max(last[i] + columns[i][j] for i in range(size)) for j in range(size)])

@@ -121,7 +121,7 @@ class LayerWork:
         They are the weights and the cache, and values that are made of codes and then read.
         """
         made = self.absorbed_elements if shape.phase is Phase.DECODE else 0
-        if shape.num_tokens > EXPANDED_ROWS:
+        if makes_values(shape.num_tokens, self.element_bytes):
             made = self.expanded_elements
         cache = self.kv_cache.nbytes(shape.batch, shape.context)
         return self.weight_bytes(shape) + 2 * self.element_bytes * made + cache
@@ -187,15 +187,28 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
     )
 
 
-def expands(parameter: Parameter, shape: PassShape) -> bool:
-    """Whether a pass has a weight's values made of its codes before they are multiplied.
+def expands(parameter: Parameter, shape: PassShape, element_bytes: int) -> bool:
+    """Whether a pass has a layer's weight made of its codes before it is multiplied.
 
     Latent attention's ``kv_b_proj`` is absorbed into queries, and so expanded in every decode step.
     """
     if parameter.form.is_raw or parameter.is_expert:
         return False
     absorbed = shape.phase is Phase.DECODE and is_absorbed(parameter)
-    return absorbed or shape.num_tokens > EXPANDED_ROWS
+    return absorbed or makes_values(shape.num_tokens, element_bytes)
+
+
+def head_expands(head: Parameter, shape: PassShape, element_bytes: int) -> bool:
+    """Whether a pass has the head made of its codes: it meets each sequence's last token alone."""
+    return not head.form.is_raw and makes_values(shape.batch, element_bytes)
+
+
+def makes_values(num_rows: int, element_bytes: int) -> bool:
+    """Whether a product of so many rows is one of values: codes meet elements of two bytes alone.
+
+    Source: ``runtime.forms.stored.StoredLinear``.
+    """
+    return num_rows > EXPANDED_ROWS or element_bytes > 2
 
 
 def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:

@@ -1,6 +1,7 @@
 """The ``quantization_config`` of compressed-tensors.
 
-Source: compressed-tensors 0.15, ``QuantizationConfig``.
+Source: compressed-tensors 0.15, ``QuantizationConfig``, ``apply_quantization_config`` and
+``match_targets``.
 """
 
 from collections.abc import Mapping
@@ -21,20 +22,22 @@ def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quant
         return Quantisation("compressed-tensors", is_known=False)
     if not is_record(groups):
         return Quantisation("compressed-tensors")
-    found = []
+    found: dict[str, Scheme] = {}
     for group in groups.values():
         scheme = _read_group(group, stated.get("format"), float_type) if is_record(group) else None
         meant = names_of(group.get("targets")) if is_record(group) else ()
         # a target without a dot is the name of a class, of which only one is known here
         if scheme is None or any("." not in name and name != "Linear" for name in meant):
             return Quantisation("compressed-tensors")
-        found.append((meant, scheme))
+        found |= dict.fromkeys(meant, scheme)
     ignored = names_of(stated.get("ignore"))
+    # names go before patterns, in the order of their letters, and these before the class
+    narrowest = sorted(found, key=lambda name: (name == "Linear", name.startswith("re:"), name))
 
     def find(module: str) -> Scheme | None:
         if targets(ignored, module):
             return None
-        return next((scheme for meant, scheme in found if targets(meant, module)), None)
+        return next((found[name] for name in narrowest if targets((name,), module)), None)
 
     return Quantisation("compressed-tensors", find, note=note_scales(float_type))
 

@@ -16,17 +16,20 @@ _REPEATED_GROUP = re.compile(r"\)\s*[*+{]|\\[1-9]")
 _PLAIN = re.compile(r"[\w.\-]*[\w\-]")
 
 
-def skips(patterns: Iterable[str], module: str) -> bool:
+def skips(patterns: tuple[str, ...], module: str) -> bool:
     """Whether a list of modules not to convert means this one, as transformers matches it.
 
     Source: transformers 5.23, ``should_convert_module``: a pattern means the modules that it
     matches from their start up to a dot, and those whose names end with it.
     """
-    starts, ends, pattern = _compile_skips(tuple(patterns))
+    starts, ends, pattern = _compile_skips(patterns)
     if module.endswith(ends):
         return True
-    found = pattern is not None and pattern.match(module) is not None
-    return found or not starts.isdisjoint(_starts_of(module))
+    if pattern is not None and pattern.match(module) is not None:
+        return True
+    while module and module not in starts:
+        module = module.rpartition(".")[0]
+    return bool(module)
 
 
 def has_run(patterns: Iterable[str], module: str) -> bool:
@@ -86,9 +89,3 @@ def _compile_skips(
     joined = "|".join(f"(?:{pattern})" for pattern in others)
     whole = re.compile(rf"(?:{joined})(?:(?<=\.)|(?=\.|$))") if others else None
     return plain, patterns, whole
-
-
-def _starts_of(module: str) -> set[str]:
-    """List a module and those that it lies in, by name."""
-    parts = module.split(".")
-    return {".".join(parts[: count + 1]) for count in range(len(parts))}

@@ -72,6 +72,7 @@ def _name_method(stated: Mapping[str, Any]) -> str:
 
 
 def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
+    # what transformers takes for an absent one; null is one scale a matrix
     block = stated.get("weight_block_size", [128, 128])
     is_pair = isinstance(block, list) and len(block) == 2 and all(map(is_size, block))
     is_usual = stated.get("expert_dtype", "fp8") == "fp8" and stated.get("fmt", "e4m3") == "e4m3"
@@ -122,7 +123,9 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     excepted = list(dynamic) if is_record(dynamic) else [""]
     if form is OTHER or stated.get("lm_head") or not all(key[:2] == "-:" for key in excepted):
         return Quantisation("gptq")
-    scheme = Scheme(form, store_gptq, scale="F16")
+    # groups that were told beforehand follow each other, in whatever order columns were quantised
+    is_shuffled = stated.get("desc_act") is True and not stated.get("static_groups")
+    scheme = Scheme(form, store_gptq, scale="F16", has_group_index=is_shuffled)
     patterns = [f"re:{key[2:]}" for key in excepted]
     blocks = stated.get("modules_in_block_to_quantize")
     only = tuple(name for names in blocks for name in names_of(names)) if blocks else ("",)

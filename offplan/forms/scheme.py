@@ -23,7 +23,7 @@ class Scheme:
     has_zeros: bool = False
     """Whether groups have a zero of their own, where that is a choice."""
     has_group_index: bool = False
-    """Whether the group of each column is stored, where that is a choice."""
+    """Whether columns lie in another order than their groups, so that each one's is stored."""
     has_input_scale: bool = False
     """Whether a scale of the activations is stored, where that is a choice."""
     is_nested: bool = False

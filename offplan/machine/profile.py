@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import yaml
 from pydantic import Field, GetJsonSchemaHandler, model_validator
@@ -10,6 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType
 
+from offplan.choices import Store
 from offplan.errors import ProfileError
 from offplan.machine.assumed import change_figures, complete_figures
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
@@ -103,7 +104,7 @@ class DeviceRate(Record):
 class MachineProfile(Record):
     """One GPU, its link to host memory, and what a pass costs besides the weights."""
 
-    store: ClassVar[Literal["host", "peer"]] = "host"
+    store: ClassVar[Store] = "host"
     """What ``h2d`` and ``copy_latency`` are the link to, and ``host_memory`` the size of."""
 
     profile: int = Field(PROFILE_VERSION, ge=PROFILE_VERSION, le=PROFILE_VERSION)
@@ -171,11 +172,13 @@ class MachineProfile(Record):
         content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def with_peer_store(self) -> "PeerStoreProfile":
-        """Take a second GPU, such a one as this, as the store.
+    def with_store(self, store: Store) -> "MachineProfile":
+        """Return the profile with the link to this store as its link; a peer is such a GPU as this.
 
-        Raises ProfileError where the link between them is not known.
+        Raises ProfileError where that link is not known.
         """
+        if store == "host":
+            return self
         if self.peer is None:
             raise ProfileError(
                 f"the profile of {self.name} has no `peer`, the rate of copies from a second GPU: "
@@ -209,7 +212,7 @@ class PeerStoreProfile(MachineProfile):
     ``host_memory`` is what that GPU has room for.
     """
 
-    store: ClassVar[Literal["host", "peer"]] = "peer"
+    store: ClassVar[Store] = "peer"
 
 
 def load_profile(name: str | MachineName) -> MachineProfile:

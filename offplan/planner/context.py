@@ -1,13 +1,11 @@
 """The longest context whose plan fits."""
 
-from dataclasses import replace
-
 from offplan.costs.threshold import least_that
 from offplan.plan import MOST, MOST_CACHED
 from offplan.planner.aims import Nearest, limits_ps
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
-from offplan.question import Question
 
 
 def find_longest_context(question: Question, most: int | None = None) -> int | None:
@@ -28,14 +26,9 @@ def find_longest_context(question: Question, most: int | None = None) -> int | N
     return least_that(lambda context: not _fits(question, context), shortest, most) - 1
 
 
-def with_context(question: Question, context: int) -> Question:
-    """Ask the same for another context."""
-    return replace(question, workload=question.workload.model_copy(update={"context": context}))
-
-
 def _fits(question: Question, context: int) -> bool:
     """Whether a plan keeps the budget and the targets at this context."""
-    space = Space(with_context(question, context))
+    space = Space(question.with_workload(context=context))
     room = find_room(space, question.budget)
     best = Searcher(space).find(room, Nearest(limits_ps(question.goal))).best
     return best is not None and best.value <= 1

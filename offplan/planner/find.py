@@ -8,9 +8,9 @@ from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Offload, Plan
 from offplan.planner.aims import NEVER, Fastest, limits_ps
 from offplan.planner.infeasible import explain_infeasible
+from offplan.planner.question import Question
 from offplan.planner.search import MAX_RULES, Searcher
 from offplan.planner.space import Room, Space, find_room
-from offplan.question import Question
 
 
 @dataclass(frozen=True)

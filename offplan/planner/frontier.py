@@ -8,16 +8,18 @@ from offplan.costs.threshold import least_that
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest
 from offplan.planner.find import find_plan
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
 from offplan.progress import Progress
-from offplan.question import Question
 
 NUM_POINTS = 12
-"""Budgets tried, evenly spaced."""
+"""Budgets tried, at least: the ends, all cards' sizes between them, and halves of the gaps."""
 RESOLUTION = 200
 """The smallest budget shown is at most this part of the largest above what fits."""
 GIB = 2**30
+CARDS_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 128, 141, 180, 192, 288)
+"""GPU memory of the cards that people have, in GiB, as their vendors name it."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
     most = min(question.budget.gpu_memory, _enough_for_all(space))
     last = plan_for(most)
     low = least_that(fits, 0, most, most // RESOLUTION)
-    sizes = {low + (most - low) * i // (NUM_POINTS - 1) for i in range(NUM_POINTS - 1)} - {most}
+    *sizes, _ = sorted(spread_budgets(low, most))
     plans = []
-    for number, size in enumerate(sorted(sizes), 1):
+    for number, size in enumerate(sizes, 1):
         plans.append(plan_for(size))
         if on_progress is not None:
             on_progress(number, len(sizes))
@@ -63,6 +65,15 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
         more = (following.budget.gpu_memory - plan.budget.gpu_memory) / GIB
         points.append(Point(plan, saved / more))
     return (*points, Point(last, None))
+
+
+def spread_budgets(low: int, most: int) -> set[int]:
+    """Choose budgets from ``low`` to ``most``, both of them among these."""
+    sizes = {low, most, *(size * GIB for size in CARDS_GIB if low < size * GIB < most)}
+    while len(sizes) < min(NUM_POINTS, most - low + 1):
+        below, above = max(pairwise(sorted(sizes)), key=lambda gap: gap[1] - gap[0])
+        sizes.add((below + above) // 2)
+    return sizes
 
 
 def _enough_for_all(space: Space) -> int:

@@ -2,9 +2,9 @@
 
 from offplan.costs.memory import MARGIN, overhead_bytes
 from offplan.errors import InfeasibleError
+from offplan.planner.question import Question
 from offplan.planner.search import Search
 from offplan.planner.space import Space, find_room
-from offplan.question import Question
 from offplan.units import format_budget, format_bytes, format_bytes_enough
 
 

@@ -9,10 +9,10 @@ from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.context import find_longest_context
 from offplan.planner.find import PlanResult, find_plan, write_plan
 from offplan.planner.infeasible import explain_infeasible
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
 from offplan.planner.throughput import plan_throughput
-from offplan.question import Question
 from offplan.units import format_budget, format_bytes, format_seconds
 
 RESOLUTION = 100
@@ -34,7 +34,7 @@ def make_plan(question: Question) -> PlanResult:
             return best
         # a single sequence says what is missing
         goal = question.goal.model_copy(update={"objective": "latency"})
-        question = replace(question.with_batch(1), goal=goal)
+        question = replace(question.with_workload(batch=1), goal=goal)
     try:
         return _make_latency_plan(question)
     except InfeasibleError as error:

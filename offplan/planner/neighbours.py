@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from offplan.costs.predict import predict
 from offplan.errors import PlanError
 from offplan.plan import Backend, Offload, Plan, Prediction, Rule
+from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
-from offplan.question import Question
 from offplan.units import format_bytes
 
 MAX_BYTES_STEP = 16

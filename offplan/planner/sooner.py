@@ -6,9 +6,9 @@ from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest, limits_ps
 from offplan.planner.find import PlanResult, write_plan
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
-from offplan.question import Question
 
 WORTH_TELLING = 1.5
 """Times that the first token has to come sooner. Source: chosen."""

@@ -32,7 +32,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, group_units
 from offplan.plan import Backend, Budget, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
-from offplan.question import Question
+from offplan.planner.question import Question
 
 PREFETCH_STEPS = (1, 2, 3, 4)
 """Ring sizes tried."""

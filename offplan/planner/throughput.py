@@ -4,9 +4,9 @@ from offplan.errors import InfeasibleError
 from offplan.plan import Plan
 from offplan.planner.aims import NEVER
 from offplan.planner.find import PlanResult, find_floor_of, find_plan
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
-from offplan.question import Question
 
 MOST_BATCH = 4096
 """Larger batches are not tried."""
@@ -28,7 +28,7 @@ def plan_throughput(question: Question) -> PlanResult | None:
         """Keep the plan of a batch if it is the best."""
         nonlocal best
         tried.add(batch)
-        sized = question.with_batch(batch)
+        sized = question.with_workload(batch=batch)
         tokens = batch * question.workload.output_tokens
         below_s = NEVER if best is None else tokens / tokens_per_s(best.plan)
         space = Space(sized)

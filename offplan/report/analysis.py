@@ -7,16 +7,16 @@ from rich.console import RenderableType
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError
+from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
+from offplan.planner.question import Question
 from offplan.planner.sooner import find_sooner
-from offplan.question import Question
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
-from offplan.runnable import why_not_run
 from offplan.units import format_bytes
 
 

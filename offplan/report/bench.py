@@ -14,7 +14,7 @@ from offplan.report.table import make_table
 from offplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:  # they import torch
-    from offplan.benchmark import BenchResult
+    from offplan.library.benchmark import BenchResult
     from offplan.runtime.measuring.bench import Measurement, PhaseCost, Spread
 
 PHASES = {"decode": "Decode, a step", "prefill": "Prefill, the prompt"}

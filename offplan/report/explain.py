@@ -74,22 +74,22 @@ def _indent(line: str) -> Padding:
 def _render_neighbours(plan: Plan, neighbours: Sequence[Neighbour]) -> Table:
     table = make_table(
         f"One step of each knob ({plan.prediction.basis})",
-        *("step", "request", "first token", "a token", "GPU memory", "lacks"),
+        *("step", "request", "first token", "a token", "GPU memory"),
     )
 
-    def add(name: str, each: Plan | Neighbour, lacks: str) -> None:
-        request_s = each.prediction.objective_s
-        change = request_s / plan.prediction.objective_s - 1 if plan.prediction.objective_s else 0
+    def add(name: str, each: Plan | Neighbour, request: str) -> None:
         table.add_row(
             name,
-            f"{change:+.1%}" if name != "this plan" else format_seconds(request_s),
+            request,
             format_seconds(each.prediction.prefill.step_s),
             format_seconds(each.prediction.decode.step_s),
             format_bytes(each.prediction.gpu_memory.total_bytes),
-            lacks,
         )
 
-    add("this plan", plan, "")
+    request_s = plan.prediction.objective_s
+    add("this plan", plan, format_seconds(request_s))
     for each in neighbours:
-        add(each.change, each, each.refusal or "")
+        change = each.prediction.objective_s / request_s - 1 if request_s else 0
+        lacks = f" (lacks {each.refusal})" if each.refusal else ""
+        add(each.change + lacks, each, f"{change:+.1%}")
     return table

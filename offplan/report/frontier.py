@@ -1,4 +1,4 @@
-"""GPU memory against speed: a table, a plot of 80 columns, and JSON."""
+"""GPU memory against speed: a table, a plot, and JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,12 @@ from offplan.planner.frontier import Point
 from offplan.planner.throughput import tokens_per_s
 from offplan.report.bar import ShareBar
 from offplan.report.table import make_table
-from offplan.units import format_bytes, format_seconds
+from offplan.units import format_bytes, format_frequency, format_seconds
 
-PLOT_COLUMNS = 56
+MOST_COLUMNS = 96
+"""Columns of the longest bar, at most."""
+_FIGURES_WIDTH = 24
+"""Columns that stand beside a bar."""
 
 
 def render_frontier(points: Sequence[Point]) -> RenderableType:
@@ -37,7 +40,7 @@ def _render_table(points: Sequence[Point]) -> Table:
             *[format_bytes(prediction.peer_memory_bytes)] * with_peer,
             format_seconds(prediction.prefill.step_s),
             format_seconds(prediction.decode.step_s),
-            f"{tokens_per_s(point.plan):,.1f}",
+            format_frequency(tokens_per_s(point.plan)),
             "-" if saved is None else format_seconds(saved),
         )
     return table
@@ -53,7 +56,8 @@ def _render_plot(points: Sequence[Point]) -> Table:
     for point in points:
         rate = tokens_per_s(point.plan)
         budget = format_bytes(point.plan.budget.gpu_memory)
-        plot.add_row(budget, ShareBar(rate / most, PLOT_COLUMNS), f"{rate:,.1f}")
+        bar = ShareBar(rate / most, MOST_COLUMNS, _FIGURES_WIDTH)
+        plot.add_row(budget, bar, format_frequency(rate))
     return plot
 
 

@@ -35,12 +35,13 @@ def render_sources(machine: MachineProfile) -> Table:
 
 def render_machines(machines: Mapping[str, MachineProfile]) -> Table:
     """List profiles by their names."""
-    table = make_table("Machines", "--machine", "GPU memory", "its rate", "link", "its rate")
+    table = make_table("Machines", "--machine", "GPU memory", "its rate")
+    table.add_column("link")
     table.columns[0].no_wrap = True
     for name, machine in machines.items():
         memory, hbm, h2d = machine.gpu_memory.value, machine.hbm.value, machine.h2d.value
-        rates = units.format_rate(hbm), machine.link, units.format_rate(h2d)
-        table.add_row(name, units.format_budget(memory), *rates)
+        link = f"{machine.link}, {units.format_rate(h2d)}"
+        table.add_row(name, units.format_budget(memory), units.format_rate(hbm), link)
     return table
 
 

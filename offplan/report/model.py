@@ -12,13 +12,13 @@ from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.tensors import is_index
 from offplan.forms.form import RAW
 from offplan.report.bar import ShareBar
-from offplan.report.table import WIDTH, make_table
+from offplan.report.table import make_table
 from offplan.units import format_bytes, format_bytes_alike
 
 MIN_SHARE = 0.002
 """Segments with a smaller share of the stored bytes are summed up in one row."""
 _MAX_RANGES = 3
-_FIGURES_WIDTH = 36
+_FIGURES_WIDTH = 32
 """Columns of the segments' figures and the gaps between them."""
 _NAME_WIDTH = 38
 _MAX_BAR_WIDTH = 24
@@ -97,15 +97,13 @@ def _render_segments(model: Model) -> Table:
         rows.append((f"{len(rest)} smaller ones", "", sum(sums[name] for name in rest)))
     sizes = [size for _, _, size in rows]
     most = max(sizes, default=0)
-    # What names and figures leave of the width.
     longest = max((len(name) for name, _, _ in rows), default=0)
-    width = min(WIDTH - _FIGURES_WIDTH - longest, _MAX_BAR_WIDTH)
     unit, figures = format_bytes_alike(sizes)
     table = make_table("Segments", "segment", "layers", f"all, {unit}", "share")
     table.add_column(no_wrap=True)
     for (name, count, size), figure in zip(rows, figures, strict=True):
         share = size / model.total_bytes if model.total_bytes else 0.0
-        bar = ShareBar(size / most if most else 0.0, width)
+        bar = ShareBar(size / most if most else 0.0, _MAX_BAR_WIDTH, _FIGURES_WIDTH + longest)
         table.add_row(name, count, figure, f"{share:.1%}", bar)
     return table
 

@@ -18,10 +18,10 @@ from offplan.report.run import RunResult
 from offplan.report.why import explain_plan
 
 if TYPE_CHECKING:  # they import torch
-    from offplan.benchmark import BenchResult
+    from offplan.library.benchmark import BenchResult
     from offplan.runtime.measuring.bench import PhaseCost
     from offplan.runtime.measuring.versus import Measurement
-    from offplan.texts import Text
+    from offplan.runtime.texts import Text
 
 dump = TypeAdapter(Any).dump_python
 """Turns a record into a dictionary of its fields, less those excluded; None stays None."""
@@ -166,7 +166,13 @@ def _measured_payload(plan: Plan, result: "BenchResult", phase: str) -> dict[str
             {"layer": layer, "stall_s": seconds}
             for layer, seconds in sorted((cost.stalls_s or {}).items())
         ],
+        "recorded": None if cost.recorded is None else _recording_payload(cost),
     }
+
+
+def _recording_payload(cost: "PhaseCost") -> dict[str, Any]:
+    """Return when compute waited, in a request of its own."""
+    return {"num_passes": cost.num_recorded, **dump(cost.recorded)}
 
 
 def _step_payload(cost: "PhaseCost") -> dict[str, float]:

@@ -14,7 +14,8 @@ from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # they import torch
-    from offplan.benchmark import BenchResult
+    from offplan.library.benchmark import BenchResult
+    from offplan.report.bench_file import BenchFile
     from offplan.runtime.generate import Measured
 
 
@@ -86,7 +87,7 @@ def reads_in_place(plan: Plan, *phases: str) -> bool:
     return Backend.UVA in backends
 
 
-def list_differences(plan: Plan, result: "RunResult | BenchResult") -> list[str]:
+def list_differences(plan: Plan, result: "RunResult | BenchResult | BenchFile") -> list[str]:
     """Say why a predicted figure may have no match among the measured ones."""
     workload, lines = plan.workload, []
     if plan.prediction.basis == "estimated":

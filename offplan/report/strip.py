@@ -9,7 +9,6 @@ from rich.style import Style
 from offplan.checkpoint.model import Model
 from offplan.placement import Phase, Placement
 from offplan.plan import Backend, GPUMemoryPrediction
-from offplan.report.table import WIDTH
 from offplan.units import format_bytes
 
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
@@ -33,10 +32,11 @@ class LayerStrip:
     """How a decode step reaches the rest; None where there is none."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the layers in lines of the report's width; digits, tenths, on ASCII terminals."""
+        """Draw the layers in lines of the console's width; digits, tenths, on ASCII terminals."""
         styles = {None: _RESIDENT, Backend.PREFETCH: _STREAMED, Backend.UVA: _IN_PLACE}
-        for start in range(0, len(self.shares), WIDTH):
-            for share, way in list(zip(self.shares, self.ways, strict=True))[start : start + WIDTH]:
+        layers, width = list(zip(self.shares, self.ways, strict=True)), options.max_width
+        for start in range(0, len(layers), width):
+            for share, way in layers[start : start + width]:
                 if options.ascii_only:
                     yield Segment(_DIGITS[min(9, int(share * 10))], styles[way])
                 else:
@@ -68,18 +68,19 @@ class MemoryBar:
     """Bytes of the whole bar."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the bar over the report's width, then what each of its signs stands for."""
+        """Draw the bar over the console's width, then what each of its signs stands for."""
+        width = options.max_width
         signs = _ASCII_PARTS if options.ascii_only else _PARTS
         bar, names, before = "", [], 0
         for sign, (name, size) in zip(signs, self.parts, strict=False):
-            end = round((before + size) / self.total * WIDTH) if self.total else 0
+            end = round((before + size) / self.total * width) if self.total else 0
             bar += sign * (end - len(bar))
             names.append(f"{sign} {name} {format_bytes(size)}")
             before += size
-        yield Segment(bar.ljust(WIDTH, "_") + "\n")
+        yield Segment(bar.ljust(width, "_") + "\n")
         line = ""
         for name in names:
-            if line and len(line) + 2 + len(name) > WIDTH:
+            if line and len(line) + 2 + len(name) > width:
                 yield Segment(f"{line}\n")
                 line = ""
             line += f"{'  ' if line else ''}{name}"

@@ -1,15 +1,47 @@
-"""The one look that all tables share: plain columns, 80 characters wide."""
+"""The one look that all tables share: plain columns, as wide as the terminal within limits."""
+
+import shutil
+import textwrap
+from typing import IO
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 WIDTH = 80
-"""Columns of every report, so that what is pasted into an issue reads the same everywhere."""
+"""Columns of a report that no terminal shows: files and pipes read the same everywhere."""
+LEAST_WIDTH, MOST_WIDTH = 60, 120
+"""Columns of a report on a terminal: fewer break the figures, in more the eye loses its line."""
 
 
-def make_table(title: str, first: str, *numbers: str) -> Table:
+def report_width(file: IO[str]) -> int:
+    """Return the columns of a report that is printed to ``file``."""
+    if not file.isatty():
+        return WIDTH
+    columns = shutil.get_terminal_size((WIDTH, 0)).columns
+    return min(max(columns, LEAST_WIDTH), MOST_WIDTH)
+
+
+class NarrowingTable(Table):
+    """A table that moves together and breaks its headings, never figures, on narrow terminals."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the table."""
+        is_narrow = options.max_width < WIDTH
+        if is_narrow and self.__rich_measure__(console, options).maximum > options.max_width:
+            self.collapse_padding = True
+            for column in self.columns:
+                if column.no_wrap:
+                    words = f"{column.header}".split()
+                    longest = max(map(cell_len, [*words, *map(str, column.cells)]))
+                    column.header = textwrap.fill(f"{column.header}", longest)
+        yield from super().__rich_console__(console, options)
+
+
+def make_table(title: str, first: str, *numbers: str) -> NarrowingTable:
     """Start a table: a column of names on the left, figures to the right of it."""
-    table = Table(
+    table = NarrowingTable(
         title=title,
         box=box.SIMPLE_HEAD,
         title_justify="left",
@@ -19,5 +51,5 @@ def make_table(title: str, first: str, *numbers: str) -> Table:
     )
     table.add_column(first, overflow="fold")
     for heading in numbers:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -8,17 +8,12 @@ from typing import Literal
 from offplan.checkpoint.model import Model
 from offplan.errors import MemoryLimitError, PlanError, ProfileError
 from offplan.hostmem.limits import check_host_room, lock_limit
+from offplan.library.machines import measure_here
+from offplan.library.planned import describe_drift, open_planned_profile, read_planned_model
+from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
-from offplan.machines import measure_here
 from offplan.plan import Plan
-from offplan.planned import (
-    describe_drift,
-    link_to_store,
-    open_planned_profile,
-    read_planned_model,
-)
 from offplan.progress import Stages, silent
-from offplan.repricing import list_changes, price_decision, price_on
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 
@@ -89,7 +84,7 @@ def _check_profile(plan: Plan, model: Model) -> tuple[MachineProfile | None, Fin
     name = plan.machine.profile
     try:
         kept = open_planned_profile(plan)
-        machine = None if kept is None else link_to_store(plan, kept)
+        machine = None if kept is None else kept.with_store(plan.offload.store)
     except ProfileError as error:
         return None, Finding("profile", "unknown", f"it cannot be compared: {error}")
     if machine is None:
@@ -187,8 +182,9 @@ def _check_host_memory(needed: int) -> Iterator[Finding]:
 
 def _check_link(plan: Plan, on_stage: Stages) -> Iterator[Finding]:
     """Measure the link, and hold its rates against the plan's."""
-    peer = plan.offload.store == "peer"
-    machine = link_to_store(plan, measure_here(with_others=peer, on_stage=on_stage).profile)
+    store = plan.offload.store
+    here = measure_here(with_others=store == "peer", on_stage=on_stage).profile
+    machine = here.with_store(store)
     rates = (("h2d", plan.machine.h2d, machine.h2d), ("uva", plan.machine.uva, machine.uva))
     for name, planned, measured in rates:
         ratio = measured.value / planned

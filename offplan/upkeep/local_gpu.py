@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offplan.machines import has_gpu
+from offplan.library.machines import has_gpu
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,30 @@ def test_what_its_config_contradicts_is_sized_and_not_understood(tmp_path, name,
     assert key.nbytes == num_bytes(format.parts(*ATTENTION["k_proj"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("fp8 tensor", "modules_to_not_convert"),
+        ("compressed-tensors int4", "ignore"),
+        ("modelopt nvfp4", "ignore"),
+    ],
+)
+def test_an_expert_that_the_config_leaves_out_alone(tmp_path, name, key):
+    expert = "model.layers.1.mlp.experts.1.up_proj"
+    format, left_out = FORMATS[name], [*FORMATS[name].config[key], expert]
+    stated = format._replace(config={**format.config, key: left_out})
+    layer = open_model(str(write_quantised(tmp_path / "codes", stated))).layers[1]
+    forms = {p.name: p.form for p in layer.parameters if p.is_expert}
+    assert forms.pop("mlp.experts.up_proj.weight") == OTHER
+    assert set(forms.values()) == {format.form}
+    shapes = {name: s for name, s in shapes_of(stated).items() if not name.startswith(expert)}
+    shapes[f"{expert}.weight"] = ("BF16", ROUTED["up_proj"])
+    config = CONFIG | {"quantization_config": stated.config}
+    mixed = write_folder(tmp_path / "mixed", config, {"model.safetensors": shapes})
+    with pytest.raises(CheckpointError, match="experts of one layer in several forms"):
+        open_model(str(mixed))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_figures_of_the_model_are_those_of_what_it_stands_for(tmp_path, name):
     format = FORMATS[name]
@@ -191,6 +215,15 @@ def test_what_modelopt_says_beside_a_config_that_is_silent_is_read(tmp_path, sou
     model = open_model(str(silent / source))
     assert model.headers_sha256 == open_model(str(folder)).headers_sha256
     assert model.architecture.quantisation is not None
+
+
+def test_what_a_text_part_says_goes_before_what_lies_beside(tmp_path):
+    format = FORMATS["fp8 blocks"]
+    folder = write_quantised(tmp_path, format._replace(config=None))
+    text = CONFIG | {"quantization_config": format.config}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert open_model(str(folder)).architecture.quantisation.method == "fp8"
 
 
 GPT_OSS = {

@@ -6,6 +6,7 @@ from typing import Any
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.costs.work import PassShape
 from offplan.machine.profile import LayerTime, MachineProfile
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Offload, Rule
@@ -124,6 +125,19 @@ def make_machine(
             "peer": None if peer is None else figure(peer),
             "layer_times": tuple(layer_times),
         }
+    )
+
+
+def measured(shape: PassShape, seconds: float, layer: str) -> LayerTime:
+    """What a layer of this key took at a shape."""
+    return LayerTime(
+        layer=layer,
+        phase=shape.phase.value,
+        batch=shape.batch,
+        tokens=shape.tokens,
+        context=shape.context,
+        is_part=shape.is_part,
+        seconds=seconds,
     )
 
 

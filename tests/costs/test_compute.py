@@ -12,26 +12,13 @@ from offplan.costs.compute import (
     outside_time,
 )
 from offplan.costs.work import PassShape, layer_work
-from offplan.machine.profile import LayerTime
 from offplan.placement import Phase
-from tests.costs.builders import HIDDEN, VOCABULARY, dense_model, make_machine, moe_model
+from tests.costs.builders import HIDDEN, VOCABULARY, dense_model, make_machine, measured, moe_model
 
 DECODE = PassShape(Phase.DECODE, 1, 1, 100)
 PREFILL = PassShape(Phase.PREFILL, 1, 10_000, 10_000)
 MODEL = dense_model(2)
 WORK = layer_work(MODEL, MODEL.layers[0])
-
-
-def measured(shape: PassShape, seconds: float, layer: str = WORK.key) -> LayerTime:
-    return LayerTime(
-        layer=layer,
-        phase=shape.phase.value,
-        batch=shape.batch,
-        tokens=shape.tokens,
-        context=shape.context,
-        is_part=shape.is_part,
-        seconds=seconds,
-    )
 
 
 def test_decode_is_held_by_memory() -> None:
@@ -46,13 +33,13 @@ def test_prefill_is_held_by_arithmetic() -> None:
 
 
 def test_measured_time_is_taken_as_it_is() -> None:
-    machine = make_machine(layer_times=[measured(DECODE, 1.5)])
+    machine = make_machine(layer_times=[measured(DECODE, 1.5, WORK.key)])
     time = layer_time(machine, WORK, DECODE)
     assert (time.seconds, time.measured) == (1.5, True)
 
 
 def test_a_measured_time_is_that_of_its_own_shape_alone() -> None:
-    machine = make_machine(layer_times=[measured(DECODE, 1.5)])
+    machine = make_machine(layer_times=[measured(DECODE, 1.5, WORK.key)])
     for other in (replace(DECODE, batch=2), replace(DECODE, phase=Phase.PREFILL)):
         assert not layer_time(machine, WORK, other).measured
 
@@ -62,7 +49,11 @@ def test_other_shapes_scale_the_estimate() -> None:
     half = PassShape(Phase.PREFILL, 1, 5_000, 5_000)
     tiny = PassShape(Phase.PREFILL, 1, 5, 5)
     estimate = layer_time(make_machine(), WORK, half).seconds
-    times = [measured(half, 3 * estimate), measured(tiny, 7.0), measured(DECODE, 9.0)]
+    times = [
+        measured(half, 3 * estimate, WORK.key),
+        measured(tiny, 7.0, WORK.key),
+        measured(DECODE, 9.0, WORK.key),
+    ]
     time = layer_time(make_machine(layer_times=times), WORK, PREFILL)
     assert time.seconds == pytest.approx(3 * plain)
     assert not time.measured
@@ -72,7 +63,7 @@ def test_a_part_of_a_prompt_is_not_priced_as_a_whole_one() -> None:
     """A chunk of several may be launched where a whole prompt is captured, and attends in two."""
     whole = PassShape(Phase.PREFILL, 1, 512, 512)
     first, second = (PassShape(Phase.PREFILL, 1, 512, 512 * n, is_part=True) for n in (1, 2))
-    times = [measured(whole, 1.0), measured(first, 5.0)]
+    times = [measured(whole, 1.0, WORK.key), measured(first, 5.0, WORK.key)]
     machine = make_machine(layer_times=times)
     assert layer_time(machine, WORK, whole).seconds == 1.0
     assert layer_time(machine, WORK, first).seconds == 5.0

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from offplan.asking import ask, ask_again
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.derivation import derive_prediction
+from offplan.library.asking import ask, ask_again
+from offplan.library.machines import load_machine
+from offplan.library.repricing import price_on
 from offplan.machine.profile import MachineProfile
-from offplan.machines import load_machine
 from offplan.plan import Plan, load_plan
 from offplan.planner.make import make_plan
-from offplan.repricing import price_on
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import ROOT
 

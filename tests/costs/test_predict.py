@@ -5,7 +5,6 @@ import pytest
 from offplan.costs.compute import ModelCompute
 from offplan.costs.predict import predict
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.machine.profile import LayerTime
 from offplan.plan import Backend, Budget, Offload, Workload
 from tests.costs.builders import (
     HIDDEN,
@@ -13,6 +12,7 @@ from tests.costs.builders import (
     VOCABULARY,
     dense_model,
     make_machine,
+    measured,
     moe_model,
     rule,
 )
@@ -68,7 +68,7 @@ def test_rows_of_an_embedding_on_the_host_cross_one_a_token() -> None:
 
 
 def test_a_second_gpu_holds_the_slabs_alone() -> None:
-    peer = make_machine(peer=20e9).with_peer_store()
+    peer = make_machine(peer=20e9).with_store("peer")
     rules = {"prefill_chunk": 512, "embeddings": "host", "rules": (rule("mlp"),)}
     on_host, on_peer = (
         predict(dense_model(3), peer, WORKLOAD, BUDGET, Offload(**rules, store=store))
@@ -84,19 +84,7 @@ def test_basis_is_measured_only_when_all_of_it_is() -> None:
     offload = Offload(prefill_chunk=512, rules=())
     shapes = [*prefill_shapes(WORKLOAD, 512), decode_shape(WORKLOAD)]
     keys = [*ModelCompute(model, make_machine()).works, model.outside_key]
-    times = [
-        LayerTime(
-            layer=key,
-            phase=shape.phase.value,
-            batch=shape.batch,
-            tokens=shape.tokens,
-            context=shape.context,
-            is_part=shape.is_part,
-            seconds=0.5,
-        )
-        for shape in shapes
-        for key in keys
-    ]
+    times = [measured(shape, 0.5, key) for shape in shapes for key in keys]
     prediction = predict(model, make_machine(layer_times=times), WORKLOAD, BUDGET, offload)
     assert prediction.basis == "measured"
     assert prediction.decode.step_s == pytest.approx(0.5 * 4)

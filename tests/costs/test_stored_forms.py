@@ -1,17 +1,21 @@
 """A quantised model costs the bytes that it is stored in, and the products that it stands for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.link import UNALIGNED_ROWS, uva_bytes
+from offplan.costs.compute import outside_time
+from offplan.costs.link import CODED_ROWS, UNALIGNED_ROWS, coded_reads, uva_bytes
 from offplan.costs.memory import (
     EXPANDED_COPIES,
     NESTED_SCALE_BYTES,
     activation_bytes,
+    expanded_bytes,
     kv_cache_bytes,
+    logits_bytes,
 )
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Part
@@ -47,6 +51,8 @@ def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
     nested = [p for p in model.loaded_parameters if Part.NESTED_SCALE in p.parts]
     num_scales = max((p.of(Part.SCALE)[0].num_elements for p in nested), default=0)
     expanded += 2 * NESTED_SCALE_BYTES * num_scales  # of a step, and of a prompt
+    if model.experts is not None:  # those that a step copies over the link
+        expanded += 2 * model.experts.num_experts_per_token * model.experts.bytes_per_expert
     assert activation_bytes(model, workload, 512) <= activation_bytes(raw, workload, 512) + expanded
     assert kv_cache_bytes(model, workload) == kv_cache_bytes(raw, workload)
 
@@ -56,5 +62,67 @@ def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
     model = open_model("benchmarks/models/gpt-oss-20b/config.json")
     units = [u for u in group_units(model.layers[0]) if not u.parameters[0].form.is_raw]
     codes = [unit for unit in units if unit.part is Part.WEIGHT]
-    read, num_bytes = uva_bytes(machine, codes, model.experts, 1), sum(u.nbytes for u in codes)
-    assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * 4 / 32)
+    num_bytes = sum(unit.nbytes for unit in codes)
+    read = uva_bytes(machine, codes, model.experts, 16)
+    assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * model.experts.touched(16) / 32)
+    # those of few tokens are copied in whole lines
+    assert uva_bytes(machine, codes, model.experts, 1) == pytest.approx(num_bytes * 4 / 32)
+
+
+def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
+    assert [coded_reads(rows) for rows in (1, 16, 32)] == [1, 1, 1]
+    # half of the experts have more rows than a block of the average
+    assert coded_reads(CODED_ROWS) == pytest.approx(1.5)
+    assert coded_reads(4 * CODED_ROWS) == pytest.approx(4.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("told", "times"),
+    [
+        ({}, 4 * (1 - (3 / 4) ** 64)),
+        ({"desc_act": False}, 1),
+        ({"static_groups": True}, 1),
+    ],
+)
+def test_scales_in_the_order_of_activations_are_looked_up(
+    tmp_path: Path, told: dict[str, bool], times: float
+) -> None:
+    config = {**FORMATS["gptq"].config, **told}
+    model = open_model(str(write_quantised(tmp_path, FORMATS["gptq"]._replace(config=config))))
+    machine = load_profile("h200-pcie5")
+    down = [u for u in group_units(model.layers[0]) if u.name == "mlp.down_proj.weight"]
+    for unit in down:
+        factor = times if unit.part in (Part.SCALE, Part.ZERO) else 1
+        assert uva_bytes(machine, [unit], None, 1) == round(factor * unit.nbytes)
+    assert {unit.part for unit in down} >= {Part.SCALE, Part.ZERO, Part.GROUP_INDEX}
+    # those of few experts are copied whole before they are multiplied
+    routed = [u for u in group_units(model.layers[1]) if u.is_expert and u.part is Part.SCALE]
+    for unit in routed:
+        assert uva_bytes(machine, [unit], model.experts, 1) == unit.nbytes // 2
+
+
+def test_a_head_stored_as_codes_is_expanded_for_many_sequences(tmp_path: Path, raw: Model) -> None:
+    stored = FORMATS["fp8 blocks"]._replace(takes_all=True)
+    model, machine = open_model(str(write_quantised(tmp_path, stored))), load_profile("h200-pcie5")
+    few, many = (PassShape(Phase.DECODE, batch, 1, 9) for batch in (128, 129))
+    values = model.head.num_weights * 2
+    assert not model.head.form.is_raw
+    assert logits_bytes(model, few) == logits_bytes(raw, few)
+    assert logits_bytes(model, many) == logits_bytes(raw, many) + values
+    took, raw_took = (outside_time(machine, m, many).seconds for m in (model, raw))
+    made = 2 * values - (values - model.head.nbytes)
+    assert took - raw_took == pytest.approx(made / machine.hbm.value)
+    # a prompt's tokens beyond each sequence's last never meet it
+    assert logits_bytes(model, PROMPT) == logits_bytes(raw, PROMPT)
+
+
+def test_float32_is_multiplied_by_values_alone(tmp_path: Path) -> None:
+    model = open_model(str(write_quantised(tmp_path, FORMATS["fp8 blocks"])))
+    step, layer = PassShape(Phase.DECODE, 1, 1, 9), model.layers[0]
+    wide = replace(model, dtype="float32")
+    assert expanded_bytes(model, layer, step) == 0
+    largest = max(p.num_weights for p in layer.parameters)
+    assert expanded_bytes(wide, layer, step) == EXPANDED_COPIES * largest * 4
+    works = layer_work(model, layer), layer_work(wide, layer)
+    made = [work.device_bytes(step) - work.weight_bytes(step) for work in works]
+    assert made[1] - made[0] == 2 * 4 * works[1].expanded_elements

@@ -1,13 +1,15 @@
 """The timeline against closed forms, and against passes run one after another."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
-from offplan.costs.timeline import PassTimes, PhaseTimes, price_decode, price_prefill
+from offplan.costs.lanes import PhaseLanes, trace_prompt, trace_step
+from offplan.costs.timeline import PS_PER_S, PassTimes, PhaseTimes, price_decode, price_prefill
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Backend
 from offplan.schedule import (
@@ -113,6 +115,27 @@ def test_steady_step_is_what_many_steps_come_to(
     assert price_decode(schedule, times).step_ps == Fraction(ends[-1] - ends[-61], 60)
 
 
+def check_lanes(lanes: PhaseLanes, times: PhaseTimes, *, repeats: bool) -> None:
+    """The queues do one thing at a time, compute all the time, and in sum what was priced."""
+    ps = {
+        queue: [
+            (round(each.start_s * PS_PER_S, 6), round(each.stop_s * PS_PER_S, 6), each.doing)
+            for each in lanes.events
+            if each.queue == queue
+        ]
+        for queue in ("compute", "link")
+    }
+    for spans in ps.values():
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert all(before[1] == after[0] for before, after in pairwise(ps["compute"]))
+    assert ps["compute"][0][0] == 0
+    assert ps["compute"][-1][1] == pytest.approx(float(times.step_ps))
+    computed = sum(stop - start for start, stop, doing in ps["compute"] if doing == "compute")
+    assert computed == pytest.approx(times.compute_ps)
+    crossed = sum(stop - start for start, stop, _ in ps["link"])
+    assert crossed == pytest.approx(times.link_ps) if repeats else crossed <= times.link_ps + 1e-3
+
+
 @given(st.data(), odd_models(), st.integers(1, 4))
 def test_bounds_and_monotony_hold(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     """step >= bound, step >= compute, and a faster link or GPU never hurts, UVA mixed in or not."""
@@ -143,6 +166,20 @@ def test_bounds_and_monotony_hold(data: st.DataObject, model: Model, prefetch_st
             price_decode(request.decode, decode),
         )
 
+    prefill, decode = (
+        PassTimes(
+            tuple(compute),
+            7,
+            tuple(reads[phase]),
+            1.25,
+            0,
+            lambda span: copies[span.layer],
+        )
+        for phase in (Phase.PREFILL, Phase.DECODE)
+    )
+    prompt, step = request.prefill, request.decode
+    check_lanes(trace_prompt(prompt, prefill), price_prefill(prompt, prefill), repeats=False)
+    check_lanes(trace_step(step, decode), price_decode(step, decode), repeats=True)
     for fast, slow in zip(price(1), price(2), strict=True):
         assert fast.step_ps >= fast.bound_ps >= fast.compute_ps
         assert slow.step_ps >= fast.step_ps

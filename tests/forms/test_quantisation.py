@@ -84,20 +84,34 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "sy
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 
 
-def test_groups_of_compressed_tensors_in_their_order() -> None:
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_names_and_patterns_of_compressed_tensors_go_before_the_class(is_reversed: bool) -> None:
+    groups = {
+        "group_0": {"targets": [r"re:.*down_proj$"], "weights": INT8},
+        "group_1": {"targets": ["Linear"], "weights": INT4},
+        "group_2": {"targets": ["model.layers.1.mlp.down_proj"], "weights": INT4},
+    }
     stated = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
-        "config_groups": {
-            "group_0": {"targets": [r"re:.*down_proj$"], "weights": INT8},
-            "group_1": {"targets": ["Linear"], "weights": INT4},
-        },
+        "config_groups": dict(sorted(groups.items(), reverse=is_reversed)),
         "ignore": ["lm_head"],
     }
     packing = Packing.COMPRESSED_TENSORS
     assert read("model.layers.0.mlp.down_proj", **stated) == Form(Kind.W8A16, None, packing)
-    assert read("model.layers.0.mlp.up_proj", **stated) == Form(Kind.W4A16, (1, 32), packing)
+    for module in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"):
+        assert read(module, **stated) == Form(Kind.W4A16, (1, 32), packing)
     assert read("lm_head", **stated) is None
+
+
+@pytest.mark.parametrize(
+    "block", [{}, {"weight_block_size": None}, {"weight_block_size": [64, 128]}]
+)
+def test_blocks_of_fp8_are_those_that_transformers_takes(block: dict[str, Any]) -> None:
+    configs = pytest.importorskip("transformers.utils.quantization_config")
+    size = configs.FineGrainedFP8Config(**block).weight_block_size
+    form = Form(Kind.FP8_TENSOR) if size is None else Form(Kind.FP8_BLOCK, tuple(size))
+    assert read("model.layers.0.mlp.up_proj", quant_method="fp8", **block) == form
 
 
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from offplan.errors import MemoryLimitError, OffplanError
+from offplan.library.machines import measure_here
 from offplan.machine import measure_host, measure_link, measure_others, measure_products
 from offplan.machine.measure_time import Timing, summarise
 from offplan.machine.profile import MachineProfile, load_profile
-from offplan.machines import measure_here
 
 MIB = 2**20
 Work = Callable[[], object]

@@ -18,8 +18,8 @@ from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, group_units, place
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
+from offplan.planner.question import Question
 from offplan.planner.space import BACKENDS, PREFETCH_STEPS
-from offplan.question import Question
 from tests.costs.builders import rule
 
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")

@@ -10,7 +10,7 @@ from offplan.costs.predict import predict
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Offload, Plan, Workload
 from offplan.planner.make import make_plan
-from offplan.question import Question
+from offplan.planner.question import Question
 from tests.costs.builders import DENSE, MOE, Shapes, dense_model, make_model, moe_model
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)

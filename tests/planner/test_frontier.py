@@ -6,9 +6,9 @@ import pytest
 
 from offplan.errors import InfeasibleError
 from offplan.plan import Budget
-from offplan.planner.frontier import GIB, find_frontier
+from offplan.planner.frontier import GIB, NUM_POINTS, find_frontier, spread_budgets
 from offplan.planner.make import make_plan
-from offplan.question import Question
+from offplan.planner.question import Question
 from offplan.report.frontier import render_frontier
 from tests.costs.builders import make_machine, moe_model
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask
@@ -43,6 +43,15 @@ def test_points_are_the_plans_of_their_budgets() -> None:
         more = following.plan.budget.gpu_memory - plan.budget.gpu_memory
         saved = plan.prediction.objective_s - following.plan.prediction.objective_s
         assert point.saved_per_gib_s == pytest.approx(saved / (more / GIB))
+
+
+def test_budgets_are_those_of_cards() -> None:
+    sizes = spread_budgets(2 * GIB, 30 * GIB)
+    assert len(sizes) == NUM_POINTS
+    assert {size * GIB for size in (2, 8, 12, 16, 24, 30)} <= sizes
+    assert min(after - before for before, after in pairwise(sorted(sizes))) == GIB
+    assert {24 * GIB, 141 * GIB} <= spread_budgets(2 * GIB, 300 * GIB)
+    assert spread_budgets(3, 5) == {3, 4, 5}
 
 
 def test_a_frontier_may_be_one_point() -> None:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from offplan.asking import ask, ask_again
 from offplan.checkpoint.open import open_model
-from offplan.machines import load_machine
+from offplan.library.asking import ask, ask_again
+from offplan.library.machines import load_machine
 from offplan.plan import Goal, Plan, Workload, load_plan
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
-from offplan.question import Question
+from offplan.planner.question import Question
 from tests.cli import ROOT, TINY_MOE, write_plan
 
 SMALL = Workload(prompt_tokens=32, output_tokens=96, context=256)

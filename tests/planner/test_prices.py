@@ -14,9 +14,9 @@ from offplan.plan import Offload, Workload
 from offplan.planner.bounds import Loads, bound_times
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates
+from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
-from offplan.question import Question
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
 from tests.planner.cases import UNLIMITED, WORKLOAD, uneven_models
 

@@ -9,7 +9,7 @@ from offplan.errors import InfeasibleError, InputError
 from offplan.machine.profile import LayerTime, dump_profile, parse_profile
 from offplan.plan import Budget, Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
-from offplan.question import Question
+from offplan.planner.question import Question
 from tests.costs.builders import make_machine, moe_model
 from tests.planner.cases import (
     MODELS,
@@ -76,8 +76,8 @@ def test_a_plan_for_a_second_gpu_is_of_its_link() -> None:
     question = ask(moe_model(5), machine, 0.5, store="peer")
     plan = make_plan(question).plan
     assert plan.offload.store == question.store
-    assert plan.machine.fingerprint == machine.with_peer_store().fingerprint
-    assert question.planned_machine == machine.with_peer_store()
+    assert plan.machine.fingerprint == machine.with_store("peer").fingerprint
+    assert question.planned_machine == machine.with_store("peer")
 
 
 def test_machine_limits_the_budget() -> None:

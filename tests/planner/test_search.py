@@ -9,7 +9,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError
 from offplan.plan import Backend, Budget, Workload
 from offplan.planner.make import make_plan
-from offplan.question import Question
+from offplan.planner.question import Question
 from offplan.report.why import explain_plan
 from tests.costs.builders import DENSE, MOE, Shapes, make_machine, make_model
 from tests.planner.brute_force import BruteForce

@@ -2,10 +2,10 @@
 
 import pytest
 
-from offplan.asking import ask
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.machines import load_machine
+from offplan.library.asking import ask
+from offplan.library.machines import load_machine
 from offplan.plan import Plan
 from offplan.planner.make import make_plan
 from offplan.planner.sooner import HARDLY_MORE, WORTH_TELLING, find_sooner

@@ -22,7 +22,7 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
     plans = []
     for batch in (1, 2, 4, 8, 16, 32, 64, 128):
         try:
-            plans.append(make_plan(latency.with_batch(batch)).plan)
+            plans.append(make_plan(latency.with_workload(batch=batch)).plan)
         except InfeasibleError:
             break
     assert tokens_per_s(best.plan) > max(map(tokens_per_s, plans)), "one between powers is better"
@@ -30,7 +30,7 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
     assert "tokens/s" in explain_plan(best)[-1]
     assert plan_throughput(question) == best
     # the plan is the best one of its batch
-    chosen = make_plan(latency.with_batch(best.plan.workload.batch)).plan
+    chosen = make_plan(latency.with_workload(batch=best.plan.workload.batch)).plan
     assert (chosen.offload, chosen.prediction) == (best.plan.offload, best.plan.prediction)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Rule
+from offplan.runtime.measuring.bench import Bench
 from offplan.runtime.passes.link import Link
 from offplan.runtime.session import Session
 from offplan.schedule import Copy, Wait
@@ -90,6 +91,21 @@ def open_session(
         folder=folder,
         capture=capture,
         wrap_link=LateLink if late_copies else lambda link: link,
+    )
+
+
+def make_bench(folder: Path, decision: Offload, prompt: torch.Tensor, device: str) -> Bench:
+    """A short benchmark of a decision."""
+    return Bench(
+        model=open_model(str(folder)),
+        offload=decision,
+        context=CONTEXT,
+        device=torch.device(device),
+        folder=folder,
+        prompt=prompt,
+        num_steps=4,
+        num_repeats=2,
+        used_before=0,
     )
 
 

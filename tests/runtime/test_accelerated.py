@@ -6,29 +6,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from offplan.checkpoint.open import open_model
 from offplan.runtime.measuring import accelerated
 from offplan.runtime.measuring.accelerated import bench_accelerate
 from offplan.runtime.measuring.bench import Bench
 from tests.runtime.conftest import save_tiny
-from tests.runtime.plans import CONTEXT, group, offload
+from tests.runtime.plans import group, make_bench, offload
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3]])
 CPU = torch.device("cpu")
 
 
 def question(folder: Path, *segments: str) -> Bench:
-    return Bench(
-        model=open_model(str(folder)),
-        offload=offload(group(2, 1, *segments)),
-        context=CONTEXT,
-        device=CPU,
-        folder=folder,
-        prompt=PROMPT,
-        num_steps=3,
-        num_repeats=2,
-        used_before=0,
-    )
+    return make_bench(folder, offload(group(2, 1, *segments)), PROMPT, "cpu")
 
 
 def names(folder: Path, *segments: str) -> list[str]:

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offplan.checkpoint.open import open_model
 from offplan.placement import Phase, place
 from offplan.runtime.measuring.versus import Bench, measure_plan, measure_resident, measure_serial
 from offplan.runtime.measuring.versus import measure_accelerate as under_accelerate
-from tests.runtime.plans import CONTEXT, group, offload
+from tests.runtime.plans import group, make_bench, offload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,17 +18,8 @@ pytestmark = [
 
 @pytest.fixture
 def bench(checkpoint: Path) -> Bench:
-    return Bench(
-        model=open_model(str(checkpoint)),
-        offload=offload(group(2, 1), prefetch_step=1),
-        context=CONTEXT,
-        device=torch.device("cuda"),
-        folder=checkpoint,
-        prompt=torch.tensor([[3, 14, 15, 9, 26]]),
-        num_steps=4,
-        num_repeats=2,
-        used_before=0,
-    )
+    prompt = torch.tensor([[3, 14, 15, 9, 26]])
+    return make_bench(checkpoint, offload(group(2, 1), prefetch_step=1), prompt, "cuda")
 
 
 def test_the_plan_and_serial_move_the_slabs(bench: Bench) -> None:

@@ -65,8 +65,9 @@ def test_stalls_are_noted_by_layer_between_start_and_stop() -> None:
     turn(0)
     link.start()
     turn(1)
-    stalls = link.stop()
+    recorded = link.stop()
+    stalls = recorded.stalls_s
     turn(0)
     assert list(stalls) == [5]
-    assert link.stop() == {}
+    assert link.stop().waits == ()
     assert [slot[0].item() for slot in slots] == [3, 5]

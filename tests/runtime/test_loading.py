@@ -67,11 +67,11 @@ def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule
     assert num_read == model.loaded_bytes == sum(value.nbytes for value in values.values())
 
 
-@pytest.mark.parametrize("part_bytes", [16, 100, 2**20])
+@pytest.mark.parametrize("extent_bytes", [16, 100, 2**20])
 def test_values_equal_what_transformers_loads(
-    checkpoint: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, extent_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(staging, "EXTENT_BYTES", extent_bytes)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
     values = loaded_values(load(checkpoint, *RULES["every second layer"]))
     assert stock.keys() - values.keys() <= {"lm_head.weight"}
@@ -79,7 +79,7 @@ def test_values_equal_what_transformers_loads(
 
 
 def test_resident_weights_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "PART_BYTES", 100)
+    monkeypatch.setattr(staging, "EXTENT_BYTES", 100)
     folder = save_tiny("qwen3", tmp_path)
     name = "model.layers.0.mlp.up_proj.weight"
     path = next(p for p in folder.glob("*.safetensors") if name in load_file(p))
@@ -93,18 +93,20 @@ def test_resident_weights_are_converted(tmp_path: Path, monkeypatch: pytest.Monk
         load(folder, group(1, 1, "up_proj"))
 
 
-def test_parts_of_a_strided_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "PART_BYTES", 24)
+def test_extents_of_a_strided_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "EXTENT_BYTES", 24)
     whole = torch.arange(60.0).view(2, 3, 10)
     for view in (whole, whole[:, :, :4], whole[:, 1:], whole[1, 2, 3], whole.transpose(1, 2)):
         tensor = staging.TensorInfo("t", "F32", tuple(view.shape), "shard", 8)
-        parts = staging.split_parts(tensor, view)
-        assert torch.equal(torch.cat([part.view.reshape(-1) for part in parts]), view.reshape(-1))
+        extents = staging.split_extents(tensor, view)
+        assert torch.equal(
+            torch.cat([extent.view.reshape(-1) for extent in extents]), view.reshape(-1)
+        )
         starts = [0]
-        for part in parts:
-            starts.append(starts[-1] + part.nbytes)
-            assert part.nbytes <= 24
-        assert starts[:-1] == [part.start for part in parts]
+        for extent in extents:
+            starts.append(starts[-1] + extent.nbytes)
+            assert extent.nbytes <= 24
+        assert starts[:-1] == [extent.start for extent in extents]
         assert starts[-1] == tensor.nbytes
 
 

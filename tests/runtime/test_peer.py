@@ -1,5 +1,6 @@
 """A second GPU as the store: how it is found, and that nothing else changes."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,11 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 NUM_TOKENS = 6
 CUDA_0 = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+
+
+@functools.cache
+def run_resident(folder: Path) -> list[torch.Tensor]:
+    return generate(open_session(folder, offload()))
 
 
 def generate(session: Session) -> list[torch.Tensor]:
@@ -113,7 +119,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 def test_logits_equal_resident(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rules: tuple[Rule, ...], late: bool
 ) -> None:
-    resident = generate(open_session(checkpoint, offload()))
+    resident = run_resident(checkpoint)
     on_host = open_session(checkpoint, offload(*rules), late_copies=late)
     assert all(map(torch.equal, generate(on_host), resident))
     decision = offload(*rules, store="peer")

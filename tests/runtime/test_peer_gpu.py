@@ -9,9 +9,9 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.placement import Phase, place
 from offplan.plan import Rule
-from offplan.runtime.measuring.versus import Bench, measure_plan, measure_serial
+from offplan.runtime.measuring.versus import measure_plan, measure_serial
 from offplan.runtime.session import Session
-from tests.runtime.plans import CONTEXT, group, offload, open_session
+from tests.runtime.plans import CONTEXT, group, make_bench, offload, open_session
 from tests.runtime.resident import NUM_TOKENS, PROMPT, check_against_resident
 
 TWO_GPUS = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(1, 0)
@@ -102,17 +102,8 @@ def test_random_weights_are_those_of_a_resident_model(checkpoint: Path) -> None:
 
 
 def test_benchmarks_time_the_peer_link(checkpoint: Path) -> None:
-    bench = Bench(
-        model=open_model(str(checkpoint)),
-        offload=offload(group(2, 1), prefetch_step=1, store="peer"),
-        context=CONTEXT,
-        device=torch.device("cuda"),
-        folder=checkpoint,
-        prompt=PROMPT,
-        num_steps=4,
-        num_repeats=2,
-        used_before=0,
-    )
+    decision = offload(group(2, 1), prefetch_step=1, store="peer")
+    bench = make_bench(checkpoint, decision, PROMPT, "cuda")
     spans = place(bench.model, bench.offload).spans(Phase.DECODE)
     for measure in (measure_plan, measure_serial):
         cost = measure(bench)

@@ -109,7 +109,26 @@ def test_zeros_that_the_config_says_are_not_taken_as_the_middle(tmp_path: Path) 
     path = stored / "model.safetensors"
     kept = {n: t for n, t in load_file(path).items() if not n.endswith("weight_zero_point")}
     save_file(kept, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match="stored as other"):
+    why = r"fits no known form.*weight_packed I32 \[.*weight_scale BF16"
+    with pytest.raises(CheckpointError, match=why):
+        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+
+
+def test_experts_that_the_config_tells_apart_are_refused(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3_moe", "fp8_block", tmp_path, num_hidden_layers=1)
+    config = json.loads((stored / "config.json").read_text())
+    expert = "model.layers.0.mlp.experts.1.up_proj"
+    config["quantization_config"]["modules_to_not_convert"] = [expert]
+    (stored / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="gate_up_proj is stored as what fits no known form"):
+        LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+
+
+def test_biases_that_may_be_zeros_are_refused(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3", "gptq", tmp_path, num_hidden_layers=1)
+    path, bias = stored / "model.safetensors", "model.layers.0.mlp.up_proj.bias"
+    save_file(load_file(path) | {bias: torch.zeros(64)}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"takes {bias}; old AutoGPTQ stores biases of zeros"):
         LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
 
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from offplan.asking import ask
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.machines import load_machine
+from offplan.library.asking import ask
+from offplan.library.machines import load_machine
+from offplan.library.repricing import price_again
+from offplan.library.runnable import find_obstacle
 from offplan.planner.make import make_plan
-from offplan.repricing import price_again
-from offplan.runnable import find_obstacle
 from tests.cli import CLI
 from tests.runtime.families import TEXT_PARTS, VARIANTS, compare, make_config
 from tests.runtime.plans import offload, open_session

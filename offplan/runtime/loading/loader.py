@@ -15,7 +15,7 @@ from offplan.runtime.device import on_device
 from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.random_weights import fill_random
 from offplan.runtime.loading.shards import Shards
-from offplan.runtime.loading.staging import Part, Reader, split_parts, stored_dtype
+from offplan.runtime.loading.staging import Extent, Reader, split_extents, stored_dtype
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """Threads that read: a read is a copy out of the page cache, which one core does below the speed
@@ -30,7 +30,7 @@ def load_weights(
 ) -> None:
     """Fill every destination (by parameter name) from the files in ``folder``; None for random.
 
-    Tensors are read file by file in the order they are stored, in parts, by a few threads, each
+    Tensors are read file by file in the order they are stored, in extents, by a few threads, each
     straight to its place; what is converted is staged one parameter at a time after that. On CUDA
     all copies are done on return.
 
@@ -89,8 +89,8 @@ def _reading(
     """Start a few threads, which end with the context.
 
     Gives a function that reads jobs, begun in the order of the files, and yields the bytes of each
-    part once it is read. It raises the first error; leaving the context then begins no further
-    part.
+    extent once it is read. It raises the first error; leaving the context then begins no further
+    extent.
     """
     idle: queue.SimpleQueue[Reader] = queue.SimpleQueue()
     with ExitStack() as stack:
@@ -101,19 +101,19 @@ def _reading(
         # threads end before the buffers that they fill are given back
         stack.callback(threads.shutdown, cancel_futures=True)
 
-        def read_part(part: Part) -> int:
+        def read_extent(extent: Extent) -> int:
             reader = idle.get()
             try:
-                with on_device(part.view.device):  # a thread starts on the first GPU
-                    reader.read(part)
+                with on_device(extent.view.device):  # a thread starts on the first GPU
+                    reader.read(extent)
             finally:
                 idle.put(reader)
-            return part.nbytes
+            return extent.nbytes
 
         def read(jobs: Jobs) -> Iterator[int]:
-            parts = [part for tensor, view in jobs for part in split_parts(tensor, view)]
-            parts.sort(key=lambda part: (part.tensor.shard or "", part.offset))
-            for future in as_completed([threads.submit(read_part, part) for part in parts]):
+            extents = [extent for tensor, view in jobs for extent in split_extents(tensor, view)]
+            extents.sort(key=lambda extent: (extent.tensor.shard or "", extent.offset))
+            for future in as_completed([threads.submit(read_extent, extent) for extent in extents]):
                 yield future.result()
 
         yield read

@@ -12,7 +12,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import Form, Part
+from offplan.forms.form import Form, Kind, Part
 from offplan.forms.names import part_of
 from offplan.runtime.forms.runnable import (
     check_experts,
@@ -124,6 +124,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     renamed = rename(skeleton, names)
     for (parameter, part, tensor), (name, pattern, converter) in zip(stored, renamed, strict=True):
         if name in state:
+            _check_understood(name, parameter)
             one = found.setdefault((name, part), _Found(converter, parameter, []))
             if one.parameter.form != parameter.form:
                 raise refuse(
@@ -153,9 +154,22 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     check_experts(skeleton, {target.codes.weight for target in targets.values() if target.codes})
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
     if missing or unused:
-        raise CheckpointError(_describe_mismatch(model.source, missing, unused))
+        told = _describe_mismatch(model.source, missing, unused)
+        if coded and any(name.endswith(".bias") for name in unused):
+            told += "; old AutoGPTQ stores biases of zeros, which headers do not tell from others"
+        raise CheckpointError(told)
     _check_layers(skeleton, model, targets)
     return targets
+
+
+def _check_understood(name: str, parameter: Parameter) -> None:
+    """Raise CheckpointError, which lists what was found, for what is sized and not understood."""
+    if parameter.form.kind is Kind.OTHER:
+        parts = (parameter.of(part)[0] for part in parameter.parts)
+        raise refuse(
+            f"{name} is stored as what fits no known form, or not the one that its config says of "
+            "each expert: " + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in parts)
+        )
 
 
 class _Found(NamedTuple):

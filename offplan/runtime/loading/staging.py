@@ -11,12 +11,12 @@ from offplan.hostmem.block import HostBlock
 from offplan.runtime.loading.shards import Shards
 from offplan.runtime.refusal import refuse
 
-PART_BYTES = 16 * 2**20
+EXTENT_BYTES = 16 * 2**20
 """Bytes of the largest read and of a staging buffer: from 4 MiB on the link runs at full rate."""
 
 
 @dataclass(frozen=True)
-class Part:
+class Extent:
     """A run of a stored tensor's bytes and the view that it fills."""
 
     tensor: TensorInfo
@@ -36,12 +36,12 @@ class Part:
         return self.view.numel() * stored_dtype(self.tensor).itemsize
 
 
-def split_parts(tensor: TensorInfo, destination: torch.Tensor) -> list[Part]:
-    """Cut what fills ``destination``, of its shape, into parts of PART_BYTES, in file order."""
+def split_extents(tensor: TensorInfo, destination: torch.Tensor) -> list[Extent]:
+    """Cut what fills ``destination``, of its shape, into extents of EXTENT_BYTES, in file order."""
     itemsize = stored_dtype(tensor).itemsize
-    views = list(_split(destination, PART_BYTES // itemsize))
+    views = list(_split(destination, EXTENT_BYTES // itemsize))
     starts = accumulate((view.numel() * itemsize for view in views), initial=0)
-    return [Part(tensor, start, view) for start, view in zip(starts, views, strict=False)]
+    return [Extent(tensor, start, view) for start, view in zip(starts, views, strict=False)]
 
 
 def _split(view: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
@@ -64,10 +64,10 @@ def stored_dtype(tensor: TensorInfo) -> torch.dtype:
 
 
 class Reader:
-    """Brings parts to their place, one at a time: for one thread.
+    """Brings extents to their place, one at a time: for one thread.
 
     What lies in host memory as it is stored is read in place. The rest goes through a buffer of
-    PART_BYTES; copies to a CUDA device run on a stream of the reader's own, so that another
+    EXTENT_BYTES; copies to a CUDA device run on a stream of the reader's own, so that another
     reader's next read overlaps them.
     """
 
@@ -79,24 +79,24 @@ class Reader:
         destinations were given.
         """
         self._shards = shards
-        self._block = HostBlock(PART_BYTES, pin=bool(devices))
+        self._block = HostBlock(EXTENT_BYTES, pin=bool(devices))
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
         # of the device that the buffer was last copied to, by which an event is recorded
         self._copied: torch.cuda.Event | None = None
 
-    def read(self, part: Part) -> None:
-        """Fill the part's view, or queue the copy that does; raises CheckpointError."""
-        dtype = stored_dtype(part.tensor)
-        view = part.view
+    def read(self, extent: Extent) -> None:
+        """Fill the extent's view, or queue the copy that does; raises CheckpointError."""
+        dtype = stored_dtype(extent.tensor)
+        view = extent.view
         if view.device.type == "cpu" and view.dtype == dtype and view.is_contiguous():
-            self._shards.read(part.tensor, part.start, _bytes_of(view))
+            self._shards.read(extent.tensor, extent.start, _bytes_of(view))
             return
         if self._copied is not None:
             self._copied.synchronize()
-        buffer = self._block.tensor[: part.nbytes]
-        self._shards.read(part.tensor, part.start, _bytes_of(buffer))
+        buffer = self._block.tensor[: extent.nbytes]
+        self._shards.read(extent.tensor, extent.start, _bytes_of(buffer))
         stream = self._streams.get(view.device)
         with torch.cuda.stream(stream):
             view.copy_(buffer.view(dtype).view(view.shape), non_blocking=True)

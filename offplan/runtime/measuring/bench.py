@@ -15,7 +15,7 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.device import settle
 from offplan.runtime.measuring.moments import mark, seconds_between
-from offplan.runtime.measuring.timed_link import TimedLink
+from offplan.runtime.measuring.timed_link import Recording, TimedLink
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 from offplan.schedule import Copy, Wait, slots_of
 
@@ -44,8 +44,19 @@ class PhaseCost:
     step: Spread
     link_bytes: int | None
     """Bytes that crossed the link, as ``Session.link_bytes`` counts; None where nobody does."""
-    stalls_s: Mapping[int, float] | None
-    """Seconds that compute waited for the link, by layer; None where they cannot be told."""
+    recorded: Recording | None
+    """Compute waiting for the link in a request of its own; None where that cannot be told."""
+    num_recorded: int = 1
+    """Passes in the recording: decode steps, or one prompt."""
+
+    @property
+    def stalls_s(self) -> Mapping[int, float] | None:
+        """Seconds of a pass that compute waited for the link, by layer."""
+        if self.recorded is None:
+            return None
+        return {
+            layer: seconds / self.num_recorded for layer, seconds in self.recorded.stalls_s.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -112,17 +123,16 @@ def bench_session(session: Session, bench: Bench, on_progress: Progress) -> Meas
         moved = session.link_bytes
         timed.start()
         tokens = prefill()
-        stalls, num_bytes = timed.stop(), session.link_bytes - moved
-        prefill_cost = PhaseCost(Spread.of(prefill_s), num_bytes, stalls)
+        recorded, num_bytes = timed.stop(), session.link_bytes - moved
+        prefill_cost = PhaseCost(Spread.of(prefill_s), num_bytes, recorded)
         for _ in range(NUM_WARMUP_STEPS):
             tokens = decode(tokens)
         moved = session.link_bytes
         timed.start()
         for _ in range(num_steps):
             tokens = decode(tokens)
-        stalls = {layer: seconds / num_steps for layer, seconds in timed.stop().items()}
-        num_bytes = (session.link_bytes - moved) // num_steps
-    decode_cost = PhaseCost(Spread.of(step_s), num_bytes, stalls)
+        recorded, num_bytes = timed.stop(), (session.link_bytes - moved) // num_steps
+    decode_cost = PhaseCost(Spread.of(step_s), num_bytes, recorded, num_steps)
     return Measurement(
         prefill_cost,
         decode_cost,

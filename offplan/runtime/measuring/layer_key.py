@@ -15,7 +15,10 @@ from offplan.hostmem.cgroups import read_text
 from offplan.plan import Workload
 
 _RUNTIME = Path(__file__).parents[1]
-_OF_WHOLE_PLANS = ("generate", "accelerated", "bench", "timed_link", "versus")
+_OF_WHOLE_PLANS = (
+    *("generate", "prompts", "texts"),
+    *("accelerated", "bench", "timed_link", "versus"),
+)
 """Files of the runtime that no layer's time depends on."""
 
 

@@ -1,6 +1,7 @@
 """Links for measuring: one that times what compute waits for, one that overlaps nothing."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,33 @@ from offplan.runtime.device import settle
 from offplan.runtime.measuring.moments import Moment, mark, seconds_between
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Wait
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Compute standing still for a layer's bytes."""
+
+    layer: int
+    start_s: float
+    """Seconds from the beginning of the recording."""
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All waits of some passes, in their order."""
+
+    seconds: float
+    """Seconds from the beginning of the recording to its end."""
+    waits: tuple[Waiting, ...]
+
+    @property
+    def stalls_s(self) -> dict[int, float]:
+        """Seconds that compute waited, by layer."""
+        stalls: dict[int, float] = {}
+        for wait in self.waits:
+            stalls[wait.layer] = stalls.get(wait.layer, 0.0) + wait.stop_s - wait.start_s
+        return stalls
 
 
 class TimedLink:
@@ -24,6 +52,7 @@ class TimedLink:
         self._device = device
         self._waits: list[tuple[int, Moment, Moment]] | None = None
         """Layer, beginning and end of each wait; None while nothing is recorded."""
+        self._began: Moment = 0.0
 
     @property
     def bytes_moved(self) -> int:
@@ -47,17 +76,20 @@ class TimedLink:
         self._waits.append((op.span.layer, before, mark(self._device)))
 
     def start(self) -> None:
-        """Record from now on."""
-        self._waits = []
+        """Record from now on; what the current stream does so far is left out."""
+        self._waits, self._began = [], mark(self._device)
 
-    def stop(self) -> dict[int, float]:
-        """Stop recording; return the seconds compute waited, by layer. Synchronises the device."""
+    def stop(self) -> Recording:
+        """Stop recording, and return what was recorded. Synchronises the device."""
         waits, self._waits = self._waits or [], None
+        ended = mark(self._device)
         settle(self._device)
-        stalls: dict[int, float] = {}
+        noted = []
         for layer, before, after in waits:
-            stalls[layer] = stalls.get(layer, 0.0) + seconds_between(before, after)
-        return stalls
+            start_s = seconds_between(self._began, before)
+            # a wait of microseconds would drown in the rounding of moments far from the beginning
+            noted.append(Waiting(layer, start_s, start_s + seconds_between(before, after)))
+        return Recording(seconds_between(self._began, ended), tuple(noted))
 
 
 class SerialLink(TimedLink):

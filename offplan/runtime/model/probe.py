@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -257,17 +258,17 @@ def _find_reach(mask: Any, start: int, chunk: int | None) -> Asked | str:
     """
     if not isinstance(mask, torch.Tensor) or mask.is_meta or mask.dtype is not torch.bool:
         return "what a mask of its own says"
-    rows = mask[0, 0]
-    own = torch.arange(start, start + len(rows))
-    first = rows.int().argmax(-1)
-    last = rows.shape[1] - 1 - rows.flip(-1).int().argmax(-1)
+    rows = mask[0, 0].numpy()  # which finds the first of a million booleans without a copy of them
+    own = np.arange(start, start + len(rows))
+    first = rows.argmax(-1)
+    last = rows.shape[1] - 1 - rows[:, ::-1].argmax(-1)
     width = own - first + 1
-    if not torch.equal(last, own):
+    if not np.array_equal(last, own):
         return "tokens behind its own"
-    if not torch.equal(rows.sum(-1), width):
+    if not np.array_equal(np.count_nonzero(rows, axis=-1), width):
         return "some of the tokens before its own"
     if not start or not first.any():  # the start of a text is in every window
         return Asked()
-    if chunk and torch.equal(first, own // chunk * chunk):
+    if chunk and np.array_equal(first, own // chunk * chunk):
         return Asked(chunk=chunk)
     return Asked(int(width[0])) if (width == width[0]).all() else "chunks of the text"

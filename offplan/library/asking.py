@@ -7,11 +7,11 @@ from pydantic import ValidationError
 from offplan.checkpoint.model import Model
 from offplan.choices import EngineName, ObjectiveName, Store
 from offplan.errors import InputError
-from offplan.machines import Machine
+from offplan.library.machines import Machine
+from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
 from offplan.plan import Budget, Goal, Plan, Workload
-from offplan.planned import open_planned_model, open_planned_profile, read_planned_model
+from offplan.planner.question import Question
 from offplan.progress import Progress
-from offplan.question import Question
 from offplan.records import explain
 
 

@@ -51,15 +51,15 @@ class Question:
     @cached_property
     def planned_machine(self) -> MachineProfile:
         """The machine's profile with the link to the store as its link."""
-        return self.machine.with_peer_store() if self.store == "peer" else self.machine
+        return self.machine.with_store(self.store)
 
     def with_gpu_memory(self, num_bytes: int) -> "Question":
         """Ask the same with another budget of GPU memory."""
         return replace(self, budget=self.budget.model_copy(update={"gpu_memory": num_bytes}))
 
-    def with_batch(self, batch: int) -> "Question":
-        """Ask the same for another number of sequences."""
-        return replace(self, workload=self.workload.model_copy(update={"batch": batch}))
+    def with_workload(self, **changes: int) -> "Question":
+        """Ask the same for another batch, or another context."""
+        return replace(self, workload=self.workload.model_copy(update=changes))
 
     def answer(self, offload: Offload, prediction: Prediction) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""

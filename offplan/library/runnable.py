@@ -52,7 +52,7 @@ def check_before_fetching(model: Model) -> None:
 
 
 def _ask_process(model: Model) -> str | None:
-    command = [sys.executable, "-c", "from offplan.runnable import answer; answer()"]
+    command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     try:
         done = subprocess.run(
             command, input=pickle.dumps(model), capture_output=True, timeout=_PATIENCE_S, check=True

@@ -5,11 +5,11 @@ import torch
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError
+from offplan.library.planned import open_planned_model
+from offplan.library.repricing import price_again
+from offplan.library.runnable import check_before_fetching
 from offplan.plan import Plan
-from offplan.planned import open_planned_model
 from offplan.progress import Stages, silent
-from offplan.repricing import price_again
-from offplan.runnable import check_before_fetching
 from offplan.runtime.device import find_device
 from offplan.runtime.session import Session
 

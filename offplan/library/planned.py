@@ -75,14 +75,6 @@ def open_planned_profile(plan: Plan) -> MachineProfile | None:
     return load_profile(parse_name(name).move(plan.locate))
 
 
-def link_to_store(plan: Plan, machine: MachineProfile) -> MachineProfile:
-    """Return a machine's profile with the link to the plan's store as its link.
-
-    Raises ProfileError where that is a second GPU's memory, and the link to it is not known.
-    """
-    return machine.with_peer_store() if plan.offload.store == "peer" else machine
-
-
 def _locate(plan: Plan) -> str:
     """Return what a plan's source is from here: a path, which starts at the plan's file, or an id.
 

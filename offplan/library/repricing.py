@@ -3,9 +3,9 @@
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
 from offplan.errors import PlanError, ProfileError
+from offplan.library.planned import open_planned_profile
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Backend, Plan, Prediction, Workload
-from offplan.planned import link_to_store, open_planned_profile
 
 STAND_IN = "h200-pcie5"
 """A shipped profile, for figures that are the same on every machine."""
@@ -80,7 +80,7 @@ def _find_machine(plan: Plan) -> MachineProfile | None:
     """Find the profile that a plan was made from; None where it is gone, or another by now."""
     try:
         profile = open_planned_profile(plan)
-        machine = None if profile is None else link_to_store(plan, profile)
+        machine = None if profile is None else profile.with_store(plan.offload.store)
     except ProfileError:
         return None
     same = machine is not None and machine.fingerprint == plan.machine.fingerprint

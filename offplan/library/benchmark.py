@@ -9,16 +9,16 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError, OffplanError
 from offplan.hostmem.limits import peak_host_bytes
+from offplan.library.planned import open_planned_model
+from offplan.library.repricing import price_again
+from offplan.library.runnable import check_before_fetching
 from offplan.plan import Plan
-from offplan.planned import open_planned_model
 from offplan.progress import Stages, silent
-from offplan.prompts import random_prompt
-from offplan.repricing import price_again
-from offplan.runnable import check_before_fetching
 from offplan.runtime.device import device_name, find_device
 from offplan.runtime.measuring.accelerated import require_accelerate
 from offplan.runtime.measuring.versus import WAYS, Bench, Measurement, measure_plan
 from offplan.runtime.memory.gpu_memory import bytes_in_use
+from offplan.runtime.prompts import random_prompt
 from offplan.runtime.session import NUM_WARMUP_STEPS
 
 DEFAULT_STEPS = 20

@@ -1,0 +1,94 @@
+"""``offplan report``: a plan as one page to look at."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, check_writable, print_note, printable, save_file
+from offplan.errors import InfeasibleError, InputError
+
+if TYPE_CHECKING:
+    from offplan.planner.question import Question
+
+
+def report(
+    plan: options.Plan,
+    output: options.Output = None,
+    force: options.Force = False,
+    model: options.LocalModel = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Show the plan on this machine profile, by name or file, instead."),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(help="Show what `bench --json` printed of this plan beside its prediction."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write prompt and steps as a trace for Perfetto, measured ones too."),
+    ] = None,
+) -> None:
+    """Draw a plan as one HTML page: layers, memory, a prompt and a step in time, the frontier.
+
+    The page needs nothing beside itself. Times and frontier need the profile that the plan was made
+    from, or --machine.
+    """
+    from offplan.cli.planning import open_plan
+    from offplan.library.asking import ask_again
+    from offplan.library.machines import load_machine
+    from offplan.library.repricing import list_changes, price_on
+    from offplan.plan import dump_plan, load_plan
+    from offplan.planner.frontier import find_frontier
+    from offplan.report.bench_file import load_bench
+    from offplan.report.page import write_page
+    from offplan.report.portrait import Portrait, portray
+    from offplan.report.trace import write_trace
+
+    if output is None and trace is None:
+        raise InputError("name the page to write: -o report.html")
+    check_writable(output, trace, force=force)
+    notes, loaded = [], load_plan(plan)
+    if machine is None and loaded.machine.profile is None:
+        priced, found = open_plan(plan, model)
+        portrait = Portrait(priced, found.as_loaded_by(priced.goal.engine))
+        notes.append(
+            f"Neither time nor frontier is shown: the figures of {loaded.machine.name} were "
+            "measured and kept in no profile; name one with --machine."
+        )
+    else:
+        chosen = None if machine is None else load_machine(machine)
+        progress = ProgressBar("reading headers")
+        question = ask_again(loaded, model=model, machine=chosen, on_progress=progress)
+        # no more than the machine has, which may be another one than the plan's
+        asked = loaded.model_copy(update={"budget": question.budget})
+        priced = price_on(asked, question.model, question.planned_machine)
+        if changes := list_changes(loaded, priced):
+            print_note(f"{plan} says otherwise: {'; '.join(changes)} here")
+        portrait = portray(priced, question.model, question.machine)
+        if output is not None:
+            try:
+                points = find_frontier(_widen(question), ProgressBar("planning"))
+                portrait = replace(portrait, frontier=points)
+            except InfeasibleError as error:
+                notes.append(f"There is no frontier: {error}.")
+    if bench is not None:
+        portrait = replace(portrait, bench=load_bench(bench, portrait.plan))
+    if output is not None:
+        page = write_page(portrait, dump_plan(loaded), notes)
+        save_file(output, printable(page), force=force)
+    if trace is not None:
+        if portrait.lanes is None:
+            raise InputError(f"{trace} was not written. {notes[0]}")
+        save_file(trace, write_trace(portrait.lanes, portrait.bench), force=force)
+
+
+def _widen(question: "Question") -> "Question":
+    """Ask for any plan of a question's batch, whatever its time, in all of the machine's memory."""
+    goal = question.goal.model_copy(
+        update={"objective": "latency", "max_ttft_s": None, "max_tpot_s": None}
+    )
+    return replace(question, goal=goal).with_gpu_memory(question.machine.gpu_memory.value)

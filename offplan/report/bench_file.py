@@ -1,0 +1,98 @@
+"""A benchmark's result as ``bench --json`` printed it, read again to be shown beside its plan."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from offplan.errors import InputError
+from offplan.plan import PRINTED_TO, Plan
+from offplan.records import Record, read_text
+from offplan.units import format_seconds
+
+_MOST_BYTES = 2**26
+"""Beyond any result."""
+_Number = Annotated[float, Field(ge=0)]
+
+
+class _Part(Record):
+    """A part of the result; what is not needed here is passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Waiting(_Part):
+    """Compute standing still for a layer's bytes."""
+
+    layer: int
+    start_s: _Number
+    """Seconds from the beginning of the recording."""
+    stop_s: _Number
+
+
+class Recording(_Part):
+    """When compute waited during some passes, one after another."""
+
+    num_passes: int
+    seconds: _Number
+    waits: tuple[Waiting, ...]
+
+
+class Phase(_Part):
+    """Figures of a phase (decode: one step; prefill: the whole prompt)."""
+
+    step_s: _Number
+    stall_s: _Number
+    """Seconds that compute waited for the link."""
+    link_bytes: _Number | None
+    """Bytes over the link; null where nobody counted them."""
+    recorded: Recording | None = None
+    """When compute waited; null where it was not measured."""
+
+
+class Memory(_Part):
+    """Memory that the process took."""
+
+    total_bytes: _Number | None
+    """Bytes on the card; null on the CPU."""
+
+
+class Figures(_Part):
+    """One side of the comparison."""
+
+    decode: Phase
+    prefill: Phase
+    gpu_memory: Memory
+
+
+class BenchFile(_Part):
+    """A result: what was predicted, what was measured, and where."""
+
+    offplan: Literal[1]
+    device: str
+    batch: int
+    prompt_tokens: int
+    predicted: Figures
+    measured: Figures
+
+
+def load_bench(path: Path, plan: Plan) -> BenchFile:
+    """Read the result of a plan's benchmark.
+
+    Raises InputError for a file that is none, and for a benchmark of another plan.
+    """
+    text = read_text(path, "result of bench --json", _MOST_BYTES, InputError)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not what bench --json prints: {error}") from None
+    found = BenchFile.check(data, str(path), "result of bench --json", InputError)
+    for phase in ("prefill", "decode"):
+        took, ours = getattr(found.predicted, phase).step_s, getattr(plan.prediction, phase).step_s
+        if abs(took - ours) > PRINTED_TO * ours:
+            raise InputError(
+                f"{path} is of another plan: it was predicted {format_seconds(took)} for {phase}, "
+                f"this plan {format_seconds(ours)}: measure this one (offplan bench --json)"
+            )
+    return found

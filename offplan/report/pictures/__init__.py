@@ -1,0 +1,1 @@
+"""Pictures of plans, as SVG: the same drawings stand in a page and in a file of their own."""

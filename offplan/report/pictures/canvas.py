@@ -1,0 +1,144 @@
+"""A drawing that stretches: lengths across are shares of its width, those down are pixels.
+
+So one drawing suits a telephone and a wide window, and its texts keep their size.
+"""
+
+from collections.abc import Sequence
+from xml.etree.ElementTree import Element
+
+LINE = 18
+"""Pixels from one line of text to the next."""
+
+STYLE = """\
+.offplan {
+  color-scheme: light dark; font: 13px system-ui, "DejaVu Sans", sans-serif;
+  --page: #ffffff; --text: #1f2328; --faint: #59636e; --rest: #e4e8ec; --wait: #f3c6bd;
+  --gpu: #2f6fb0; --copy: #e08a1e; --read: #2b9a78; --both: #a85c9c; --host: #7a5230;
+  --cache: #6f9fd0; --work: #c9a60c; --over: #b9c3cd;
+}
+@media (prefers-color-scheme: dark) {
+  .offplan {
+    --page: #0d1117; --text: #e6edf3; --faint: #9198a1; --rest: #2a313a; --wait: #6d332b;
+    --gpu: #4f94d8; --copy: #e39a3f; --read: #3fb592; --both: #c37fb8; --host: #b98a62;
+    --cache: #2f5c8c; --work: #d9bd3a; --over: #475260;
+  }
+}
+.offplan svg { overflow: visible; }
+.offplan text { fill: var(--text); }
+.offplan text.strong { font-weight: 600; font-size: 14px; }
+.offplan text.faint { fill: var(--faint); font-size: 12px; }
+"""
+"""The look of all pictures, by day and by night. Nothing in it is to be fetched."""
+
+
+def element(tag: str, *children: "Element | str", **attributes: str) -> Element:
+    """Return an element of a page or a picture; texts are escaped when it is written."""
+    made = Element(tag, {name.rstrip("_").replace("_", "-"): v for name, v in attributes.items()})
+    for child in children:
+        if isinstance(child, Element):
+            made.append(child)
+        elif len(made):
+            made[-1].tail = (made[-1].tail or "") + child
+        else:
+            made.text = (made.text or "") + child
+    return made
+
+
+class Canvas:
+    """Collects what is drawn, from the top down; ``height`` are the pixels so far."""
+
+    def __init__(self) -> None:
+        self.height = 0
+        self._drawn: list[Element] = []
+
+    def bar(self, parts: Sequence[tuple[str, float, float, str]], height: int = LINE) -> None:
+        """Draw a bar of parts: colour, the shares of the width where it begins and ends, a hint."""
+        self.box("rest", 0, 1, self.height, height)
+        for colour, start, stop, hint in parts:
+            self.box(colour, start, stop, self.height, height, hint)
+        self.height += height + 4
+
+    def box(
+        self, colour: str, start: float, stop: float, top: float, height: float, hint: str = ""
+    ) -> None:
+        """Fill a box between two shares of the width; ``hint`` shows on hovering."""
+        self._drawn.append(
+            element(
+                "rect",
+                *([element("title", hint)] if hint else []),
+                x=_percent(start),
+                width=_percent(stop - start),
+                y=f"{top:g}",
+                height=f"{height:g}",
+                style=f"fill: var(--{colour})",
+            )
+        )
+
+    def dot(self, colour: str, at: float, down: float, radius: float, hint: str) -> None:
+        """Draw a dot."""
+        self._drawn.append(
+            element(
+                "circle",
+                element("title", hint),
+                cx=_percent(at),
+                cy=f"{down:g}",
+                r=f"{radius:g}",
+                style=f"fill: var(--{colour})",
+            )
+        )
+
+    def line(self, colour: str, start: tuple[float, float], stop: tuple[float, float]) -> None:
+        """Draw a line between two points: a share of the width, pixels down."""
+        ends = {f"x{n}": _percent(at) for n, (at, _) in enumerate((start, stop), 1)}
+        ends |= {f"y{n}": f"{down:g}" for n, (_, down) in enumerate((start, stop), 1)}
+        self._drawn.append(element("line", **ends, style=f"stroke: var(--{colour})"))
+
+    def text(self, text: str, kind: str = "plain") -> None:
+        """Write a line: ``plain``, ``strong`` or ``faint``."""
+        self.label(text, 0, kind)
+        self.height += LINE
+
+    def label(self, text: str, at: float, kind: str = "faint", shift: int = 0) -> None:
+        """Write at a share of the width, ending there at the right edge, in the middle between."""
+        anchor = "end" if at == 1 else "start" if at == 0 or shift else "middle"
+        attributes = {"x": _percent(at), "dx": f"{shift}", "y": f"{self.height + 13}"}
+        self._drawn.append(element("text", text, **attributes, text_anchor=anchor, class_=kind))
+
+    def scale(self, *labels: str) -> None:
+        """Write labels under what was drawn, from its left edge to its right one."""
+        for number, label in enumerate(labels):
+            self.label(label, number / (len(labels) - 1))
+        self.height += LINE
+
+    def legend(self, entries: Sequence[tuple[str, str]], columns: int = 1) -> None:
+        """Name colours."""
+        for number, (colour, name) in enumerate(entries):
+            at = number % columns / columns
+            swatch = element("rect", width="10", height="10", y=f"{self.height + 4}")
+            swatch.set("x", _percent(at))
+            swatch.set("style", f"fill: var(--{colour})")
+            self._drawn.append(swatch)
+            self.label(name, at, "plain", shift=16)
+            if number % columns == columns - 1 or number == len(entries) - 1:
+                self.height += LINE
+
+    def space(self) -> None:
+        """Leave some room."""
+        self.height += LINE // 2
+
+    def draw(self, name: str, top: int = 0) -> Element:
+        """Return the picture, ``name`` being what readers hear who cannot see it."""
+        return element(
+            "svg",
+            *self._drawn,
+            xmlns="http://www.w3.org/2000/svg",
+            role="img",
+            aria_label=name,
+            y=f"{top}",
+            width="100%",
+            height=f"{self.height}",
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g}%"

@@ -1,0 +1,57 @@
+"""GPU memory against speed, with one plan among the best ones."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import log10
+
+from offplan.plan import Plan
+from offplan.planner.frontier import Point
+from offplan.planner.throughput import tokens_per_s
+from offplan.report.pictures.canvas import LINE, Canvas
+from offplan.units import format_bytes, format_frequency
+
+_HEIGHT = 150
+_EDGE = 7
+"""Pixels left above the fastest plan and below the slowest one."""
+_LABEL = 0.18
+"""Share of the width that a label takes, in narrow windows too."""
+_LEAST_DECADES = 0.5
+"""The scale of speeds is logarithmic, and covers so many powers of ten at least."""
+
+
+def draw_frontier(points: Sequence[Point], plan: Plan) -> Canvas:
+    """Draw the best plan of each budget, and where ``plan`` stands."""
+    canvas = Canvas()
+    plans = [*(point.plan for point in points), plan]
+    most = max(each.budget.gpu_memory for each in plans)
+    rates = sorted(map(tokens_per_s, plans))
+    slowest, fastest = rates[0], rates[-1]
+    decades = max(_LEAST_DECADES, log10(fastest / slowest))
+
+    def locate(each: Plan) -> tuple[float, float]:
+        slower = log10(fastest / tokens_per_s(each)) / decades
+        return each.budget.gpu_memory / most, _EDGE + (_HEIGHT - 2 * _EDGE) * slower
+
+    def say(each: Plan) -> str:
+        rate = format_frequency(tokens_per_s(each))
+        return f"{format_bytes(each.budget.gpu_memory)}: {rate} tokens/s"
+
+    for before, after in pairwise(points):
+        canvas.line("gpu", locate(before.plan), locate(after.plan))
+    for point in points:
+        canvas.dot("gpu", *locate(point.plan), 3.5, say(point.plan))
+    canvas.line("copy", (locate(plan)[0], _HEIGHT), locate(plan))
+    canvas.dot("copy", *locate(plan), 6, say(plan))
+    canvas.line("faint", (0, _HEIGHT), (1, _HEIGHT))
+    canvas.height = _HEIGHT + 2
+    free = 2.0
+    for each in sorted(plans, key=lambda each: -each.budget.gpu_memory):
+        at = locate(each)[0]
+        if _LABEL / 2 <= at <= free - _LABEL:
+            canvas.label(format_bytes(each.budget.gpu_memory), at)
+            free = at - _LABEL / 2 * (at == 1)
+    canvas.height += LINE
+    span = " to ".join(map(format_frequency, (slowest, fastest)))
+    best = f"the best plans, {span} tokens/s"
+    canvas.legend([("copy", f"this plan, {say(plan)}"), ("gpu", best)])
+    return canvas

@@ -1,0 +1,79 @@
+"""What lies where: a column for each layer, and one for what lies outside of all layers."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from offplan.checkpoint.model import Model
+from offplan.placement import Placement
+from offplan.plan import Backend
+from offplan.report.pictures.canvas import Canvas
+from offplan.units import format_bytes
+
+_HEIGHT = 72
+_LAYERS = 0.95
+"""Share of the width that the layers take."""
+_GAP = 0.12
+"""Part of a column's width between it and the next one."""
+
+_WAYS = {
+    (Backend.PREFETCH, Backend.PREFETCH): "copy",
+    (Backend.PREFETCH, Backend.UVA): "both",
+    (Backend.UVA, Backend.PREFETCH): "host",
+    (Backend.UVA, Backend.UVA): "read",
+}
+_NAMES = {
+    "gpu": "on the GPU",
+    "copy": "copied before their layer",
+    "both": "prompts copy, tokens read it",
+    "host": "prompts read, tokens copy it",
+    "read": "read in place",
+    "cache": "the input embedding, read by row",
+}
+"""What each colour stands for, in the order in which a column is piled up."""
+
+
+def draw_layers(model: Model, placement: Placement) -> Canvas:
+    """Pile up each layer's bytes by where they lie, as shares of the layer."""
+    canvas = Canvas()
+    piles = pile_layers(model, placement)
+    sums: Counter[str] = Counter()
+    width = _LAYERS / max(1, len(piles) - 1)
+    for number, pile in enumerate(piles):
+        sums.update(pile)
+        is_layer = number < len(piles) - 1
+        name = f"layer {number}" if is_layer else "outside the layers"
+        start, stop = (number * width, (number + 1 - _GAP) * width) if is_layer else (0.965, 1)
+        _draw_pile(canvas, pile, name, start, stop)
+    canvas.height = _HEIGHT
+    canvas.label("layer 0", 0)
+    canvas.label(f"{len(piles) - 2}", _LAYERS - width / 2)
+    canvas.height += 22
+    entries = [(each, f"{_NAMES[each]}: {format_bytes(sums[each])}") for each in _NAMES]
+    canvas.legend([entry for entry in entries if sums[entry[0]]])
+    return canvas
+
+
+def pile_layers(model: Model, placement: Placement) -> list[Mapping[str, int]]:
+    """Return bytes by colour, of each layer and, last, of what lies outside of them."""
+    slabs = {slab.layer: slab for slab in placement.slabs}
+    piles: list[Mapping[str, int]] = []
+    for layer in model.layers:
+        pile: Counter[str] = Counter()
+        for entry in slabs[layer.index].entries if layer.index in slabs else ():
+            pile[_WAYS[entry.prefill, entry.decode]] += entry.unit.nbytes
+        piles.append({"gpu": layer.nbytes - pile.total(), **pile})
+    embedding = placement.host_embedding.nbytes if placement.host_embedding else 0
+    return [*piles, {"gpu": model.outside_bytes - embedding, "cache": embedding}]
+
+
+def _draw_pile(
+    canvas: Canvas, pile: Mapping[str, int], name: str, start: float, stop: float
+) -> None:
+    total, below = sum(pile.values()), 0
+    for colour in _NAMES:
+        if size := pile.get(colour, 0):
+            height = _HEIGHT * size / total
+            top = _HEIGHT - _HEIGHT * below / total - height
+            hint = f"{name}: {format_bytes(size)} {_NAMES[colour]}"
+            canvas.box(colour, start, stop, top, height, hint)
+            below += size

@@ -1,0 +1,37 @@
+"""What compute and the link do during a phase: one lane each, from left to right."""
+
+from offplan.costs.lanes import PhaseLanes
+from offplan.report.pictures.canvas import Canvas
+from offplan.units import format_seconds
+
+_COLOURS = {"compute": "gpu", "wait": "wait", "read": "read", "copy": "copy"}
+_DOES = {
+    "compute": "computes",
+    "wait": "waits for the link",
+    "read": "reads in place",
+    "copy": "copies",
+}
+
+
+def draw_lanes(lanes: PhaseLanes) -> Canvas:
+    """Draw a phase; what reads in place is on both lanes."""
+    canvas, step_s = Canvas(), lanes.step_s or 1.0
+    sums: dict[str, float] = dict.fromkeys(_DOES, 0.0)
+    for queue in ("compute", "link"):
+        canvas.text(queue, "faint")
+        parts = []
+        for event in lanes.events:
+            if event.queue != queue:
+                continue
+            took = event.stop_s - event.start_s
+            if event.doing != "read" or queue == "compute":
+                sums[event.doing] += took
+            where = "outside the layers" if event.layer is None else f"layer {event.layer}"
+            hint = f"{where} {_DOES[event.doing]}: {format_seconds(took)}"
+            start, stop = event.start_s / step_s, event.stop_s / step_s
+            parts.append((_COLOURS[event.doing], start, stop, hint))
+        canvas.bar(parts)
+    canvas.scale("0", *(format_seconds(lanes.step_s * part) for part in (0.5, 1)))
+    names = [(_COLOURS[each], f"{_DOES[each]} {format_seconds(sums[each])}") for each in _DOES]
+    canvas.legend([name for name, each in zip(names, _DOES, strict=True) if sums[each]])
+    return canvas

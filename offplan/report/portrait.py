@@ -1,0 +1,81 @@
+"""All that is drawn of one plan, and the words beside it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from offplan.checkpoint.model import Model
+from offplan.costs.lanes import RequestLanes, trace_plan
+from offplan.machine.profile import MachineProfile
+from offplan.placement import place
+from offplan.plan import Plan
+from offplan.planner.frontier import Point
+from offplan.report.answer import describe_fit, describe_model, describe_plainly, describe_speed
+from offplan.report.bench_file import BenchFile
+from offplan.report.pictures.canvas import Canvas
+from offplan.report.pictures.compared import draw_comparison
+from offplan.report.pictures.frontier import draw_frontier
+from offplan.report.pictures.layers import draw_layers
+from offplan.report.pictures.memory import draw_memory
+from offplan.report.pictures.timeline import draw_lanes
+from offplan.report.run import list_differences
+from offplan.units import format_seconds
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """A plan, and what is known of it."""
+
+    plan: Plan
+    model: Model
+    """As the plan's runtime loads it."""
+    machine: MachineProfile | None = None
+    """The machine that the plan is for; None where its figures are not known."""
+    lanes: RequestLanes | None = None
+    """What compute and link do on that machine; None where it is not known."""
+    frontier: Sequence[Point] = ()
+    """The best plans of other budgets; empty where they were not asked for."""
+    bench: BenchFile | None = None
+    """What was measured; None where nothing was."""
+
+    def say(self) -> list[str]:
+        """Answer in sentences: what it is, whether it fits, how fast it is, what lies where."""
+        fit = self.plan.describe_excess()
+        if fit is None and self.machine is not None:
+            fit = describe_fit(self.plan, self.machine)
+        # a file may say anything
+        speed = describe_speed(self.plan) if self.plan.prediction.decode.step_s else None
+        lines = [fit, speed, describe_plainly(self.plan, self.model)]
+        return [describe_model(self.model), *filter(None, lines)]
+
+    def draw(self) -> Iterator[tuple[str, str, Canvas]]:
+        """Yield the pictures that there are: a heading, what is to be known beside it, the picture.
+
+        Raises PlanError for rules that do not fit the model.
+        """
+        plan, basis = self.plan, self.plan.prediction.basis
+        piles = "First to last, a column each; the one apart is what lies outside of them."
+        yield "Layers", piles, draw_layers(self.model, place(self.model, plan.offload))
+        yield "Memory", "Each bar is as long as its budget, where there is one.", draw_memory(plan)
+        if self.lanes is not None:
+            steps = format_seconds(self.lanes.prefill.step_s)
+            title = f"A prompt of {plan.workload.prompt_tokens} tokens: {steps}"
+            yield title, f"Left to right, {basis}.", draw_lanes(self.lanes.prefill)
+            title = f"A decode step: {format_seconds(self.lanes.decode.step_s)}"
+            told = f"In steady state, each step like the one before; {basis}."
+            yield title, told, draw_lanes(self.lanes.decode)
+        if self.frontier:
+            told = f"Tokens a second, prompt included, by GPU memory (logarithmic; {basis})."
+            yield "What more memory buys", told, draw_frontier(self.frontier, plan)
+        if self.bench is not None:
+            told = " ".join([f"On {self.bench.device}.", *list_differences(plan, self.bench)])
+            yield "Predicted and measured", told, draw_comparison(self.bench)
+
+
+def portray(plan: Plan, model: Model, machine: MachineProfile) -> Portrait:
+    """Follow a plan of a machine through time.
+
+    Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
+    plan's store is not known.
+    """
+    lanes = trace_plan(plan, model, machine.with_store(plan.offload.store))
+    return Portrait(plan, model, machine, lanes)

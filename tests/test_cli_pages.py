@@ -1,0 +1,246 @@
+"""``offplan report``: pages that stand alone, and tables on terminals of any width."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offplan.plan import load_plan
+from tests.cli import CLI, ROOT
+
+PLAN = ROOT / "plans" / "tiny-moe.yaml"
+VOID = {"meta"}
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+TINY = "plans/tiny-moe --machine cpu --gpu-memory 1MiB --prompt-tokens 32 --context 256"
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every tag that is opened is closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: dict[str, set[str]] = {}
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, set()).add(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def write_bench(path: Path, **changes: Any) -> Path:
+    """Write what ``bench --json`` would print where everything takes twice the prediction."""
+    prediction = load_plan(PLAN).prediction.model_dump(mode="json")
+    predicted = {key: prediction[key] for key in ("decode", "prefill", "gpu_memory")}
+    measured: dict[str, Any] = json.loads(json.dumps(predicted))
+    for phase in ("decode", "prefill"):
+        measured[phase]["step_s"] *= 2
+    measured["gpu_memory"]["total_bytes"] = None
+    facts = {"offplan": 1, "device": "CPU", "batch": 1, "prompt_tokens": 32, "vs": {}}
+    path.write_text(json.dumps({**facts, "predicted": predicted, "measured": measured, **changes}))
+    return path
+
+
+def report(cli: CLI, folder: Path, *arguments: object) -> str:
+    path = folder / "report.html"
+    code, out, err = cli("report", *arguments, "-o", path)
+    assert (code, out) == (0, ""), err
+    return path.read_text("utf-8")
+
+
+def test_a_page_stands_alone(cli: CLI, tmp_path: Path) -> None:
+    text = report(cli, tmp_path, PLAN, "--bench", write_bench(tmp_path / "bench.json"))
+    page = Page(text)
+    told = " ".join(" ".join(page.texts).split())
+    for heading in ("Layers", "Memory", "A prompt of 32 tokens", "A decode step", "more memory"):
+        assert heading in told
+    assert "A token 2.426 ms, measured 4.852 ms (x 2.000)" in told
+    assert "GPU memory" not in page.texts  # nobody measured it
+    assert not page.tags & {"script", "link", "img", "image", "iframe", "use", "a", "base"}
+    assert not page.attributes.keys() & {"src", "href", "xlink:href", "srcset", "action"}
+    assert set(re.findall(r"https?:[^\s\"]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+MEASURE = """\
+<iframe id="page" width="%d" height="900"></iframe><pre id="found"></pre><script>
+const page = document.getElementById("page");
+page.onload = () => {
+  const inside = page.contentDocument;
+  const edges = [...inside.querySelectorAll("h1, h2, p, rect, text")]
+    .map(each => [each.getBoundingClientRect().right, each.textContent])
+    .sort((one, other) => other[0] - one[0]);
+  const shown = page.contentWindow.getComputedStyle(inside.body).backgroundColor;
+  document.getElementById("found").textContent = JSON.stringify([...edges[0], shown]);
+};
+page.srcdoc = %s;
+</script>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize(
+    ("width", "scheme", "page"), [(360, 1, "rgb(255, 255, 255)"), (1200, 0, "rgb(13, 17, 23)")]
+)
+def test_a_browser_shows_all_of_a_page(
+    cli: CLI, tmp_path: Path, width: int, scheme: int, page: str
+) -> None:
+    text = report(cli, tmp_path, PLAN, "--bench", write_bench(tmp_path / "bench.json"))
+    measure = tmp_path / "measure.html"
+    quoted = json.dumps(text).replace("</", "<\\/")
+    measure.write_text(MEASURE % (width, quoted), "utf-8")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path}", f"--blink-settings=preferredColorScheme={scheme}"]
+    done = subprocess.run(
+        [*command, measure.as_uri()], capture_output=True, text=True, timeout=100, check=True
+    )
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout)
+    assert found is not None
+    edge, text, background = json.loads(found[1])
+    assert edge <= width, text
+    assert background == page
+
+
+def test_a_page_is_the_same_again(cli: CLI, tmp_path: Path) -> None:
+    first = report(cli, tmp_path, PLAN)
+    assert report(cli, tmp_path, PLAN, "--force") == first
+
+
+def test_names_are_no_markup(cli: CLI, tmp_path: Path) -> None:
+    name = "</title></style><script>alert(1)</script>&amp;"
+    profile = (ROOT / "offplan/machine/profiles/cpu.yaml").read_text("utf-8")
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(profile.replace("name: CPU", f"name: {name!r}"), "utf-8")
+    page = Page(report(cli, tmp_path, PLAN, "--machine", machine))
+    assert "script" not in page.tags
+    assert name in " ".join(page.texts)
+
+
+def test_what_is_not_known_is_not_drawn(cli: CLI, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    text = PLAN.read_text("utf-8").replace("source: tiny-moe", f"source: {PLAN.parent}/tiny-moe")
+    plan.write_text(text.replace("profile: cpu", "profile: null"), "utf-8")
+    told = " ".join(Page(report(cli, tmp_path, plan)).texts)
+    assert "Neither time nor frontier is shown" in told
+    assert "Memory" in told
+    assert "A decode step" not in told
+
+
+def test_a_smaller_machine_is_told(cli: CLI, tmp_path: Path) -> None:
+    profile = (ROOT / "offplan/machine/profiles/cpu.yaml").read_text("utf-8")
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(profile.replace("value: 4 GiB", "value: 200 KiB"), "utf-8")
+    told = " ".join(Page(report(cli, tmp_path, PLAN, "--machine", machine)).texts)
+    assert "more than its budget of 200 KiB" in told
+    assert "It fits" not in told
+    assert "There is no frontier: no plan fits" in told
+
+
+def test_a_trace_has_both_sides(cli: CLI, tmp_path: Path) -> None:
+    waits = [{"layer": 3, "start_s": 0.001, "stop_s": 0.002}]
+    recorded = {"num_passes": 3, "seconds": 0.009, "waits": waits}
+    path = write_bench(tmp_path / "bench.json")
+    data = json.loads(path.read_text())
+    for phase in ("decode", "prefill"):
+        data["measured"][phase]["recorded"] = recorded
+    path.write_text(json.dumps(data))
+    trace = tmp_path / "trace.json"
+    assert cli("report", PLAN, "--bench", path, "--trace", trace).code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["predicted", "compute", "link", "measured", "compute"]
+    sums: dict[tuple[int, str], float] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        assert event["dur"] >= 0
+        key = event["pid"], event["cat"]
+        sums[key] = sums.get(key, 0.0) + event["dur"]
+    prediction = load_plan(PLAN).prediction
+    computed_s = prediction.prefill.compute_s + 3 * prediction.decode.compute_s
+    assert sums[1, "compute"] == pytest.approx(1e6 * computed_s, rel=1e-3)
+    assert sums[2, "wait"] == pytest.approx(2 * 1000)
+    assert sums[2, "compute"] == pytest.approx(2 * 8000)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "is not what bench --json prints"),
+        ("[]", "bench.json: "),
+        ('{"offplan": 2}', "offplan: "),
+    ],
+)
+def test_a_file_that_is_no_benchmark(cli: CLI, tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    code, _, err = cli("report", PLAN, "-o", tmp_path / "report.html", "--bench", path)
+    assert code == 2
+    assert error in err
+    assert err.count("\n") == 1
+
+
+def test_a_benchmark_of_another_plan_is_refused(cli: CLI, tmp_path: Path) -> None:
+    path = write_bench(tmp_path / "bench.json")
+    data = json.loads(path.read_text())
+    data["predicted"]["decode"]["step_s"] *= 1.01
+    path.write_text(json.dumps(data))
+    code, _, err = cli("report", PLAN, "-o", tmp_path / "report.html", "--bench", path)
+    assert code == 2
+    assert "is of another plan: it was predicted 2.45 ms for decode, this plan 2.426 ms" in err
+
+
+class Terminal(io.StringIO):
+    """What is printed to a terminal, without its colours."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def shown(self) -> list[str]:
+        return [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", self.getvalue()).split("\n")]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"plan {TINY} --frontier",
+        f"analyze {TINY} -v",
+        "explain plans/tiny-moe.yaml",
+        "machines",
+        "machines rtx4090",
+    ],
+)
+def test_tables_fit_the_terminal(cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TERM", "xterm")
+    figures = []
+    for asked, width in ((20, 60), (60, 60), (80, 80), (300, 120)):
+        monkeypatch.setenv("COLUMNS", str(asked))
+        terminal = Terminal()
+        monkeypatch.setattr("sys.stdout", terminal)
+        assert cli(*command.split()).code == 0
+        assert max(map(len, terminal.shown)) <= width
+        lines = "\n".join(terminal.shown)
+        figures.append(re.findall(r"\d (?:[KMGT]iB|[num]?s|[GT]B/s)\b", lines))
+    # no figure of a table is parted from its unit; the words around tables may be
+    assert abs(len(figures[1]) - len(figures[2])) <= len(figures[2]) // 20
