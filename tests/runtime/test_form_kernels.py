@@ -273,3 +273,23 @@ def test_gathered_experts_are_those_chosen(name: str) -> None:
     x = random(3, NUM_IN).to(DTYPES[0])
     there = multiply_pairs(form, parts, x, order, starts)
     assert torch.equal(multiply_pairs(form, gathered, x, order, begins), there)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@by_form
+@pytest.mark.parametrize("experts", [0, EXPERTS])
+def test_what_compiles_layers_knows_shapes(name: str, experts: int) -> None:
+    from offplan.runtime.forms.experts import _sort
+    from offplan.runtime.forms.operators import arguments_of
+
+    form = FORMS[name]
+    if experts and form.kind is Kind.NF4:
+        pytest.skip("experts are not stored so")
+    parts = make_parts(name, *([experts] if experts else []))
+    x = random(1, NUM_IN).to(DTYPES[0])
+    order = _sort(torch.zeros(1, dtype=torch.int64, device=DEVICE), EXPERTS)
+    inputs = (x, *order) if experts else (x,)
+    for given in ((), inputs):
+        arguments = arguments_of(form, parts, DTYPES[0], *given)
+        torch.library.opcheck(torch.ops.offplan.compute, arguments, test_utils="test_faketensor")

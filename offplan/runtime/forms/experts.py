@@ -52,7 +52,7 @@ def forward_stored(
         expanded = _Expanded(experts, hidden_states.dtype)
         return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms.gather import gather  # needs triton
-    from offplan.runtime.forms.products import multiply_pairs
+    from offplan.runtime.forms.operators import multiply_pairs
 
     expert_of_pair = top_k_index.reshape(-1)
     order, starts = _sort(expert_of_pair, experts.num_experts)

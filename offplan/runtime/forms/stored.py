@@ -50,7 +50,7 @@ class StoredWeight:
         parts = self.of(module)
         if not parts[Part.WEIGHT].is_cuda or dtype not in KERNEL_TYPES:
             return expand(self.form, parts, dtype)
-        from offplan.runtime.forms.products import expand_on_gpu  # needs triton
+        from offplan.runtime.forms.operators import expand_on_gpu  # needs triton
 
         return expand_on_gpu(self.form, parts, dtype)
 
@@ -67,7 +67,7 @@ class StoredLinear(nn.Linear):
         """
         if not x.is_cuda or x.dtype not in KERNEL_TYPES or x.numel() > MAX_ROWS * x.shape[-1]:
             return linear(x, self.stored.expand(self, x.dtype), self.bias)
-        from offplan.runtime.forms.products import multiply_rows  # needs triton
+        from offplan.runtime.forms.operators import multiply_rows  # needs triton
 
         made = multiply_rows(self.stored.form, self.stored.of(self), x.flatten(0, -2))
         made = made.unflatten(0, x.shape[:-1])
