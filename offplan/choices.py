@@ -8,3 +8,5 @@ ObjectiveName = Literal["latency", "throughput"]
 """What a plan is best at: the time of one request, or tokens a second."""
 EngineName = Literal["vllm", "sglang"]
 """Another engine whose flags can say a plan."""
+DeviceName = Literal["cuda", "cpu"]
+"""What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import stat
+from importlib.metadata import distribution
 from pathlib import Path
 from uuid import uuid4
 
@@ -27,6 +28,26 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def answer_path(what: str, *asked: str) -> Path:
+    """Name the file of a cache that keeps an answer under all that it depends on.
+
+    That is what was ``asked``, offplan's own source, and torch and transformers: their versions,
+    and the digests of their files that pip has listed, since two installs from git may have one
+    version.
+    """
+    from huggingface_hub import constants
+
+    digest = hashlib.sha256()
+    for package in map(distribution, ("torch", "transformers")):
+        digest.update(f"{package.version}\n{package.read_text('RECORD')}".encode())
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in (".py", ".yaml"):
+            digest.update(path.read_bytes())
+    for part in asked:
+        digest.update(hashlib.sha256(part.encode()).digest())
+    return Path(constants.HF_HOME, "offplan", what, digest.hexdigest()[:32])
 
 
 def keep(path: Path, content: bytes) -> bool:

@@ -38,7 +38,7 @@ class Quantity:
         """
         self.name = what.title().replace(" ", "")
         """Its name among a JSON schema's definitions: ``ArithmeticRate``."""
-        self.described = f"A {what}, written as {example}"
+        self.described = f"{what.capitalize()}, written as {example}"
         self.pattern = rf"^\s*(?:({_NUMBER})\s*({'|'.join(map(_any_case, units))})|0)\s*$"
         """A regular expression of the texts that are read; Python and JSON schemas agree on it."""
         self._what, self._example, self._guesses = what, example, guesses

@@ -1,6 +1,7 @@
-"""``offplan plan`` with targets, objectives, the frontier and engines."""
+"""``offplan analyze`` and ``plan`` with targets, objectives, the frontier and engines."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,45 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert len(ours["offload"]["rules"]) == 1
     why = json.loads(cli("analyze", *plan[1:], "--for", "vllm", "--json").out)["why"]
     assert "only plans that vllm can run were searched" in why["reasons"]
+
+
+def test_analyze_and_plan_are_asked_alike(cli: CLI, tmp_path: Path) -> None:
+    asked = (TINY_MOE, "--machine", "cpu", "--gpu-memory", "1MiB", "--context", 256)
+    asked += ("--prompt-tokens", 32, "--output-tokens", 96, "--max-tpot", "5ms", "--for", "vllm")
+    answer = json.loads(cli("analyze", *asked, "--json").out)
+    plan = json.loads(cli("plan", *asked, "--json").out)
+    assert answer["plan"] == {key: value for key, value in plan.items() if key != "run"}
+    frontiers = [cli(command, *asked[:7], "--frontier").out for command in ("analyze", "plan")]
+    assert frontiers[0] == frontiers[1]
+    picture = tmp_path / "plan.svg"
+    code, out, err = cli("plan", *asked, "-v", "--svg", picture)
+    assert (code, out.splitlines()[0]) == (0, "offplan: 1")
+    assert "It fits CPU" in err
+    assert "Prediction" in err
+    assert picture.read_text("utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "why"),
+    [
+        ("analyze", ("--frontier", "-o", "plan.yaml"), "leave --output and --svg out"),
+        ("analyze", ("--frontier", "--max-ttft", "1s"), "leave --max-ttft and --max-tpot out"),
+        ("plan", ("--frontier", "--objective", "throughput"), "leave --objective out"),
+        ("plan", ("--json", "--svg", "-"), "name another file with --svg"),
+        ("plan", ("--svg", "-"), "name another file with --svg"),
+    ],
+)
+def test_what_cannot_be_answered_at_once(
+    cli: CLI, command: str, options: tuple[str, ...], why: str
+) -> None:
+    code, out, err = cli(command, TINY_MOE, "--machine", "cpu", *options)
+    assert (code, out) == (2, "")
+    assert why in err
+
+
+def test_a_frontier_needs_a_machine(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offplan.library.machines.has_gpu", lambda: False)
+    for command in ("analyze", "plan"):
+        code, out, err = cli(command, TINY_MOE, "--frontier", "--context", 1024)
+        assert (code, out) == (2, "")
+        assert "no GPU here and no --machine" in err

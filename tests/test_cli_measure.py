@@ -14,6 +14,7 @@ import offplan.machine.measure
 import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.open import open_model
 from offplan.library.machines import measure_here
+from offplan.machine import measure_cpu
 from offplan.machine.profile import (
     InPlaceRead,
     LayerTime,
@@ -21,7 +22,7 @@ from offplan.machine.profile import (
     load_profile,
     parse_profile,
 )
-from offplan.plan import Workload
+from offplan.plan import Workload, load_plan
 from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
 
@@ -127,6 +128,22 @@ def test_measure_prints_a_profile_or_json(cli: CLI, machine: Machine) -> None:
     assert payload["uva_rereads"] is None
     assert payload["fingerprint"] == load_profile("h200-pcie5").fingerprint
     assert machine.num_layer_times == 0
+
+
+def test_a_cpu_is_measured_as_one_that_plays_gpu(
+    cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_cpu, "_LARGE_BYTES", 2**20)
+    # no longer than the prompt and its output: there is no room for more steps than are timed
+    workload = ("--prompt-tokens", 8, "--output-tokens", 2, "--context", 10)
+    profile, path = tmp_path / "cpu.yaml", tmp_path / "plan.yaml"
+    assert cli("measure", TINY_MOE, *workload, "--device", "CPU", "-o", profile).code == 0
+    measured = load_profile(str(profile))
+    assert measured.host_memory is not None
+    assert (measured.name, measured.basis, len(measured.layer_times)) == ("CPU", "measured", 6)
+    budget = ("--machine", profile, "--gpu-memory", "768KiB")
+    assert cli("plan", TINY_MOE, *workload, *budget, "-o", path).code == 0
+    assert load_plan(path).prediction.basis == "measured"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from offplan.files import keep, read_kept, write_whole
+from offplan import files
+from offplan.files import answer_path, keep, read_kept, write_whole
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o755, 0o400])
@@ -71,3 +72,19 @@ def put_endless_link(path: Path) -> None:
 def test_what_is_no_file_is_not_opened(tmp_path: Path, put: Callable[[Path], None]) -> None:
     put(tmp_path / "kept")
     assert read_kept(tmp_path / "kept", 9) is None
+
+
+def test_an_answer_depends_on_what_was_asked_and_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = {answer_path("sizes", *asked) for asked in ((), ("a", "b"), ("ab",), ("b", "a"))}
+    assert answer_path("sizes", "ab") in paths
+    installed = files.distribution
+
+    def without_files(name: str) -> object:  # as another build of one version lists other ones
+        package = installed(name)
+        monkeypatch.setattr(package, "read_text", lambda _: "")
+        return package
+
+    monkeypatch.setattr(files, "distribution", without_files)
+    assert len({*paths, answer_path("sizes", "ab")}) == 5

@@ -1,8 +1,9 @@
 """A model known from its ``config.json`` alone, built by transformers on the meta device.
 
-Slow to import, so it is imported where it is used: this is the one file here that needs torch.
+That takes seconds, most of them to import torch: what was built is kept on disk.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from offplan.checkpoint.tensors import (
     split_expert,
 )
 from offplan.errors import CheckpointError
+from offplan.files import answer_path, keep, read_kept
+from offplan.progress import Progress, silent
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +33,17 @@ _MAX_LAYERS = 1_000
 """Most layers of a stack, past any model's: transformers builds an object for each of its parts."""
 _MAX_EXPERTS = 100_000
 """Most experts over all layers, past any model's: each becomes a tensor of the checkpoint."""
+_MAX_KEPT_BYTES = 2**28
+"""Bytes of the longest list of tensors that is read again, past any model's."""
 _LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
 """Keys that say, in the configs of transformers' architectures, how many layers a stack has."""
 
 
-def read_config_only(path: Path) -> Stored:
+def read_config_only(path: Path, on_progress: Progress | None = None) -> Stored:
     """Build the model that a ``config.json`` describes and return the checkpoint it would save.
 
     Never runs code from the config. An index beside the file is used to check the total size.
+    ``on_progress`` hears that the model is being built, if it is not kept, and that it is done.
     Raises CheckpointError when transformers does not know or cannot build the architecture.
     """
     config = read_config(path)
@@ -58,7 +64,9 @@ def read_config_only(path: Path) -> Stored:
         dtype = "bfloat16" if architecture.quantisation is not None else "float32"
         named = {**config, "dtype": dtype}
         notes.append(f"the config names no dtype: took {dtype}")
-    built = _without_idle_experts(architecture.routing, _build_tensors(named, str(path)))
+    built = _without_idle_experts(
+        architecture.routing, _find_tensors(named, str(path), on_progress)
+    )
     tensors = quantise(built, architecture, str(path))
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
@@ -76,6 +84,26 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
         # Above zero, which also leaves out what is no number.
         elif isinstance(value, (int, float)) and value > 0 and _LAYER_COUNT.search(key):
             yield value
+
+
+def _find_tensors(
+    config: Mapping[str, Any], where: str, on_progress: Progress | None
+) -> list[tuple[TensorInfo, Use]]:
+    """Return what ``_build_tensors`` builds, which is kept on disk."""
+    path = answer_path("built", json.dumps(config))
+    kept = read_kept(path, _MAX_KEPT_BYTES)
+    if kept is not None:
+        return [
+            (TensorInfo(name, dtype, tuple(shape)), Use(use))
+            for name, dtype, shape, use in json.loads(kept)
+        ]
+    report = on_progress or silent("")
+    report(0, 1)
+    built = _build_tensors(config, where)
+    report(1, 1)
+    entries = [(tensor.name, tensor.dtype, tensor.shape, use.value) for tensor, use in built]
+    keep(path, json.dumps(entries).encode())
+    return built
 
 
 def _build_tensors(config: Mapping[str, Any], where: str) -> list[tuple[TensorInfo, Use]]:

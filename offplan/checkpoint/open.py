@@ -73,7 +73,7 @@ def _read(source: str, revision: str | None, on_progress: Progress | None) -> St
         # Imported here: it is of use only with torch at hand.
         from offplan.checkpoint.config_only import read_config_only
 
-        return read_config_only(path)
+        return read_config_only(path, on_progress)
     is_path = not exists and revision is None and _looks_like_path(source)
     may_be_id = _HUB_ID.fullmatch(source) and not _FILE.fullmatch(source)
     if not exists and not is_path and may_be_id:

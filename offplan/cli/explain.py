@@ -1,9 +1,5 @@
 """``offplan explain``: where a plan's numbers come from."""
 
-from typing import Annotated
-
-import typer
-
 from offplan.cli import options
 from offplan.cli.output import ProgressBar, print_note, print_result
 
@@ -11,10 +7,7 @@ from offplan.cli.output import ProgressBar, print_note, print_result
 def explain(
     plan: options.Plan,
     model: options.LocalModel = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(help="Price the plan on this machine profile, by name or file, instead."),
-    ] = None,
+    machine: options.OtherMachine = None,
     json: options.Json = False,
 ) -> None:
     """Show each number of a plan with its formula and inputs, and what one step of a knob costs.

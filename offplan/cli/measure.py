@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from offplan.choices import DeviceName
 from offplan.cli import options
 from offplan.cli.output import STANDARD, ProgressBar, check_writable, print_result, save_file
 
@@ -19,6 +20,10 @@ def measure(
     output_tokens: options.OutputTokens = 128,
     context: options.Context = 4096,
     revision: options.Revision = None,
+    device: Annotated[
+        DeviceName,
+        typer.Option(case_sensitive=False, help="cpu: to try offplan where there is no GPU."),
+    ] = "cuda",
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -26,6 +31,7 @@ def measure(
     """Measure this machine and print its profile; plans can be made from it elsewhere.
 
     Everything is measured afresh, on the current GPU and, for what they share, the host's others.
+    With --device cpu the CPU plays GPU, and copies within host memory are its link.
     """
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import read_workload
@@ -37,13 +43,14 @@ def measure(
     if output == STANDARD:  # where it goes anyway
         output = None
     check_writable(output, force=force)
-    require_gpu()
+    if device == "cuda":
+        require_gpu()
     workload = read_workload(batch, prompt_tokens, output_tokens, context)
     timed = None
     if model is not None:
         timed = open_model(model, revision=revision, on_progress=ProgressBar("reading headers"))
     profile = measure_here(
-        timed, workload, afresh=True, with_others=True, on_stage=ProgressBar
+        timed, workload, device=device, afresh=True, with_others=True, on_stage=ProgressBar
     ).profile
     if output is not None:
         save_file(output, dump_profile(profile), force=force)

@@ -57,6 +57,10 @@ Machine = Annotated[
         "rtx4090,pcie=4x8,ram=64GiB); else this GPU is measured."
     ),
 ]
+OtherMachine = Annotated[
+    str | None,
+    typer.Option("--machine", help="Take this machine, a profile's name or file, not the plan's."),
+]
 GPUMemory = Annotated[
     int | None, _size(help="GPU memory the process may take (16GiB). [default: what is free]")
 ]

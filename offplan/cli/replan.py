@@ -23,10 +23,7 @@ from offplan.errors import InputError, PlanError
 def replan(
     plan: options.Plan,
     model: options.LocalModel = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(help="Plan for this machine profile, by name or file, instead of the plan's."),
-    ] = None,
+    machine: options.OtherMachine = None,
     accept_drift: Annotated[
         bool,
         typer.Option("--accept-drift", help="Plan for the model as it is, if it is another one."),

@@ -100,7 +100,7 @@ def run(
         from offplan.cli.asked import Asked, list_prompts, read_sampling
         from offplan.cli.generating import generate_asked
         from offplan.cli.told import Printer, Teller, Writer
-        from offplan.library.sessions import check_context, open_session
+        from offplan.library.sessions import check_context, load_session
         from offplan.report.payload import run_payload
         from offplan.report.run import render_run
         from offplan.runtime.device import device_name, find_device
@@ -134,13 +134,7 @@ def run(
             alone = loaded.workload.batch == 1 or len(texts) == 1
             teller = Printer(asked.shown, alone=alone)
         session = stack.enter_context(
-            open_session(
-                loaded,
-                model=found,
-                device=chosen,
-                dummy_weights=dummy_weights,
-                on_stage=ProgressBar,
-            )
+            load_session(loaded, found, chosen, dummy_weights=dummy_weights, on_stage=ProgressBar)
         )
         if (peer := session.loaded.store.peer) is not None:
             print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")

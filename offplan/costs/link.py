@@ -1,6 +1,7 @@
 """The bytes that cross the link when kernels read offloaded weights in place."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import erfc, exp, log, prod, sqrt
 
@@ -191,6 +192,8 @@ def uva_bytes_by_layer(
     phase = shapes[0].phase
     kept = kept_after_prefill(placement) if phase is Phase.DECODE else {}
 
+    # nearly all chunks of a prompt are of one size
+    chunks = Counter(shape.num_tokens for shape in shapes)
     by_layer = [0] * num_layers
     for slab in placement.slabs:
         in_place = [
@@ -200,6 +203,7 @@ def uva_bytes_by_layer(
             and not (slab.layer in kept and entry.prefill is Backend.PREFETCH)
         ]
         by_layer[slab.layer] = sum(
-            uva_bytes(machine, in_place, experts, shape.num_tokens) for shape in shapes
+            count * uva_bytes(machine, in_place, experts, num_tokens)
+            for num_tokens, count in chunks.items()
         )
     return tuple(by_layer)

@@ -49,6 +49,17 @@ def host_room(proc: Path, cgroup: Path) -> Iterator[tuple[int, str]]:
         yield max(0, group.limit_bytes - group.used_bytes) + swap, f"the cgroup {group.folder}"
 
 
+def memory_limit(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, str]:
+    """Find how many bytes of memory a process can have, and what limits them."""
+    groups = memory_groups(proc, cgroup)
+    limits = [(group.limit_bytes, "the memory limit of its control group") for group in groups]
+    pages = os.sysconf("SC_PHYS_PAGES")
+    physical = os.sysconf("SC_PAGE_SIZE") * pages // 2**20 * 2**20  # in whole MiB, as people say
+    return min([(physical, "physical memory"), *limits])
+
+
 def pin_limit(
     pinned_bytes: int, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, str]:
@@ -58,15 +69,10 @@ def pin_limit(
     counting them against ``ulimit -l``, so a limit below that does not hold; a larger one is taken
     at its word.
     """
-    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "physical memory")]
-    limits += [
-        (group.limit_bytes, "the memory limit of its control group")
-        for group in memory_groups(proc, cgroup)
-    ]
-    lockable = lock_limit()
+    limit, lockable = memory_limit(proc, cgroup), lock_limit()
     if lockable is not None and lockable >= pinned_bytes:
-        limits.append((lockable, "ulimit -l"))
-    return min(limits)
+        return min(limit, (lockable, "ulimit -l"))
+    return limit
 
 
 def lock_limit() -> int | None:

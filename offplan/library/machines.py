@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
-from offplan.choices import Store
+from offplan.choices import DeviceName, Store
 from offplan.errors import OffplanError
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
@@ -44,6 +44,7 @@ def measure_here(
     model: Model | None = None,
     workload: Workload | None = None,
     *,
+    device: DeviceName = "cuda",
     afresh: bool = False,
     with_others: bool = False,
     on_stage: Stages = silent,
@@ -55,27 +56,40 @@ def measure_here(
     one if left out), and how often its products read weights in place. Times of layers are kept on
     disk, and found there where nothing that they depend on has changed, unless all is to be
     measured ``afresh``. ``with_others`` also uses the host's other GPUs: the link while all of them
-    copy, and a second one's memory as a store. ``on_stage`` hears what begins.
+    copy, and a second one's memory as a store. The ``device`` ``cpu`` is measured as one that plays
+    GPU, to try offplan without any. ``on_stage`` hears what begins.
 
     Takes a minute or so, nearly all of the GPU's memory in turns, and synchronises the device.
     Raises OffplanError where there is no CUDA device, and MemoryLimitError.
     """
-    require_gpu()
+    if device == "cuda":
+        require_gpu()
     import torch
 
     from offplan.machine.measure import measure_machine
+    from offplan.machine.measure_cpu import measure_cpu
     from offplan.runtime.memory.gpu_memory import bytes_in_use
 
     # asked before this process has a context on the card, which the budget is to include
-    used = bytes_in_use(torch.device("cuda"))
-    profile = measure_machine(on_stage("measuring the machine"), with_others=with_others)
+    used, progress = bytes_in_use(torch.device(device)), on_stage("measuring the machine")
+    if device == "cpu":
+        profile = measure_cpu(progress)
+    else:
+        profile = measure_machine(progress, with_others=with_others)
     if model is not None:
-        profile = _add_model(profile, model, workload or Workload(), on_stage, afresh=afresh)
+        workload = workload or Workload()
+        profile = _add_model(profile, model, workload, device, on_stage, afresh=afresh)
     return Machine(profile, profile.gpu_memory.value - used)
 
 
 def _add_model(
-    profile: MachineProfile, model: Model, workload: Workload, on_stage: Stages, *, afresh: bool
+    profile: MachineProfile,
+    model: Model,
+    workload: Workload,
+    device: DeviceName,
+    on_stage: Stages,
+    *,
+    afresh: bool,
 ) -> MachineProfile:
     """Add to a profile what a model's layers take on its machine, the one at hand."""
     from huggingface_hub import constants
@@ -86,15 +100,19 @@ def _add_model(
     from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
 
     chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
+    progress = on_stage("measuring the layers")
+    if device == "cpu":  # which has other work, too: its times are not kept
+        times = measure_layer_times(model, workload, chunks, progress, device=device)
+        return profile.model_copy(update={"layer_times": times})
     key = layer_times_key(model, workload, chunks)
     kept = LayerTimeCache(Path(constants.HF_HOME), key)
-    times = None if afresh else kept.load()
-    if times is None:
-        times = measure_layer_times(model, workload, chunks, on_stage("measuring the layers"))
-        kept.store(times)
+    known = None if afresh else kept.load()
+    if known is None:
+        known = measure_layer_times(model, workload, chunks, progress)
+        kept.store(known)
     rate, progress = profile.uva.value, on_stage("measuring reads in place")
     reads = measure_model_reads(model, workload, chunks, rate, progress)
-    return profile.model_copy(update={"layer_times": times, "in_place_reads": reads})
+    return profile.model_copy(update={"layer_times": known, "in_place_reads": reads})
 
 
 def find_machine(
@@ -134,7 +152,7 @@ def require_gpu() -> None:
     if not has_gpu():
         raise OffplanError(
             "no CUDA device to measure here: measure where there is one, and give what -o writes "
-            "to --machine here"
+            "to --machine here; or try offplan with --device cpu, which plays GPU"
         )
 
 

@@ -1,17 +1,14 @@
 """Whether ``run`` can execute a model, told from its headers and config alone."""
 
-import hashlib
 import json
 import pickle
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
-import offplan
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
-from offplan.files import keep, read_kept
+from offplan.files import answer_path, keep, read_kept
 
 _PATIENCE_S = 120
 """Seconds after which a model that is still being built is given up."""
@@ -27,9 +24,7 @@ def why_not_run(model: Model) -> str | None:
     yet, which planning does not need, a process of its own does it. That it can is kept on disk,
     under all that it depends on.
     """
-    from huggingface_hub import constants
-
-    path = Path(constants.HF_HOME) / "offplan" / "runnable" / f"{_key(model)}.json"
+    path = answer_path("runnable", model.source, model.headers_sha256, model.config_sha256)
     if read_kept(path, len(_RUNS)) == _RUNS:
         return None
     reason = find_obstacle(model) if "torch" in sys.modules else _ask_process(model)
@@ -54,19 +49,6 @@ def check_before_fetching(model: Model) -> None:
     """Raise CheckpointError for a model that cannot run and whose weights are still on the Hub."""
     if not Path(model.source).exists() and (obstacle := find_obstacle(model)):
         raise CheckpointError(obstacle)
-
-
-def _key(model: Model) -> str:
-    """Name all that the answer depends on: the model, the packages, and offplan itself."""
-    digest = hashlib.sha256()
-    for package in ("torch", "transformers"):
-        digest.update(version(package).encode())
-    for part in (model.source, model.headers_sha256, model.config_sha256):
-        digest.update(part.encode())
-    for path in sorted(Path(offplan.__file__).parent.rglob("*")):
-        if path.suffix in (".py", ".yaml"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]
 
 
 def _ask_process(model: Model) -> str | None:

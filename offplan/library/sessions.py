@@ -34,16 +34,29 @@ def open_session(
     whatever was taken until then given back.
     """
     found = open_planned_model(plan, model, on_stage("reading headers"))
-    plan = price_again(plan, found)
-    chosen = find_device(device)
+    price_again(plan, found)  # for what it refuses
+    return load_session(
+        plan, found, find_device(device), dummy_weights=dummy_weights, on_stage=on_stage
+    )
+
+
+def load_session(
+    plan: Plan,
+    model: Model,
+    device: torch.device,
+    *,
+    dummy_weights: bool = False,
+    on_stage: Stages = silent,
+) -> Session:
+    """Do what ``open_session`` does, once plan and model are checked and the device is found."""
     if not dummy_weights:
-        check_before_fetching(found)
+        check_before_fetching(model)
     return Session(
-        found,
+        model,
         plan.offload,
         context=plan.workload.context,
-        device=chosen,
-        folder=None if dummy_weights else find_weights(found, on_stage("fetching weights")),
+        device=device,
+        folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
         on_progress=on_stage("loading"),
     )
 

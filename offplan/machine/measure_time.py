@@ -1,6 +1,7 @@
-"""Times work on the current CUDA device, and says a figure with its samples and their spread."""
+"""Times work on the current CUDA device or the CPU; says a figure with samples and spread."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -45,6 +46,20 @@ def time_work(work: Callable[[], object], repeats: int = 1, *, queued: bool = Fa
         stop.synchronize()
         samples.append(start.elapsed_time(stop) / 1e3 / repeats)
     return summarise(samples)
+
+
+def time_once(work: Callable[[], object], repeats: int = 1) -> float:
+    """Time one call that is done when it returns, in seconds by the host's clock."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) / repeats
+
+
+def time_on_host(work: Callable[[], object], repeats: int = 1) -> Timing:
+    """Time one call that is done when it returns, after a call that warms up."""
+    work()
+    return summarise([time_once(work, repeats) for _ in range(NUM_SAMPLES)])
 
 
 def figure(

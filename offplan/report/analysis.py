@@ -9,9 +9,11 @@ from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError
 from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
+from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
+from offplan.planner.sooner import find_sooner
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
@@ -31,6 +33,8 @@ class Analysis:
     """The plan and its reasons; None where there is none."""
     crossovers: Crossovers | None = None
     """Batches and prompts at which the plan's bottleneck changes; None where there is no plan."""
+    sooner: Plan | None = None
+    """A plan whose first token comes much sooner, for hardly more time in all; None without."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
@@ -39,13 +43,19 @@ class Analysis:
 
 def analyze_question(question: Question) -> Analysis:
     """Plan for a question; that no plan fits is a finding like another."""
-    model, why_not = question.model, why_not_run(question.model)
     try:
-        result = make_plan(question)
+        return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
-        return Analysis(model, why_not, question.machine, infeasible=error)
+        model = question.model
+        return Analysis(model, why_not_run(model), question.machine, infeasible=error)
+
+
+def analyze_result(question: Question, result: PlanResult) -> Analysis:
+    """Look at the plan that answers a question."""
+    model, machine = question.model, question.machine
     crossovers = find_crossovers(model, question.planned_machine, result.plan)
-    return Analysis(model, why_not, question.machine, result, crossovers)
+    sooner = find_sooner(question, result)
+    return Analysis(model, why_not_run(model), machine, result, crossovers, sooner)
 
 
 def describe_running(model: Model, why_not: str | None) -> str:

@@ -1,5 +1,7 @@
 """What people ask of ``analyze``: does it fit, how fast, where is what, and what comes next."""
 
+from pathlib import Path
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -21,7 +23,7 @@ _READS = {
 """How weights off the GPU are reached, by the backends of prompts and of single tokens."""
 
 
-def render_answer(analysis: Analysis, command: str, output: str | None) -> list[RenderableType]:
+def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
     """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
     model = analysis.model
     head = [Text(describe_model(model))]
@@ -35,6 +37,7 @@ def render_answer(analysis: Analysis, command: str, output: str | None) -> list[
     head += [
         Text(describe_fit(plan, analysis.machine)),
         Text(describe_speed(plan)),
+        *([] if analysis.sooner is None else [Text(describe_sooner(plan, analysis.sooner))]),
         Text(describe_running(model, analysis.why_not_run)),
         Text(f"Next: {_name_next(analysis, command, output)}"),
     ]
@@ -67,7 +70,7 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     if not locked:
         return f"{told}, nothing on the host." if not plan.offload.rules else f"{told}."
     if machine.host_memory is not None:
-        room = f"of {format_budget(machine.host_memory.value)} that can be locked there"
+        room = f"of {format_bytes(machine.host_memory.value)} that can be locked there"
     else:
         room = "check that as much can be locked: this machine's profile does not say"
     return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
@@ -82,6 +85,16 @@ def describe_speed(plan: Plan) -> str:
         f"{rate:,.1f} tokens a second{batch}, {format_seconds(prediction.decode.step_s)} each; the "
         f"first after {format_seconds(prediction.prefill.step_s)} (prompt of "
         f"{workload.prompt_tokens}; {prediction.basis})."
+    )
+
+
+def describe_sooner(plan: Plan, sooner: Plan) -> str:
+    """Say what a first token that comes sooner costs, and how to ask for it."""
+    more = sooner.prediction.objective_s / plan.prediction.objective_s - 1
+    target = sooner.goal.targets.replace(" s", "s").replace(" ms", "ms").replace(" us", "us")
+    return (
+        f"A first token after {format_seconds(sooner.prediction.prefill.step_s)} takes {more:.1%} "
+        f"longer in all: {target}"
     )
 
 
@@ -117,7 +130,7 @@ def _describe_rule(rule: Rule, model: Model, where: str) -> str:
     return f"{size} of {len(taken)} of {len(model.layers)} layers stay {where}{joint}{reads}"
 
 
-def _name_next(analysis: Analysis, command: str, output: str | None) -> str:
+def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
     """Name the command to run after this one."""
     if output is None:
         return f"{command} -o plan.yaml"

@@ -28,13 +28,17 @@ dump = TypeAdapter(Any).dump_python
 
 
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
-    """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured."""
+    """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
+
+    ``sooner`` is a plan that has its first token much sooner for hardly more time, or null.
+    """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     return {
         **model_payload(analysis.model),
         **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else result.plan.model_dump(mode="json"),
+        "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,

@@ -125,7 +125,9 @@ class Session:
         eagerly.
         """
         tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64)
-        for _ in range(2 if self.runner.captures_prompt(batch, prompt_tokens) else 1):
+        # the second prompt is captured; a CPU takes a few to find its kernels and memory
+        again = self.device.type == "cpu" or self.runner.captures_prompt(batch, prompt_tokens)
+        for _ in range(2 if again else 1):
             logits = self.prefill(tokens)
             for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
                 with self.stream():

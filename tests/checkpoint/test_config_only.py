@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from offplan.checkpoint import config_only
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
@@ -24,6 +25,12 @@ def describe(model):
     outside = [tensor[:3] for tensor in model.outside]
     sizes = (model.num_tensors, model.num_parameters, model.total_bytes, model.loaded_bytes)
     return (model.headers_sha256, model.dtype, layers, outside, sizes, model.experts, model.tied)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path_factory, monkeypatch):
+    """What is built is kept on disk: not from one test to another."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("home")))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,6 +123,17 @@ def test_without_a_dtype_sizes_are_float32(saved, tmp_path):
     model = open_model(str(rewrite(saved, tmp_path, dtype=None)))
     assert model.dtype == "float32"
     assert "took float32" in model.notes[1]
+
+
+def test_what_was_built_is_not_built_again(saved, tmp_path, monkeypatch):
+    folder, _ = saved(next(iter(MODELS)))
+    built = open_model(str(folder / "config.json"))
+    monkeypatch.setattr(config_only, "_build_tensors", lambda *_: pytest.fail("built again"))
+    assert open_model(str(folder / "config.json")) == built
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
+    with pytest.raises(pytest.fail.Exception, match="built again"):
+        open_model(str(tmp_path / "config.json"))
 
 
 def test_old_name_of_the_dtype(saved, tmp_path):

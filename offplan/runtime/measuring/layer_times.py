@@ -1,5 +1,6 @@
 """Measures how long this model's layers compute on this machine, run as the runtime runs them."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 
 from offplan.checkpoint.model import Model
 from offplan.machine.measure_products import measure_in_place_reads
-from offplan.machine.measure_time import NUM_SAMPLES, time_work
+from offplan.machine.measure_time import NUM_SAMPLES, time_on_host, time_once, time_work
 from offplan.machine.profile import InPlaceRead, LayerTime
 from offplan.placement import group_units
 from offplan.plan import Offload, Workload
@@ -23,14 +24,21 @@ first, no more than the second."""
 REPEATS = 4
 """Times a layer is run in a row: enough to make what begins and ends a row a small share."""
 
+CPU_REPEATS = 5
+"""Times that anything is run in a row on the CPU, which has other work, too."""
+
 
 def measure_layer_times(
     model: Model,
     workload: Workload,
     chunks: Sequence[int],
     on_progress: Progress | None = None,
+    *,
+    device: str = "cuda",
 ) -> tuple[LayerTime, ...]:
     """Time one layer of each kind, and what lies outside the layers, on the current CUDA device.
+
+    Or on the CPU, where that is the ``device``, and nothing is captured.
 
     The shortest run of layers that has every kind is loaded with random weights, all resident.
     Prefill is timed for prompts in chunks of each size in ``chunks`` (tokens, none more than the
@@ -44,7 +52,7 @@ def measure_layer_times(
     short = replace(model, layers=model.layers[:num_layers])
     names = [*kinds[:num_layers], model.outside_key]
     # room for the decode steps that are timed behind the prompt, and for its last chunk to be whole
-    num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES
+    num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES * (1 if device == "cuda" else CPU_REPEATS)
     longest = max(-(-workload.prompt_tokens // chunk) * chunk for chunk in chunks)
     context = max(workload.context, longest, workload.prompt_tokens + num_steps + 1)
     times: list[LayerTime] = []
@@ -60,7 +68,7 @@ def measure_layer_times(
 
     for chunk in chunks:
         offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
-        with Session(short, offload, context=context, device="cuda") as session:
+        with Session(short, offload, context=context, device=device) as session:
             # too many to be captured, where the prompt's are
             num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
             shape = workload.batch, num_chunks * chunk
@@ -117,10 +125,9 @@ def _time_prefill(
     long as the host needs to launch them: they are taken through a layer as a request's are.
     """
     whole = _median_seconds(session, lambda: session.prefill(prompt))
-    time = _time_captured if captured else partial(_median_seconds, repeats=REPEATS)
     with session.stream(), torch.inference_mode():
         layers = session.runner.prompt_layers(prompt.to(session.device))
-        each = [time(session, layer) for layer in layers]
+        each = _time_layers(session, layers, captured=captured)
     return [*(seconds / num_chunks for seconds in each), max(0.0, whole - sum(each))]
 
 
@@ -135,8 +142,21 @@ def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[fl
     step = _median_seconds(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():
         layers = session.runner.forward.step_layers(tokens)
-        each = [_time_captured(session, layer) for layer in layers]
+        each = _time_layers(session, layers, captured=True)
     return [*each, max(0.0, step - sum(each))]
+
+
+def _time_layers(
+    session: Session, layers: Sequence[Callable[[], object]], *, captured: bool
+) -> list[float]:
+    """Return the seconds of each layer, captured or not; the CPU captures nothing."""
+    if session.device.type == "cuda":
+        time = _time_captured if captured else partial(_median_seconds, repeats=REPEATS)
+        return [time(session, layer) for layer in layers]
+    # in turns: in a row of its own a layer would find its code and weights in the CPU's caches; and
+    # on average: a median is too short for a whole pass, which other processes do interrupt
+    samples = [[time_once(layer) for layer in layers] for _ in range(NUM_SAMPLES * CPU_REPEATS)]
+    return [statistics.fmean(each) for each in zip(*samples, strict=True)]
 
 
 def _time_captured(session: Session, work: Callable[[], object]) -> float:
@@ -154,4 +174,6 @@ def _median_seconds(session: Session, work: Callable[[], object], repeats: int =
     with session.stream():
         for _ in range(NUM_WARMUP_STEPS - 1):
             work()
+        if session.device.type != "cuda":
+            return time_on_host(work, CPU_REPEATS).seconds
         return time_work(work, repeats).seconds  # which warms up once

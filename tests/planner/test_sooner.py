@@ -1,0 +1,46 @@
+"""What a first token that comes much sooner would cost."""
+
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.library.asking import ask
+from offplan.library.machines import load_machine
+from offplan.plan import Plan
+from offplan.planner.make import make_plan
+from offplan.planner.sooner import HARDLY_MORE, WORTH_TELLING, find_sooner
+from tests.cli import CLI, ROOT
+
+CONFIG = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return open_model(str(CONFIG))
+
+
+def plan_twice(model: Model, gib: int, max_ttft_s: float | None = None) -> tuple[Plan, Plan | None]:
+    machine = load_machine("rtx4090")
+    question = ask(model, machine, gpu_memory=gib * GIB, max_ttft_s=max_ttft_s)
+    result = make_plan(question)
+    return result.plan, find_sooner(question, result)
+
+
+def test_a_much_sooner_first_token_for_hardly_more(model: Model) -> None:
+    plan, sooner = plan_twice(model, 8)
+    assert sooner is not None
+    before, after = plan.prediction, sooner.prediction
+    # the target is rounded to two digits
+    assert after.prefill.step_s < 1.05 * before.prefill.step_s / WORTH_TELLING
+    assert before.objective_s < after.objective_s < HARDLY_MORE * before.objective_s
+    assert plan_twice(model, 8, sooner.goal.max_ttft_s)[1] is None
+
+
+def test_none_where_everything_fits(model: Model) -> None:
+    assert plan_twice(model, 23)[1] is None
+
+
+def test_the_answer_says_so(cli: CLI) -> None:
+    asked = ("analyze", CONFIG, "--machine", "rtx4090", "--gpu-memory", "8GiB")
+    assert "takes 1.4% longer in all: --max-ttft 810ms" in " ".join(cli(*asked).out.split())
