@@ -322,16 +322,26 @@ def test_packed_values_are_expanded_bit_for_bit(experts: int) -> None:
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_of_packed_rows_of_every_size(rows: int) -> None:
-    from offplan.runtime.forms.products import multiply_rows
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_products_of_packed_rows_of_every_size(rows: int, of_experts: bool) -> None:
+    from offplan.runtime.forms.experts import _sort
+    from offplan.runtime.forms.products import multiply_pairs, multiply_rows
 
-    values = values_of_every_size()
     # no float16 is as large or as small as these
     x = torch.zeros(rows, NUM_IN, device=DEVICE, dtype=torch.float if INTERPRETED else DTYPES[0])
     x[:, ::16] = random(rows, NUM_IN // 16).to(x.dtype)
-    got = multiply_rows(PACKED, pack_each(values), x).double()
-    expected, sizes = x.double() @ values.double().T, x.double().abs() @ values.double().abs().T
+    if of_experts:
+        values = torch.stack([values_of_every_size() for _ in range(2)])
+        chosen = (torch.arange(rows, device=DEVICE) + 1) % 2
+        got = multiply_pairs(PACKED, pack_each(values), x, *_sort(chosen, 2))
+        values = values[chosen].double()
+    else:
+        values = values_of_every_size()
+        got = multiply_rows(PACKED, pack_each(values), x)
+        values = values.double().expand(rows, -1, -1)
+    products = x.double()[:, None] * values
+    errors, sizes = (got - products.sum(-1)).abs(), products.abs().sum(-1)
     assert not got[:, -2:].isfinite().any()
     assert not got[:, 1].any()
-    errors = (got - expected)[:, :-2].abs()
-    assert (errors <= 0.01 * sizes[:, :-2] + 2.0**-120).all()  # subnormal sums may be lost
+    # sums that are subnormal may be lost
+    assert (errors <= 0.01 * sizes + 2.0**-120)[:, :-2].all()

@@ -58,11 +58,11 @@ def test_fused_matrices_are_those_that_were_packed() -> None:
     values = [torch.randn(64 * count, 32).to(torch.bfloat16) for count in (1, 2)]
     values[0][3, 4], values[1][100, 5] = 1e-9, -1e-9
     first, second = map(pack, values)
-    reserve = len(first[Part.PATCHES])
+    used, reserve = int(first[Part.PATCH_BLOCKS][-1, 1]), len(first[Part.PATCHES])
     second[Part.PATCHES][:, 0] += values[0].numel()
     second[Part.PATCH_BLOCKS] += reserve
     fused = {part: torch.cat((first[part], second[part])) for part in first}
-    fused[Part.PATCHES][1:reserve] = -1  # what is not in use may be anything
+    fused[Part.PATCHES][used:reserve] = -1  # what is not in use may be anything
     assert torch.equal(expand(PACKED, fused, torch.bfloat16), torch.cat(values))
 
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offplan.forms.form import BITS, PATCH_ROWS, Form, Kind, Packing, Part
+from offplan.forms.form import BITS, Form, Kind, Packing, Part
 from offplan.runtime.forms.reference import ONES, Parts, block_of, codes_of, nested_scales
 
 
@@ -53,9 +53,8 @@ def _packed(parts: Parts) -> Operands:
     num_experts, num_out, length = exponents.shape
     bounds, reserve = parts[Part.PATCH_BLOCKS], patches.shape[1]
     arguments = codes, exponents, parts[Part.BASE], patches, bounds, reserve
-    own = {"PATCH_ROWS": PATCH_ROWS}
     # an element is a word of exponents, which goes with two of codes
-    return Operands(num_experts, num_out, length, 8, arguments, own, block_k=32, element_bytes=12)
+    return Operands(num_experts, num_out, length, 8, arguments, {}, block_k=32, element_bytes=12)
 
 
 def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:

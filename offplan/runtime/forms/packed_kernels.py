@@ -1,16 +1,19 @@
 """Products and expansion of bfloat16 weights that are packed without loss.
 
 Four bytes of EXPONENT, a word, have those of four weights in a row in the first half of a row and
-of four in the second: with the words of WEIGHT of both they make eight weights at once.
+of four in the second: with the words of WEIGHT of both they make eight weights at once. Rows come
+in whole blocks of 64.
 """
 
 import triton
 import triton.language as tl
 
+from offplan.forms.form import PATCH_ROWS
 from offplan.runtime.forms.kernels import find_block
 from offplan.runtime.forms.reference import ESCAPE
 
 _ESCAPE = tl.constexpr(ESCAPE)
+_PATCH_ROWS = tl.constexpr(PATCH_ROWS)
 _MOST_POWER = tl.constexpr(126)
 """The largest power of two that weights are scaled by in bfloat16."""
 
@@ -45,13 +48,13 @@ def two_to(power):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_tops(base, rows, is_row):  # type: ignore[no-untyped-def]
+def load_tops(base):  # type: ignore[no-untyped-def]
     """Return what rows' exponents are decoded from, and how many powers of two less that is.
 
     Decoded from 15, an escape is zero without a look at it. Rows of lower exponents have none;
     those with NaN or infinities, which their exponent of 255 makes, are decoded as they are.
     """
-    largest = tl.load(base + rows, mask=is_row, other=0).to(tl.int32)
+    largest = tl.load(base).to(tl.int32)
     top = tl.where(largest == 255, largest, tl.minimum(largest, _ESCAPE))
     return top, largest - top
 
@@ -68,10 +71,11 @@ def load_patches(patches, at, stop, num_in):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_patches(patch_blocks, block, reserve):  # type: ignore[no-untyped-def]
-    """Return where the patches of a block of rows begin and end."""
-    begin = tl.load(patch_blocks + 2 * block)
-    return tl.maximum(begin, 0), tl.minimum(tl.load(patch_blocks + 2 * block + 1), reserve)
+def find_patches(patches, patch_blocks, reserve, expert, num_out, row):  # type: ignore[no-untyped-def]
+    """Return an expert's patches, and where those of the block of a row begin and end in them."""
+    bounds = patch_blocks + 2 * (expert * (num_out // _PATCH_ROWS) + row // _PATCH_ROWS)
+    begin, stop = tl.maximum(tl.load(bounds), 0), tl.minimum(tl.load(bounds + 1), reserve)
+    return patches + tl.cast(expert, tl.int64) * (2 * reserve), begin, stop
 
 
 @triton.jit
@@ -103,7 +107,6 @@ def multiply(  # type: ignore[no-untyped-def]
     patches,
     patch_blocks,
     reserve,
-    PATCH_ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,7 +118,6 @@ def multiply(  # type: ignore[no-untyped-def]
         if expert >= num_experts:
             return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = n < num_out
     m = begin + tl.arange(0, BLOCK_M)
     is_pair = m < stop_pair
     pair = m
@@ -127,7 +129,7 @@ def multiply(  # type: ignore[no-untyped-def]
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
     inputs = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_words
-    top, lacking = load_tops(base, first_row, is_row)
+    top, lacking = load_tops(base + first_row)
     powers = tl.minimum(lacking, _MOST_POWER)
     factors = two_to(powers)[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -136,7 +138,7 @@ def multiply(  # type: ignore[no-untyped-def]
     for start in range(first, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < stop
-        is_word = is_row[:, None] & inside[None, :]
+        is_word = inside[None, :]
         is_input = inside[:, None] & is_pair[None, :]
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
@@ -158,9 +160,9 @@ def multiply(  # type: ignore[no-untyped-def]
                 sums = tl.dot(high, u, sums)
     sums *= two_to(lacking - powers)[:, None]
     if tl.program_id(2) == 0:
-        block = expert * (num_out // PATCH_ROWS) + tl.program_id(0) * BLOCK_N // PATCH_ROWS
-        patch, stop_patch = find_patches(patch_blocks, block, reserve)
-        own = patches + tl.cast(expert, tl.int64) * (2 * reserve)
+        own, patch, stop_patch = find_patches(
+            patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
+        )
         for start in tl.range(patch, stop_patch, 32, num_stages=1):
             at = start + tl.arange(0, 32)
             row, column, bits = load_patches(own, at, stop_patch, 8 * row_words)
@@ -171,7 +173,7 @@ def multiply(  # type: ignore[no-untyped-def]
             found = tl.where(row[None, :] == n[:, None], value[None, :], 0.0)
             sums = tl.dot(found.to(v.dtype), v, sums)
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
-    tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])
+    tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :])
 
 
 @triton.jit
@@ -192,7 +194,6 @@ def multiply_each(  # type: ignore[no-untyped-def]
     patches,
     patch_blocks,
     reserve,
-    PATCH_ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -201,7 +202,6 @@ def multiply_each(  # type: ignore[no-untyped-def]
     """One program for BLOCK_N rows of a weight, times one input, without tensor cores."""
     expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = n < num_out
     pair = begin
     if EXPERTS:
         pair = tl.load(order + begin)
@@ -210,12 +210,12 @@ def multiply_each(  # type: ignore[no-untyped-def]
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_words
-    top, _ = load_tops(base, first_row, is_row)
+    top, _ = load_tops(base + first_row)
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in tl.range(0, row_words, BLOCK_K, num_stages=3):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_words
-        is_word = is_row[:, None] & inside[None, :]
+        is_word = inside[None, :]
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
@@ -227,13 +227,13 @@ def multiply_each(  # type: ignore[no-untyped-def]
                 sums += low * v[None, :]
                 v = tl.load(at + 2 * part_elements, mask=inside, other=0.0).to(tl.float32) * 2.0**64
                 sums += high * v[None, :]
-    _, lacking = load_tops(base, first_row, is_row)
+    _, lacking = load_tops(base + first_row)
     # no float32 is the whole of what is lacking
     powers = tl.minimum(lacking, 150)
     made = tl.sum(sums, 1) * two_to(powers - 64) * two_to(lacking - powers)
-    block = expert * (num_out // PATCH_ROWS) + tl.program_id(0) * BLOCK_N // PATCH_ROWS
-    patch, stop_patch = find_patches(patch_blocks, block, reserve)
-    own = patches + tl.cast(expert, tl.int64) * (2 * reserve)
+    own, patch, stop_patch = find_patches(
+        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
+    )
     for start in tl.range(patch, stop_patch, 64, num_stages=1):
         at = start + tl.arange(0, 64)
         row, column, bits = load_patches(own, at, stop_patch, 8 * row_words)
@@ -243,7 +243,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
         found = tl.load(inputs + place, mask=is_own, other=0.0).to(tl.float32) * value
         made += tl.sum(tl.where(row[None, :] == n[:, None], found[None, :], 0.0), 1)
     where = out + tl.cast(pair, tl.int64) * num_out + n
-    tl.store(where, made.to(out.dtype.element_ty), mask=is_row)
+    tl.store(where, made.to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -257,23 +257,22 @@ def expand(  # type: ignore[no-untyped-def]
     patches,
     patch_blocks,
     reserve,
-    PATCH_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One program for BLOCK_N rows of a weight: writes their bits, two in a word of ``out``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = n < num_out
     expert = tl.program_id(1)
-    first_row = (tl.cast(expert, tl.int64) * num_out + n)[:, None]
-    top = tl.load(base + first_row, mask=is_row[:, None], other=0).to(tl.int32)
-    top = tl.reshape(top, [BLOCK_N])
+    first_row = tl.cast(expert, tl.int64) * num_out + n
+    top = tl.load(base + first_row).to(tl.int32)
+    halves = exponent + first_row[:, None] * row_words
+    rows = first_row[:, None] * (2 * row_words)
     for start in range(0, row_words, BLOCK_K):
         k = (start + tl.arange(0, BLOCK_K))[None, :]
-        is_word = is_row[:, None] & (k < row_words)
-        codes = tl.load(exponent + first_row * row_words + k, mask=is_word, other=0)
+        is_word = k < row_words
+        codes = tl.load(halves + k, mask=is_word, other=0)
         for half in tl.static_range(2):
-            at = first_row * (2 * row_words) + half * row_words + k
+            at = rows + half * row_words + k
             words = tl.load(weight + at, mask=is_word, other=0)
             even = pair_bits(words, codes, top, half, 0)
             odd = pair_bits(words, codes, top, half, 1)
@@ -281,9 +280,9 @@ def expand(  # type: ignore[no-untyped-def]
             where = out + 2 * at[:, :, None] + tl.arange(0, 2)[None, None, :]
             tl.store(where, both, mask=is_word[:, :, None])
     tl.debug_barrier()  # escapes were written as something else, by other threads
-    block = expert * (num_out // PATCH_ROWS) + tl.program_id(0) * BLOCK_N // PATCH_ROWS
-    patch, stop_patch = find_patches(patch_blocks, block, reserve)
-    own = patches + tl.cast(expert, tl.int64) * (2 * reserve)
+    own, patch, stop_patch = find_patches(
+        patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
+    )
     values = out.to(tl.pointer_type(tl.int16), bitcast=True)
     for start in range(patch, stop_patch, 64):
         at = start + tl.arange(0, 64)

@@ -24,27 +24,27 @@ def pack(values: torch.Tensor) -> Parts:
     The parts lie on its device, which is waited for. Raises TooManyEscapes.
     """
     num_out, num_in = values.shape
-    bits = values.view(torch.int16)
-    signs = (bits >> 8) & 0x80
-    exponents = (bits >> 7) & 0xFF
+    low, high = values.view(torch.uint8).view(num_out, num_in, 2).unbind(-1)
+    weight = (high & 0x80).bitwise_or_(low & 0x7F)
+    exponents = (high << 1).bitwise_or_(low >> 7)
     base = exponents.amax(1, keepdim=True)
-    codes = base - exponents
+    codes = torch.sub(base, exponents, out=exponents)
     escapes = codes >= ESCAPE
-    codes = codes.clamp_(max=ESCAPE).to(torch.uint8)
-    weight = (signs | (bits & 0x7F)).to(torch.uint8).masked_fill_(escapes, 0)
+    codes.clamp_(max=ESCAPE)
+    weight.masked_fill_(escapes, 0)
     places = escapes.view(-1).nonzero().view(-1)
     reserve = patch_reserve(num_out, num_in)
     if len(places) > reserve:
         raise TooManyEscapes(len(places), reserve)
     patches = torch.zeros(reserve, 2, dtype=torch.int32, device=values.device)
     patches[: len(places), 0] = places.to(torch.int32)
-    patches[: len(places), 1] = bits.view(-1)[places].to(torch.int32) & 0xFFFF
+    patches[: len(places), 1] = values.view(torch.int16).view(-1)[places].to(torch.int32) & 0xFFFF
     counts = escapes.view(-1, PATCH_ROWS * num_in).sum(1)
     ends = counts.cumsum(0)
     return {
         Part.WEIGHT: weight,
         Part.EXPONENT: codes[:, : num_in // 2] | (codes[:, num_in // 2 :] << 4),
-        Part.BASE: base.to(torch.uint8),
+        Part.BASE: base,
         Part.PATCHES: patches,
         Part.PATCH_BLOCKS: torch.stack((ends - counts, ends), 1).to(torch.int32),
     }

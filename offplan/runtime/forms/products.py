@@ -64,9 +64,10 @@ def expand_on_gpu(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
 
 def _expand_packed(weight: Operands, device: torch.device) -> torch.Tensor:
     """Return packed values, bfloat16 of [experts, out, in]: each program makes whole rows."""
-    num_experts, num_out, length = weight.num_experts, weight.num_out, weight.length
-    out = torch.empty(num_experts, num_out, 4 * length, dtype=torch.int32, device=device)
-    packed_kernels.expand[(num_out // EXPANDED_ROWS, num_experts)](
+    num_out, length = weight.num_out, weight.length
+    shape = weight.num_experts, num_out, 4 * length  # words of two values
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    packed_kernels.expand[(num_out // EXPANDED_ROWS, weight.num_experts)](
         out, num_out, length, *weight.arguments, **weight.constants,
         BLOCK_N=EXPANDED_ROWS, BLOCK_K=EACH_ELEMENTS,
     )  # fmt: skip
