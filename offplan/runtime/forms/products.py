@@ -98,7 +98,7 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
     """Choose the elements of a row that a program takes at once, and how many tiles of them.
 
     A tile is one of the weight and one of ``block_m`` inputs in each plane. Source: triton 3.6
-    compiles the kernels of words for compute capability 9.0 to 0.84 to 0.96 of the shared memory
+    compiles the kernels of words for compute capability 9.0 to 0.75 to 0.96 of the shared memory
     that is reckoned here.
     """
     extra = TABLE_BYTES * BLOCK_OUT if weight.constants.get("CODE") == "table" else 0
