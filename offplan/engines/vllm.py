@@ -20,7 +20,7 @@ from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
 from offplan.units import format_bytes
 
-_FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
 
 HEEDS_OFFLOADING: Version = (0, 28, 0)
 """Before it, the second model runner takes offload flags and does nothing with them."""
@@ -49,7 +49,7 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
 
     Raises ExportError for what the flags cannot say.
     """
-    parameters = tuple(engine_parameters(model, _find_names(model)))
+    parameters = tuple(engine_parameters(model, find_names(model)))
     _require_forms(rule, placement)
     segments = engine_segments(rule, parameters)
     taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
@@ -116,14 +116,14 @@ def _flags(**values: object) -> dict[str, tuple[str, ...]]:
     return {name.replace("_", "-"): (str(value),) for name, value in values.items()}
 
 
-def _find_names(model: Model) -> Mapping[str, str]:
+def find_names(model: Model) -> Mapping[str, str]:
     """Find what the architecture calls otherwise than the checkpoint; raises ExportError."""
     found = model.architecture.class_names
     for name in found:
-        if name in _FACTS["renamed"]:
-            renamed: dict[str, str] = _FACTS["renamed"][name]
+        if name in FACTS["renamed"]:
+            renamed: dict[str, str] = FACTS["renamed"][name]
             return renamed
-        if name in _FACTS["usual"]:
+        if name in FACTS["usual"]:
             return {}
     raise ExportError(
         f"it is not known how vLLM builds {', '.join(found) or model.model_type}, or it builds it "
@@ -146,7 +146,7 @@ def _require_forms(rule: Rule, placement: Placement) -> None:
 def _require_whole_graphs(model: Model) -> None:
     """Refuse copies that cross the end of a captured graph. Source: vLLM pull request 51710."""
     for name in model.architecture.class_names:
-        if name in _FACTS["breakable"]:
+        if name in FACTS["breakable"]:
             raise ExportError(
                 f"vLLM captures {name} in graphs that end at each attention (breakable CUDA "
                 "graphs), and copies that are under way then end the capture in an error: only "

@@ -12,7 +12,7 @@ from offplan.engines.engine import Said
 from offplan.engines.export import export_plan
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import choose_segments
-from offplan.engines.vllm import _FACTS
+from offplan.engines.vllm import FACTS
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind
 from offplan.plan import Budget, Plan
@@ -185,7 +185,7 @@ def test_towers_would_be_read_in_place_first() -> None:
 
 
 def test_copies_never_cross_the_end_of_a_breakable_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_FACTS, "breakable", ["Qwen3ForCausalLM"])
+    monkeypatch.setitem(FACTS, "breakable", ["Qwen3ForCausalLM"])
     with pytest.raises(ExportError, match="breakable CUDA graphs"):
         export_plan(make_plan(prefetch()), qwen3(), "vllm")
     assert export_plan(make_plan(uva()), qwen3(), "vllm").flags
