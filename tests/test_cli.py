@@ -388,6 +388,18 @@ def test_export_makes_the_plan_again(cli: CLI, plan_file: Path) -> None:
     assert yaml.safe_load(out)["model"] == str(ROOT / TINY_MOE)
 
 
+def test_a_start_is_held_against_an_export(cli: CLI, plan_file: Path, tmp_path: Path) -> None:
+    planned = ("plan", TINY_MOE, *OFFLOADING, "--for", "vllm", "-o", plan_file, "--force")
+    assert cli(*planned).code == 0
+    log = tmp_path / "serve.log"
+    log.write_text("Model loading took 1.00 GiB memory and 0.100000 seconds\n")
+    code, out, _ = cli("check", plan_file, "--engine", "vllm", "--log", log)
+    assert (code, "the log has nothing offloaded" in strip_lines(out)) == (4, True)
+    for wrong in (["--engine", "vllm"], ["--log", log], ["--engine", "vllm", "--log", log] * 2):
+        paths = [plan_file] * (len(wrong) // 4 + 1)
+        assert cli("check", *paths, *wrong).code == 2
+
+
 def test_export_refuses(cli: CLI, plan_file: Path) -> None:
     code, out, err = cli("export", plan_file, "--engine", "llama.cpp")
     assert (code, out) == (2, "")
