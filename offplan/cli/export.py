@@ -39,7 +39,7 @@ def export(
     if replan:
         with waiting("planning"):
             made = plan_for(loaded, found, engine)
-        print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made)}")
+        print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made, found)}")
         loaded = made
     export = export_here(loaded, found, engine)
     version = format_version(export.version)

@@ -54,10 +54,7 @@ def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version)
     if any("shared_expert" in name for layer in model.layers for name in layer.segments):
         # or the shared expert is one more of those that are routed, and moves with them
         flags["disable-shared-experts-fusion"] = ()
-    notes = (
-        "SGLang's captured decode step copies a layer before it computes it, at once of neither: "
-        "it takes the link's time and the computation's",
-    )
+    notes = ("SGLang's captured decode steps copy and compute in turns: neither hides the other",)
     return Said(flags, notes=notes, moved=moved, more_gpu_bytes=more)
 
 

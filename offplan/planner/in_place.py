@@ -104,7 +104,7 @@ class InPlaceRules:
 
     def _copied_bytes(self, option: Option) -> int:
         """Bytes of the largest layer that an option takes, for an engine that copies such."""
-        if self.space.engine is None or not self.space.engine.copies_layers:
+        if self.space.engine is None or not self.space.engine.copies_in_turns:
             return 0
         taken = self.space.taken[option.segment_class]
         return max(sum(unit.nbytes for unit in units) for units in taken)

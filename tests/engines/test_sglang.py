@@ -26,7 +26,7 @@ def test_prefetch() -> None:
         "--disable-shared-experts-fusion"
     )
     assert export.said.more_gpu_bytes == 0
-    assert "before it computes it" in export.notes[0]
+    assert "copy and compute in turns" in export.notes[0]
 
 
 def test_one_slot_is_two_there() -> None:
