@@ -15,7 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.runtime.families import OWN_SIZES, SIZES
+from tests.runtime.families import OWN_SIZES, SIZES, VISION
 
 Parameters = dict[str, int]
 """Bytes of a layer's parameters by their names."""
@@ -28,6 +28,16 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"shared_expert_intermediate_size": 0},
 }
 """What vLLM wants beside what transformers does."""
+WITH_TOWERS = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Llama4ForConditionalGeneration": "llama4",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+}
+"""The model types of architectures that read images, too."""
 
 
 @cache
@@ -51,11 +61,15 @@ def breakable_architectures() -> frozenset[str]:
 
 def write_config(folder: Path, architecture: str) -> Path:
     """Write the config of a tiny model of an architecture."""
-    family = families()[architecture]
+    family = {**families(), **WITH_TOWERS}[architecture]
+    has_towers = architecture in WITH_TOWERS
     # an index makes DeepSeek's attention sparse, which needs a GPU
     sizes = {name: size for name, size in SIZES.items() if not name.startswith("index_")}
-    sizes |= OWN_SIZES.get(family, {})
-    config = CONFIG_MAPPING[family](**{k: v for k, v in sizes.items() if v is not None})
+    sizes |= OWN_SIZES.get(f"{family}_text" if has_towers else family, {})
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    if has_towers:
+        sizes = {"text_config": sizes, "vision_config": VISION}
+    config = CONFIG_MAPPING[family](**sizes)
     data = {**config.to_dict(), **OTHER_SIZES.get(family, {})}
     data |= {"architectures": [architecture], "dtype": "bfloat16", "model_type": family}
     path = folder / "config.json"
