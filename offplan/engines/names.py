@@ -20,6 +20,7 @@ FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "wk_weights_proj": ("wk", "weights_proj"),
 }
 """Modules that engines make of several, where a layer has all of them."""
 _EXPERTS = {

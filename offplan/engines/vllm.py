@@ -5,6 +5,7 @@ Source: vLLM 0.25.0 to 0.33.0, ``config/offload.py``, ``model_executor/offloader
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,22 @@ EXPERTS_ONCE: Version = (0, 33, 0)
 """Before it, experts in host memory are read once for each token that is sent to them."""
 
 FORMS = {
-    Backend.PREFETCH: {Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR},
+    Backend.PREFETCH: {
+        *(Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR),
+        Kind.MXFP4,  # of experts alone, by MARLIN's kernels
+    },
     Backend.UVA: {Kind.RAW},
 }
 """Stored forms that stay on the host. Loading lays others out anew, on the GPU, and a parameter
 that is read in place is then no longer in host memory. Source: ``device_loading_context``."""
+MARLIN: Version = (0, 33, 0)
+"""Since it, as far as is known, experts of MXFP4 stay parameters with these kernels. Those of
+others are taken out of the model, and an offloader lets them go."""
+MARLIN_MULTIPLES = (256, 128)
+"""Numbers that hidden and intermediate size are rounded up to a multiple of there.
+
+Source: ``mxfp4_round_up_hidden_size_and_intermediate_size``.
+"""
 BLOCK_TOKENS = 128
 """Tokens in a block of the KV cache, at most. Source: ``CutlassMLABackend``."""
 
@@ -50,7 +62,7 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
     Raises ExportError for what the flags cannot say.
     """
     parameters = tuple(engine_parameters(model, find_names(model)))
-    _require_forms(rule, placement)
+    _require_forms(rule, placement, version)
     segments = engine_segments(rule, parameters)
     taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if version < HEEDS_OFFLOADING else {}
@@ -65,9 +77,16 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
             offload_prefetch_step=placement.num_slots,
         )
         moved = [each for each in taken if rule.selects_layer(each.layer)]
-        more = placement.num_slots * _slot_bytes(moved) - placement.ring_bytes
-        chosen: Flags = {"offload-params": tuple(segments)} if segments else {}
-        return Said({**flags, **chosen}, environment, moved=tuple(moved), more_gpu_bytes=more)
+        more = 0
+        if segments:
+            flags["offload-params"] = tuple(segments)
+        if any(each.parameters[0].form.kind is Kind.MXFP4 for each in moved):
+            flags["moe-backend"] = ("marlin",)
+            wider = {each: _as_marlin(each) for each in parameters}
+            more = sum(wider[each].nbytes - each.nbytes for each in set(parameters) - set(moved))
+            moved = [wider[each] for each in moved]
+        more += placement.num_slots * _slot_bytes(moved) - placement.ring_bytes
+        return Said(flags, environment, moved=tuple(moved), more_gpu_bytes=more)
     if model.towers and version >= TOWERS_FIRST:
         raise ExportError(
             "vLLM reads the towers' parameters in place before those of layers: the bytes that "
@@ -131,11 +150,31 @@ def find_names(model: Model) -> Mapping[str, str]:
     )
 
 
-def _require_forms(rule: Rule, placement: Placement) -> None:
+def _as_marlin(each: EngineParameter) -> EngineParameter:
+    """Return an engine's parameter as Marlin's kernels have it, if it holds experts of MXFP4."""
+    first = each.parameters[0]
+    if not first.is_expert or first.form.kind is not Kind.MXFP4:
+        return each
+    *_, rows, columns = first.shape
+    is_output = ".w2_" in each.name
+    hidden, other = (rows, columns) if is_output else (columns, rows)
+    shards = 1 if is_output else 2 // len(each.parameters)
+    intermediate = other // shards
+    rounded = [
+        -(-size // n) * n for size, n in zip((hidden, intermediate), MARLIN_MULTIPLES, strict=True)
+    ]
+    factor = rounded[0] * rounded[1], hidden * intermediate
+    return replace(each, nbytes=each.nbytes * factor[0] // factor[1])
+
+
+def _require_forms(rule: Rule, placement: Placement, version: Version) -> None:
     for slab in placement.slabs:
         for entry in slab.entries:
             parameter = entry.unit.parameters[0]
-            if parameter.form.kind not in FORMS[rule.decode]:
+            known = parameter.form.kind in FORMS[rule.decode]
+            if parameter.form.kind is Kind.MXFP4:
+                known = known and parameter.is_expert and version >= MARLIN
+            if not known:
                 raise ExportError(
                     f"vLLM lays {parameter.name} of layer {slab.layer}, stored as "
                     f"{parameter.form.kind.value}, out anew when it loads: that it stays in host "

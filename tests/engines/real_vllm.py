@@ -22,7 +22,9 @@ Parameters = dict[str, int]
 
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v32": {"topk_method": "noaux_tc"},
     "falcon": {"ffn_hidden_size": 4 * SIZES["hidden_size"]},
+    "glm_moe_dsa": {"topk_method": "noaux_tc"},
     "gpt2": {"activation_function": "gelu"},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "qwen3_moe": {"shared_expert_intermediate_size": 0},
@@ -63,8 +65,9 @@ def write_config(folder: Path, architecture: str) -> Path:
     """Write the config of a tiny model of an architecture."""
     family = {**families(), **WITH_TOWERS}[architecture]
     has_towers = architecture in WITH_TOWERS
-    # an index makes DeepSeek's attention sparse, which needs a GPU
-    sizes = {name: size for name, size in SIZES.items() if not name.startswith("index_")}
+    # with an index DeepSeek-V2's attention is sparse, too
+    indexed = family in ("deepseek_v32", "glm_moe_dsa")
+    sizes = {k: v for k, v in SIZES.items() if indexed or not k.startswith("index_")}
     sizes |= OWN_SIZES.get(f"{family}_text" if has_towers else family, {})
     sizes = {name: size for name, size in sizes.items() if size is not None}
     if has_towers:
@@ -98,14 +101,29 @@ def build(config: Any, offloader: Any, folder: Path) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.quantization import mxfp4
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.offloader import set_offloader
+    from vllm.platforms.cpu import CpuPlatform
+
+    def get_attention(
+        cls: Any, backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> Any:
+        # there is no sparse attention for the CPU, and it has no say in names
+        return choose(cls, backend, attn_selector_config._replace(use_sparse=False), num_heads)
+
+    choose = getattr(CpuPlatform.get_attn_backend_cls, "chosen", None)
+    choose = choose or CpuPlatform.get_attn_backend_cls.__func__
+    get_attention.chosen = choose  # type: ignore[attr-defined]
 
     def select_backend(*_: Any, **__: Any) -> tuple[Any, None]:
         return UnquantizedMoeBackend.TRITON, None  # which has no say in names, and needs a GPU
 
     experts.select_unquantized_moe_backend = select_backend
+    mxfp4.select_mxfp4_moe_backend = lambda *_, **__: (Mxfp4MoeBackend.MARLIN, None)
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attention)
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, f"file://{folder / 'store'}", 0, backend="gloo")

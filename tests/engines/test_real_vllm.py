@@ -1,5 +1,6 @@
 """What is exported, held against the real vLLM: ``pytest -m engines`` where it is installed."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs the package vllm"),
 ]
 
-WIDER = (".gate.weight", "e_score_correction_bias", ".A_log")
+WIDER = (".gate.weight", "e_score_correction_bias", ".A_log", "k_norm.weight", "k_norm.bias")
 """Small parameters that vLLM keeps in float32, whatever they are stored in."""
 SELECTED = (
     *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "LlamaForCausalLM"),
@@ -64,6 +65,25 @@ def test_names_and_bytes(architecture: str, tmp_path: Path) -> None:
         assert one.keys() == other.keys()
         unlike = {name for name in one if one[name] != other[name]}
         assert all(name.endswith(WIDER) for name in unlike)
+
+
+def test_experts_of_mxfp4(tmp_path: Path) -> None:
+    """By Marlin's kernels, which round their sizes up."""
+    from tests.engines.real_vllm import parse_command, record_layers, write_config
+
+    path = write_config(tmp_path, "GptOssForCausalLM")
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    config = json.loads(path.read_text())
+    config |= {"hidden_size": 96, "intermediate_size": 160}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    path.write_text(json.dumps(config))
+    model = open_model(str(path))
+    plan = with_source(make_plan(prefetch("experts", group_size=1), prefetch_step=1), path, model)
+    said = export_plan(plan, model, "vllm").said
+    real = record_layers(parse_command(["serve", str(tmp_path), "--max-model-len", "64"]), tmp_path)
+    moved = {(p.layer, p.name): p.nbytes for p in said.moved if "bias" not in p.name}
+    assert len(moved) == 4 * len(real)
+    assert all(real[layer][name] == nbytes for (layer, name), nbytes in moved.items())
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

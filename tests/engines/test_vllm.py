@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.parameter import Parameter
 from offplan.engines.engine import Said
 from offplan.engines.export import export_plan
 from offplan.engines.names import EngineParameter, engine_parameters
@@ -192,8 +193,8 @@ def test_copies_never_cross_the_end_of_a_breakable_graph(monkeypatch: pytest.Mon
 
 
 def test_forms_that_loading_lays_out_anew_are_refused() -> None:
-    model = with_form(deepseek(), Form(Kind.MXFP4, (1, 32)))
-    with pytest.raises(ExportError, match="of layer 1, stored as mxfp4"):
+    model = with_form(deepseek(), Form(Kind.NF4))
+    with pytest.raises(ExportError, match="of layer 1, stored as nf4"):
         export_plan(make_plan(prefetch("experts")), model, "vllm")
     model = with_form(deepseek(), Form(Kind.FP8_BLOCK, (128, 128)))
     assert export_plan(make_plan(prefetch("experts")), model, "vllm").flags
@@ -201,15 +202,34 @@ def test_forms_that_loading_lays_out_anew_are_refused() -> None:
         export_plan(make_plan(uva("experts")), model, "vllm")
 
 
+def test_experts_of_mxfp4_are_rounded_up_by_their_kernels() -> None:
+    """From 240 to 256, by 120 to 128: 16 more of 225 parts, those that stay included."""
+    model = with_form(deepseek(3), Form(Kind.MXFP4, (1, 32)))
+    plan = make_plan(prefetch("experts"), prefetch_step=1)
+    said = export_plan(plan, model, "vllm").said
+    assert said.flags["moe-backend"] == ("marlin",)
+    assert {each.name.rpartition(".")[2]: each.nbytes for each in said.moved} == {
+        "w13_weight": 2 * 4 * 2048 * 256 * 128 // (240 * 120),
+        "w2_weight": 4 * 2048 * 256 * 128 // (240 * 120),
+    }
+    # one layer moves into its slot, the other stays
+    assert said.more_gpu_bytes == pytest.approx(2 * 3 * 4 * 2048 * (256 * 128 / 240 / 120 - 1), 1)
+    with pytest.raises(ExportError, match="stored as mxfp4, out anew"):
+        export_plan(plan, model, "vllm==0.32")
+    with pytest.raises(ExportError, match="stored as mxfp4, out anew"):
+        export_plan(make_plan(uva("experts")), model, "vllm")
+
+
 def with_form(model: Model, form: Form) -> Model:
-    """The model with its experts stored in a form."""
-    layers = [
-        replace(
-            layer,
-            parameters=tuple(replace(p, form=form) if p.is_expert else p for p in layer.parameters),
-        )
-        for layer in model.layers
-    ]
+    """The model with its experts stored in a form, of hidden size 240 and intermediate size 120."""
+
+    def store(parameter: Parameter) -> Parameter:
+        if not parameter.is_expert:
+            return parameter
+        shape = (240, 120) if "down_proj" in parameter.name else (120, 240)
+        return replace(parameter, form=form, logical_shape=shape)
+
+    layers = [replace(each, parameters=tuple(map(store, each.parameters))) for each in model.layers]
     return replace(model, layers=tuple(layers))
 
 
