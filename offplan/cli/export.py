@@ -41,7 +41,8 @@ def export(
             made = plan_for(loaded, found, engine)
         print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made, found)}")
         loaded = made
-    export = export_here(loaded, found, engine)
+    with waiting("planning"):  # where it is refused, for what it would cost
+        export = export_here(loaded, found, engine)
     version = format_version(export.version)
     if json:
         payload = {

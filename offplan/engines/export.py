@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
-from offplan.engines.engine import Engine, Flags, Said, Version
+from offplan.engines.engine import Engine, Flags, Said, Version, format_version
 from offplan.engines.sglang import MAX_BYTES_UNIT, say_sglang, serve_sglang
 from offplan.engines.vllm import say_vllm, serve_vllm
 from offplan.errors import ExportError
@@ -112,7 +112,11 @@ def export_plan(plan: Plan, model: Model, engine: str, *, gpu_bytes: int | None 
         revision=plan.model.revision,
         said=said,
         serve=chosen.serve(plan, gpu_bytes),
-        notes=(*said.notes, *_memory_notes(chosen, said, more, gpu_bytes)),
+        notes=(
+            *said.notes,
+            *_version_notes(chosen, version, said),
+            *_memory_notes(chosen, said, more, gpu_bytes),
+        ),
     )
 
 
@@ -181,6 +185,15 @@ def _locate(plan: Plan) -> str:
     if plan.model.revision is not None or not local.exists():
         return source
     return str(local.parent if local.is_file() else local)
+
+
+def _version_notes(engine: Engine, version: Version, said: Said) -> list[str]:
+    if version[:2] == engine.newest[:2] or not said.moved:
+        return []
+    return [
+        f"names of parameters are those of {engine.title} {format_version(engine.newest)}: "
+        f"offplan check --engine {engine.name} --log FILE says whether they moved"
+    ]
 
 
 def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) -> list[str]:

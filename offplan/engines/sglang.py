@@ -70,8 +70,8 @@ def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
     }
     if gpu_bytes is not None:
         rest = memory.activation_bytes + memory.overhead_bytes
-        share = max(1, (plan.budget.gpu_memory - rest) * 10**3 // gpu_bytes) / 10**3
-        flags["mem-fraction-static"] = f"{min(share, 0.999):.3f}"
+        share = max(1, (plan.budget.gpu_memory - rest) * 10**4 // gpu_bytes) / 10**4
+        flags["mem-fraction-static"] = f"{min(share, 0.9999):.4f}"
     return {name: (str(value),) for name, value in flags.items()}
 
 

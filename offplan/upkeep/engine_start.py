@@ -98,7 +98,8 @@ def _check_version(export: Export, startup: Startup) -> Iterator[Finding]:
     if startup.version is None:
         yield Finding("version", "unknown", f"it does not say its version; checked as {expected}")
     else:
-        same = startup.version.startswith(expected)
+        minor = expected.rpartition(".")[0]
+        same = startup.version.startswith(f"{minor}.")
         text = f"{export.engine.title} {startup.version}"
         told = text if same else f"{text}; the plan was exported for {expected}"
         yield Finding("version", "holds" if same else "drift", told)

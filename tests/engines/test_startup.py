@@ -94,6 +94,8 @@ def test_another_version_than_it_was_exported_for() -> None:
     assert drifts(found(PREFETCH, log)) == set()
     findings = check_start(PREFETCH, MODEL, "vllm==0.31", read_log("vllm", log))
     assert drifts({each.subject: each for each in findings}) == {"version"}
+    findings = check_start(PREFETCH, MODEL, "vllm==0.32.1", read_log("vllm", log))
+    assert drifts({each.subject: each for each in findings}) == set()
 
 
 def test_sglang() -> None:
