@@ -20,7 +20,7 @@ The library, of which each name is imported when it is first asked for:
 ``derive_prediction``  derives every number that a plan promises
 ``find_neighbours``    prices one step of each knob of a plan
 ``rewrite_plan``       puts a plan's values into the text of another one's file
-``export_plan``        says a plan in the flags of vLLM or SGLang
+``export_plan``        says a plan as a command of vLLM or SGLang
 ``open_session``       loads a plan's model, ready to run
 ``generate``           yields tokens
 ``generate_texts``     continues texts by batches, and yields what each token adds

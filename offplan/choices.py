@@ -6,7 +6,7 @@ Store = Literal["host", "peer"]
 """Where what is offloaded lies: in pinned host memory, or in that of a second GPU."""
 ObjectiveName = Literal["latency", "throughput"]
 """What a plan is best at: the time of one request, or tokens a second."""
-EngineName = Literal["vllm", "sglang"]
-"""Another engine whose flags can say a plan."""
 DeviceName = Literal["cuda", "cpu"]
 """What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""
+ExportFormat = Literal["command", "yaml", "env", "docker"]
+"""How an engine's command is written."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from offplan.cli import output
 from offplan.library import machines
 from offplan.library.planned import open_planned_profile
 from offplan.plan import load_plan
-from tests.cli import CLI, RUNS, TINY_MOE
+from tests.cli import CLI, ROOT, RUNS, TINY_MOE
 from tests.rendering import strip_lines
 
 SMALL = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
@@ -362,21 +363,47 @@ def test_export(cli: CLI, plan_file: Path) -> None:
     rule = "{cpu_offload_params: [experts], group_size: 2, num_in_group: 1, prefill: prefetch, "
     rules = f"  rules:\n    - {rule}decode: prefetch}}\n"
     plan_file.write_text(text[:start] + rules + text[text.index("prediction:") :])
-    code, out, _ = cli("export", plan_file, "--engine", "vllm")
-    assert code == 0
-    assert out == (
-        "--offload-group-size 2 --offload-num-in-group 1 --offload-prefetch-step 1 "
-        "--offload-params experts\n"
+    code, out, err = cli("export", plan_file, "--engine", "vLLM==0.31")
+    assert (code, "for vLLM 0.31.0" in err) == (0, True)
+    assert out.startswith(f"vllm serve {ROOT / TINY_MOE} \\\n  --dtype bfloat16 \\\n")
+    assert out.endswith(
+        "  --offload-group-size 2 \\\n  --offload-num-in-group 1 \\\n"
+        "  --offload-prefetch-step 1 \\\n  --offload-params experts\n"
     )
-    data = json.loads(cli("export", plan_file, "--engine", "sglang", "--json").out)
+    data = json.loads(cli("export", plan_file, "--engine", "vllm", "--json").out)
+    assert (data["version"], data["command"][:2]) == ("0.33.0", ["vllm", "serve"])
     assert data["flags"][:2] == ["--offload-group-size", "2"]
-    assert "one layer more" in data["notes"][0]
+
+
+def test_export_makes_the_plan_again(cli: CLI, plan_file: Path) -> None:
+    """A plan that an engine's flags cannot say is refused with what one that they can costs."""
+    code, out, err = cli("export", plan_file, "--engine", "vllm")
+    assert (code, out) == (2, "")
+    cost = re.search(
+        r"--replan exports the fastest plan .*, predicted (.* % longer a request)", err
+    )
+    assert cost
+    code, out, err = cli("export", plan_file, "--engine", "vllm", "--replan", "--format", "yaml")
+    assert (code, f"planned again for vllm: predicted {cost[1]}" in err) == (0, True)
+    assert yaml.safe_load(out)["model"] == str(ROOT / TINY_MOE)
+
+
+def test_a_start_is_held_against_an_export(cli: CLI, plan_file: Path, tmp_path: Path) -> None:
+    planned = ("plan", TINY_MOE, *OFFLOADING, "--for", "vllm", "-o", plan_file, "--force")
+    assert cli(*planned).code == 0
+    log = tmp_path / "serve.log"
+    log.write_text("Model loading took 1.00 GiB memory and 0.100000 seconds\n")
+    code, out, _ = cli("check", plan_file, "--engine", "vllm", "--log", log)
+    assert (code, "the log has nothing offloaded" in strip_lines(out)) == (4, True)
+    for wrong in (["--engine", "vllm"], ["--log", log], ["--engine", "vllm", "--log", log] * 2):
+        paths = [plan_file] * (len(wrong) // 4 + 1)
+        assert cli("check", *paths, *wrong).code == 2
 
 
 def test_export_refuses(cli: CLI, plan_file: Path) -> None:
     code, out, err = cli("export", plan_file, "--engine", "llama.cpp")
     assert (code, out) == (2, "")
-    assert "'vllm', 'sglang'" in err
+    assert "offplan exports to vllm and sglang" in err
 
 
 def test_another_model_is_drift(cli: CLI, plan_file: Path) -> None:

@@ -130,6 +130,8 @@ class Model:
     """Names in ``outside`` of what reads images and sound beside a text part that runs alone."""
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was not understood, what a config cannot show."""
+    derived_bytes: int = 0
+    """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -154,8 +156,23 @@ class Model:
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
 
     def as_loaded_by(self, engine: str | None) -> "Model":
-        """Return the model with its towers loaded, as engines do; None is ``run``, without them."""
-        return self if engine is None else replace(self, not_loaded=self.not_loaded - self.towers)
+        """Return the model as other engines load it; None is ``run``, as it is.
+
+        They load its towers, and of latent attention's ``kv_b_proj`` they keep a copy beside it,
+        as the two matrices that decode steps multiply latents by.
+        Source: vLLM 0.33, ``mla_attention`` (``W_UK_T``, ``W_UV``); SGLang 0.5.23 (``w_kc``).
+        """
+        if engine is None:
+            return self
+        absorbed = (
+            parameter.num_weights
+            for layer in self.layers
+            for parameter in layer.parameters
+            if parameter.name.endswith("kv_b_proj.weight")
+        )
+        derived_bytes = sum(absorbed) * self.element_bytes
+        left_out = self.not_loaded - self.towers
+        return replace(self, not_loaded=left_out, derived_bytes=derived_bytes)
 
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:
@@ -228,9 +245,13 @@ class Model:
 
     @cached_property
     def loaded_bytes(self) -> int:
-        """Bytes once loaded, those widened to float32 as such, without what is not loaded."""
+        """Bytes once loaded, those widened to float32 as such, without what is not loaded.
+
+        What is made of weights when they are loaded is counted.
+        """
         in_layers = (p for layer in self.layers for p in layer.parameters)
-        return sum(p.nbytes * (1 + p.is_widened) for p in in_layers) + self.outside_bytes
+        in_layers_bytes = sum(p.nbytes * (1 + p.is_widened) for p in in_layers)
+        return in_layers_bytes + self.outside_bytes + self.derived_bytes
 
     @cached_property
     def num_parameters(self) -> int:

@@ -1,32 +1,62 @@
-"""``offplan export``: a plan as another engine's flags."""
+"""``offplan export``: a plan as another engine's command."""
 
-import shlex
 from typing import Annotated
 
 import typer
 
-from offplan.choices import EngineName
+from offplan.choices import ExportFormat
 from offplan.cli import options
-from offplan.cli.output import JSON_VERSION, print_json, print_note, printable
+from offplan.cli.output import JSON_VERSION, print_json, print_note, printable, waiting
 
 
 def export(
     plan: options.Plan,
-    engine: Annotated[EngineName, typer.Option(case_sensitive=False, help="Whose flags.")],
+    engine: options.ExportedTo,
+    form: Annotated[
+        ExportFormat,
+        typer.Option("--format", case_sensitive=False, help="How the command is written."),
+    ] = "command",
+    replan: Annotated[
+        bool,
+        typer.Option("--replan", help="Export the fastest plan that the engine can run."),
+    ] = False,
     model: options.LocalModel = None,
     json: options.Json = False,
 ) -> None:
-    """Print the flags that make an engine do what a plan says, or say why it cannot."""
-    from offplan.cli.planning import open_plan
-    from offplan.engines.export import export_notes, export_plan
+    """Print the command by which an engine does what a plan says, or say why it cannot.
 
+    It holds the engine to the plan's type, workload and budget, too. With --replan the same
+    question is asked again, of plans that the engine can run.
+    """
+    from offplan.cli.planning import open_plan
+    from offplan.engines.engine import format_version
+    from offplan.engines.export import find_engine
+    from offplan.engines.formats import render_export
+    from offplan.library.exporting import describe_cost, export_here, plan_for
+
+    find_engine(engine)
     loaded, found = open_plan(plan, model)
-    flags = export_plan(loaded, found, engine)
-    notes = export_notes(loaded, found, engine)
+    if replan:
+        with waiting("planning"):
+            made = plan_for(loaded, found, engine)
+        print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made, found)}")
+        loaded = made
+    with waiting("planning"):  # where it is refused, for what it would cost
+        export = export_here(loaded, found, engine)
+    version = format_version(export.version)
     if json:
-        print_json({"offplan": JSON_VERSION, "engine": engine, "flags": flags, "notes": notes})
+        payload = {
+            "offplan": JSON_VERSION,
+            "engine": export.engine.name,
+            "version": version,
+            "flags": export.flags,
+            "command": export.command,
+            "environment": dict(export.said.environment),
+            "notes": export.notes,
+        }
+        print_json(payload)
         return
-    for note in notes:
+    print_note(f"for {export.engine.title} {version}")
+    for note in export.notes:
         print_note(note)
-    if flags:
-        print(printable(shlex.join(flags)))
+    print(printable(render_export(export, form)), end="")

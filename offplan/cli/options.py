@@ -38,6 +38,13 @@ def read_context(argument: str | int) -> int:
     return int(text)
 
 
+def complete_engine(start: str) -> list[str]:
+    """List the engines whose names start so."""
+    from offplan.engines.export import ENGINES
+
+    return [name for name in ENGINES if name.startswith(start)]
+
+
 _size = partial(typer.Option, parser=parse_bytes, metavar="TEXT")
 _time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
 
@@ -135,8 +142,22 @@ Frontier = Annotated[
     bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
 ]
 Engine = Annotated[
-    choices.EngineName | None,
+    str | None,
     typer.Option(
-        "--for", case_sensitive=False, help="Search only plans that this engine's flags can say."
+        "--for",
+        metavar="ENGINE",
+        parser=str.lower,
+        autocompletion=complete_engine,
+        help="Search only plans that this engine's flags can say: vllm, sglang, vllm==0.31.",
+    ),
+]
+ExportedTo = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        metavar="ENGINE",
+        parser=str.lower,
+        autocompletion=complete_engine,
+        help="Whose command: vllm, sglang, or a version of it, vllm==0.31.",
     ),
 ]

@@ -1,112 +1,238 @@
-"""Plan in, an engine's flags out, or a refusal."""
+"""Plan in, an engine's command out, or a refusal."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from offplan.checkpoint.model import Model
-from offplan.engines.sglang import MAX_BYTES_UNIT, sglang_flags, sglang_notes
-from offplan.engines.vllm import vllm_flags, vllm_notes
+from offplan.engines.engine import Engine, Flags, Said, Version, format_version
+from offplan.engines.sglang import MAX_BYTES_UNIT, say_sglang, serve_sglang
+from offplan.engines.vllm import say_vllm, serve_vllm
 from offplan.errors import ExportError
-from offplan.placement import Placement, place
-from offplan.plan import Offload, Plan, Rule
+from offplan.placement import place
+from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
+from offplan.units import format_budget, format_bytes
+
+ENGINES = {
+    "vllm": Engine(
+        name="vllm",
+        title="vLLM",
+        oldest=(0, 25, 0),
+        newest=(0, 33, 0),
+        say=say_vllm,
+        serve=serve_vllm,
+        command=("vllm", "serve"),
+        image="vllm/vllm-openai",
+        port=8000,
+    ),
+    "sglang": Engine(
+        name="sglang",
+        title="SGLang",
+        oldest=(0, 5, 23),
+        newest=(0, 5, 23),
+        say=say_sglang,
+        serve=serve_sglang,
+        command=("python3", "-m", "sglang.launch_server", "--model-path"),
+        image="lmsysorg/sglang",
+        port=30000,
+        max_bytes_unit=MAX_BYTES_UNIT,
+        copies_in_turns=True,
+    ),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+"""Types that engines compute in."""
 
 
 @dataclass(frozen=True)
-class Engine:
-    """How to say a rule to one engine."""
+class Export:
+    """A plan as an engine's command."""
 
-    flags: Callable[[Rule, Placement, Model], list[str]]
-    notes: Callable[[Rule, Placement], list[str]]
-    limits: str
-    """Flags that hold it to a batch and a context."""
-    max_bytes_unit: int = 1
-    """A rule's ``max_bytes`` is a whole number of these."""
+    engine: Engine
+    version: Version
+    source: str
+    """What the engine is to load: a Hub id or a folder."""
+    revision: str | None
+    said: Said
+    """What makes it offload."""
+    serve: Flags
+    """What holds it to the plan's type, workload and budget."""
+    notes: tuple[str, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """The options that make it offload, as words; none for a plan that offloads nothing."""
+        return join_flags(self.said.flags)
+
+    @property
+    def options(self) -> Flags:
+        """All options."""
+        revision: Flags = {} if self.revision is None else {"revision": (self.revision,)}
+        return {**revision, **self.serve, **self.said.flags}
+
+    @property
+    def command(self) -> list[str]:
+        """The whole command, as words."""
+        return [*self.engine.command, self.source, *join_flags(self.options)]
 
 
-ENGINES = {
-    "vllm": Engine(vllm_flags, vllm_notes, "--max-num-seqs {} --max-model-len {}"),
-    "sglang": Engine(
-        sglang_flags, sglang_notes, "--max-running-requests {} --context-length {}", MAX_BYTES_UNIT
-    ),
-}
+def join_flags(flags: Flags) -> list[str]:
+    """Write options as words of a command line."""
+    return [word for name, values in flags.items() for word in (f"--{name}", *values)]
 
 
-def export_plan(plan: Plan, model: Model, engine: str) -> list[str]:
-    """Say the plan in the engine's flags; a plan without rules needs none.
+def export_plan(plan: Plan, model: Model, engine: str, *, gpu_bytes: int | None = None) -> Export:
+    """Say the plan to an engine, ``vllm`` or with a version, ``vllm==0.31``.
 
-    Raises ExportError, naming what would be lost, and PlanError for a plan that is not this
-    model's.
+    ``gpu_bytes`` is the memory of the GPU it is to run on, where that is known. Raises ExportError,
+    naming what would be lost, and PlanError for a plan that is not this model's.
     """
-    return export_offload(plan.offload, model, engine)
+    chosen, version = find_engine(engine)
+    if plan.model.dtype not in DTYPES:
+        raise ExportError(
+            f"{chosen.title} computes in none but {', '.join(DTYPES)}; the plan's "
+            f"model computes in {plan.model.dtype}"
+        )
+    loaded = model.as_loaded_by(engine)
+    said = say_offload(plan.offload, loaded, engine, plan.budget)
+    more = said.more_gpu_bytes
+    more += loaded.loaded_bytes - model.as_loaded_by(plan.goal.engine).loaded_bytes
+    total = plan.prediction.gpu_memory.total_bytes + more
+    if said.moved and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
+        raise ExportError(
+            f"{chosen.title} takes {format_bytes(more)} more of GPU memory for it than offplan's "
+            f"own runtime: {format_bytes(total)} of a budget of "
+            f"{format_budget(plan.budget.gpu_memory)}"
+        )
+    return Export(
+        engine=chosen,
+        version=version,
+        source=_locate(plan),
+        revision=plan.model.revision,
+        said=said,
+        serve=chosen.serve(plan, gpu_bytes),
+        notes=(
+            *said.notes,
+            *_version_notes(chosen, version, said),
+            *_memory_notes(chosen, said, more, gpu_bytes),
+        ),
+    )
 
 
-def export_offload(offload: Offload, model: Model, engine: str) -> list[str]:
-    """Say a plan's decision in the engine's flags, as ``export_plan`` does."""
-    chosen = find_engine(engine)
-    rule = _only_rule(offload, engine)
-    return [] if rule is None else chosen.flags(rule, place(model, offload), model)
+def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> Said:
+    """Say a plan's decision to an engine, as ``export_plan`` does.
+
+    ``model`` is as the engine loads it. The budget's host memory holds what it page-locks.
+    """
+    chosen, version = find_engine(engine)
+    rule = _only_rule(offload, chosen)
+    if rule is None:
+        return Said()
+    said = chosen.say(rule, place(model, offload), model, version)
+    if budget.host_memory is not None and said.pinned_bytes > budget.host_memory:
+        raise ExportError(
+            f"{chosen.title} page-locks {format_bytes(said.pinned_bytes)}, each parameter rounded "
+            f"up to a power of two, of a budget of {format_budget(budget.host_memory)}"
+        )
+    return said
 
 
-def export_check(model: Model, engine: str) -> Callable[[Offload], bool]:
-    """Return whether the engine's flags can say a decision; what it was asked it remembers."""
+def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload], Said | None]:
+    """Return what says a decision, or None; what it was asked it remembers."""
+
+    unlimited = budget.model_copy(update={"host_memory": None})
 
     @cache
-    def can_say(rules: tuple[Rule, ...], prefetch_step: int) -> bool:
+    def say(rules: tuple[Rule, ...], prefetch_step: int, within: Budget) -> Said | None:
         # no engine's flag says the chunk
         offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
         try:
-            export_offload(offload, model, engine)
+            return say_offload(offload, model, engine, within)
         except ExportError:
-            return False
-        return True
+            return None
 
-    def allows(offload: Offload) -> bool:
+    def check(offload: Offload) -> Said | None:
         # what an engine cannot move in every layer it cannot move in some: asked once for all
         everywhere = {"group_size": 1, "num_in_group": 1}
         of_all = tuple(
             rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
             for rule in offload.rules
         )
-        return can_say(of_all, 1) and can_say(offload.rules, offload.prefetch_step)
+        if say(of_all, 1, unlimited) is None:
+            return None
+        return say(offload.rules, offload.prefetch_step, budget)
 
-    return allows
-
-
-def export_notes(plan: Plan, model: Model, engine: str) -> list[str]:
-    """Say what the flags of ``export_plan`` do not promise, a sentence each."""
-    chosen = find_engine(engine)
-    rule = _only_rule(plan.offload, engine)
-    limits = chosen.limits.format(plan.workload.batch, plan.workload.context)
-    sizes = f"{engine} sizes its KV cache by flags of its own: the plan's workload is {limits}"
-    if rule is None:
-        return ["the plan offloads nothing: no flag for that is needed", sizes]
-    return [*chosen.notes(rule, place(model, plan.offload)), sizes]
+    return check
 
 
-def find_engine(name: str) -> Engine:
-    """Find an engine by its name; raises ExportError for one that offplan does not export to."""
+def find_engine(text: str) -> tuple[Engine, Version]:
+    """Find an engine and its version, the newest that is known unless the text names one.
+
+    Raises ExportError for one that offplan does not export to.
+    """
+    name, _, version = text.partition("==")
     if name not in ENGINES:
         raise ExportError(f"no engine {name!r}: offplan exports to {' and '.join(ENGINES)}")
-    return ENGINES[name]
+    engine = ENGINES[name]
+    return engine, engine.parse_version(version) if "==" in text else engine.newest
 
 
-def _only_rule(offload: Offload, engine: str) -> Rule | None:
+def _locate(plan: Plan) -> str:
+    """Return what an engine is to load: the folder of a local model, or an id on the Hub."""
+    source = plan.model.source
+    local = Path(os.path.normpath(plan.locate(source)))
+    if plan.model.revision is not None or not local.exists():
+        return source
+    return str(local.parent if local.is_file() else local)
+
+
+def _version_notes(engine: Engine, version: Version, said: Said) -> list[str]:
+    if version[:2] == engine.newest[:2] or not said.moved:
+        return []
+    return [
+        f"names of parameters are those of {engine.title} {format_version(engine.newest)}: "
+        f"offplan check --engine {engine.name} --log FILE says whether they moved"
+    ]
+
+
+def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) -> list[str]:
+    notes = []
+    if said.moved:
+        notes.append(
+            f"{engine.title} page-locks up to {format_bytes(said.pinned_bytes)} of host memory: "
+            "each parameter is rounded up to a power of two"
+        )
+    else:
+        notes.append("the plan offloads nothing: no flag for that is needed")
+    if more > 0:
+        notes.append(
+            f"of GPU memory {engine.title} takes {format_bytes(more)} more than the plan predicts"
+        )
+    if gpu_bytes is None:
+        notes.append(
+            "how much memory the GPU has is not known here: the flags say how large the KV cache "
+            "is, and not how much may be taken in all"
+        )
+    return notes
+
+
+def _only_rule(offload: Offload, engine: Engine) -> Rule | None:
     rules = offload.rules
     if offload.embeddings == "host":
         raise ExportError(
-            f"{engine} keeps the input embedding on the GPU; the plan has it on the host"
+            f"{engine.title} keeps the input embedding on the GPU; the plan has it on the host"
         )
     if offload.store == "peer" and rules:
         raise ExportError(
-            f"{engine} offloads to host memory; the plan has a second GPU's memory as its store, "
-            "whose faster link would be lost: plan again with `store: host`"
+            f"{engine.title} offloads to host memory; the plan has a second GPU's memory as its "
+            "store, whose faster link would be lost: plan again with `store: host`"
         )
     if len(rules) > 1:
-        raise ExportError(f"{engine}'s flags say one rule; the plan has {len(rules)}")
+        raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")
     if rules and rules[0].is_mixed:
         raise ExportError(
-            f"{engine} has one backend for both phases; the plan has {rules[0].prefill.value} in "
-            f"prefill and {rules[0].decode.value} in decode"
+            f"{engine.title} has one backend for both phases; the plan has "
+            f"{rules[0].prefill.value} in prefill and {rules[0].decode.value} in decode"
         )
     return rules[0] if rules else None

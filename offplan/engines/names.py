@@ -1,81 +1,102 @@
-"""What vLLM calls a checkpoint's parameters once it has built the model.
+"""What an engine calls a checkpoint's parameters once it has built the model.
 
 An engine fuses projections that a checkpoint stores apart, and a fused parameter is offloaded
-whole or not at all.
+whole or not at all. What differs by architecture stands in ``vllm.yaml``.
 
 Source: vLLM 0.33, ``packed_modules_mapping`` and ``fused_moe``.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.tensors import split_expert
+from offplan.checkpoint.tensors import Tensors, split_expert
 
-_EXPERT_WEIGHTS = {
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "w13"),
-    **dict.fromkeys(("down_proj", "w2"), "w2"),
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "wk_weights_proj": ("wk", "weights_proj"),
 }
-_KEPT = """
-q_proj k_proj v_proj qkv_proj o_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj
-gate_proj up_proj gate_up_proj down_proj gate shared_expert_gate
-"""
-_UNCHANGED = frozenset(_KEPT.split())
-"""Modules that keep their name, unless they are fused; so do norms."""
+"""Modules that engines make of several, where a layer has all of them."""
+_EXPERTS = {
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear"), "w13"),
+    **dict.fromkeys(("down_proj", "w2", "output_linear"), "w2"),
+}
+"""Projections of routed experts, by the parameter that holds them."""
+_JOINED = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}
+"""Last parts of fused experts that a checkpoint joins to the projection: ``down_proj_bias``."""
 
 
 @dataclass(frozen=True)
 class EngineParameter:
-    """One checkpoint parameter and an engine's parameter that holds it, or a part of it."""
+    """A parameter of the engine's model, and those of the checkpoint that it is made of."""
 
     layer: int
-    parameter: Parameter
-    name: str | None
-    """Relative to the layer; None where the engine's name is not known."""
+    name: str
+    """Relative to the layer."""
+    parameters: tuple[Parameter, ...]
+    nbytes: int
 
 
-def vllm_parameters(model: Model) -> Iterator[EngineParameter]:
-    """Name every parameter of the layers as vLLM does: scales are parameters of their own."""
+def engine_parameters(model: Model, renamed: Mapping[str, str]) -> Iterator[EngineParameter]:
+    """Name every parameter of the layers as vLLM does: scales are parameters of their own.
+
+    ``renamed`` are the architecture's own names of modules.
+    """
     for layer in model.layers:
-        fused = _fused_projections(layer)
+        fused = _find_fused(layer)
+        held: defaultdict[str, list[tuple[Parameter, Tensors]]] = defaultdict(list)
         for parameter in layer.parameters:
             for tensors in (parameter.tensors, *(of_part for _, of_part in parameter.beside)):
-                _, name = split_expert(tensors[0].name) or (0, tensors[0].name)
-                stored = name.removeprefix(f"{layer.prefix}.")
-                named = _vllm_expert_name if parameter.is_expert else partial(_vllm_name, fused)
-                yield EngineParameter(layer.index, parameter, named(stored))
+                stored = (split_expert(tensors[0].name) or (0, tensors[0].name))[1]
+                stored = stored.removeprefix(f"{layer.prefix}.")
+                name = _name_expert(stored) if parameter.is_expert else _name(stored, fused)
+                held[_rename(name, renamed)].append((parameter, tensors))
+        for name, parts in held.items():
+            parameters = tuple(dict.fromkeys(parameter for parameter, _ in parts))
+            nbytes = sum(tensor.nbytes for _, tensors in parts for tensor in tensors)
+            widened = sum(parameter.nbytes for parameter in parameters if parameter.is_widened)
+            yield EngineParameter(layer.index, name, parameters, nbytes + widened)
 
 
-def _fused_projections(layer: Layer) -> dict[str, str]:
-    """Projections of this layer that vLLM fuses, by their dotted name."""
+def _find_fused(layer: Layer) -> dict[str, str]:
+    """Return the fused module of each module of this layer that has one, by their dotted names."""
     owners = {parameter.segment for parameter in layer.parameters if not parameter.is_expert}
     fused: dict[str, str] = {}
-    for owner in owners:
-        parent, _, last = owner.rpartition(".")
-        if last in ("q_proj", "k_proj", "v_proj") and f"{parent}.k_proj" in owners:
-            fused[owner] = f"{parent}.qkv_proj"
-        elif last in ("gate_proj", "up_proj"):
-            fused[owner] = f"{parent}.gate_up_proj"
-        elif last in ("q_a_proj", "kv_a_proj_with_mqa") and f"{parent}.q_a_proj" in owners:
-            fused[owner] = f"{parent}.fused_qkv_a_proj"
+    for parent in {owner.rpartition(".")[0] for owner in owners}:
+        for whole, parts in FUSED.items():
+            names = [f"{parent}.{part}".removeprefix(".") for part in parts]
+            if owners.issuperset(names):
+                fused |= dict.fromkeys(names, f"{parent}.{whole}".removeprefix("."))
     return fused
 
 
-def _vllm_name(fused: dict[str, str], stored: str) -> str | None:
+def _name(stored: str, fused: Mapping[str, str]) -> str:
     owner, _, final = stored.rpartition(".")
-    last = owner.rpartition(".")[2]
-    if last not in _UNCHANGED and not last.endswith("norm"):
-        return None
-    return f"{fused.get(owner, owner)}.{final}"
+    return f"{fused.get(owner, owner)}.{final}".removeprefix(".")
 
 
-def _vllm_expert_name(stored: str) -> str | None:
+def _name_expert(stored: str) -> str:
     """Name what is stored of routed experts: ``mlp.experts.routed_experts.w13_weight``."""
-    module, found, rest = f".{stored}".partition(".experts.")
-    projection, _, final = rest.partition(".")
-    weight = _EXPERT_WEIGHTS.get(projection)
-    if not found or weight is None:
-        return None
-    return f"{module}.experts.routed_experts.{weight}_{final or 'weight'}".removeprefix(".")
+    *parents, projection, final = f"..{stored}".split(".")
+    if projection == "experts":  # all experts in one tensor: experts.down_proj, down_proj_bias
+        parents, projection, final = [*parents, projection], final, "weight"
+        for joined, part in _JOINED.items():
+            if projection.endswith(f"_{joined}"):
+                projection, final = projection.removesuffix(f"_{joined}"), part
+    if projection not in _EXPERTS:
+        return stored
+    parents += [] if parents[-1] == "experts" else ["experts"]
+    return ".".join((*parents, "routed_experts", f"{_EXPERTS[projection]}_{final}")).lstrip(".")
+
+
+def _rename(name: str, renamed: Mapping[str, str]) -> str:
+    dotted = f".{name}."
+    for old, new in renamed.items():
+        dotted = dotted.replace(f".{old}.", f".{new}.")
+    return dotted.strip(".")

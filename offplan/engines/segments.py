@@ -1,41 +1,32 @@
 """Segments that choose exactly the parameters a rule chooses, in the engine's own names."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from offplan.checkpoint.model import Model
-from offplan.engines.names import vllm_parameters
+from offplan.engines.names import EngineParameter
 from offplan.errors import ExportError
 from offplan.plan import Rule
 from offplan.segments import cover_names, list_runs, match_segments
 
 
-def vllm_segments(rule: Rule, model: Model) -> list[str]:
-    """Say the rule's segments in vLLM's names; empty when the rule matches everything.
+def engine_segments(rule: Rule, parameters: Iterable[EngineParameter]) -> list[str]:
+    """Say the rule's segments in the engine's names; empty when the rule matches everything.
 
-    Raises ExportError where vLLM's name is not known, or holds more than the rule chooses.
+    Raises ExportError where an engine's parameter holds more than the rule chooses.
     """
     if not rule.cpu_offload_params:
         return []
-    parameters = list(vllm_parameters(model))
-    chosen = [p for p in parameters if rule.matches(p.parameter.name)]
-    others = [p for p in parameters if not rule.matches(p.parameter.name)]
-    for p in chosen:
-        if p.name is None:
+    wanted: set[str] = set()
+    unwanted: set[str] = set()
+    for each in parameters:
+        chosen = {p.name for p in each.parameters if rule.matches(p.name)}
+        others = {p.name for p in each.parameters} - chosen
+        if chosen and others:
+            inside, outside = (", ".join(sorted(names)) for names in (chosen, others))
             raise ExportError(
-                f"it is not known what vLLM calls {p.parameter.name} of layer {p.layer}; choose "
-                "other segments, or whole layers"
+                f"vLLM holds {inside} and {outside} in one parameter, {each.name}: it offloads all "
+                "of them or none"
             )
-    wanted = {p.name for p in chosen if p.name}
-    unwanted = {p.name or p.parameter.name for p in others}
-    for name in sorted(wanted & unwanted):
-        inside, outside = (
-            ", ".join(sorted({p.parameter.name for p in parameters if p.name == name}))
-            for parameters in (chosen, others)
-        )
-        raise ExportError(
-            f"vLLM holds {inside} and {outside} in one parameter, {name}: it offloads all of them "
-            "or none"
-        )
+        (wanted if chosen else unwanted).add(each.name)
     return choose_segments(rule.cpu_offload_params, wanted, unwanted)
 
 

@@ -4,47 +4,92 @@ Source: SGLang 0.5.23, ``srt/utils/offloader.py`` and ``models/deepseek_v2.py``.
 """
 
 from offplan.checkpoint.model import Model
+from offplan.engines.engine import Flags, Said, Version, first_layers
+from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
+from offplan.forms.form import Kind
 from offplan.placement import Placement
-from offplan.plan import Backend, Rule
+from offplan.plan import Backend, Plan, Rule
 from offplan.units import format_bytes
 
-PREFETCHING_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+PREFETCHING_CLASSES = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+    *("GlmMoeDsaForCausalLM", "MistralLarge3ForCausalLM", "KimiVLForConditionalGeneration"),
+    *("KimiK25ForConditionalGeneration", "DeepseekVL2ForCausalLM", "DotsVLMForCausalLM"),
+)
 """Model classes that tell SGLang's prefetching offloader what to move; others raise."""
-
+FORMS = {Kind.RAW, Kind.FP8_BLOCK}
+"""Stored forms of experts whose weights are known to move; their scales stay on the GPU."""
 MAX_BYTES_UNIT = 2**30
 """``--cpu-offload-gb`` is a whole number of these."""
 
 
-def sglang_flags(rule: Rule, placement: Placement, model: Model) -> list[str]:
-    """Flags of a rule with one backend; ``placement`` is what the rule resolves to.
+def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version) -> Said:
+    """Say a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
     """
+    parameters = list(engine_parameters(model, {}))
     if rule.decode is Backend.UVA:
-        _require_no_experts(placement)
-        return ["--cpu-offload-gb", str(_whole_gib(rule))]
+        return _say_in_place(rule, placement, parameters)
     _require_prefetching(model)
     _require_experts(rule, model)
     num_layers = sum(rule.selects_layer(layer.index) for layer in model.layers)
-    if placement.num_slots >= num_layers:
+    # its copies take one slot more than its step says: what has left is freed after the next came
+    step = max(1, placement.num_slots - 1)
+    if step >= num_layers:
         raise ExportError(
             f"SGLang needs a prefetch step below its {num_layers} offloaded layers; the plan has "
-            f"{placement.num_slots}"
+            f"{placement.num_slots} slots"
         )
-    flags = ["--offload-group-size", str(rule.group_size)]
-    flags += ["--offload-num-in-group", str(rule.num_in_group)]
-    return [*flags, "--offload-prefetch-step", str(placement.num_slots)]
+    flags: dict[str, tuple[str, ...]] = {
+        "offload-group-size": (str(rule.group_size),),
+        "offload-num-in-group": (str(rule.num_in_group),),
+        "offload-prefetch-step": (str(step),),
+    }
+    taken = [p for p in parameters if rule.selects_layer(p.layer) and p.parameters[0].is_expert]
+    moved = tuple(each for each in taken if each.name.endswith("_weight"))
+    scale_bytes = sum(each.nbytes for each in taken) - sum(each.nbytes for each in moved)
+    more = (step + 1 - placement.num_slots) * placement.slot_bytes + scale_bytes
+    if any("shared_expert" in name for layer in model.layers for name in layer.segments):
+        # or the shared expert is one more of those that are routed, and moves with them
+        flags["disable-shared-experts-fusion"] = ()
+    notes = ("SGLang's captured decode steps copy and compute in turns: neither hides the other",)
+    return Said(flags, notes=notes, moved=moved, more_gpu_bytes=more)
 
 
-def sglang_notes(rule: Rule, placement: Placement) -> list[str]:
-    """What the flags do not promise."""
-    if rule.decode is Backend.UVA:
-        return ["SGLang copies these parameters before each use: it does not read them in place"]
-    extra = format_bytes(placement.slot_bytes)
-    return [
-        f"SGLang holds one layer more than the plan's ring at its peak: {extra} more GPU memory"
-    ]
+def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
+    """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget."""
+    work, memory = plan.workload, plan.prediction.gpu_memory
+    flags = {
+        "dtype": plan.model.dtype,
+        "context-length": work.context,
+        "max-running-requests": work.batch,
+        "chunked-prefill-size": work.batch * min(plan.offload.prefill_chunk, work.context),
+        "max-total-tokens": work.batch * work.context,
+    }
+    if gpu_bytes is not None:
+        rest = memory.activation_bytes + memory.overhead_bytes
+        share = max(1, (plan.budget.gpu_memory - rest) * 10**4 // gpu_bytes) / 10**4
+        flags["mem-fraction-static"] = f"{min(share, 0.9999):.4f}"
+    return {name: (str(value),) for name, value in flags.items()}
+
+
+def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParameter]) -> Said:
+    """Say a rule that reads in place: SGLang copies each layer before it runs."""
+    _require_no_experts(placement)
+    _require_first_layers(rule)
+    num_bytes = sum(entry.unit.nbytes for slab in placement.slabs for entry in slab.entries)
+    gib = -(-num_bytes // MAX_BYTES_UNIT)
+    moved = first_layers(parameters, gib * MAX_BYTES_UNIT)
+    notes = ["SGLang copies these parameters before each use: it does not read them in place"]
+    if (more := sum(each.nbytes for each in moved) - num_bytes) > 0:
+        notes.append(
+            "whole GiB, in a parameter order of its own: up to "
+            f"{format_bytes(more)} more than the plan says may lie on the host"
+        )
+    largest = max(sum(p.nbytes for p in moved if p.layer == q.layer) for q in moved)
+    return Said({"cpu-offload-gb": (str(gib),)}, {}, tuple(notes), tuple(moved), largest)
 
 
 def _require_no_experts(placement: Placement) -> None:
@@ -56,9 +101,16 @@ def _require_no_experts(placement: Placement) -> None:
                 "reads in place, and only the experts that tokens are sent to: it would be many "
                 "times slower"
             )
+        for entry in slab.entries:
+            if not entry.unit.parameters[0].form.is_raw:
+                raise ExportError(
+                    f"SGLang lays {entry.unit.name} of layer {slab.layer}, stored as "
+                    f"{entry.unit.parameters[0].form.kind.value}, out anew when it loads: that it "
+                    "stays in host memory then is not known"
+                )
 
 
-def _whole_gib(rule: Rule) -> int:
+def _require_first_layers(rule: Rule) -> None:
     if rule.max_bytes is None:
         raise ExportError(
             "SGLang reads no group of layers in place; a rule of max_bytes without segments is "
@@ -69,20 +121,14 @@ def _whole_gib(rule: Rule) -> int:
             f"SGLang's --cpu-offload-gb takes all parameters from layer 0 on: the segments "
             f"{list(rule.cpu_offload_params)} would be lost"
         )
-    if rule.max_bytes % MAX_BYTES_UNIT:
-        raise ExportError(
-            f"SGLang's --cpu-offload-gb is a whole number of GiB; max_bytes is "
-            f"{format_bytes(rule.max_bytes)}"
-        )
-    return rule.max_bytes // MAX_BYTES_UNIT
 
 
 def _require_prefetching(model: Model) -> None:
     classes = model.architecture.class_names or (f"model type {model.model_type}",)
     if not set(classes) & set(PREFETCHING_CLASSES):
         raise ExportError(
-            f"SGLang prefetches layers of {' and '.join(PREFETCHING_CLASSES)} only; this model "
-            f"is {', '.join(classes)}"
+            f"SGLang prefetches layers of {', '.join(PREFETCHING_CLASSES)} only; this model is "
+            f"{', '.join(classes)}"
         )
 
 
@@ -100,4 +146,9 @@ def _require_experts(rule: Rule, model: Model) -> None:
                 raise ExportError(
                     f"SGLang prefetches all of a layer's routed experts: {parameter.name} of "
                     f"layer {layer.index} cannot stay on the GPU"
+                )
+            if moves and parameter.form.kind not in FORMS:
+                raise ExportError(
+                    f"that SGLang moves {parameter.name} of layer {layer.index}, stored as "
+                    f"{parameter.form.kind.value}, is not known"
                 )

@@ -1,67 +1,236 @@
 """A rule as vLLM's command line.
 
-Source: vLLM 0.33, ``config/offload.py`` and ``model_executor/offloader``.
+Source: vLLM 0.25.0 to 0.33.0, ``config/offload.py``, ``model_executor/offloader`` and
+``config/vllm.py``.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
 from offplan.checkpoint.model import Model
-from offplan.engines.segments import vllm_segments
+from offplan.engines.engine import Flags, Said, Version, first_layers
+from offplan.engines.names import EngineParameter, engine_parameters
+from offplan.engines.segments import engine_segments
 from offplan.errors import ExportError
+from offplan.forms.form import Kind
 from offplan.placement import Placement
-from offplan.plan import Backend, Rule
+from offplan.plan import Backend, Plan, Rule
+from offplan.units import format_bytes
+
+FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+
+HEEDS_OFFLOADING: Version = (0, 28, 0)
+"""Before it, the second model runner takes offload flags and does nothing with them."""
+TOWERS_FIRST: Version = (0, 29, 0)
+"""Since it, parameters of towers are read in place before those of layers."""
+ANY_SLOTS: Version = (0, 30, 0)
+"""Before it, a slot may be overwritten too early where layers do not divide into slots.
+
+Source: vLLM pull request 54975.
+"""
+EXPERTS_ONCE: Version = (0, 33, 0)
+"""Before it, experts in host memory are read once for each token that is sent to them."""
+
+FORMS = {
+    Backend.PREFETCH: {
+        *(Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR),
+        Kind.MXFP4,  # of experts alone, by MARLIN's kernels
+    },
+    Backend.UVA: {Kind.RAW},
+}
+"""Stored forms that stay on the host. Loading lays others out anew, on the GPU, and a parameter
+that is read in place is then no longer in host memory. Source: ``device_loading_context``."""
+MARLIN: Version = (0, 33, 0)
+"""Since it, as far as is known, experts of MXFP4 stay parameters with these kernels. Those of
+others are taken out of the model, and an offloader lets them go."""
+MARLIN_MULTIPLES = (256, 128)
+"""Numbers that hidden and intermediate size are rounded up to a multiple of there.
+
+Source: ``mxfp4_round_up_hidden_size_and_intermediate_size``.
+"""
+BLOCK_TOKENS = 128
+"""Tokens in a block of the KV cache, at most. Source: ``CutlassMLABackend``."""
 
 
-def vllm_flags(rule: Rule, placement: Placement, model: Model) -> list[str]:
-    """Flags of a rule with one backend; ``placement`` is what the rule resolves to.
+def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -> Said:
+    """Say a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
     """
-    segments = vllm_segments(rule, model)
+    parameters = tuple(engine_parameters(model, find_names(model)))
+    _require_forms(rule, placement, version)
+    segments = engine_segments(rule, parameters)
+    taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if version < HEEDS_OFFLOADING else {}
     if rule.decode is Backend.PREFETCH:
-        _require_whole_turns(placement)
-        flags = ["--offload-group-size", str(rule.group_size)]
-        flags += ["--offload-num-in-group", str(rule.num_in_group)]
+        _require_whole_graphs(model)
+        if version < ANY_SLOTS:
+            _require_whole_turns(placement)
         # vLLM allocates as many slots as it is told, offplan no more than there are layers
-        flags += ["--offload-prefetch-step", str(placement.num_slots)]
-        return flags + (["--offload-params", *segments] if segments else [])
+        flags = _flags(
+            offload_group_size=rule.group_size,
+            offload_num_in_group=rule.num_in_group,
+            offload_prefetch_step=placement.num_slots,
+        )
+        moved = [each for each in taken if rule.selects_layer(each.layer)]
+        more = 0
+        if segments:
+            flags["offload-params"] = tuple(segments)
+        if any(each.parameters[0].form.kind is Kind.MXFP4 for each in moved):
+            flags["moe-backend"] = ("marlin",)
+            wider = {each: _as_marlin(each) for each in parameters}
+            more = sum(wider[each].nbytes - each.nbytes for each in set(parameters) - set(moved))
+            moved = [wider[each] for each in moved]
+        more += placement.num_slots * _slot_bytes(moved) - placement.ring_bytes
+        return Said(flags, environment, moved=tuple(moved), more_gpu_bytes=more)
+    if model.towers and version >= TOWERS_FIRST:
+        raise ExportError(
+            "vLLM reads the towers' parameters in place before those of layers: the bytes that "
+            "the plan gives to layers would go to what reads images and sound"
+        )
+    num_bytes = _uva_bytes(rule, placement, model)
+    moved = first_layers(taken, num_bytes)
     # so many digits that vLLM's int(gb * 2**30) gives the bytes again
-    flags = ["--cpu-offload-gb", f"{_uva_bytes(rule, placement, model) / 2**30:.15g}"]
-    return flags + (["--cpu-offload-params", *segments] if segments else [])
+    flags = _flags(cpu_offload_gb=f"{num_bytes / 2**30:.15g}")
+    if segments:
+        flags["cpu-offload-params"] = tuple(segments)
+    if any(each.parameters[0].is_expert for each in moved):
+        if version < EXPERTS_ONCE:
+            raise ExportError(
+                "vLLM before 0.33 reads experts in host memory once for each token that is sent "
+                "to them: a prompt would take many times longer"
+            )
+        # the kernels of other backends want weights laid out anew, or read them more than once
+        flags["moe-backend"] = ("triton",)
+    return Said(flags, environment, _overshoot_notes(moved, num_bytes), tuple(moved))
 
 
-def vllm_notes(rule: Rule, placement: Placement) -> list[str]:
-    """What the flags do not promise."""
-    if rule.max_bytes is not None:
-        last = placement.slabs[-1].layer
-        return [f"within layer {last}, where the limit falls, vLLM has its own parameter order"]
-    return []
+def serve_vllm(plan: Plan, gpu_bytes: int | None) -> Flags:
+    """Hold vLLM to the plan's type, workload and budget.
+
+    Where the GPU's bytes are known vLLM is given the budget as a share of them, and sizes its KV
+    cache by what it measures; elsewhere it is given the plan's KV cache.
+    """
+    work, memory = plan.workload, plan.prediction.gpu_memory
+    flags = _flags(
+        dtype=plan.model.dtype,
+        max_model_len=work.context,
+        max_num_seqs=work.batch,
+        max_num_batched_tokens=work.batch * min(plan.offload.prefill_chunk, work.context),
+    )
+    if gpu_bytes is not None:
+        share = min(10**4, plan.budget.gpu_memory * 10**4 // gpu_bytes) / 10**4
+        return flags | _flags(gpu_memory_utilization=f"{share:.4f}")
+    blocks = work.batch * -(-work.context // BLOCK_TOKENS) + 1
+    tokens = work.batch * work.context
+    cache_bytes = -(-memory.kv_cache_bytes * blocks * BLOCK_TOKENS // tokens)
+    return flags | _flags(kv_cache_memory_bytes=cache_bytes)
+
+
+def _flags(**values: object) -> dict[str, tuple[str, ...]]:
+    return {name.replace("_", "-"): (str(value),) for name, value in values.items()}
+
+
+def find_names(model: Model) -> Mapping[str, str]:
+    """Find what the architecture calls otherwise than the checkpoint; raises ExportError."""
+    found = model.architecture.class_names
+    for name in found:
+        if name in FACTS["renamed"]:
+            renamed: dict[str, str] = FACTS["renamed"][name]
+            return renamed
+        if name in FACTS["usual"]:
+            return {}
+    raise ExportError(
+        f"it is not known how vLLM builds {', '.join(found) or model.model_type}, or it builds it "
+        "in a way that offloads nothing: no rule can be said of it"
+    )
+
+
+def _as_marlin(each: EngineParameter) -> EngineParameter:
+    """Return an engine's parameter as Marlin's kernels have it, if it holds experts of MXFP4."""
+    first = each.parameters[0]
+    if not first.is_expert or first.form.kind is not Kind.MXFP4:
+        return each
+    *_, rows, columns = first.shape
+    is_output = ".w2_" in each.name
+    hidden, other = (rows, columns) if is_output else (columns, rows)
+    shards = 1 if is_output else 2 // len(each.parameters)
+    intermediate = other // shards
+    rounded = [
+        -(-size // n) * n for size, n in zip((hidden, intermediate), MARLIN_MULTIPLES, strict=True)
+    ]
+    factor = rounded[0] * rounded[1], hidden * intermediate
+    return replace(each, nbytes=each.nbytes * factor[0] // factor[1])
+
+
+def _require_forms(rule: Rule, placement: Placement, version: Version) -> None:
+    for slab in placement.slabs:
+        for entry in slab.entries:
+            parameter = entry.unit.parameters[0]
+            known = parameter.form.kind in FORMS[rule.decode]
+            if parameter.form.kind is Kind.MXFP4:
+                known = known and parameter.is_expert and version >= MARLIN
+            if not known:
+                raise ExportError(
+                    f"vLLM lays {parameter.name} of layer {slab.layer}, stored as "
+                    f"{parameter.form.kind.value}, out anew when it loads: that it stays in host "
+                    "memory then is not known"
+                )
+
+
+def _require_whole_graphs(model: Model) -> None:
+    """Refuse copies that cross the end of a captured graph. Source: vLLM pull request 51710."""
+    for name in model.architecture.class_names:
+        if name in FACTS["breakable"]:
+            raise ExportError(
+                f"vLLM captures {name} in graphs that end at each attention (breakable CUDA "
+                "graphs), and copies that are under way then end the capture in an error: only "
+                "reading in place (uva) works there"
+            )
 
 
 def _require_whole_turns(placement: Placement) -> None:
-    """Refuse what makes vLLM generate wrong text. Source: vLLM pull request 54975."""
+    """Refuse what makes vLLM generate wrong text."""
     num_layers, num_slots = len(placement.slabs), placement.num_slots
     if num_layers % num_slots:
         raise ExportError(
-            f"vLLM may read a slot too early where the offloaded layers do not divide into its "
-            f"slots: the plan has {num_layers} and {num_slots}; choose a prefetch_step that "
-            f"divides {num_layers}, or plan with --for vllm"
+            f"vLLM before 0.30 may read a slot too early where the offloaded layers do not divide "
+            f"into its slots: the plan has {num_layers} and {num_slots}; choose a prefetch_step "
+            f"that divides {num_layers}, or a newer vLLM"
         )
+
+
+def _slot_bytes(moved: list[EngineParameter]) -> int:
+    """Bytes of one slot: a buffer for each parameter of another name or shape."""
+    distinct = {
+        (each.name, tuple(p.shape for p in each.parameters), each.nbytes): each.nbytes
+        for each in moved
+    }
+    return sum(distinct.values())
 
 
 def _uva_bytes(rule: Rule, placement: Placement, model: Model) -> int:
     """Bytes to give vLLM, which reads parameters in place from layer 0 on and skips none."""
-    if rule.max_bytes is not None:
-        return rule.max_bytes
-    offloaded = [slab.layer for slab in placement.slabs]
-    skipped = [
-        layer.index
-        for layer in model.layers[: offloaded[-1]]
-        if layer.index not in offloaded
-        and any(rule.matches(parameter.name) for parameter in layer.parameters)
-    ]
-    if skipped:
-        raise ExportError(
-            f"vLLM reads parameters in place from layer 0 on, up to a number of bytes: it "
-            f"cannot skip layer {skipped[0]} as group_size {rule.group_size}, num_in_group "
-            f"{rule.num_in_group} does"
-        )
+    offloaded = {slab.layer for slab in placement.slabs}
+    for layer in model.layers[: max(offloaded)]:
+        if layer.index not in offloaded and any(rule.matches(p.name) for p in layer.parameters):
+            raise ExportError(
+                f"vLLM reads parameters in place from layer 0 on, up to a number of bytes: it "
+                f"cannot skip layer {layer.index} as group_size {rule.group_size}, num_in_group "
+                f"{rule.num_in_group} does"
+            )
     return sum(entry.unit.nbytes for slab in placement.slabs for entry in slab.entries)
+
+
+def _overshoot_notes(moved: list[EngineParameter], num_bytes: int) -> tuple[str, ...]:
+    more = sum(each.nbytes for each in moved) - num_bytes
+    if more <= 0:
+        return ()
+    return (
+        f"within layer {moved[-1].layer}, where the bytes run out, vLLM has its own parameter "
+        f"order: up to {format_bytes(more)} more than the plan says may lie on the host",
+    )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
-from offplan.choices import EngineName, ObjectiveName, Store
+from offplan.choices import ObjectiveName, Store
 from offplan.errors import InputError
 from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
@@ -26,7 +26,7 @@ def ask(
     objective: ObjectiveName = "latency",
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
-    engine: EngineName | None = None,
+    engine: str | None = None,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
 
@@ -36,7 +36,8 @@ def ask(
     than the machine has is planned with. ``store`` is ``host``, or ``peer`` for the memory of a
     second GPU. The objective ``throughput`` chooses the batch, whatever the workload's.
     ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first token and of each further one, at
-    most. ``engine`` limits the search to plans that its flags can say.
+    most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its
+    flags can say.
 
     Raises InputError for a limit below zero and for an engine beside the store ``peer``, and
     ProfileError where the link to a second GPU is not known.

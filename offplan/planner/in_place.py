@@ -68,9 +68,10 @@ class InPlaceRules:
         crossing = table.row_bytes[setting].tolist()
         rules: tuple[Rule, ...] = ()
         rank: tuple[object, ...] = ()
-        host_bytes = off_gpu = 0
+        host_bytes = off_gpu = copied = 0
         if option is not None:
-            rule, num_units = self._take(option, int(room.lacking_bytes[setting]))
+            copied = self._copied_bytes(option)
+            rule, num_units = self._take(option, int(room.lacking_bytes[setting]) + copied)
             rules, rank = (rule,), (*option.rank, rule.max_bytes)
             off_gpu = self._sums[option][num_units - 1]
             for (kind, of_layer), count in self._layers(option, num_units).items():
@@ -85,7 +86,7 @@ class InPlaceRules:
             rank,
             times_ps=(times[0], times[1]),
             link_bytes=sum(w * each for w, each in zip(space.weights, crossing, strict=True)),
-            gpu_lack=float(room.lacking_bytes[setting] - off_gpu),
+            gpu_lack=float(room.lacking_bytes[setting] + copied - off_gpu),
             host_lack=float(host_bytes - room.host_bytes[setting]),
         )
 
@@ -100,6 +101,13 @@ class InPlaceRules:
             last = bisect_left(sums, min(max_bytes, sums[-1]))
         rule = option.rule(1, 1).model_dump(exclude={"group_size", "num_in_group"})
         return Rule(**{**rule, "max_bytes": max_bytes}), last + 1
+
+    def _copied_bytes(self, option: Option) -> int:
+        """Bytes of the largest layer that an option takes, for an engine that copies such."""
+        if self.space.engine is None or not self.space.engine.copies_in_turns:
+            return 0
+        taken = self.space.taken[option.segment_class]
+        return max(sum(unit.nbytes for unit in units) for units in taken)
 
     def _layers(self, option: Option, num_units: int) -> Counter[tuple[int, int]]:
         """Count the layers of each kind of which so many parameters are among the first ones.

@@ -1,7 +1,9 @@
 """Why there is no plan: what is missing and what would help."""
 
 from offplan.costs.memory import MARGIN, overhead_bytes
-from offplan.errors import InfeasibleError
+from offplan.engines.export import say_offload
+from offplan.errors import ExportError, InfeasibleError
+from offplan.plan import Backend, Offload, Rule
 from offplan.planner.question import Question
 from offplan.planner.search import Search
 from offplan.planner.space import Space, find_room
@@ -15,6 +17,7 @@ def explain_infeasible(space: Space, question: Question, search: Search) -> Infe
         return InfeasibleError(
             f"no plan that {question.goal.engine} can run fits "
             f"{format_budget(budget.gpu_memory)}, though others do"
+            f"{_refuse_layers(question, question.goal.engine)}"
         )
     if search.gpu_lack:
         lack = -(-int(search.gpu_lack) * 1000 // round(1000 * (1 - MARGIN)))
@@ -39,3 +42,16 @@ def explain_infeasible(space: Space, question: Question, search: Search) -> Infe
         f"({format_budget(budget.gpu_memory)}) cannot. Give more of either",
         lack,
     )
+
+
+def _refuse_layers(question: Question, engine: str) -> str:
+    """Say why an engine cannot even copy whole layers, if it cannot."""
+    way = Backend.PREFETCH
+    rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way)
+    offload = Offload(prefill_chunk=1, rules=(rule,))
+    unlimited = question.budget.model_copy(update={"host_memory": None})
+    try:
+        say_offload(offload, question.model, engine, unlimited)
+    except ExportError as error:
+        return f": {error}"
+    return ""

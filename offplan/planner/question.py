@@ -5,8 +5,8 @@ from functools import cached_property
 
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
-from offplan.engines.export import ENGINES
-from offplan.errors import InputError
+from offplan.engines.export import find_engine
+from offplan.errors import ExportError, InputError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
 
@@ -32,8 +32,11 @@ class Question:
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
-        if engine is not None and engine not in ENGINES:
-            raise InputError(f"no engine {engine!r}: offplan plans for {' and '.join(ENGINES)}")
+        if engine is not None:
+            try:
+                find_engine(engine)
+            except ExportError as error:
+                raise InputError(f"--for {engine}: {error}") from None
         if engine is not None and self.store != "host":
             raise InputError(
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.costs.predict import predict
 from offplan.engines.export import export_check
 from offplan.plan import Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
@@ -102,10 +103,21 @@ class Searcher:
 
     @cached_property
     def can_export(self) -> Callable[[Offload], bool]:
-        """Whether the engine's flags can say a plan; offplan's own runtime takes any."""
+        """Whether an engine's flags can say a plan that fits there; our own runtime takes any."""
         question = self.space.question
-        engine = question.goal.engine
-        return export_check(question.model, engine) if engine else lambda _: True
+        if question.goal.engine is None:
+            return lambda _: True
+        say = export_check(question.model, question.goal.engine, question.budget)
+
+        def fits(offload: Offload) -> bool:
+            said = say(offload)
+            if said is None or said.more_gpu_bytes <= 0:
+                return said is not None
+            workload, budget = question.workload, question.budget
+            taken = predict(question.model, self.space.machine, workload, budget, offload)
+            return taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory
+
+        return fits
 
     def find(
         self, room: Room, aim: Aim, limit: float = NEVER, max_rules: int = MAX_RULES

@@ -27,7 +27,8 @@ from offplan.costs.link import embedding_bytes, uva_bytes, uva_slowdown
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.engines.export import Engine, find_engine
+from offplan.engines.engine import Engine
+from offplan.engines.export import find_engine
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Unit, group_units
 from offplan.plan import Backend, Budget, Rule
@@ -123,7 +124,7 @@ class Space:
     def engine(self) -> Engine | None:
         """The engine whose flags must say the plan; None for offplan's own runtime."""
         name = self.question.goal.engine
-        return None if name is None else find_engine(name)
+        return None if name is None else find_engine(name)[0]
 
     @property
     def weights(self) -> tuple[int, int]:

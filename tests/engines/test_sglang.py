@@ -3,26 +3,50 @@
 import pytest
 
 from offplan.checkpoint.model import Model
-from offplan.engines.export import export_notes, export_plan
+from offplan.engines.export import export_plan
 from offplan.errors import ExportError
 from offplan.plan import Plan
-from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to, uva
+from tests.engines.builders import (
+    KIB,
+    NUM_EXPERTS,
+    deepseek,
+    make_plan,
+    prefetch,
+    qwen3,
+    up_to,
+    uva,
+)
 
 
 def test_prefetch() -> None:
-    flags = export_plan(make_plan(prefetch("experts"), prefetch_step=2), deepseek(), "sglang")
-    assert " ".join(flags) == (
-        "--offload-group-size 2 --offload-num-in-group 1 --offload-prefetch-step 2"
+    """Of its copies there is one more than its step."""
+    export = export_plan(make_plan(prefetch("experts"), prefetch_step=2), deepseek(), "sglang")
+    assert " ".join(export.flags) == (
+        "--offload-group-size 2 --offload-num-in-group 1 --offload-prefetch-step 1 "
+        "--disable-shared-experts-fusion"
     )
+    assert export.said.more_gpu_bytes == 0
+    assert "copy and compute in turns" in export.notes[0]
+
+
+def test_one_slot_is_two_there() -> None:
+    said = export_plan(make_plan(prefetch("experts"), prefetch_step=1), deepseek(), "sglang").said
+    assert said.flags["offload-prefetch-step"] == ("1",)
+    assert said.more_gpu_bytes == 3 * NUM_EXPERTS * 2 * KIB
 
 
 def test_max_bytes() -> None:
-    assert export_plan(make_plan(up_to("7GiB")), qwen3(), "sglang") == ["--cpu-offload-gb", "7"]
+    """As many whole GiB as hold what the rule takes, and the largest layer once more."""
+    export = export_plan(make_plan(up_to("7GiB")), qwen3(), "sglang")
+    assert export.flags == ["--cpu-offload-gb", "1"]
+    assert export.said.more_gpu_bytes == 10 * 2 * KIB
+    assert "does not read" in export.notes[0]
 
 
 def test_nothing_offloaded() -> None:
-    assert export_plan(make_plan(), qwen3(), "sglang") == []
-    assert "no flag" in export_notes(make_plan(), qwen3(), "sglang")[0]
+    export = export_plan(make_plan(), qwen3(), "sglang")
+    assert export.flags == []
+    assert "no flag" in export.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -36,19 +60,12 @@ def test_nothing_offloaded() -> None:
             deepseek(extra=["mlp.experts.down_proj.weight_scale_inv"]),
             "weight_scale_inv of layer 1 would stay",
         ),
-        (make_plan(prefetch("experts"), prefetch_step=3), deepseek(), "below its 3"),
+        (make_plan(prefetch("experts", group_size=3), prefetch_step=2), deepseek(4), "below its 1"),
         (make_plan(uva()), qwen3(), "reads no group"),
         (make_plan(up_to("7GiB", "mlp")), qwen3(), "segments"),
         (make_plan(up_to("7GiB")), deepseek(), "copies all routed experts of layer 1"),
-        (make_plan(up_to("7GB")), qwen3(), "whole number of GiB"),
     ],
 )
 def test_refusals(plan: Plan, model: Model, lost: str) -> None:
     with pytest.raises(ExportError, match=lost):
         export_plan(plan, model, "sglang")
-
-
-def test_notes() -> None:
-    plan = make_plan(prefetch("experts"), prefetch_step=2)
-    assert "24 KiB more" in export_notes(plan, deepseek(), "sglang")[0]
-    assert "does not read" in export_notes(make_plan(up_to("1GiB")), qwen3(), "sglang")[0]

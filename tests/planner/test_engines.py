@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
-from offplan.engines.export import export_offload, export_plan
+from offplan.costs.predict import predict
+from offplan.engines.export import export_plan, say_offload
 from offplan.errors import ExportError, InfeasibleError
 from offplan.plan import Goal, Offload
 from offplan.planner.make import make_plan
+from offplan.planner.question import Question
 from offplan.report.why import explain_plan
 from tests.costs.builders import make_machine
 from tests.engines.builders import deepseek, qwen3
@@ -46,15 +48,17 @@ def test_the_fastest_of_an_engine_is_found() -> None:
     kept = [
         each.objective_s
         for each in BruteForce(question, (600, 512)).singles
-        if can_say(each.offload, question.model)
+        if can_say(each.offload, question)
     ]
     plan = make_plan(question).plan
     assert plan.prediction.objective_s == pytest.approx(min(kept), rel=1e-12)
 
 
-def can_say(offload: Offload, model: Model) -> bool:
+def can_say(offload: Offload, question: Question) -> bool:
+    model, budget = question.model, question.budget
     try:
-        export_offload(offload, model, "vllm")
+        said = say_offload(offload, model, "vllm", budget)
     except ExportError:
         return False
-    return True
+    taken = predict(model, question.planned_machine, question.workload, budget, offload)
+    return taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory

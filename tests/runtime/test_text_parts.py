@@ -151,7 +151,7 @@ def test_a_plan_counts_towers_where_they_are_loaded(folder: Path, engine: Any) -
     assert find_obstacle(question.model) is None
     assert question.model.outside_key == model.outside_key
     if engine:
-        assert export_plan(plan, model, engine) == []
+        assert export_plan(plan, model, engine).flags == []
 
 
 def test_analyze_says_so(cli: CLI, folder: Path) -> None:

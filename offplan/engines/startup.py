@@ -1,0 +1,110 @@
+"""What an engine says of its offloading when it starts: in its log, or asked as a server.
+
+Source: vLLM 0.25.0 to 0.33.0, ``offloader`` and ``gpu_model_runner``; SGLang 0.5.23,
+``utils/offloader`` and ``model_runner``.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offplan.engines.engine import Flags
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What was said; None or empty is what was not."""
+
+    version: str | None = None
+    loaded_bytes: float | None = None
+    """GPU memory that loading the weights took."""
+    offloaded_bytes: float | None = None
+    num_layers: int | None = None
+    """Layers that something is offloaded of."""
+    flags: Flags = field(default_factory=dict)
+    """Options that it says to have, of those that offload."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+_SGLANG_FLAGS = (
+    *("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"),
+    "disable_shared_experts_fusion",
+)
+_VLLM_VERSION = re.compile(r"Initializing a V1 LLM engine \(v([\w.+]+)\)")
+_VLLM_LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
+_VLLM_IN_PLACE = re.compile(r"Total CPU offloaded parameters: ([\d.]+)")
+_VLLM_PREFETCH = re.compile(
+    r"\[PrefetchOffloader\] Initialized (\d+) modules\. Total GPU memory saved: ([\d.]+) GB, "
+    r".*?\(group_size=(\d+), num_in_group=(\d+), prefetch_step=(\d+),"
+)
+_SGLANG_LOADED = re.compile(r"Load weight end\..*? mem usage=([\d.]+) GB")
+_SGLANG_LAYER = re.compile(r"\[offloader\] offload module_index=(\d+) ")
+
+
+def read_log(engine: str, text: str) -> Startup:
+    """Read the log of ``vllm`` or ``sglang``, from its start on."""
+    return _read_vllm_log(text) if engine == "vllm" else _read_sglang_log(text)
+
+
+def read_server(engine: str, text: str) -> Startup:
+    """Read what a server answers to ``/server_info``; raises ValueError for anything else."""
+    data = json.loads(text)
+    try:
+        return _read_vllm_server(data) if engine == "vllm" else _read_sglang_server(data)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"no {error} in what the server says of itself") from None
+
+
+def _read_vllm_log(text: str) -> Startup:
+    version, loaded = _VLLM_VERSION.search(text), _last(_VLLM_LOADED, text)
+    named = None if version is None else version[1]
+    loaded_bytes = None if loaded is None else float(loaded[1]) * GIB
+    if (ring := _last(_VLLM_PREFETCH, text)) is not None:
+        names = ("offload-group-size", "offload-num-in-group", "offload-prefetch-step")
+        flags = {name: (value,) for name, value in zip(names, ring.groups()[2:], strict=True)}
+        return Startup(named, loaded_bytes, float(ring[2]) * 1e9, int(ring[1]), flags)
+    # said once for all layers, and again for each tower: the last one counts all
+    taken = _last(_VLLM_IN_PLACE, text)
+    return Startup(named, loaded_bytes, None if taken is None else float(taken[1]) * GIB)
+
+
+def _read_sglang_log(text: str) -> Startup:
+    loaded = _last(_SGLANG_LOADED, text)
+    layers = {found[1] for found in _SGLANG_LAYER.finditer(text)}
+    return Startup(
+        loaded_bytes=None if loaded is None else float(loaded[1]) * GIB,
+        num_layers=len(layers) or None,
+    )
+
+
+def _read_vllm_server(data: Mapping[str, Any]) -> Startup:
+    config, environment = data["vllm_config"], data["vllm_env"]
+    options = {**config["offload_config"]["prefetch"], **config["offload_config"]["uva"]}
+    return Startup(
+        flags={name.replace("_", "-"): _words(value) for name, value in options.items()},
+        environment={name: str(value) for name, value in environment.items()},
+    )
+
+
+def _read_sglang_server(data: Mapping[str, Any]) -> Startup:
+    usage = data["internal_states"][0].get("memory_usage", {}).get("weight")
+    return Startup(
+        version=data["version"],
+        loaded_bytes=None if usage is None else float(usage) * GIB,
+        flags={name.replace("_", "-"): _words(data[name]) for name in _SGLANG_FLAGS},
+    )
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return ()
+    return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    found = [*pattern.finditer(text)]
+    return found[-1] if found else None

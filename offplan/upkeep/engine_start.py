@@ -1,0 +1,184 @@
+"""A running engine held against a plan: whether what was exported is in force there."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from offplan.checkpoint.model import Model
+from offplan.engines.engine import Engine, format_version
+from offplan.engines.export import Export, export_plan, find_engine
+from offplan.engines.startup import Startup, read_log, read_server
+from offplan.errors import InputError
+from offplan.plan import Plan, Rule
+from offplan.records import read_text
+from offplan.units import format_bytes
+from offplan.upkeep.checking import Finding
+
+MOST_LOG_BYTES = 2**28
+"""Beyond any log's start; a server's answer is shorter."""
+PATIENCE_S = 10
+"""Seconds that a server has to answer."""
+ROUNDED_TO = 2**24
+"""Bytes by which an engine's figure, in GiB of two decimals, may be off."""
+BYTES_TO = 0.01
+"""Part of what is offloaded by which an engine may have laid it out larger or smaller."""
+WEIGHTS_TO = 0.05
+"""Part of all weights by which loading them may take more GPU memory than they have bytes.
+
+Source: chosen, above what allocators round up to; half of what is offloaded where that is less.
+"""
+
+
+def read_start(engine: str, log: Path | None, url: str | None) -> Startup:
+    """Read what an engine says of its start, in a log or asked as a server.
+
+    Raises InputError for what is no such log, and for a server that does not say.
+    """
+    chosen, _ = find_engine(engine)
+    if log is not None:
+        startup = read_log(chosen.name, read_text(log, "log", MOST_LOG_BYTES, InputError))
+        if startup.loaded_bytes is None:
+            raise InputError(
+                f"{log} does not say what loading the weights took: it is no log of {chosen.title} "
+                "from its start until it serves"
+            )
+        return startup
+    assert url is not None, "a log or a server is named"
+    return _ask_server(chosen, url.rstrip("/"))
+
+
+def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tuple[Finding, ...]:
+    """Check that an engine that has started does what was exported to it.
+
+    Where ``engine`` names no version, it is the one that the engine says. Raises ExportError for a
+    plan that cannot be exported to it.
+    """
+    chosen, _ = find_engine(engine)
+    version = re.match(r"\d+\.\d+(\.\d+)?", startup.version or "")
+    if version is not None and "==" not in engine:
+        engine = f"{engine}=={version[0]}"
+    export = export_plan(plan, model, engine)
+    findings = [*_check_version(export, startup), *_check_flags(export, startup)]
+    if startup.loaded_bytes is None:
+        text = f"the server says its flags, not what they did: {chosen.title}'s log does (--log)"
+        return (*findings, Finding("offload", "unknown", text))
+    loaded = model.as_loaded_by(engine)
+    findings += _check_offload(plan.offload.rules, loaded, export, startup)
+    return (*findings, _check_memory(loaded, export, startup))
+
+
+def _ask_server(engine: Engine, url: str) -> Startup:
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"--url {url}: write it with http:// or https://")
+    try:
+        startup = read_server(engine.name, _get(f"{url}/server_info?config_format=json"))
+        if engine.name == "vllm":
+            version = re.search(r'"version":\s*"([^"]+)"', _get(f"{url}/version"))
+            startup = replace(startup, version=version[1] if version else None)
+    except (URLError, TimeoutError, ConnectionError) as error:
+        helps = " (vLLM answers only with VLLM_SERVER_DEV_MODE=1)" if engine.name == "vllm" else ""
+        raise InputError(
+            f"{url}/server_info: {error}{helps}; --log reads what it wrote when it started"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{url} is no server of {engine.title}: {error}") from None
+    return startup
+
+
+def _get(url: str) -> str:
+    with urlopen(url, timeout=PATIENCE_S) as answer:
+        return str(answer.read(MOST_LOG_BYTES).decode("utf-8", "replace"))
+
+
+def _check_version(export: Export, startup: Startup) -> Iterator[Finding]:
+    expected = format_version(export.version)
+    if startup.version is None:
+        yield Finding("version", "unknown", f"it does not say its version; checked as {expected}")
+    else:
+        minor = expected.rpartition(".")[0]
+        same = startup.version.startswith(f"{minor}.")
+        text = f"{export.engine.title} {startup.version}"
+        told = text if same else f"{text}; the plan was exported for {expected}"
+        yield Finding("version", "holds" if same else "drift", told)
+    for name, value in export.said.environment.items() if startup.environment else ():
+        found = startup.environment.get(name)
+        same = found in (value, str(bool(int(value))))
+        text = f"{name} is {found}; without {value} offloading is ignored"
+        yield Finding("environment", "holds" if same else "drift", text)
+
+
+def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
+    """Compare options where the engine says them; one that is not set is 0, or empty."""
+    for name, found in startup.flags.items():
+        expected = export.said.flags.get(name)
+        is_switch = not found and expected == ()
+        if is_switch or _normal(found) == _normal(expected):
+            continue
+        if expected is None and not name.endswith(("group-size", "offload-gb")):
+            continue  # which mean nothing while these two are not set
+        told = "not set" if expected is None else " ".join(expected)
+        text = f"--{name} is {' '.join(found)}; the plan has it {told}"
+        yield Finding("flags", "drift", text)
+        return
+    if startup.flags:
+        yield Finding("flags", "holds", "those that it says are those of the plan")
+
+
+def _normal(values: tuple[str, ...] | None) -> list[float | str]:
+    """Return values in an order, numbers as such; what is not set is nothing."""
+    numbers = [float(v) if re.fullmatch(r"[\d.e+-]+", v) else v for v in values or ()]
+    return sorted((each for each in numbers if each != 0), key=str)
+
+
+def _check_offload(
+    rules: Sequence[Rule], model: Model, export: Export, startup: Startup
+) -> Iterator[Finding]:
+    """Check the layers and the bytes that the engine says to have offloaded."""
+    moved = {each.layer for each in export.said.moved}
+    if startup.num_layers is not None and rules:
+        expected = len(moved)
+        if export.engine.name == "sglang":  # which counts dense layers, and moves nothing of them
+            expected = sum(rules[0].selects_layer(layer.index) for layer in model.layers)
+        text = f"{startup.num_layers} layers are offloaded; the plan has {expected}"
+        yield Finding("layers", "holds" if startup.num_layers == expected else "drift", text)
+    least, most = _moved_bytes(export)
+    told = "nothing"
+    same = not moved
+    if startup.offloaded_bytes is not None:
+        told = format_bytes(round(startup.offloaded_bytes))
+        slack = BYTES_TO * most + ROUNDED_TO
+        same = least - slack <= startup.offloaded_bytes <= most + slack
+    elif export.engine.name == "sglang":
+        return  # whose log names no bytes
+    yield Finding(
+        "offload",
+        "holds" if same else "drift",
+        f"the log has {told} offloaded; the plan has {format_bytes(least)}",
+    )
+
+
+def _check_memory(model: Model, export: Export, startup: Startup) -> Finding:
+    """Check that what was offloaded has left the GPU: loading may have brought it back."""
+    assert startup.loaded_bytes is not None, "asked of logs that say it"
+    offloaded, _ = _moved_bytes(export)
+    slack = WEIGHTS_TO * model.loaded_bytes
+    if offloaded:
+        slack = min(slack, offloaded / 2)
+    expected = model.loaded_bytes - offloaded
+    text = (
+        f"loading took {format_bytes(round(startup.loaded_bytes))}; the weights that stay have "
+        f"{format_bytes(expected)}"
+    )
+    if startup.loaded_bytes <= expected + slack + ROUNDED_TO:
+        return Finding("GPU memory", "holds", text)
+    return Finding("GPU memory", "drift", f"{text}: what was to be offloaded is on the GPU")
+
+
+def _moved_bytes(export: Export) -> tuple[int, int]:
+    """Bytes that the engine moves at least, and at most."""
+    most = sum(each.nbytes for each in export.said.moved)
+    limits = (int(float(gib) * 2**30) for gib in export.said.flags.get("cpu-offload-gb", ()))
+    return min((most, *limits)), most

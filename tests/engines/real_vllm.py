@@ -1,0 +1,194 @@
+"""vLLM's own classes, built of tiny configs on the meta device: no GPU, no weights, no kernels."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.runtime.families import OWN_SIZES, SIZES, VISION
+
+Parameters = dict[str, int]
+"""Bytes of a layer's parameters by their names."""
+
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v32": {"topk_method": "noaux_tc"},
+    "falcon": {"ffn_hidden_size": 4 * SIZES["hidden_size"]},
+    "glm_moe_dsa": {"topk_method": "noaux_tc"},
+    "gpt2": {"activation_function": "gelu"},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "qwen3_moe": {"shared_expert_intermediate_size": 0},
+}
+"""What vLLM wants beside what transformers does."""
+WITH_TOWERS = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Llama4ForConditionalGeneration": "llama4",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+}
+"""The model types of architectures that read images, too."""
+
+
+@cache
+def families() -> dict[str, str]:
+    """The model type of each architecture, of those that are text alone where there are several."""
+    found: dict[str, str] = {}
+    for family, classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        name = classes if isinstance(classes, str) else classes[0]
+        if name not in found or family.endswith("_text"):
+            found[name] = family
+    return found | {"LlamaForCausalLM": "llama", "GPT2LMHeadModel": "gpt2"}
+
+
+def breakable_architectures() -> frozenset[str]:
+    """List those that vLLM captures in breakable CUDA graphs by default."""
+    from vllm.config import vllm
+
+    found: frozenset[str] = vllm.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+    return found
+
+
+def write_config(folder: Path, architecture: str) -> Path:
+    """Write the config of a tiny model of an architecture."""
+    family = {**families(), **WITH_TOWERS}[architecture]
+    has_towers = architecture in WITH_TOWERS
+    # with an index DeepSeek-V2's attention is sparse, too
+    indexed = family in ("deepseek_v32", "glm_moe_dsa")
+    sizes = {k: v for k, v in SIZES.items() if indexed or not k.startswith("index_")}
+    sizes |= OWN_SIZES.get(f"{family}_text" if has_towers else family, {})
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    if has_towers:
+        sizes = {"text_config": sizes, "vision_config": VISION}
+    config = CONFIG_MAPPING[family](**sizes)
+    data = {**config.to_dict(), **OTHER_SIZES.get(family, {})}
+    data |= {"architectures": [architecture], "dtype": "bfloat16", "model_type": family}
+    path = folder / "config.json"
+    path.write_text(json.dumps(data, default=str))
+    return path
+
+
+def parse_command(words: Sequence[str]) -> Any:
+    """Read the words after ``vllm`` with vLLM's own parser and validation of its config."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # where a config file names the model, ``serve`` itself is read as a tag
+    rest = words if "--config" in words else words[1:]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(list(rest))
+    if parsed.model_tag not in (None, "serve"):
+        parsed.model = parsed.model_tag
+    arguments = EngineArgs.from_cli_args(parsed)
+    arguments.skip_tokenizer_init, arguments.enforce_eager = True, True
+    return arguments.create_engine_config()
+
+
+def build(config: Any, offloader: Any, folder: Path) -> None:
+    """Build the model of an engine's config, whose layers the offloader is given."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.quantization import mxfp4
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.offloader import set_offloader
+    from vllm.platforms.cpu import CpuPlatform
+
+    def get_attention(
+        cls: Any, backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> Any:
+        # there is no sparse attention for the CPU, and it has no say in names
+        return choose(cls, backend, attn_selector_config._replace(use_sparse=False), num_heads)
+
+    choose = getattr(CpuPlatform.get_attn_backend_cls, "chosen", None)
+    choose = choose or CpuPlatform.get_attn_backend_cls.__func__
+    get_attention.chosen = choose  # type: ignore[attr-defined]
+
+    def select_backend(*_: Any, **__: Any) -> tuple[Any, None]:
+        return UnquantizedMoeBackend.TRITON, None  # which has no say in names, and needs a GPU
+
+    experts.select_unquantized_moe_backend = select_backend
+    mxfp4.select_mxfp4_moe_backend = lambda *_, **__: (Mxfp4MoeBackend.MARLIN, None)
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attention)
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{folder / 'store'}", 0, backend="gloo")
+            initialize_model_parallel(1, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        set_offloader(offloader)
+        try:
+            with torch.device("meta"):
+                initialize_model(vllm_config=config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            set_offloader(None)
+
+
+def record_layers(config: Any, folder: Path) -> list[Parameters]:
+    """List what vLLM calls the parameters of each layer that an offloader would be given."""
+    from vllm.model_executor.offloader import BaseOffloader
+
+    found: list[Parameters] = []
+
+    class Recorder(BaseOffloader):  # type: ignore[misc]
+        def wrap_modules(self, modules_generator: Any, prefix: str = "") -> list[Any]:
+            modules = list(modules_generator)
+            found.extend({n: p.nbytes for n, p in m.named_parameters()} for m in modules)
+            return modules
+
+    build(config, Recorder(), folder)
+    return found
+
+
+def record_moved(config: Any, folder: Path) -> list[list[str]]:
+    """List, layer by layer, the parameters that vLLM's own offloader takes for a config."""
+    from vllm.model_executor import offloader as offloaders
+    from vllm.model_executor.offloader import prefetch, uva
+
+    layers: list[Any] = []
+    taken: dict[int, list[str]] = {}
+
+    class ModuleOffloader:
+        def __init__(self, *, module: Any, whitelist_param_names: list[str], **_: Any) -> None:
+            taken[id(module)] = whitelist_param_names
+
+    streams = torch.cuda.Stream
+    torch.cuda.Stream = object  # type: ignore[assignment, misc]
+    prefetch._ModuleOffloader = ModuleOffloader
+    uva.get_accelerator_view_from_cpu_tensor = torch.Tensor.to
+    offloader = offloaders.create_offloader(config.offload_config)
+    torch.cuda.Stream = streams  # type: ignore[misc]
+    with suppress(AttributeError):
+        offloader.uva_offloading = True
+    wrap = offloader.wrap_modules
+    moves = torch.Tensor.to
+
+    def wrap_modules(modules: Any, prefix: str = "") -> Any:
+        layers.extend(wrap(modules, prefix))
+        return layers
+
+    offloader.wrap_modules = wrap_modules
+    # a meta tensor's bytes stay where they are
+    torch.Tensor.to = lambda tensor, *_, **__: tensor  # type: ignore[method-assign, assignment]
+    try:
+        build(config, offloader, folder)
+    finally:
+        torch.Tensor.to = moves  # type: ignore[method-assign]
+    for layer in layers:
+        marked = [n for n, p in layer.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")]
+        taken.setdefault(id(layer), marked)
+    return [taken[id(layer)] for layer in layers]

@@ -1,0 +1,117 @@
+"""The whole command, in each of its forms."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offplan.choices import ExportFormat
+from offplan.engines.export import Export, export_plan
+from offplan.engines.formats import render_export
+from offplan.errors import ExportError
+from offplan.plan import Plan
+from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, uva
+
+PLAN = make_plan(prefetch("self_attn", "mlp.down_proj"), prefetch_step=1)
+SERVED = "--dtype bfloat16 --max-model-len 4096 --max-num-seqs 1 --max-num-batched-tokens 512"
+OFFLOADED = """
+--offload-group-size 2 --offload-num-in-group 1 --offload-prefetch-step 1
+--offload-params self_attn mlp.down_proj
+"""
+
+
+def words(export: Export, form: ExportFormat) -> list[str]:
+    return shlex.split(render_export(export, form).replace("\\\n", " "))
+
+
+def test_the_command_of_vllm() -> None:
+    """The budget is a share of a GPU of 3 GiB, rounded down."""
+    export = export_plan(PLAN, qwen3(), "vllm", gpu_bytes=3 * 2**30)
+    assert words(export, "command") == shlex.split(
+        f"vllm serve test/model {SERVED} --gpu-memory-utilization 0.3333 {OFFLOADED}"
+    )
+    assert words(export, "command") == export.command
+
+
+def test_where_the_gpu_is_not_known_vllm_is_given_the_cache() -> None:
+    """Blocks of 128 tokens, one of which it keeps empty."""
+    memory = PLAN.prediction.gpu_memory.model_copy(update={"kv_cache_bytes": 4096 * 1000})
+    prediction = PLAN.prediction.model_copy(update={"gpu_memory": memory})
+    export = export_plan(PLAN.model_copy(update={"prediction": prediction}), qwen3(), "vllm")
+    assert export.serve["kv-cache-memory-bytes"] == (str((4096 + 128) * 1000),)
+    assert "gpu-memory-utilization" not in export.serve
+
+
+def test_the_command_of_sglang() -> None:
+    export = export_plan(make_plan(prefetch("experts")), deepseek(), "sglang", gpu_bytes=4 * 2**30)
+    assert " ".join(words(export, "command")) == (
+        "python3 -m sglang.launch_server --model-path test/model --dtype bfloat16 "
+        "--context-length 4096 --max-running-requests 1 --chunked-prefill-size 512 "
+        "--max-total-tokens 4096 --mem-fraction-static 0.2500 --offload-group-size 2 "
+        "--offload-num-in-group 1 --offload-prefetch-step 1 --disable-shared-experts-fusion"
+    )
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm==0.27", "sglang"])
+def test_a_file_says_what_the_command_does(engine: str) -> None:
+    plan = make_plan(prefetch("experts"), prefetch_step=3)
+    export = export_plan(plan, deepseek(), engine)
+    text = render_export(export, "yaml")
+    read = yaml.safe_load(text)
+    assert read.pop("model" if "vllm" in engine else "model-path") == "test/model"
+    said = []
+    for name, value in read.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        said += [f"--{name}", *map(str, values)]
+    assert said == export.command[len(export.engine.command) + 1 :]
+    assert ("# needs VLLM_USE_V2_MODEL_RUNNER=0\n" in text) == (engine == "vllm==0.27")
+
+
+def test_variables() -> None:
+    lines = render_export(export_plan(PLAN, qwen3(), "vllm==0.27"), "env").splitlines()
+    assert lines[:2] == ["VLLM_USE_V2_MODEL_RUNNER=0", "MODEL=test/model"]
+    assert lines[2].startswith(f"VLLM_ARGS={SERVED}")
+    command = words(export_plan(PLAN, qwen3(), "vllm==0.27"), "command")
+    assert command[:3] == ["VLLM_USE_V2_MODEL_RUNNER=0", "vllm", "serve"]
+
+
+def test_a_container(tmp_path: Path) -> None:
+    text = words(export_plan(PLAN, qwen3(), "vllm==0.27.1"), "docker")
+    assert " ".join(text).startswith(
+        "docker run --gpus all --ipc=host --ulimit memlock=-1 -p 8000:8000 "
+        "-v $HOME/.cache/huggingface:/root/.cache/huggingface -e VLLM_USE_V2_MODEL_RUNNER=0 "
+        f"--entrypoint vllm vllm/vllm-openai:v0.27.1 serve test/model {SERVED}"
+    )
+    assert text[-4:] == ["--host", "0.0.0.0", "--port", "8000"]
+    (tmp_path / "config.json").write_text("{}")
+    text = words(export_plan(at(PLAN, tmp_path / "config.json"), qwen3(), "vllm"), "docker")
+    assert text[text.index("-v") + 1] == f"{tmp_path}:/model:ro"
+    assert text[text.index("serve") + 1] == "/model"
+
+
+def test_a_revision_is_loaded() -> None:
+    model = PLAN.model.model_copy(update={"revision": "a1b2"})
+    export = export_plan(PLAN.model_copy(update={"model": model}), qwen3(), "vllm")
+    assert export.command[3:5] == ["--revision", "a1b2"]
+
+
+def test_a_type_that_no_engine_computes_in() -> None:
+    model = PLAN.model.model_copy(update={"dtype": "float64"})
+    with pytest.raises(ExportError, match="the plan's model computes in float64"):
+        export_plan(PLAN.model_copy(update={"model": model}), qwen3(), "vllm")
+
+
+def test_float32_is_loaded_as_it_was_priced() -> None:
+    """Left to themselves vLLM takes bfloat16 and SGLang float16."""
+    model = PLAN.model.model_copy(update={"dtype": "float32"})
+    for engine in ("vllm", "sglang"):
+        plan = make_plan(uva("mlp")) if engine == "vllm" else make_plan()
+        export = export_plan(plan.model_copy(update={"model": model}), qwen3(), engine)
+        assert export.serve["dtype"] == ("float32",)
+
+
+def at(plan: Plan, path: Path) -> Plan:
+    return plan.model_copy(
+        update={"model": plan.model.model_copy(update={"source": str(path), "revision": None})}
+    )

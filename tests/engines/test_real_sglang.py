@@ -1,0 +1,79 @@
+"""What is exported, held against the real SGLang: ``pytest -m engines`` where it is installed."""
+
+import argparse
+import ast
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offplan.engines.engine import format_version
+from offplan.engines.export import ENGINES, Export, export_plan
+from offplan.engines.formats import render_export
+from offplan.engines.sglang import PREFETCHING_CLASSES
+from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs the package sglang"),
+]
+EXPORTS = [
+    (make_plan(prefetch("experts")), deepseek()),
+    (make_plan(up_to("7GiB")), qwen3()),
+    (make_plan(), qwen3()),
+]
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    made = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(made)
+    return made
+
+
+def test_the_version_is_the_one_that_exports_are_held_against() -> None:
+    assert version("sglang") == format_version(ENGINES["sglang"].newest)
+
+
+@pytest.mark.parametrize(("plan", "model"), EXPORTS)
+def test_sglang_reads_the_command(
+    parser: argparse.ArgumentParser, plan: Any, model: Any, tmp_path: Path
+) -> None:
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    export = export_plan(plan, model, "sglang", gpu_bytes=2**31)
+    read = parser.parse_args(export.command[3:])
+    assert read.model_path == "test/model"
+    for name, values in export.options.items():
+        found = getattr(read, name.replace("-", "_"))
+        assert found == (type(found)(values[0]) if values else True)
+    assert read.offload_mode == "cpu"
+    merger = ConfigArgumentMerger(parser)
+    assert parser.parse_args(merger.merge_config_with_args(config(export, tmp_path))) == read
+
+
+def config(export: Export, folder: Path) -> list[str]:
+    path = folder / "serve.yaml"
+    path.write_text(render_export(export, "yaml"))
+    return ["--config", str(path)]
+
+
+def test_classes_that_say_what_to_move() -> None:
+    """They are DeepSeek-V2's own, made of it, or hold it."""
+    found = find_spec("sglang")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    models = Path(found.submodule_search_locations[0]) / "srt" / "models"
+    told = {}
+    for path in models.glob("*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                told[node.name] = ast.unparse(node)
+    assert "offloader_kwargs" in told["DeepseekV2Model"]
+    assert "DeepseekV2Model(" in told["DeepseekV2ForCausalLM"]
+    for name in set(PREFETCHING_CLASSES) - {"DeepseekV2ForCausalLM"}:
+        assert "DeepseekV2ForCausalLM" in told[name] or "DeepseekV3ForCausalLM" in told[name]

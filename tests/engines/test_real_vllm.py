@@ -1,0 +1,127 @@
+"""What is exported, held against the real vLLM: ``pytest -m engines`` where it is installed."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.engines import vllm
+from offplan.engines.engine import format_version
+from offplan.engines.export import ENGINES, export_plan
+from offplan.engines.formats import render_export
+from offplan.engines.names import engine_parameters
+from offplan.plan import Plan, Rule
+from tests.engines.builders import make_plan, prefetch, up_to, uva
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the package vllm"),
+]
+
+WIDER = (".gate.weight", "e_score_correction_bias", ".A_log", "k_norm.weight", "k_norm.bias")
+"""Small parameters that vLLM keeps in float32, whatever they are stored in."""
+SELECTED = (
+    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "LlamaForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM"),
+    "GptOssForCausalLM",
+)
+RULES = {
+    "layers": prefetch(group_size=2),
+    "attention": prefetch("self_attn", group_size=3, num_in_group=2),
+    "outputs": prefetch("o_proj", group_size=1),
+    "in place": uva("self_attn"),
+    "bytes": up_to("20KB"),
+}
+
+
+def test_the_version_is_the_one_that_exports_are_held_against() -> None:
+    from importlib.metadata import version
+
+    assert version("vllm") == format_version(ENGINES["vllm"].newest)
+
+
+def test_breakable_graphs() -> None:
+    from tests.engines.real_vllm import breakable_architectures
+
+    drafts = {name for name in breakable_architectures() if "MTP" in name}
+    assert set(vllm.FACTS["breakable"]) == breakable_architectures() - drafts
+
+
+@pytest.mark.parametrize("architecture", sorted({*vllm.FACTS["usual"], *vllm.FACTS["renamed"]}))
+def test_names_and_bytes(architecture: str, tmp_path: Path) -> None:
+    from tests.engines.real_vllm import parse_command, record_layers, write_config
+
+    if "Qwen3_5" in architecture or "Conditional" in architecture:
+        pytest.importorskip("torchvision")
+    model = open_model(str(write_config(tmp_path, architecture)))
+    real = record_layers(parse_command(["serve", str(tmp_path), "--max-model-len", "64"]), tmp_path)
+    ours: list[dict[str, int]] = [{} for _ in model.layers]
+    for each in engine_parameters(model, vllm.find_names(model)):
+        ours[each.layer][each.name] = each.nbytes
+    for one, other in zip(ours, real, strict=True):
+        assert one.keys() == other.keys()
+        unlike = {name for name in one if one[name] != other[name]}
+        assert all(name.endswith(WIDER) for name in unlike)
+
+
+def test_experts_of_mxfp4(tmp_path: Path) -> None:
+    """By Marlin's kernels, which round their sizes up."""
+    from tests.engines.real_vllm import parse_command, record_layers, write_config
+
+    path = write_config(tmp_path, "GptOssForCausalLM")
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    config = json.loads(path.read_text())
+    config |= {"hidden_size": 96, "intermediate_size": 160}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    path.write_text(json.dumps(config))
+    model = open_model(str(path))
+    plan = with_source(make_plan(prefetch("experts", group_size=1), prefetch_step=1), path, model)
+    said = export_plan(plan, model, "vllm").said
+    real = record_layers(parse_command(["serve", str(tmp_path), "--max-model-len", "64"]), tmp_path)
+    moved = {(p.layer, p.name): p.nbytes for p in said.moved if "bias" not in p.name}
+    assert len(moved) == 4 * len(real)
+    assert all(real[layer][name] == nbytes for (layer, name), nbytes in moved.items())
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("architecture", SELECTED)
+def test_vllm_moves_what_the_plan_says(architecture: str, rule: Rule, tmp_path: Path) -> None:
+    """By the whole command, read by vLLM's parser, and vLLM's own selection."""
+    from tests.engines.real_vllm import parse_command, record_moved, write_config
+
+    path = write_config(tmp_path, architecture)
+    model = open_model(str(path))
+    export = export_plan(with_source(make_plan(rule), path, model), model, "vllm")
+    moved = record_moved(parse_command(export.command[1:]), tmp_path)
+    said = {(each.layer, each.name) for each in export.said.moved}
+    found = {(layer, name) for layer, names in enumerate(moved) for name in names}
+    if rule.max_bytes is None:
+        assert found == said
+    else:
+        sizes = {(each.layer, each.name): each.nbytes for each in export.said.moved}
+        assert found <= said
+        assert sum(sizes[each] for each in found) >= rule.max_bytes
+
+
+def test_vllm_reads_the_config_file(tmp_path: Path) -> None:
+    from tests.engines.real_vllm import parse_command, write_config
+
+    path = write_config(tmp_path, "Qwen3ForCausalLM")
+    model = open_model(str(path))
+    export = export_plan(with_source(make_plan(prefetch("mlp")), path, model), model, "vllm")
+    file = tmp_path / "serve.yaml"
+    file.write_text(render_export(export, "yaml"))
+    said, read = parse_command(export.command[1:]), parse_command(["serve", "--config", str(file)])
+    assert read.offload_config == said.offload_config
+    assert read.scheduler_config.max_num_batched_tokens == 64
+
+
+def with_source(plan: Plan, path: Path, model: Model) -> Plan:
+    workload = plan.workload.model_copy(
+        update={"context": 64, "prompt_tokens": 32, "output_tokens": 16}
+    )
+    found = plan.model.model_copy(update={"source": str(path)})
+    return plan.model_copy(update={"model": found, "workload": workload})

@@ -1,0 +1,182 @@
+"""Whether an engine that has started does what was exported to it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from offplan.checkpoint.model import Layer, Model
+from offplan.engines.export import export_plan
+from offplan.engines.startup import read_log
+from offplan.errors import InputError
+from offplan.plan import Budget, Plan
+from offplan.upkeep.checking import Finding
+from offplan.upkeep.engine_start import check_start, read_start
+from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
+
+GIB = 2**30
+VERSION = "INFO [core.py:140] Initializing a V1 LLM engine (v{}) with config: model='x'\n"
+RING = (
+    "INFO [prefetch.py:400] [PrefetchOffloader] Initialized {} modules. Total GPU memory saved: "
+    "{:.4f} GB, Static buffer pool: 1.0000 GB (group_size={}, num_in_group=1, prefetch_step=1, "
+    "mode=cpu)\n"
+)
+IN_PLACE = "INFO [uva.py:75] Total CPU offloaded parameters: {:.2f}\n"
+LOADED = "INFO [model_runner.py:428] Model loading took {:.2f} GiB memory and 3.1 seconds\n"
+
+
+def large(model: Model) -> Model:
+    """The model with parameters of 256 MiB: more than figures are rounded to."""
+
+    def enlarge(layer: Layer) -> Layer:
+        parameters = []
+        for each in layer.parameters:
+            tensors = tuple(t._replace(shape=(2**17, 2**10)) for t in each.tensors)
+            parameters.append(replace(each, tensors=tensors))
+        return replace(layer, parameters=tuple(parameters))
+
+    return replace(model, layers=tuple(map(enlarge, model.layers)))
+
+
+MODEL = large(qwen3())
+WEIGHTS = MODEL.loaded_bytes / GIB
+PREFETCH = make_plan(prefetch("mlp"), prefetch_step=1)
+MOVED = 3 * 3 / 4
+UVA = make_plan(up_to("3GiB", "mlp"))
+
+
+def found(plan: Plan, log: str, engine: str = "vllm", model: Model = MODEL) -> dict[str, Finding]:
+    return {each.subject: each for each in check_start(plan, model, engine, read_log(engine, log))}
+
+
+def drifts(findings: dict[str, Finding]) -> set[str]:
+    return {subject for subject, each in findings.items() if each.verdict == "drift"}
+
+
+def test_a_ring_in_force() -> None:
+    log = VERSION.format("0.31.2+cu130") + LOADED.format(WEIGHTS - MOVED)
+    findings = found(PREFETCH, log + RING.format(3, MOVED * GIB / 1e9, 2))
+    assert {each.verdict for each in findings.values()} == {"holds"}
+    assert findings["version"].text == "vLLM 0.31.2+cu130"
+    assert findings.keys() == {"version", "flags", "layers", "offload", "GPU memory"}
+
+
+@pytest.mark.parametrize(
+    ("log", "wrong"),
+    [
+        (LOADED.format(WEIGHTS), {"offload", "GPU memory"}),
+        # loading laid the weights out anew, on the GPU
+        (LOADED.format(WEIGHTS) + RING.format(3, 2.4159, 2), {"GPU memory"}),
+        (LOADED.format(WEIGHTS - MOVED) + RING.format(3, 2.4159, 3), {"flags"}),
+        (LOADED.format(WEIGHTS - MOVED) + RING.format(2, 1.6106, 2), {"layers", "offload"}),
+    ],
+)
+def test_a_ring_that_is_not(log: str, wrong: set[str]) -> None:
+    assert drifts(found(PREFETCH, log)) == wrong
+
+
+def test_reading_in_place() -> None:
+    log = LOADED.format(WEIGHTS - 3)
+    # towers come first, and the last line counts all
+    assert not drifts(found(UVA, log + IN_PLACE.format(0.4) + IN_PLACE.format(3.0)))
+    assert drifts(found(UVA, log + IN_PLACE.format(2.5))) == {"offload"}
+    assert drifts(found(UVA, log)) == {"offload"}
+
+
+def test_another_version_than_it_was_exported_for() -> None:
+    log = VERSION.format("0.32.0") + LOADED.format(WEIGHTS - MOVED) + RING.format(3, 2.4159, 2)
+    assert drifts(found(PREFETCH, log)) == set()
+    findings = check_start(PREFETCH, MODEL, "vllm==0.31", read_log("vllm", log))
+    assert drifts({each.subject: each for each in findings}) == {"version"}
+    findings = check_start(PREFETCH, MODEL, "vllm==0.32.1", read_log("vllm", log))
+    assert drifts({each.subject: each for each in findings}) == set()
+
+
+def test_sglang() -> None:
+    model, plan = large(deepseek()), make_plan(prefetch("experts"), prefetch_step=2)
+    plan = plan.model_copy(update={"budget": Budget(gpu_memory=4 * GIB)})
+    said = export_plan(plan, model, "sglang==0.5.23").said
+    moved = sum(each.nbytes for each in said.moved) / GIB
+    weights = model.as_loaded_by("sglang").loaded_bytes / GIB
+    line = "[offloader] offload module_index={} submodule=<class 'FusedMoE'> params=[]\n"
+    layers = "".join(map(line.format, (1, 3, 5)))
+    loaded = "Load weight end. elapsed=1.00 s, type=X, avail mem=2.00 GB, mem usage={:.2f} GB.\n"
+    assert not drifts(found(plan, layers + loaded.format(weights - moved), "sglang", model))
+    assert drifts(found(plan, loaded.format(weights), "sglang", model)) == {"GPU memory"}
+    log = layers[: len(line)] + loaded.format(weights - moved)
+    assert drifts(found(plan, log, "sglang", model)) == {"layers"}
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    path = tmp_path / "serve.log"
+    path.write_text(VERSION.format("0.33.0"))
+    with pytest.raises(InputError, match="does not say what loading the weights took"):
+        read_start("vllm", path, None)
+
+
+@contextmanager
+def serving(answers: dict[str, Any]) -> Iterator[str]:
+    """Answer with JSON by path, and with 404 to others."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = answers.get(self.path.partition("?")[0])
+            self.send_response(404 if answer is None else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def vllm_info(**changed: Any) -> dict[str, Any]:
+    ring = {"offload_group_size": 2, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+    ring |= {"offload_params": ["mlp"], **changed}
+    in_place = {"cpu_offload_gb": 0.0, "cpu_offload_params": []}
+    config = {"offload_config": {"offload_backend": "auto", "prefetch": ring, "uva": in_place}}
+    return {"vllm_config": config, "vllm_env": {"VLLM_USE_V2_MODEL_RUNNER": False}}
+
+
+def asked(plan: Plan, answers: dict[str, Any], engine: str) -> dict[str, Finding]:
+    with serving(answers) as url:
+        startup = read_start(engine, None, url)
+    return {each.subject: each for each in check_start(plan, MODEL, engine, startup)}
+
+
+def test_a_server_says_its_flags() -> None:
+    findings = asked(
+        PREFETCH, {"/server_info": vllm_info(), "/version": {"version": "0.27.1"}}, "vllm"
+    )
+    assert not drifts(findings)
+    assert findings["environment"].verdict == "holds"
+    assert findings["offload"].verdict == "unknown"
+    answers = {"/server_info": vllm_info(offload_params=[]), "/version": {"version": "0.33.0"}}
+    assert drifts(asked(PREFETCH, answers, "vllm")) == {"flags"}
+    answers["/server_info"] = vllm_info(offload_group_size=0, offload_params=[])
+    assert drifts(asked(PREFETCH, answers, "vllm")) == {"flags"}
+    assert drifts(asked(make_plan(), answers, "vllm")) == set()
+
+
+def test_a_server_that_does_not_say() -> None:
+    with serving({}) as url, pytest.raises(InputError, match="only with VLLM_SERVER_DEV_MODE=1"):
+        read_start("vllm", None, url)
+    with (
+        serving({"/server_info": {}}) as url,
+        pytest.raises(InputError, match="no server of SGLang"),
+    ):
+        read_start("sglang", None, url)
+    with pytest.raises(InputError, match="write it with http"):
+        read_start("vllm", None, "file:///etc/passwd")
