@@ -15,6 +15,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.forms.form import Part
+from offplan.packing import pack_model
 from offplan.plan import Backend, Offload, Rule
 from offplan.units import format_bytes
 
@@ -198,10 +199,10 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
 def place(model: Model, offload: Offload) -> Placement:
     """Carry a plan's decision over to the model; the first rule that takes a parameter wins.
 
-    Raises PlanError for a rule that takes nothing, for one that splits what the runtime fuses, and
-    for an embedding that cannot lie on the host.
+    Raises PlanError for a rule that takes nothing, for one that splits what the runtime fuses, for
+    packing that does either, and for an embedding that cannot lie on the host.
     """
-    rules = offload.rules
+    model, rules = pack_model(model, offload.packing), offload.rules
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []

@@ -118,6 +118,8 @@ class Goal(Record):
     """Seconds of a decode step, at most; null where any time will do."""
     engine: str | None = None
     """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
+    packing: bool = True
+    """Whether weights may be packed; no engine's flags can say that."""
 
     @property
     def targets(self) -> str:
@@ -140,6 +142,15 @@ class MachineRef(Record):
     basis: Basis
     fingerprint: str
     """SHA-256 of the machine profile."""
+
+
+def _check_group(group_size: int, num_in_group: int) -> None:
+    if num_in_group > group_size:
+        raise ValueError(f"num_in_group {num_in_group} is more than group_size {group_size}")
+
+
+def _selects(group_size: int, num_in_group: int, index: int) -> bool:
+    return index % group_size >= group_size - num_in_group
 
 
 class Rule(Record):
@@ -167,10 +178,8 @@ class Rule(Record):
                 raise ValueError("a max_bytes rule is read in place: prefill and decode are uva")
         elif self.group_size is None or self.num_in_group is None:
             raise ValueError("a rule needs group_size and num_in_group, or max_bytes")
-        elif self.num_in_group > self.group_size:
-            raise ValueError(
-                f"num_in_group {self.num_in_group} is more than group_size {self.group_size}"
-            )
+        else:
+            _check_group(self.group_size, self.num_in_group)
         return self
 
     @property
@@ -182,7 +191,30 @@ class Rule(Record):
         """Whether the group pattern takes this layer (always true for ``max_bytes``)."""
         if self.group_size is None or self.num_in_group is None:
             return True
-        return index % self.group_size >= self.group_size - self.num_in_group
+        return _selects(self.group_size, self.num_in_group, index)
+
+    def matches(self, name: str) -> bool:
+        """Whether its segments match a name, relative to the layer."""
+        return match_segments(self.cpu_offload_params, name)
+
+
+class Packing(Record):
+    """Which weights are held packed, without loss, wherever they lie: 0.76 of their bytes."""
+
+    cpu_offload_params: tuple[str, ...] = ()
+    """Segments, as a rule's; empty takes all weights that can be packed."""
+    group_size: Count
+    num_in_group: Count
+    """Of every ``group_size`` layers the last ``num_in_group``."""
+
+    @model_validator(mode="after")
+    def _is_within(self) -> "Packing":
+        _check_group(self.group_size, self.num_in_group)
+        return self
+
+    def selects_layer(self, index: int) -> bool:
+        """Whether the group pattern takes this layer."""
+        return _selects(self.group_size, self.num_in_group, index)
 
     def matches(self, name: str) -> bool:
         """Whether its segments match a name, relative to the layer."""
@@ -200,6 +232,8 @@ class Offload(Record):
     """``host``: the input embedding stays in pinned host memory and is read by row, in place."""
     store: Store = "host"
     """Where what the rules take lies: in pinned host memory, or in that of a second GPU."""
+    packing: Packing | None = None
+    """What is held packed; null where every weight is as it is stored."""
     rules: tuple[Rule, ...] = ()
     """First match wins; empty when everything fits."""
 
@@ -352,7 +386,12 @@ def dump_plan(plan: Plan) -> str:
 
 def _leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is null, and what most plans would say alike."""
-    usual = (("embeddings", "device"), ("store", "host"), ("peer_memory", "0 B"))
+    usual = (
+        ("embeddings", "device"),
+        ("store", "host"),
+        ("peer_memory", "0 B"),
+        ("packing", True),
+    )
     return {k: v for k, v in section.items() if v is not None and (k, v) not in usual}
 
 

@@ -22,6 +22,7 @@ from offplan.plan import (
     Budget,
     GPUMemoryPrediction,
     Offload,
+    Packing,
     PhasePrediction,
     Plan,
     Prediction,
@@ -97,10 +98,13 @@ rules = st.one_of(
         decode=st.just(Backend.UVA),
     ),
 )
+counts = st.integers(1, 5)
 offloads = st.builds(
     Offload,
     prefetch_step=st.integers(1, 9),
     prefill_chunk=st.integers(1, 10**6),
+    packing=st.none()
+    | st.builds(Packing, cpu_offload_params=segments, group_size=st.just(5), num_in_group=counts),
     rules=st.lists(rules, max_size=3),
 ) | st.builds(
     Offload,
@@ -289,6 +293,13 @@ def test_what_is_wrong_is_named(path: tuple[object, ...], value: object, message
 def test_rules_have_one_form(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rule.model_validate({"prefill": "uva", "decode": "uva", **fields})
+
+
+def test_packing_takes_the_last_layers_of_each_group() -> None:
+    packing = Packing(group_size=3, num_in_group=2)
+    assert [packing.selects_layer(index) for index in range(6)] == [False, True, True] * 2
+    with pytest.raises(ValueError, match="num_in_group 3 is more than group_size 2"):
+        Packing(group_size=2, num_in_group=3)
 
 
 @pytest.mark.parametrize("backends", [("uva", "uva"), ("prefetch", "uva"), ("uva", "prefetch")])

@@ -37,6 +37,9 @@ class Parameter:
 
     Where it is another than that stored it is [..., out, in].
     """
+    unpacked: Tensors = ()
+    """The checkpoint's tensors that the parts are made of when they are loaded, as many as
+    ``tensors``; () where it stores the parts themselves."""
 
     def of(self, part: Part) -> Tensors:
         """Return the tensors of one part, in the order of the experts; () where there are none."""

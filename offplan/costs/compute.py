@@ -90,8 +90,13 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
 
     The estimate is a roofline, max(bytes / HBM rate, operations / matmul rate), plus the profile's
     overhead of a layer; times measured at other shapes of the same layer scale it, or, of the
-    chunks of a prompt, differ from it by as much.
+    chunks of a prompt, differ from it by as much. A packed layer that was not measured itself takes
+    what packing costs beyond the layer as it is stored: never less.
     """
+    if work.unpacked is not None and work.key not in machine.timed_layers:
+        plain = layer_time(machine, work.unpacked, shape)
+        longer = work.packing_bytes(shape) / machine.hbm.value
+        return ComputeTime(plain.seconds + longer, measured=False)
 
     def estimate(at: PassShape) -> float:
         reading = work.device_bytes(at) / machine.hbm.value

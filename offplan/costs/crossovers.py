@@ -12,6 +12,7 @@ from offplan.costs.threshold import least_from_powers
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape
 from offplan.machine.profile import MachineProfile
+from offplan.packing import pack_model
 from offplan.placement import Phase, group_units
 from offplan.plan import Backend, Plan, Workload
 
@@ -42,6 +43,7 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
 
     ``machine`` has the link to the plan's store.
     """
+    model = pack_model(model, plan.offload.packing)
 
     def computes_enough(phase: Phase, changed: str, value: int) -> bool:
         workload = plan.workload.model_copy(update={changed: value})

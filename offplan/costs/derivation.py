@@ -9,8 +9,9 @@ from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
 from offplan.costs.memory import MARGIN, phase_bytes
 from offplan.costs.predict import pass_times, predict
 from offplan.costs.timeline import to_seconds
-from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.costs.work import PACKED_SLOWDOWN, decode_shape, prefill_shapes
 from offplan.machine.profile import Figure, MachineProfile
+from offplan.packing import is_packed, pack_model
 from offplan.placement import Phase, Placement, place
 from offplan.plan import PhasePrediction, Plan
 from offplan.schedule import Copy, Schedule, build_steady_request
@@ -50,6 +51,7 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     PlanError for rules that do not fit the model.
     """
     workload, offload = plan.workload, plan.offload
+    model = pack_model(model, offload.packing)
     placement = place(model, offload)
     prediction = predict(model, machine, workload, plan.budget, offload)
     request = build_steady_request(placement, len(model.layers))
@@ -155,6 +157,8 @@ def _derive_phase(
     source = "measured on the machine, at these shapes"
     if not priced.measured:
         source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
+        if any(is_packed(p) for layer in model.layers for p in layer.parameters):
+            source += f"; few tokens' products with packed weights {PACKED_SLOWDOWN:g} times"
     yield Term(
         f"{phase}.compute",
         layers_s + outside_s,

@@ -21,6 +21,7 @@ from offplan.costs.timeline import (
 )
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile
+from offplan.packing import pack_model
 from offplan.placement import place
 from offplan.plan import Plan
 from offplan.schedule import Schedule, build_steady_request
@@ -63,6 +64,7 @@ def trace_plan(plan: Plan, model: Model, machine: MachineProfile) -> RequestLane
 
     ``model`` is as the plan's runtime loads it, ``machine`` has the link to the plan's store.
     """
+    model = pack_model(model, plan.offload.packing)
     placement = place(model, plan.offload)
     request = build_steady_request(placement, len(model.layers))
     compute = ModelCompute(model, machine)

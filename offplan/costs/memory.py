@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from offplan.checkpoint.matrices import output_width
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.windows import Mixer
-from offplan.costs.roles import Role, role_of
 from offplan.costs.work import (
     PassShape,
     attention_dims,
@@ -439,9 +439,9 @@ def _output_width(model: Model, layer: Layer, roles: Collection[Role]) -> int:
 
 
 def _distinct_layers(model: Model) -> list[Layer]:
-    """One layer of each kind of structure: same parameter names, same first shapes."""
+    """One layer of each kind of structure: same names, first shapes and forms."""
     distinct = {
-        (layer.kv_cache, tuple((p.name, p.shape) for p in layer.parameters)): layer
+        (layer.kv_cache, tuple((p.name, p.shape, p.form) for p in layer.parameters)): layer
         for layer in model.layers
     }
     return list(distinct.values())

@@ -17,6 +17,7 @@ from offplan.costs.timeline import (
 )
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile
+from offplan.packing import pack_model
 from offplan.placement import Placement, Span, place
 from offplan.plan import Budget, Offload, Prediction, Workload
 from offplan.schedule import build_steady_request
@@ -83,6 +84,7 @@ def predict(
 
     The budget only sets the memory margin. Raises PlanError for rules that do not fit the model.
     """
+    model = pack_model(model, offload.packing)
     placement = place(model, offload)
     compute = ModelCompute(model, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))

@@ -228,6 +228,11 @@ def _only_rule(offload: Offload, engine: Engine) -> Rule | None:
             f"{engine.title} offloads to host memory; the plan has a second GPU's memory as its "
             "store, whose faster link would be lost: plan again with `store: host`"
         )
+    if offload.packing is not None:
+        raise ExportError(
+            f"{engine.title} holds every weight as it is stored; the plan holds some packed: plan "
+            "again with --for or --no-packing"
+        )
     if len(rules) > 1:
         raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")
     if rules and rules[0].is_mixed:

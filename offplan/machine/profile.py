@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import yaml
@@ -171,6 +172,16 @@ class MachineProfile(Record):
         # the fingerprints that plans name; host memory is older, and always counted
         content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def timed_layers(self) -> frozenset[str]:
+        """Keys of the layers whose compute was measured."""
+        return frozenset(time.layer for time in self.layer_times)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the CPU stands in for a GPU, as in the profile ``cpu``."""
+        return self.name == "CPU"
 
     def with_store(self, store: Store) -> "MachineProfile":
         """Return the profile with the link to this store as its link; a peer is such a GPU as this.

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import combinations
 
 from offplan.checkpoint.model import Model
-from offplan.costs.roles import Role, role_of
+from offplan.checkpoint.roles import Role, role_of
 from offplan.placement import Unit
 from offplan.segments import cover_names, list_runs, match_segments
 

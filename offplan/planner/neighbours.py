@@ -60,6 +60,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     if question.goal.engine is None:
         place = "device" if offload.embeddings == "host" else "host"
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
+    if offload.packing is not None:
+        yield "without packing", {"packing": None}
     for number, rule in enumerate(offload.rules):
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"

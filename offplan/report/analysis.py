@@ -9,6 +9,7 @@ from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError
 from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
+from offplan.packing import pack_model
 from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
@@ -55,7 +56,8 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
     model, machine = question.model, question.machine
     crossovers = find_crossovers(model, question.planned_machine, result.plan)
     sooner = find_sooner(question, result)
-    return Analysis(model, why_not_run(model), machine, result, crossovers, sooner)
+    why_not = why_not_run(pack_model(model, result.plan.offload.packing))
+    return Analysis(model, why_not, machine, result, crossovers, sooner)
 
 
 def describe_running(model: Model, why_not: str | None) -> str:

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from offplan.checkpoint.model import Model
 from offplan.machine.profile import MachineProfile
-from offplan.placement import place
-from offplan.plan import Backend, Plan, Rule
+from offplan.packing import is_packed, pack_model
+from offplan.plan import Backend, Packing, Plan, Rule
 from offplan.report.analysis import Analysis, describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import draw_layers, draw_memory
@@ -44,7 +44,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     parts: list[RenderableType] = [Group(*head)]
     if plan.offload.rules:
         legend = "Layers, first to last: as high as their share on the GPU"
-        parts.append(Group(Text(legend), draw_layers(model, place(model, plan.offload))))
+        parts.append(Group(Text(legend), draw_layers(model, plan.offload)))
     memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
     parts.append(Group(Text(f"GPU memory, {format_budget(budget)}"), draw_memory(memory, budget)))
     return [*parts, Text(describe_plainly(plan, model))]
@@ -100,13 +100,27 @@ def describe_sooner(plan: Plan, sooner: Plan) -> str:
 
 def describe_plainly(plan: Plan, model: Model) -> str:
     """Say what a plan does in sentences that need no glossary."""
-    if not plan.offload.rules and plan.offload.embeddings == "device":
-        return "The plan: everything stays on the GPU."
+    offload = plan.offload
+    packed = [] if offload.packing is None else [describe_packing(offload.packing, model)]
+    if not offload.rules and offload.embeddings == "device":
+        return "The plan: " + "; ".join(["everything stays on the GPU", *packed]) + "."
     where = "in host memory" if plan.offload.store == "host" else "on the second GPU"
     sentences = [_describe_rule(rule, model, where) for rule in plan.offload.rules]
     if plan.offload.embeddings == "host":
         sentences.append("the input embedding stays in host memory, read row by row")
-    return "The plan: " + "; ".join(sentences) + "."
+    return "The plan: " + "; ".join([*sentences, *packed]) + "."
+
+
+def describe_packing(packing: Packing, model: Model) -> str:
+    """Say which weights a plan holds packed, and how much smaller they are so."""
+    held = pack_model(model, packing)
+    packed = [[p for p in layer.parameters if is_packed(p)] for layer in held.layers]
+    weights = [p for of_layer in packed for p in of_layer]
+    stored = sum(tensor.nbytes for p in weights for tensor in p.unpacked)
+    share = sum(p.nbytes for p in weights) / stored
+    what = ", ".join(packing.cpu_offload_params) or "weights"
+    count = f"{sum(map(bool, packed))} of {len(packed)}"
+    return f"{what} of {count} layers are held packed without loss: {share:.2f} of their size"
 
 
 def _describe_rule(rule: Rule, model: Model, where: str) -> str:

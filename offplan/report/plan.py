@@ -9,7 +9,7 @@ from rich.text import Text
 
 from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
-from offplan.plan import Backend, Plan, Rule
+from offplan.plan import Backend, Packing, Plan, Rule
 from offplan.planner.find import PlanResult
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
@@ -102,6 +102,8 @@ def describe_offload(plan: Plan) -> list[str]:
         lines.append("on the host: the input embedding, read by row")
     if not lines:
         lines.append("everything fits the GPU; nothing is offloaded")
+    if offload.packing is not None:
+        lines.append(_describe_packing(offload.packing))
     if any(Backend.PREFETCH in (rule.prefill, rule.decode) for rule in offload.rules):
         lines.append(f"slots in the ring (prefetch_step): {offload.prefetch_step}")
     return [*lines, f"prompts are read in chunks of {offload.prefill_chunk} tokens"]
@@ -115,12 +117,21 @@ def _describe_rule(rule: Rule, store: str) -> str:
     what = ", ".join(rule.cpu_offload_params) or "all parameters"
     if rule.max_bytes is not None:
         where = f"from layer 0 on, up to {format_bytes(rule.max_bytes)}"
-    elif rule.num_in_group == rule.group_size:
-        where = "of every layer"
     else:
-        where = f"of the last {rule.num_in_group} in every {rule.group_size} layers"
+        where = _describe_pattern(rule)
     how = f"prefill {rule.prefill.value}, decode {rule.decode.value}"
     return f"on the {store}: {what} {where} ({how})"
+
+
+def _describe_packing(packing: Packing) -> str:
+    what = ", ".join(packing.cpu_offload_params) or "weights"
+    return f"packed without loss: {what} {_describe_pattern(packing)}"
+
+
+def _describe_pattern(pattern: Rule | Packing) -> str:
+    if pattern.num_in_group == pattern.group_size:
+        return "of every layer"
+    return f"of the last {pattern.num_in_group} in every {pattern.group_size} layers"
 
 
 def _render_memory(plan: Plan) -> Table:

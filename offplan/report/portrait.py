@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from offplan.checkpoint.model import Model
 from offplan.costs.lanes import RequestLanes, trace_plan
 from offplan.machine.profile import MachineProfile
-from offplan.placement import place
 from offplan.plan import Plan
 from offplan.planner.frontier import Point
 from offplan.report.answer import describe_fit, describe_model, describe_plainly, describe_speed
@@ -54,7 +53,7 @@ class Portrait:
         """
         plan, basis = self.plan, self.plan.prediction.basis
         piles = "First to last, a column each; the one apart is what lies outside of them."
-        yield "Layers", piles, draw_layers(self.model, place(self.model, plan.offload))
+        yield "Layers", piles, draw_layers(self.model, plan.offload)
         yield "Memory", "Each bar is as long as its budget, where there is one.", draw_memory(plan)
         if self.lanes is not None:
             steps = format_seconds(self.lanes.prefill.step_s)

@@ -7,8 +7,9 @@ from rich.segment import Segment
 from rich.style import Style
 
 from offplan.checkpoint.model import Model
-from offplan.placement import Phase, Placement
-from offplan.plan import Backend, GPUMemoryPrediction
+from offplan.packing import pack_model
+from offplan.placement import Phase, place
+from offplan.plan import Backend, GPUMemoryPrediction, Offload
 from offplan.units import format_bytes
 
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
@@ -44,8 +45,10 @@ class LayerStrip:
             yield Segment.line()
 
 
-def draw_layers(model: Model, placement: Placement) -> LayerStrip:
+def draw_layers(model: Model, offload: Offload) -> LayerStrip:
     """Draw where the weights of each layer lie."""
+    model = pack_model(model, offload.packing)
+    placement = place(model, offload)
     on_host = {slab.layer: sum(e.unit.nbytes for e in slab.entries) for slab in placement.slabs}
     ways = {}
     for slab in placement.slabs:

@@ -26,8 +26,9 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
     plan, prediction = result.plan, result.plan.prediction
     memory = prediction.gpu_memory
     if not plan.offload.rules and plan.offload.embeddings == "device":
+        packed = "" if plan.offload.packing is None else " with weights packed"
         yield (
-            f"everything fits: {format_bytes(memory.total_bytes)} of "
+            f"everything fits{packed}: {format_bytes(memory.total_bytes)} of "
             f"{format_budget(plan.budget.gpu_memory)}, so nothing is offloaded"
         )
         return
@@ -40,6 +41,8 @@ def _explain_offload(result: PlanResult) -> Iterator[str]:
         f"{result.num_candidates} plans of one rule fit; {result.num_priced} plans were priced, "
         "and bounds rule out the others"
     )
+    if plan.offload.packing is not None:
+        yield "packed weights take 0.76 of their bytes, on the link and in memory, without loss"
     if len(plan.offload.rules) > 1:
         yield f"the best plan of one rule takes {100 * (result.second_rule_gain - 1):.1f} % longer"
     if result.max_rules > 1:

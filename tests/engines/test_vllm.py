@@ -16,6 +16,7 @@ from offplan.engines.segments import choose_segments
 from offplan.engines.vllm import FACTS
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind
+from offplan.packing import EVERYTHING
 from offplan.plan import Budget, Plan
 from tests.costs.builders import place_rules
 from tests.engines.builders import (
@@ -129,6 +130,14 @@ def test_a_peer_as_the_store_is_refused(engine: str) -> None:
     on_peer = plan.offload.model_copy(update={"store": "peer"})
     with pytest.raises(ExportError, match="offloads to host memory; the plan has a second"):
         export_plan(plan.model_copy(update={"offload": on_peer}), qwen3(), engine)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_packing_is_refused(engine: str) -> None:
+    plan = make_plan(prefetch())
+    packed = plan.offload.model_copy(update={"packing": EVERYTHING})
+    with pytest.raises(ExportError, match=r"holds every weight as it is .* --no-packing"):
+        export_plan(plan.model_copy(update={"offload": packed}), qwen3(), engine)
 
 
 def test_unknown_engine() -> None:

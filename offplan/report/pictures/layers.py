@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from offplan.checkpoint.model import Model
-from offplan.placement import Placement
-from offplan.plan import Backend
+from offplan.packing import pack_model
+from offplan.placement import Placement, place
+from offplan.plan import Backend, Offload
 from offplan.report.pictures.canvas import Canvas
 from offplan.units import format_bytes
 
@@ -32,10 +33,11 @@ _NAMES = {
 """What each colour stands for, in the order in which a column is piled up."""
 
 
-def draw_layers(model: Model, placement: Placement) -> Canvas:
+def draw_layers(model: Model, offload: Offload) -> Canvas:
     """Pile up each layer's bytes by where they lie, as shares of the layer."""
     canvas = Canvas()
-    piles = pile_layers(model, placement)
+    held = pack_model(model, offload.packing)
+    piles = pile_layers(held, place(held, offload))
     sums: Counter[str] = Counter()
     width = _LAYERS / max(1, len(piles) - 1)
     for number, pile in enumerate(piles):

@@ -18,10 +18,11 @@ class TooManyEscapes(ValueError):
         self.reserve = reserve
 
 
-def pack(values: torch.Tensor) -> Parts:
+def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:
     """Pack a matrix, bfloat16 of [out, in]; out is a multiple of 64, in of 8.
 
-    The parts lie on its device, which is waited for. Raises TooManyEscapes.
+    The parts lie on its device, which is waited for. ``reserve`` is the number of patches that have
+    room, a whole matrix's if left out. Raises TooManyEscapes.
     """
     num_out, num_in = values.shape
     low, high = values.view(torch.uint8).view(num_out, num_in, 2).unbind(-1)
@@ -33,7 +34,8 @@ def pack(values: torch.Tensor) -> Parts:
     codes.clamp_(max=ESCAPE)
     weight.masked_fill_(escapes, 0)
     places = escapes.view(-1).nonzero().view(-1)
-    reserve = patch_reserve(num_out, num_in)
+    if reserve is None:
+        reserve = patch_reserve(num_out, num_in)
     if len(places) > reserve:
         raise TooManyEscapes(len(places), reserve)
     patches = torch.zeros(reserve, 2, dtype=torch.int32, device=values.device)

@@ -81,6 +81,8 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
 def _is_known(parameter: Parameter) -> bool:
     """Whether a form is executed that has these types, parts and groups."""
     form = parameter.form
+    if form.kind is Kind.PACKED:
+        return True  # it is of our own making
     if form.kind not in _TYPES or Part.SCALE not in parameter.parts:
         return False
     codes, scales = (parameter.of(part)[0].dtype for part in (Part.WEIGHT, Part.SCALE))
@@ -135,6 +137,8 @@ def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
     stored, dtype = parameter.of(part)[0].shape, parameter.of(part)[0].dtype
     if part in _UNUSED or part is Part.STATE:
         return stored or (1,)
+    if form.kind is Kind.PACKED:
+        return stored
     if part in _TABLES:
         num_scales = parameter.of(Part.SCALE)[0].num_elements
         wanted = (_TABLES[part] or -(-num_scales // NESTED_BLOCK),)

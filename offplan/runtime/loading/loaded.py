@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.hostmem.limits import check_host_room
+from offplan.packing import pack_model
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.progress import Progress
@@ -39,7 +40,7 @@ class LoadedModel:
         cannot be read, have changed or do not fit the model, MemoryLimitError when memory runs
         out.
         """
-        self.model = model
+        self.model = model = pack_model(model, offload.packing)
         self.placement: Placement = place(model, offload)
         self.module: PreTrainedModel = build_skeleton(model)
         targets = map_tensors(self.module, model)

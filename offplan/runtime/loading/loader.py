@@ -2,7 +2,15 @@
 
 import os
 import queue
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -13,9 +21,16 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
 from offplan.runtime.loading.mapping import Target
-from offplan.runtime.loading.random_weights import fill_random
+from offplan.runtime.loading.packed import Matrix, find_matrices, is_packed, pack_all
+from offplan.runtime.loading.random_weights import Noise
 from offplan.runtime.loading.shards import Shards
-from offplan.runtime.loading.staging import Extent, Reader, split_extents, stored_dtype
+from offplan.runtime.loading.staging import (
+    Extent,
+    Reader,
+    bytes_of,
+    split_extents,
+    stored_dtype,
+)
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """Threads that read: a read is a copy out of the page cache, which one core does below the speed
@@ -31,19 +46,23 @@ def load_weights(
     """Fill every destination (by parameter name) from the files in ``folder``; None for random.
 
     Tensors are read file by file in the order they are stored, in extents, by a few threads, each
-    straight to its place; what is converted is staged one parameter at a time after that. On CUDA
-    all copies are done on return.
+    straight to its place; what is converted is staged one parameter at a time after that, and what
+    is packed a few runs of rows. On CUDA all copies are done on return.
 
     Raises CheckpointError when a file is missing, cut short or changed, or a tensor is not what
     the model wants, and MemoryLimitError when there is no room for the staging buffers.
     """
+    matrices = find_matrices(targets, destinations)
+    # what is left over is filled as it is
+    plain = {name: target for name, target in targets.items() if not is_packed(target)}
     if folder is None:
-        total = sum(destination.nbytes for destination in destinations.values())
-        filled = fill_random(targets, destinations)
+        total = sum(destinations[name].nbytes for name in plain)
+        total += sum(matrix.tensor.nbytes for matrix in matrices)
+        filled = _fill_with_noise(plain, matrices, destinations)
     else:
-        tensors = {piece.tensor for target in targets.values() for piece in target.pieces}
+        tensors = {piece.read for target in targets.values() for piece in target.pieces}
         total = sum(tensor.nbytes for tensor in tensors)
-        filled = _fill_from_files(folder, tensors, targets, destinations)
+        filled = _fill_from_files(folder, tensors, plain, matrices, destinations)
     done = 0
     with closing(filled):  # or an error would leave threads that write to memory given back
         for num_bytes in filled:
@@ -52,17 +71,52 @@ def load_weights(
                 on_progress(done, total)
 
 
+def _fill_with_noise(
+    targets: Mapping[str, Target],
+    matrices: Sequence[Matrix],
+    destinations: Mapping[str, torch.Tensor],
+) -> Generator[int, None, None]:
+    """Fill destinations with random weights; yield the bytes of each tensor."""
+    noise = Noise({*targets, *(matrix.weight for matrix in matrices)})
+    yield from noise.fill(targets, destinations)
+    yield from pack_all(matrices, noise.fill_rows, _packing_device(destinations), NUM_THREADS)
+
+
+def _packing_device(destinations: Mapping[str, torch.Tensor]) -> torch.device:
+    """Return where weights are packed: on the current CUDA device, if one is to hold any."""
+    on_gpu = any(value.is_cuda for value in destinations.values())
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def _fill_from_files(
     folder: Path,
     tensors: Iterable[TensorInfo],
     targets: Mapping[str, Target],
+    matrices: Sequence[Matrix],
     destinations: Mapping[str, torch.Tensor],
 ) -> Generator[int, None, None]:
     """Fill destinations from their stored ``tensors``; yield the bytes that each read has done."""
     # two where a second GPU is the store
     devices = {value.device for value in destinations.values() if value.is_cuda}
+    with closing(Shards(folder, tensors)) as shards:
+
+        def read_rows(matrix: Matrix, start: int, rows: torch.Tensor) -> None:
+            before = start * rows.shape[1] * rows.itemsize
+            shards.read(matrix.tensor, before, bytes_of(rows))
+
+        yield from _read_as_stored(shards, devices, targets, destinations)
+        yield from pack_all(matrices, read_rows, _packing_device(destinations), NUM_THREADS)
+
+
+def _read_as_stored(
+    shards: Shards,
+    devices: Collection[torch.device],
+    targets: Mapping[str, Target],
+    destinations: Mapping[str, torch.Tensor],
+) -> Iterator[int]:
+    """Read what is held as the checkpoint stores it, or transformers converts it."""
     conversions = {id(t.conversion): t.conversion for t in targets.values() if t.conversion}
-    with closing(Shards(folder, tensors)) as shards, _reading(shards, devices) as read:
+    with _reading(shards, devices) as read:
         yield from read(
             (piece.tensor, piece.select(destinations[name]))
             for name, target in targets.items()

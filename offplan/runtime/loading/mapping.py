@@ -1,7 +1,7 @@
 """The mapping from stored tensors to the parameters of a transformers model that they fill."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -44,10 +44,17 @@ class Piece:
     tensor: TensorInfo
     index: tuple[int | slice, ...] = ()
     """Selects the part, as an index of torch does; all of the parameter if left out."""
+    unpacked: TensorInfo | None = None
+    """The checkpoint's tensor that this one is made of, where the plan holds it packed."""
 
     def select(self, target: torch.Tensor) -> torch.Tensor:
         """Return the view of ``target`` that this tensor fills."""
         return target[self.index]
+
+    @property
+    def read(self) -> TensorInfo:
+        """The checkpoint's tensor that is read for it."""
+        return self.unpacked or self.tensor
 
 
 Source = tuple[TensorInfo, str]
@@ -114,11 +121,21 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
         for part in parameter.parts
         for tensor in parameter.of(part)
     ]
-    coded = [parameter.name for parameter, _, _ in stored if not parameter.form.is_raw]
+    unpacked = {
+        tensor.name: values
+        for parameter, part, _ in stored
+        for tensor, values in zip(parameter.of(part), parameter.unpacked, strict=False)
+    }
+    coded = [p.name for p, _, _ in stored if not p.form.is_raw and not p.unpacked]
     if coded and quantisation is None:
         raise refuse(f"{model.source} stores {coded[0]} as codes that its config does not explain")
     # a weight's parts go where its values would
-    names = [t.name if p.form.is_raw else part_of(t.name)[0] for p, _, t in stored]
+    names = [
+        values.name
+        if (values := unpacked.get(tensor.name))
+        else (tensor.name if parameter.form.is_raw else part_of(tensor.name)[0])
+        for parameter, _, tensor in stored
+    ]
     found: dict[tuple[str, Part], _Found] = {}
     unused: list[str] = []
     renamed = rename(skeleton, names)
@@ -138,7 +155,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     filled: set[int] = set()  # a tie has two names and one tensor
     for (name, part), one in found.items():
         if not one.parameter.form.is_raw:
-            targets |= _map_codes(name, part, one, skeleton)
+            targets |= _map_codes(name, part, one, skeleton, unpacked)
             filled.add(id(state[name]))
             continue
         arranged = _arrange(one.converter, one.sources, [t.shape for t, _ in one.sources])
@@ -181,10 +198,15 @@ class _Found(NamedTuple):
 
 
 def _map_codes(
-    name: str, part: Part, found: _Found, skeleton: PreTrainedModel
+    name: str,
+    part: Part,
+    found: _Found,
+    skeleton: PreTrainedModel,
+    unpacked: Mapping[str, TensorInfo],
 ) -> dict[str, Target]:
-    """Find what fills a part of the weight called ``name``, whose values are not stored.
+    """Find what fills a part of the weight called ``name``, whose values are not held.
 
+    ``unpacked`` are the checkpoint's tensors that parts are made of, by the names of those.
     Raises CheckpointError for a form that is not executed, and for a weight that is not multiplied
     where it is held or that transformers turns into another one when it loads.
     """
@@ -209,6 +231,7 @@ def _map_codes(
             f"{name}, {list(wanted)}, as it is stored"
         )
     pieces, whole = arranged
+    pieces = tuple(replace(each, unpacked=unpacked.get(each.tensor.name)) for each in pieces)
     check_joined(name, form, wanted, shape)
     codes = Codes(name, form, part, whole, stored_dtype(tensors[0]))
     return {f"{path}.{part_name(attribute, part)}": Target(pieces, codes=codes)}

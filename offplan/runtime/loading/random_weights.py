@@ -1,6 +1,6 @@
 """Random weights of valid stored values, to time a model whose weights are not at hand."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from functools import cache
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from offplan.forms.form import BITS, Kind, Packing, Part
 from offplan.runtime.forms.reference import ONES
 from offplan.runtime.loading.mapping import Codes, Target
+from offplan.runtime.loading.packed import Matrix
 
 _SPREAD = 0.02
 """Standard deviation of the weights, whatever their form."""
@@ -25,40 +26,58 @@ _FP8_SPREAD = 50.0
 """The same of FP8 codes, which are drawn so that none is beyond the largest, 448."""
 
 
-def fill_random(
-    targets: Mapping[str, Target], destinations: Mapping[str, torch.Tensor]
-) -> Generator[int, None, None]:
-    """Fill every destination with random weights: ones for norms, N(0, 0.02) elsewhere.
+class Noise:
+    """Random weights for every parameter of a model: ones for norms, N(0, 0.02) elsewhere.
 
-    The same block of random numbers is tiled from a different start for each tensor, since drawing
-    tens of gigabytes would take minutes; routers and experts still differ from one another. Where
-    a plan puts a parameter changes none of its numbers. Yields the bytes of each tensor.
+    The same block of random numbers is tiled from a different start for each parameter, since
+    drawing tens of gigabytes would take minutes; routers and experts still differ from one another.
+    Where a plan puts a parameter, and whether it is held packed, changes none of its numbers.
     """
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(2**22, generator=generator) * _SPREAD
-    words = torch.randint(-(2**31), 2**31, (2**20,), generator=generator, dtype=torch.int32)
 
-    @cache  # once for each device and type
-    def noise_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        if not dtype.is_floating_point:
-            return words.to(device).view(dtype)
-        factor = _FP8_SPREAD / _SPREAD if dtype.itemsize == 1 else 1.0
-        return (normal * factor).to(dtype).to(device)
+    def __init__(self, names: Collection[str]) -> None:
+        """Draw the block; ``names`` are those of all parameters, once for what is packed."""
+        generator = torch.Generator().manual_seed(0)
+        self._normal = torch.randn(2**22, generator=generator) * _SPREAD
+        self._bfloat16 = self._normal.bfloat16()
+        shape = (2**20,)
+        self._words = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int32)
+        self._starts = {name: number * 1_000_003 for number, name in enumerate(sorted(names))}
 
-    for number, (name, destination) in enumerate(sorted(destinations.items())):
-        codes = targets[name].codes
-        if destination.ndim == 1 and "norm" in name:
-            destination.fill_(1.0)
-        elif codes is not None and codes.part is not Part.WEIGHT:
-            destination.copy_(_fill_of(codes).to(destination.dtype))
-        else:
-            noise = noise_on(destination.device, destination.dtype)
-            start = number * 1_000_003 % noise.numel()
-            # as bytes: torch rolls no short floats
-            rolled = noise.view(torch.uint8).roll(-start * noise.itemsize).view(noise.dtype)
-            for piece in destination.view(-1).split(rolled.numel()):
-                piece.copy_(rolled[: piece.numel()])
-        yield destination.nbytes
+    def fill(
+        self, targets: Mapping[str, Target], destinations: Mapping[str, torch.Tensor]
+    ) -> Generator[int, None, None]:
+        """Fill the destinations of ``targets`` with valid stored values; yield bytes of each."""
+
+        @cache  # once for each device and type
+        def noise_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+            if not dtype.is_floating_point:
+                return self._words.to(device).view(dtype)
+            factor = _FP8_SPREAD / _SPREAD if dtype.itemsize == 1 else 1.0
+            return (self._normal * factor).to(dtype).to(device)
+
+        for name, target in sorted(targets.items(), key=lambda item: item[0]):
+            codes, destination = target.codes, destinations[name]
+            if destination.ndim == 1 and "norm" in name:
+                destination.fill_(1.0)
+            elif codes is not None and codes.part is not Part.WEIGHT:
+                destination.copy_(_fill_of(codes).to(destination.dtype))
+            else:
+                noise = noise_on(destination.device, destination.dtype)
+                start = self._starts[name] % noise.numel()
+                # as bytes: torch rolls no short floats
+                rolled = noise.view(torch.uint8).roll(-start * noise.itemsize).view(noise.dtype)
+                for piece in destination.view(-1).split(rolled.numel()):
+                    piece.copy_(rolled[: piece.numel()])
+            yield destination.nbytes
+
+    def fill_rows(self, matrix: Matrix, start: int, rows: torch.Tensor) -> None:
+        """Fill rows of a matrix from this one on, bfloat16 of [rows, in], as ``fill`` would."""
+        noise, values = self._bfloat16, rows.view(-1)
+        begin = self._starts[matrix.weight] + matrix.first + start * rows.shape[1]
+        while len(values):
+            piece = noise[begin % len(noise) :][: len(values)]
+            values[: len(piece)].copy_(piece)
+            values, begin = values[len(piece) :], 0
 
 
 def _fill_of(codes: Codes) -> torch.Tensor:

@@ -91,12 +91,12 @@ class Reader:
         dtype = stored_dtype(extent.tensor)
         view = extent.view
         if view.device.type == "cpu" and view.dtype == dtype and view.is_contiguous():
-            self._shards.read(extent.tensor, extent.start, _bytes_of(view))
+            self._shards.read(extent.tensor, extent.start, bytes_of(view))
             return
         if self._copied is not None:
             self._copied.synchronize()
         buffer = self._block.tensor[: extent.nbytes]
-        self._shards.read(extent.tensor, extent.start, _bytes_of(buffer))
+        self._shards.read(extent.tensor, extent.start, bytes_of(buffer))
         stream = self._streams.get(view.device)
         with torch.cuda.stream(stream):
             view.copy_(buffer.view(dtype).view(view.shape), non_blocking=True)
@@ -109,6 +109,6 @@ class Reader:
         self._block.close()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -68,7 +68,8 @@ def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     module = build_skeleton(bench.model)
     module.set_attn_implementation("sdpa")
     targets = map_tensors(module, bench.model)
-    slabs = place(bench.model, bench.offload).slabs
+    # it holds every weight as it is stored
+    slabs = place(bench.model, bench.offload.model_copy(update={"packing": None})).slabs
     on_host = {tensor for slab in slabs for entry in slab.entries for tensor in entry.unit.tensors}
     state = module.state_dict()
     parameters: dict[str, nn.Parameter] = {}

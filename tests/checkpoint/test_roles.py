@@ -3,8 +3,8 @@
 import pytest
 
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.roles import Role, role_of
 
 
 @pytest.mark.parametrize(

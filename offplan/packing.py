@@ -1,0 +1,125 @@
+"""The model as a plan holds it: with the weights packed that its ``packing`` takes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.tensors import TensorInfo, Tensors
+from offplan.errors import PlanError
+from offplan.forms.form import RAW, Kind, Part
+from offplan.forms.packed import PACKED, can_pack, packed_parts
+from offplan.plan import Packing
+
+EVERYTHING = Packing(group_size=1, num_in_group=1)
+"""Takes all that can be packed."""
+
+
+def pack_model(model: Model, packing: Packing | None) -> Model:
+    """Return the model with the weights packed that a plan says; one that is packed stays so.
+
+    Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. Raises
+    PlanError for packing that takes nothing, or the experts of some layers alone.
+    """
+    if packing is None:
+        return model
+    packs = {id(parameter) for parameter in packable(model)}
+
+    def hold(layer: Layer) -> Layer:
+        if not packing.selects_layer(layer.index):
+            return layer
+        held = tuple(
+            _pack(p) if id(p) in packs and packing.matches(p.name) else p for p in layer.parameters
+        )
+        return replace(layer, parameters=held)
+
+    layers = tuple(map(hold, model.layers))
+    taken = [is_packed(p) for layer in layers for p in layer.parameters]
+    if not any(taken):
+        raise PlanError(
+            f"packing takes nothing: {model.source} has no bfloat16 matrices that it matches and "
+            "that can be packed; plan with --no-packing"
+        )
+    experts = [p for layer in layers for p in layer.parameters if _is_matrix(p) and p.is_expert]
+    if len({is_packed(p) for p in experts}) > 1:
+        raise PlanError(
+            "packing takes some of the routed experts' weights only: they are multiplied in one "
+            "way in all layers; take those of all layers, or none"
+        )
+    return replace(model, layers=layers)
+
+
+def unpack_layer(layer: Layer) -> Layer:
+    """Return a layer as the checkpoint stores it."""
+    stored = tuple(
+        replace(p, tensors=p.unpacked, form=RAW, beside=(), logical_shape=None, unpacked=())
+        if is_packed(p)
+        else p
+        for p in layer.parameters
+    )
+    return replace(layer, parameters=stored)
+
+
+def is_packed(parameter: Parameter) -> bool:
+    """Whether a weight is held packed."""
+    return parameter.form.kind is Kind.PACKED
+
+
+def packable(model: Model) -> list[Parameter]:
+    """List the weights of the layers that can be packed, told from headers and config alone."""
+    architecture = model.architecture
+    if model.dtype != "bfloat16" or architecture.quantisation is not None:
+        return []
+    if architecture.matrices_in_out:
+        return []
+    found = [p for layer in model.layers for p in layer.parameters if _fits(p, architecture)]
+    experts = [p for layer in model.layers for p in layer.parameters if p.is_expert]
+    fitting = sum(p.is_expert for p in found)
+    # experts of a model are all multiplied in one way
+    if fitting < sum(map(_is_matrix, experts)):
+        found = [p for p in found if not p.is_expert]
+    return found
+
+
+def _fits(parameter: Parameter, architecture: Architecture) -> bool:
+    """Whether a parameter is a matrix of bfloat16 that is multiplied as it is stored, [out, in].
+
+    Latent attention's ``kv_b_proj`` is not only multiplied, but expanded in every step: it stays.
+    """
+    is_raw = parameter.form.is_raw and not parameter.is_widened
+    if not is_raw or any(tensor.dtype != "BF16" for tensor in parameter.tensors):
+        return False
+    if not _is_matrix(parameter) or not can_pack(parameter.shape):
+        return False
+    if parameter.is_expert:
+        return not (parameter.is_fused and architecture.routing.in_out)
+    is_product = parameter.name.endswith(".weight") and role_of(parameter) is not Role.OTHER
+    return is_product and not parameter.name.endswith("kv_b_proj.weight")
+
+
+def _is_matrix(parameter: Parameter) -> bool:
+    """Whether it is one matrix, or one for each routed expert; a fused expert's bias is none."""
+    return len(parameter.shape) == (3 if parameter.is_fused else 2)
+
+
+def _pack(parameter: Parameter) -> Parameter:
+    """Return a weight held by the parts that its values are packed into."""
+    parts = dict(_parts_of(parameter))
+    weight = parts.pop(Part.WEIGHT)
+    return replace(
+        parameter,
+        tensors=weight,
+        form=PACKED,
+        beside=tuple(parts.items()),
+        logical_shape=parameter.shape,
+        unpacked=parameter.tensors,
+    )
+
+
+def _parts_of(parameter: Parameter) -> Iterator[tuple[Part, Tensors]]:
+    """Yield each part, a tensor for each that the checkpoint stores."""
+    for part, (dtype, shape) in packed_parts(parameter.shape).items():
+        end = f":{part.value}"
+        yield part, tuple(TensorInfo(t.name + end, dtype, shape) for t in parameter.tensors)

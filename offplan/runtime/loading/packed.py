@@ -1,0 +1,208 @@
+"""Weights that a plan holds packed are packed on their way from the checkpoint to their places."""
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+from offplan.forms.form import PATCH_ROWS, Kind, Part
+from offplan.forms.packed import PACKED
+from offplan.hostmem.block import HostBlock
+from offplan.runtime.device import on_device, open_stream
+from offplan.runtime.forms.packing import pack
+from offplan.runtime.forms.reference import Parts, expand
+from offplan.runtime.forms.stored import part_name
+from offplan.runtime.loading.mapping import Piece, Target
+
+RUN_WEIGHTS = 2**22
+"""Weights that are packed at once, at most: packing takes some 16 bytes of memory for each."""
+
+Fill = Callable[["Matrix", int, torch.Tensor], object]
+"""Puts the values of a matrix, from this row on, into a CPU tensor, bfloat16 of [rows, in]."""
+Make = Callable[[torch.Tensor, str], Parts]
+"""Packs such rows of the named matrix, and holds what comes out of them against them."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that is stored by its values, [out, in], and where its parts are to lie."""
+
+    tensor: TensorInfo
+    """What the checkpoint stores of it, of one expert where one tensor holds all."""
+    weight: str
+    """Name of the model's weight that it is, or is a part of."""
+    first: int
+    """Its first weight among those of ``weight``, in order of rows."""
+    first_row: int
+    """Its first row within its expert's matrix, which others may be joined to."""
+    first_patch: int
+    """Its first patch, likewise."""
+    places: Mapping[Part, torch.Tensor]
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield first and last row, exclusive, of what is packed at once: whole blocks of rows."""
+        num_out, num_in = self.tensor.shape
+        step = max(1, RUN_WEIGHTS // (num_in * PATCH_ROWS)) * PATCH_ROWS
+        for start in range(0, num_out, step):
+            yield start, min(start + step, num_out)
+
+    def pack(self, fill: Fill, make: Make, buffer: torch.Tensor) -> int:
+        """Have ``make`` pack what ``fill`` puts into a CPU buffer, bfloat16, run by run.
+
+        Returns the bytes of its values. Raises CheckpointError where they have more patches than
+        are reserved for.
+        """
+        num_in = self.tensor.shape[1]
+        patches, blocks, num_patches = [], [], 0
+        for start, stop in self.runs():
+            rows = buffer[: (stop - start) * num_in].view(-1, num_in)
+            fill(self, start, rows)
+            parts = make(rows, self.tensor.name)
+            for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
+                self.places[part][start:stop].copy_(parts[part])
+            ends = parts[Part.PATCH_BLOCKS].cpu()
+            own = parts[Part.PATCHES][: int(ends[-1, 1])].cpu()
+            patches.append(own + torch.tensor([(self.first_row + start) * num_in, 0]))
+            blocks.append(ends + self.first_patch + num_patches)
+            num_patches += len(own)
+        reserve = len(self.places[Part.PATCHES])
+        if num_patches > reserve:
+            raise CheckpointError(
+                f"{self.tensor.name} cannot be held packed: found {num_patches} weights that are "
+                f"too small beside others of their rows, expected at most {reserve}; plan it again "
+                "with --no-packing"
+            )
+        self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
+        self.places[Part.PATCH_BLOCKS].copy_(torch.cat(blocks))
+        return self.tensor.nbytes
+
+
+def pack_all(
+    matrices: Sequence[Matrix], fill: Fill, device: torch.device, num_threads: int
+) -> Generator[int, None, None]:
+    """Pack matrices on ``device``, each by one of a few threads; yield the bytes of each.
+
+    Copies are done on return, and what packing took of a CUDA device's memory is given back.
+    """
+    if not matrices:
+        return
+    is_cuda = device.type == "cuda"
+    size = 2 * max((b - a) * m.tensor.shape[1] for m in matrices for a, b in m.runs())
+    idle: queue.SimpleQueue[HostBlock] = queue.SimpleQueue()
+    # begins behind what is queued, which may still read the memory that is filled
+    stream, one_at_a_time = open_stream(device), threading.Lock()
+
+    def make(rows: torch.Tensor, name: str) -> Parts:
+        with one_at_a_time if is_cuda else nullcontext():  # or each would need memory of its own
+            return _pack_exactly(rows.to(device), name)
+
+    with ExitStack() as stack:
+        for _ in range(num_threads):
+            idle.put(stack.enter_context(closing(HostBlock(size, pin=is_cuda))))
+        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offplan-pack")
+        # threads end before the buffers that they fill are given back
+        stack.callback(threads.shutdown, cancel_futures=True)
+
+        def pack_one(matrix: Matrix) -> int:
+            block = idle.get()
+            try:
+                with on_device(device), torch.cuda.stream(stream), torch.inference_mode():
+                    return matrix.pack(fill, make, block.tensor.view(torch.bfloat16))
+            finally:
+                idle.put(block)
+
+        ordered = sorted(matrices, key=lambda each: (each.tensor.shard or "", each.tensor.offset))
+        for future in as_completed([threads.submit(pack_one, each) for each in ordered]):
+            yield future.result()
+    if stream is not None:
+        stream.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _pack_exactly(values: torch.Tensor, name: str) -> Parts:
+    """Pack rows, and hold what their parts stand for against them, bit for bit."""
+    parts = pack(values, reserve=values.numel())
+    if values.is_cuda:
+        from offplan.runtime.forms.products import expand_on_gpu  # needs triton
+
+        made = expand_on_gpu(PACKED, parts, values.dtype)
+    else:
+        made = expand(PACKED, parts, values.dtype)
+    if not torch.equal(made.view(torch.int16), values.view(torch.int16)):
+        raise CheckpointError(
+            f"{name} does not come out of its packed form as it went in, which is a fault of the "
+            "device or of offplan; plan it again with --no-packing"
+        )
+    return parts
+
+
+def is_packed(target: Target) -> bool:
+    """Whether what a parameter holds is made of values that the checkpoint stores."""
+    return target.codes is not None and target.codes.form.kind is Kind.PACKED
+
+
+def find_matrices(
+    targets: Mapping[str, Target], destinations: Mapping[str, torch.Tensor]
+) -> list[Matrix]:
+    """List the matrices that are packed while they are loaded, by parts' destinations."""
+    found: list[Matrix] = []
+    for name, target in targets.items():
+        codes = target.codes
+        if codes is None or not is_packed(target) or codes.part is not Part.WEIGHT:
+            continue
+        path, _, attribute = codes.weight.rpartition(".")
+        names = {part: f"{path}.{part_name(attribute, part)}" for part in PACKED_PARTS}
+        whole = destinations[name]
+        pieces = zip(*(targets[each].pieces for each in names.values()), strict=True)
+        for of_parts in pieces:
+            by_part = dict(zip(names, of_parts, strict=True))
+            places = {p: piece.select(destinations[names[p]]) for p, piece in by_part.items()}
+            found += _split(codes.weight, whole, by_part, places)
+    return found
+
+
+PACKED_PARTS = (Part.WEIGHT, Part.EXPONENT, Part.BASE, Part.PATCHES, Part.PATCH_BLOCKS)
+
+
+def _split(
+    weight: str,
+    whole: torch.Tensor,
+    pieces: Mapping[Part, Piece],
+    places: Mapping[Part, torch.Tensor],
+) -> Iterator[Matrix]:
+    """Yield the matrices of one stored tensor: of each expert where it holds all."""
+    stored = pieces[Part.WEIGHT].unpacked
+    assert stored is not None
+    assert all(piece.unpacked == stored for piece in pieces.values())
+    first_row, first_patch = (_first_row(pieces[part]) for part in (Part.WEIGHT, Part.PATCHES))
+    stack = (
+        [places]
+        if len(stored.shape) == 2
+        else [
+            {part: place[expert] for part, place in places.items()}
+            for expert in range(stored.shape[0])
+        ]
+    )
+    matrix = stored._replace(shape=stored.shape[-2:])
+    for number, of_matrix in enumerate(stack):
+        yield Matrix(
+            matrix._replace(offset=stored.offset + number * matrix.nbytes),
+            weight,
+            int(of_matrix[Part.WEIGHT].storage_offset() - whole.storage_offset()),
+            first_row,
+            first_patch,
+            of_matrix,
+        )
+
+
+def _first_row(piece: Piece) -> int:
+    """Return where a piece begins along the rows of what it is joined to."""
+    rows = piece.index[-2] if piece.index else slice(None)
+    assert isinstance(rows, slice)
+    return rows.start or 0

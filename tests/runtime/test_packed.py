@@ -1,0 +1,169 @@
+"""Weights that a plan holds packed give the very bits that they give as they are stored."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError, PlanError
+from offplan.packing import EVERYTHING
+from offplan.placement import place
+from offplan.plan import Offload, Packing
+from offplan.runtime.loading.loaded import LoadedModel
+from tests.runtime.conftest import LATENTS
+from tests.runtime.plans import group, offload, run_greedily
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES, **HEADS),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS),
+    "deepseek_v2": DeepseekV2Config(
+        **SIZES, **LATENTS | {"moe_intermediate_size": 64}, q_lora_rank=None, head_dim=8
+    ),
+}
+PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4]])
+EVERY_SECOND = Packing(group_size=2, num_in_group=1)
+
+
+def save(name: str, folder: Path) -> Path:
+    """Save a tiny checkpoint in bfloat16, with escapes and zeros in all its matrices."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+                flat = parameter.view(-1)
+                flat[5::701] *= 1e-9
+                flat[6::701] = -0.0
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def packed(*rules: Any, packing: Packing = EVERYTHING, **options: Any) -> Offload:
+    return offload(*rules, **options).model_copy(update={"packing": packing})
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        packed(),
+        packed(group(2, 1)),
+        packed(group(1, 1, "self_attn"), group(2, 1, "mlp", decode="uva"), prefill_chunk=5),
+    ],
+    ids=["resident", "every second layer", "in place"],
+)
+def test_logits_are_those_of_the_values(folder: Path, decision: Offload) -> None:
+    plain = decision.model_copy(update={"packing": None})
+    for ours, theirs in zip(
+        run_greedily(folder, decision, PROMPT, late_copies=True),
+        run_greedily(folder, plain, PROMPT),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_some_layers_of_a_dense_model_are_packed(tmp_path: Path) -> None:
+    folder = save("qwen3", tmp_path)
+    for packing in (
+        EVERY_SECOND,
+        Packing(group_size=1, num_in_group=1, cpu_offload_params=("mlp",)),
+    ):
+        decision = packed(group(1, 1), packing=packing)
+        ours = run_greedily(folder, decision, PROMPT)
+        theirs = run_greedily(folder, offload(group(1, 1)), PROMPT)
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_memory_is_what_is_placed(folder: Path) -> None:
+    model = open_model(str(folder))
+    decision = packed(group(2, 1))
+    loaded = LoadedModel(model, decision, torch.device("cpu"), folder)
+    placement, plain = place(model, decision), place(model, offload(group(2, 1)))
+    store = loaded.store
+    assert sum(slab.nbytes for slab in store.slabs.values()) == placement.offloaded_bytes
+    held = sum(value.nbytes for value in store.resident.values())
+    assert held == placement.resident_bytes
+    assert placement.slot_bytes < plain.slot_bytes
+    assert placement.resident_bytes < plain.resident_bytes
+    loaded.close()
+
+
+def test_random_weights_are_those_of_a_plan_without_packing(folder: Path) -> None:
+    model, device = open_model(str(folder)), torch.device("cpu")
+    plain = LoadedModel(model, offload(), device, None)
+    loaded = LoadedModel(model, packed(), device, None)
+    num_packed = 0
+    for path, module in loaded.module.named_modules():
+        kept = vars(module).get("stored_experts", {})
+        for stored in [*kept.values(), *([module.stored] if hasattr(module, "stored") else [])]:
+            made = stored.expand(module, torch.bfloat16)
+            assert torch.equal(made, plain.store.resident[f"{path}.{stored.name}"])
+            num_packed += 1
+    assert num_packed == len(plain.store.resident.keys() - loaded.store.resident.keys())
+    for each in (plain, loaded):
+        each.close()
+
+
+def change(folder: Path, name: str, value: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name] = value.to(tensors[name].dtype).expand(tensors[name].shape).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+
+
+def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
+    """What is too small beside the rest of its row is kept apart, as long as there is room."""
+    folder = save("qwen3", tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    few = torch.full((128, 64), 1.0)
+    few[1] = torch.tensor([float("nan"), float("inf"), float("-inf"), float("nan")]).repeat(16)
+    few[2] = torch.tensor([0.0, -0.0, 1e-40, -1e-40]).repeat(16)
+    few[3:67, 7] = torch.tensor([0.0, -0.0, 1e-40, -1e-9]).repeat(16)
+    change(folder, name, few)
+    loaded = LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
+    module = loaded.module.get_submodule("model.layers.1.mlp.up_proj")
+    made = module.stored.expand(module, torch.bfloat16)
+    expected = load_file(folder / "model.safetensors")[name]
+    assert torch.equal(made.view(torch.int16), expected.view(torch.int16))
+    loaded.close()
+
+    few[127, 0] = 1e30  # beside which 63 others are small
+    change(folder, name, few)
+    with pytest.raises(CheckpointError, match=rf"{name} .* found 127 .* most 64; .*--no-packing"):
+        LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
+
+
+def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+    model = open_model(str(save("qwen3_moe", tmp_path)))
+    with pytest.raises(PlanError, match="some of the routed experts' weights"):
+        place(model, packed(packing=EVERY_SECOND))
+    down = Packing(group_size=1, num_in_group=1, cpu_offload_params=("down_proj",))
+    with pytest.raises(PlanError, match="some of the routed experts' weights"):
+        place(model, packed(packing=down))
+    norms = Packing(group_size=1, num_in_group=1, cpu_offload_params=("input_layernorm",))
+    with pytest.raises(PlanError, match="packing takes nothing"):
+        place(model, packed(packing=norms))
