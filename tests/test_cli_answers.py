@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import CLI, TINY_MOE
+from tests.cli import CLI, ROOT, TINY_MOE
+
+QWEN = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
 
 
 def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +32,19 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert len(ours["offload"]["rules"]) == 1
     why = json.loads(cli("analyze", *plan[1:], "--for", "vllm", "--json").out)["why"]
     assert "only plans that vllm can run were searched" in why["reasons"]
+
+
+def test_no_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cli = CLI(monkeypatch, capsys)
+    asked = (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "11GiB")
+    told = " ".join(cli("analyze", *asked).out.split())
+    assert "weights of 36 of 36 layers are held packed without loss: 0.76 of their size." in told
+    assert "packed without loss" not in cli("analyze", *asked, "--no-packing").out
+    plans = [json.loads(cli("plan", *asked, *no, "--json").out) for no in ((), ("--no-packing",))]
+    assert [plan["goal"]["packing"] for plan in plans] == [True, False]
+    assert [plan["offload"]["packing"] is None for plan in plans] == [False, True]
+    assert plans[0]["model"] == plans[1]["model"]
+    assert plans[0]["prediction"]["objective_s"] < plans[1]["prediction"]["objective_s"]
 
 
 def test_analyze_and_plan_are_asked_alike(cli: CLI, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import offplan.library.machines
 import offplan.machine.measure
 import offplan.runtime.memory.gpu_memory
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.library.machines import measure_here
 from offplan.machine import measure_cpu
@@ -22,6 +23,7 @@ from offplan.machine.profile import (
     load_profile,
     parse_profile,
 )
+from offplan.packing import EVERYTHING, is_packed, pack_model
 from offplan.plan import Workload, load_plan
 from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
@@ -36,6 +38,7 @@ class Machine:
         self.gpu = SimpleNamespace(name="a GPU", total_memory=2**34, multi_processor_count=8)
         self.with_others: list[bool] = []
         self.num_layer_times = 0
+        self.num_packed_times = 0
 
     def measure(self, on_progress: Any, *, with_others: bool = False) -> MachineProfile:
         self.with_others.append(with_others)
@@ -44,9 +47,12 @@ class Machine:
     def time_reads(self, products: Any, *_: Any) -> tuple[InPlaceRead, ...]:
         return tuple(InPlaceRead(shape=s, tokens=tokens, factor=3) for s, tokens in products)
 
-    def time_layers(self, *_: Any) -> tuple[LayerTime, ...]:
-        self.num_layer_times += 1
-        return (LayerTime(layer="x", phase="decode", batch=1, tokens=1, context=256, seconds=0.1),)
+    def time_layers(self, model: Model, *_: Any) -> tuple[LayerTime, ...]:
+        packs = any(is_packed(parameter) for parameter in model.layers[0].parameters)
+        self.num_layer_times += not packs
+        self.num_packed_times += packs
+        time = LayerTime(layer="x", phase="decode", batch=1, tokens=1, context=256, seconds=0.1)
+        return (time, time.model_copy(update={"layer": model.layers[0].key}))
 
 
 @pytest.fixture
@@ -68,7 +74,9 @@ def test_layers_are_timed_once(machine: Machine) -> None:
     first, second = (measure_here(model, WORKLOAD) for _ in range(2))
     assert first == second
     assert first.free_gpu_bytes == first.profile.gpu_memory.value - 2**30
-    assert machine.num_layer_times == 1
+    assert (machine.num_layer_times, machine.num_packed_times) == (1, 1)
+    packed = pack_model(model, EVERYTHING).layers[0].key
+    assert [time.layer for time in first.profile.layer_times] == ["x", model.layers[0].key, packed]
     assert machine.with_others == [False, False]
 
 
@@ -113,7 +121,7 @@ def test_measure_times_layers_afresh_and_keeps_them(
         assert (code, err) == (0, f"offplan: wrote {path}\n")
         assert "NVIDIA H200, PCIe 5 x16" in out
         assert "55.4 GB/s" in out
-    assert len(parse_profile(path.read_text(), "here").layer_times) == 1
+    assert len(parse_profile(path.read_text(), "here").layer_times) == 3
     assert (machine.num_layer_times, machine.with_others) == (2, [True, True])
     measure_here(open_model(str(TINY_MOE)), WORKLOAD)
     assert machine.num_layer_times == 2

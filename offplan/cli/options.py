@@ -161,3 +161,9 @@ ExportedTo = Annotated[
         help="Whose command: vllm, sglang, or a version of it, vllm==0.31.",
     ),
 ]
+NoPacking = Annotated[
+    bool,
+    typer.Option(
+        "--no-packing", help="Hold weights as they are stored; bf16 is packed where that is faster."
+    ),
+]

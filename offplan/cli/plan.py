@@ -14,6 +14,7 @@ def plan(query: Query) -> None:
     from offplan.cli.planning import save_plan
     from offplan.library.machines import why_unmeasured
     from offplan.library.runnable import why_not_run
+    from offplan.packing import pack_model
     from offplan.plan import dump_plan
     from offplan.planner.make import make_plan
     from offplan.report.analysis import analyze_result, describe_running, render_analysis
@@ -30,8 +31,9 @@ def plan(query: Query) -> None:
         query.print_frontier(question)
         return
     with waiting("planning"):
-        result, why_not = make_plan(question), why_not_run(model)
-    made = result.plan
+        result = make_plan(question)
+        made = result.plan
+        why_not = why_not_run(pack_model(model, made.offload.packing))
     if query.verbose:
         analysis = analyze_result(question, result)
         command = shlex.join(["offplan", *sys.argv[1:]])

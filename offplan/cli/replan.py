@@ -44,6 +44,7 @@ def replan(
     from offplan.library.planned import read_planned_model
     from offplan.library.repricing import list_changes
     from offplan.library.runnable import why_not_run
+    from offplan.packing import pack_model
     from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
     from offplan.planner.make import make_plan
     from offplan.records import read_text
@@ -84,6 +85,6 @@ def replan(
     if output is not None:
         save_file(output, text, force=force)
     if json:
-        print_json(plan_payload(made, why_not_run(found)))
+        print_json(plan_payload(made, why_not_run(pack_model(found, made.offload.packing))))
     elif output is None:
         sys.stdout.write(text)

@@ -27,6 +27,7 @@ def ask(
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
     engine: str | None = None,
+    packing: bool = True,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
 
@@ -37,7 +38,7 @@ def ask(
     second GPU. The objective ``throughput`` chooses the batch, whatever the workload's.
     ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first token and of each further one, at
     most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its
-    flags can say.
+    flags can say. With ``packing`` bfloat16 weights are packed without loss where that is faster.
 
     Raises InputError for a limit below zero and for an engine beside the store ``peer``, and
     ProfileError where the link to a second GPU is not known.
@@ -45,7 +46,13 @@ def ask(
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
         budget = Budget(gpu_memory=free, host_memory=host_memory)
-        goal = Goal(objective=objective, max_ttft=max_ttft_s, max_tpot=max_tpot_s, engine=engine)
+        goal = Goal(
+            objective=objective,
+            max_ttft=max_ttft_s,
+            max_tpot=max_tpot_s,
+            engine=engine,
+            packing=packing,
+        )
     except ValidationError as error:
         wrong = (f"{where}: {why}" for where, why in explain(error))
         raise InputError("; ".join(wrong)) from None

@@ -3,13 +3,15 @@
 import ctypes
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
 from offplan.errors import OffplanError
 from offplan.machine.name import parse_name
-from offplan.machine.profile import MachineProfile, load_profile
+from offplan.machine.profile import LayerTime, MachineProfile, load_profile
+from offplan.packing import EVERYTHING, pack_model, packable
 from offplan.plan import Workload
 from offplan.progress import Stages, silent
 
@@ -104,15 +106,21 @@ def _add_model(
     if device == "cpu":  # which has other work, too: its times are not kept
         times = measure_layer_times(model, workload, chunks, progress, device=device)
         return profile.model_copy(update={"layer_times": times})
-    key = layer_times_key(model, workload, chunks)
-    kept = LayerTimeCache(Path(constants.HF_HOME), key)
-    known = None if afresh else kept.load()
-    if known is None:
-        known = measure_layer_times(model, workload, chunks, progress)
-        kept.store(known)
+    held = [model, *([pack_model(model, EVERYTHING)] if packable(model) else [])]
+    known: dict[str, list[LayerTime]] = {}
+    for each in held:
+        kept = LayerTimeCache(Path(constants.HF_HOME), layer_times_key(each, workload, chunks))
+        found = None if afresh else kept.load()
+        if found is None:
+            found = measure_layer_times(each, workload, chunks, progress)
+            kept.store(found)
+        # what is the same either way was measured first as it is stored
+        for time in [time for time in found if time.layer not in known]:
+            known.setdefault(time.layer, []).append(time)
+    times = tuple(chain(*known.values()))
     rate, progress = profile.uva.value, on_stage("measuring reads in place")
     reads = measure_model_reads(model, workload, chunks, rate, progress)
-    return profile.model_copy(update={"layer_times": known, "in_place_reads": reads})
+    return profile.model_copy(update={"layer_times": times, "in_place_reads": reads})
 
 
 def find_machine(

@@ -3,9 +3,10 @@
 from offplan.costs.threshold import least_that
 from offplan.plan import MOST, MOST_CACHED
 from offplan.planner.aims import Nearest, limits_ps
+from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
-from offplan.planner.space import Space, find_room
+from offplan.planner.space import Space
 
 
 def find_longest_context(question: Question, most: int | None = None) -> int | None:
@@ -28,7 +29,6 @@ def find_longest_context(question: Question, most: int | None = None) -> int | N
 
 def _fits(question: Question, context: int) -> bool:
     """Whether a plan keeps the budget and the targets at this context."""
-    space = Space(question.with_workload(context=context))
-    room = find_room(space, question.budget)
-    best = Searcher(space).find(room, Nearest(limits_ps(question.goal))).best
+    searcher = Searcher(Space(question.with_workload(context=context)))
+    best = find_best(searcher, question.budget, Nearest(limits_ps(question.goal))).best
     return best is not None and best.value <= 1

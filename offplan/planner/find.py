@@ -1,16 +1,19 @@
 """``find_plan``: the best plan of a space for one budget and its targets, if there is one."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from offplan.costs.compute import PassCompute
 from offplan.costs.floor import Floor, find_floor
 from offplan.costs.predict import predict
 from offplan.costs.timeline import PS_PER_S
-from offplan.plan import Offload, Plan
+from offplan.plan import Budget, Offload, Plan
 from offplan.planner.aims import NEVER, Fastest, limits_ps
 from offplan.planner.infeasible import explain_infeasible
+from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import MAX_RULES, Searcher
-from offplan.planner.space import Room, Space, find_room
+from offplan.planner.space import Space, find_room
 
 
 @dataclass(frozen=True)
@@ -42,33 +45,44 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     fits.
     """
     space, goal = searcher.space, question.goal
-    room, limits = find_room(space, question.budget), limits_ps(goal)
-    search = searcher.find(room, Fastest(space.weights, limits), below_s * PS_PER_S)
+    aim = Fastest(space.weights, limits_ps(goal))
+    search = find_best(searcher, question.budget, aim, below_s * PS_PER_S)
     if search.best is None:
         if search.gpu_lack or search.host_lack or (below_s == NEVER and not goal.targets):
             raise explain_infeasible(space, question, search)
         return None
     return PlanResult(
-        plan=write_plan(space, question, search.best.offload),
+        plan=write_plan(searcher.space_of(search.best.offload), question, search.best.offload),
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,
         second_rule_gain=search.second_rule_gain,
         max_rules=1 if goal.engine else MAX_RULES,
-        floor=find_floor_of(space, room),
+        floor=find_floor_of(searcher, question.budget),
     )
 
 
-def find_floor_of(space: Space, room: Room) -> Floor:
-    """Find a budget's floor: memory of the chunks that need least, compute of the fastest ones."""
-    question = space.question
-    pairs = zip(space.settings, room.lacking_bytes.tolist(), strict=True)
+def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
+    """Find a budget's floor: memory of the chunks that need least, compute of the fastest ones.
+
+    Where weights may be packed all are, as far as memory goes, and only those that are faster so.
+    """
+    spaces = [each.space for each in (searcher, searcher.packed) if each is not None]
+    space = spaces[-1]
+    pairs = zip(space.settings, find_room(space, budget).lacking_bytes.tolist(), strict=True)
     missing = max(0, min(lacking for each, lacking in pairs if each.embeddings == "device"))
-    fastest = min(each.prefill.resident_ps for each in space.settings), space.decode.resident_ps
-    return find_floor(question.model, space.machine, question.workload, missing, fastest)
+    prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
+    fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
+    return find_floor(space.model, space.machine, space.question.workload, missing, fastest)
+
+
+def _fastest_ps(ways: Sequence[PassCompute]) -> int:
+    """Picoseconds of a pass with everything resident, each layer held as it is fastest."""
+    layers: Iterable[tuple[int, ...]] = zip(*(way.layer_ps for way in ways), strict=True)
+    return sum(map(min, layers)) + ways[0].outside_ps
 
 
 def write_plan(space: Space, question: Question, offload: Offload) -> Plan:
-    """Write the plan of a question that offloads so, with its prediction."""
+    """Write the plan of a question that offloads so; ``space`` has no other packing."""
     workload, budget = question.workload, question.budget
-    prediction = predict(question.model, space.machine, workload, budget, offload)
+    prediction = predict(space.model, space.machine, workload, budget, offload)
     return question.answer(offload, prediction)

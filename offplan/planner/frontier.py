@@ -8,6 +8,7 @@ from offplan.costs.threshold import least_that
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest
 from offplan.planner.find import find_plan
+from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space, find_room
@@ -47,8 +48,8 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
         return found.plan
 
     def fits(gpu_memory: int) -> bool:
-        room = find_room(space, question.with_gpu_memory(gpu_memory).budget)
-        return searcher.find(room, Fastest((0, 0)), max_rules=1).best is not None
+        budget = question.with_gpu_memory(gpu_memory).budget
+        return find_best(searcher, budget, Fastest((0, 0)), max_rules=1).best is not None
 
     most = min(question.budget.gpu_memory, _enough_for_all(space))
     last = plan_for(most)

@@ -19,7 +19,7 @@ def check_range(space: Space) -> None:
     the setting where that takes longest.
     """
     question, settings = space.question, space.settings
-    prompt_bytes, step_bytes = [0] * len(settings), space.question.model.loaded_bytes
+    prompt_bytes, step_bytes = [0] * len(settings), space.model.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(step_bytes)) + len(space.kind_of) * space.start_ps
     for kind, count in Counter(space.kind_of).items():
         units = space.units[kind]

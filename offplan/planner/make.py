@@ -9,9 +9,10 @@ from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.context import find_longest_context
 from offplan.planner.find import PlanResult, find_plan, write_plan
 from offplan.planner.infeasible import explain_infeasible
+from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
-from offplan.planner.space import Space, find_room
+from offplan.planner.space import Space
 from offplan.planner.throughput import plan_throughput
 from offplan.units import format_budget, format_bytes, format_seconds
 
@@ -50,8 +51,8 @@ def _make_latency_plan(question: Question) -> PlanResult:
     searcher = Searcher(Space(question))
     if question.goal.targets:
         # first, so that a request's time is never looked for among plans that are too slow
-        room, aim = find_room(searcher.space, question.budget), Nearest(limits_ps(question.goal))
-        nearest = searcher.find(room, aim)
+        aim = Nearest(limits_ps(question.goal))
+        nearest = find_best(searcher, question.budget, aim)
         if nearest.best is None:
             raise explain_infeasible(searcher.space, question, nearest)
         if nearest.best.value > 1:
@@ -71,8 +72,8 @@ def _unreachable(
     space, budget = searcher.space, question.budget
 
     def reaches(gpu_memory: int) -> bool:
-        room = find_room(space, question.with_gpu_memory(gpu_memory).budget)
-        best = searcher.find(room, aim, max_rules=1).best
+        asked = question.with_gpu_memory(gpu_memory).budget
+        best = find_best(searcher, asked, aim, max_rules=1).best
         return best is not None and best.value <= 1
 
     enough, helps = None, "no GPU memory of this machine would do"
@@ -81,7 +82,7 @@ def _unreachable(
         # more memory never makes a plan worse
         enough = least_that(reaches, budget.gpu_memory, most, budget.gpu_memory // RESOLUTION)
         helps = f"{format_bytes(enough)} of GPU memory would do"
-    nearest = write_plan(space, question, offload).prediction
+    nearest = write_plan(searcher.space_of(offload), question, offload).prediction
     return InfeasibleError(
         f"no plan reaches {question.goal.targets} within {format_budget(budget.gpu_memory)}: the "
         f"nearest has its first token after {format_seconds(nearest.prefill.step_s)} and takes "

@@ -56,6 +56,11 @@ class Question:
         """The machine's profile with the link to the store as its link."""
         return self.machine.with_store(self.store)
 
+    @property
+    def may_pack(self) -> bool:
+        """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
+        return self.goal.packing and self.goal.engine is None and not self.machine.is_cpu
+
     def with_gpu_memory(self, num_bytes: int) -> "Question":
         """Ask the same with another budget of GPU memory."""
         return replace(self, budget=self.budget.model_copy(update={"gpu_memory": num_bytes}))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from offplan.costs.predict import predict
 from offplan.engines.export import export_check
+from offplan.packing import EVERYTHING, packable
 from offplan.plan import Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
 from offplan.planner.bounds import Loads, Rules, bound_times, cross, list_rules
@@ -78,6 +79,19 @@ class Searcher:
 
     def __post_init__(self) -> None:
         check_range(self.space)
+
+    @cached_property
+    def packed(self) -> "Searcher | None":
+        """Searches the same question with all packed that can be; None where nothing may be."""
+        question = self.space.question
+        if not question.may_pack or not packable(question.model):
+            return None
+        return Searcher(Space(question, EVERYTHING))
+
+    def space_of(self, offload: Offload) -> Space:
+        """Return the space of a plan that was found: this one, also for some layers packed."""
+        packed = self.packed if offload.packing == EVERYTHING else None
+        return self.space if packed is None else packed.space
 
     @cached_property
     def prices(self) -> Prices:
@@ -393,6 +407,7 @@ class _Run:
             prefill_chunk=chosen.prefill_chunk,
             embeddings=chosen.embeddings,
             store=self.space.machine.store,
+            packing=self.space.packing,
             rules=rules,
         )
 

@@ -6,9 +6,10 @@ from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest, limits_ps
 from offplan.planner.find import PlanResult, write_plan
+from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
-from offplan.planner.space import Space, find_room
+from offplan.planner.space import Space
 
 WORTH_TELLING = 1.5
 """Times that the first token has to come sooner. Source: chosen."""
@@ -27,8 +28,10 @@ def find_sooner(question: Question, result: PlanResult) -> Plan | None:
     if goal.targets or goal.objective != "latency" or wanted_s < result.floor.prefill_s:
         return None
     asked = replace(question, goal=goal.model_copy(update={"max_ttft_s": wanted_s}))
-    space = Space(asked)
-    aim, most_ps = Fastest(space.weights, limits_ps(asked.goal)), HARDLY_MORE * PS_PER_S
-    room, most_ps = find_room(space, asked.budget), most_ps * fastest.objective_s
-    best = Searcher(space).find(room, aim, most_ps, max_rules=1).best
-    return None if best is None else write_plan(space, asked, best.offload)
+    searcher = Searcher(Space(asked))
+    aim = Fastest(searcher.space.weights, limits_ps(asked.goal))
+    most_ps = HARDLY_MORE * PS_PER_S * fastest.objective_s
+    best = find_best(searcher, asked.budget, aim, most_ps, max_rules=1).best
+    if best is None:
+        return None
+    return write_plan(searcher.space_of(best.offload), asked, best.offload)

@@ -10,6 +10,7 @@ take whole parameters in order up to ``max_bytes``, read in place.
 A third rule was found to buy at most 1.5 % (median 0) in 161 cases without targets, less than
 predictions are off by; more where a target or the host's memory is all but out of reach.
 What an engine's flags are to say is one rule with one backend, and no host embedding.
+A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.link import embedding_bytes, uva_bytes, uva_slowdown
@@ -30,8 +32,9 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.engine import Engine
 from offplan.engines.export import find_engine
 from offplan.machine.profile import MachineProfile
+from offplan.packing import pack_model
 from offplan.placement import Unit, group_units
-from offplan.plan import Backend, Budget, Rule
+from offplan.plan import Backend, Budget, Packing, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.question import Question
 
@@ -114,6 +117,13 @@ class Space:
     """What all plans of a question have in common, whatever its budget and targets."""
 
     question: Question
+    packing: Packing | None = None
+    """What all its plans hold packed."""
+
+    @cached_property
+    def model(self) -> Model:
+        """The question's model, as its plans hold it."""
+        return pack_model(self.question.model, self.packing)
 
     @cached_property
     def machine(self) -> MachineProfile:
@@ -144,7 +154,7 @@ class Space:
     @cached_property
     def compute(self) -> ModelCompute:
         """Prices passes with everything resident."""
-        return ModelCompute(self.question.model, self.machine)
+        return ModelCompute(self.model, self.machine)
 
     @cached_property
     def decode(self) -> PassCompute:
@@ -154,7 +164,7 @@ class Space:
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
         """What rules can take, by kind of layer."""
-        layers = {layer.key: layer for layer in reversed(self.question.model.layers)}
+        layers = {layer.key: layer for layer in reversed(self.model.layers)}
         return tuple(group_units(layers[key]) for key in self.compute.works)
 
     @cached_property
@@ -166,7 +176,7 @@ class Space:
     @cached_property
     def classes(self) -> tuple[SegmentClass, ...]:
         """The segment classes that rules may name."""
-        return segment_classes(self.question.model)
+        return segment_classes(self.model)
 
     @cached_property
     def taken(self) -> dict[SegmentClass, tuple[tuple[Unit, ...], ...]]:
@@ -196,7 +206,7 @@ class Space:
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
         """The chunks to try, the largest first, with the embedding in either place."""
-        model = self.question.model
+        model = self.model
         places: tuple[TensorInfo | None, ...] = (None,)
         if model.input_embedding is not None and self.engine is None:
             places = (None, model.input_embedding)
@@ -222,7 +232,7 @@ class Space:
     def _setting(
         self, prefill_chunk: int, prompt: PassCompute, host_embedding: TensorInfo | None
     ) -> Setting:
-        model, workload = self.question.model, self.question.workload
+        model, workload = self.model, self.question.workload
         host_bytes = 0 if host_embedding is None else host_embedding.nbytes
         rows = [embedding_bytes(host_embedding, each.shapes) for each in (prompt, self.decode)]
         return Setting(
@@ -252,7 +262,7 @@ class Space:
         return self._read_bytes(units, self.question.workload.batch)
 
     def _read_bytes(self, units: Sequence[Unit], num_tokens: int) -> int:
-        return uva_bytes(self.machine, units, self.question.model.experts, num_tokens)
+        return uva_bytes(self.machine, units, self.model.experts, num_tokens)
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,11 @@ def plan_throughput(question: Question) -> PlanResult | None:
         room = find_room(space, sized.budget)
         if room.lacking_bytes.min() > layers_bytes:
             return  # not even without a layer on the GPU
-        if find_floor_of(space, room).objective_s >= below_s:
+        searcher = Searcher(space)
+        if find_floor_of(searcher, sized.budget).objective_s >= below_s:
             return  # no plan can be as fast
         try:
-            best = find_plan(Searcher(space), sized, below_s) or best
+            best = find_plan(searcher, sized, below_s) or best
         except InfeasibleError:
             return
 

@@ -13,15 +13,29 @@ from tests.planner.cases import BATCHED, ask, models, rates, shares, workloads
 
 
 @settings(max_examples=8)
-@given(models, shares, st.floats(0, 0.5), rates, workloads, st.sampled_from([None, 0.8, 1.0]))
+@given(
+    models,
+    shares,
+    st.floats(0, 0.5),
+    rates,
+    workloads,
+    st.sampled_from([None, 0.8, 1.0]),
+    st.booleans(),
+)
 def test_more_memory_a_faster_link_or_gpu_is_never_slower(
-    model: Model, share: float, more: float, h2d: float, workload: Workload, strict: float | None
+    model: Model,
+    share: float,
+    more: float,
+    h2d: float,
+    workload: Workload,
+    strict: float | None,
+    packing: bool,
 ) -> None:
-    machine, goal = make_machine(h2d=h2d, uva=h2d), Goal()
+    machine, goal = make_machine(h2d=h2d, uva=h2d), Goal(packing=packing)
     try:
-        before = make_plan(ask(model, machine, share, workload)).plan.prediction
+        before = make_plan(ask(model, machine, share, workload, goal)).plan.prediction
         if strict is not None:
-            goal = Goal(max_tpot=strict * before.decode.step_s)
+            goal = Goal(max_tpot=strict * before.decode.step_s, packing=packing)
             before = make_plan(ask(model, machine, share, workload, goal)).plan.prediction
     except InfeasibleError:
         return

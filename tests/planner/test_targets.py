@@ -32,7 +32,8 @@ def test_a_target_out_of_reach_names_memory_that_would_do(part: float) -> None:
         make_plan(ask(model, MACHINE, share, SHORT)).plan.prediction.decode.step_s
         for share in (1.2, 0.5)
     )
-    question = ask(model, MACHINE, 0.5, SHORT, Goal(max_tpot=least_s + part * (most_s - least_s)))
+    goal = Goal(max_tpot=least_s + part * (most_s - least_s), packing=False)
+    question = ask(model, MACHINE, 0.5, SHORT, goal)
     with pytest.raises(InfeasibleError) as error:
         make_plan(question)
     budget, shortfall = question.budget.gpu_memory, error.value.shortfall_bytes

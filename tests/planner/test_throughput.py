@@ -18,7 +18,7 @@ MOST = Goal(objective="throughput")
 def test_throughput_chooses_the_batch_that_gives_most() -> None:
     question = ask(MODEL, MACHINE, 0.7, EIGHT, MOST)
     best = make_plan(question)
-    latency = ask(MODEL, MACHINE, 0.7, EIGHT)
+    latency = ask(MODEL, MACHINE, 0.7, EIGHT, Goal())
     plans = []
     for batch in (1, 2, 4, 8, 16, 32, 64, 128):
         try:

@@ -1,0 +1,97 @@
+"""The best plan over what may be packed: nothing, all, or the fewest layers that make all fit.
+
+With nothing packed and with all the search is exact. Between them only plans that then need nothing
+off the GPU are tried: they pay for packing in as few layers as a group pattern can say. More memory
+never makes the best of these slower, as it does not for each packing by itself.
+"""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+
+from offplan.packing import packable
+from offplan.plan import Budget, Offload, Packing
+from offplan.planner.aims import NEVER, Aim
+from offplan.planner.patterns import list_patterns
+from offplan.planner.search import MAX_RULES, Found, Search, Searcher
+from offplan.planner.space import Space, find_room
+
+
+def find_best(
+    searcher: Searcher,
+    budget: Budget,
+    aim: Aim,
+    limit: float = NEVER,
+    max_rules: int = MAX_RULES,
+) -> Search:
+    """Find the best plan of a budget, of a value below ``limit``: packed only if that is faster."""
+    packed = searcher.packed
+    if packed is None:
+        return searcher.find(find_room(searcher.space, budget), aim, limit, max_rules)
+    searches, most = [], limit
+    fewest = _find_fewest(searcher.space, packed.space, budget, aim)
+    if fewest is not None and fewest.value < limit:
+        searches, most = [Search(best=fewest, single=fewest)], float(fewest.value)
+    fits = find_room(searcher.space, budget).lacking_bytes.min() <= 0
+    # the better one first, since little of the other is then looked at
+    for each in (searcher, packed) if fits else (packed, searcher):
+        if _least_value(each.space, aim) >= most and any(search.best for search in searches):
+            continue  # not even with everything resident
+        searches.append(each.find(find_room(each.space, budget), aim, most, max_rules))
+        if searches[-1].best is not None:
+            most = float(searches[-1].best.value)
+    # each is better than those before it
+    chosen = next((search for search in reversed(searches) if search.best), searches[0])
+    return replace(
+        chosen,
+        num_candidates=sum(search.num_candidates for search in searches),
+        num_priced=sum(search.num_priced for search in searches),
+        gpu_lack=min(search.gpu_lack for search in searches),
+        host_lack=min(search.host_lack for search in searches),
+    )
+
+
+def _least_value(space: Space, aim: Aim) -> float:
+    """Return the value of the best plan if everything fitted."""
+    return float(aim.values(*space.table.resident_ps.T.astype(float)).min())
+
+
+def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found | None:
+    """Find the best plan that has everything resident with some layers packed, by a pattern."""
+    if any(parameter.is_expert for parameter in packable(plain.model)):
+        return None  # experts are packed in all layers or in none
+    layers = list_patterns(len(plain.kind_of)).layers
+    saved = np.array(
+        [a.nbytes - b.nbytes for a, b in zip(plain.model.layers, packed.model.layers, strict=True)]
+    )
+    room = find_room(packed, budget)
+    fits = room.lacking_bytes[:, None] + saved @ ~layers.T <= 0
+    fits &= (room.host_bytes >= 0)[:, None] & (saved @ layers.T > 0)
+    if not fits.any():
+        return None
+    longer = packed.table.layer_ps - plain.table.layer_ps
+    base = plain.table.resident_ps + plain.table.row_ps
+    prompt_ps = base[:, :1] + longer @ layers.T
+    step_longer = np.array(packed.decode.layer_ps) - np.array(plain.decode.layer_ps)
+    step_ps = base[:, 1:] + step_longer @ layers.T
+    values = np.where(fits, aim.values(prompt_ps.astype(float), step_ps.astype(float)), NEVER)
+    count = np.broadcast_to(layers.sum(1), values.shape)
+    first = np.lexsort((count.ravel(), values.ravel()))[0]
+    number, pattern = np.unravel_index(first, values.shape)
+    if values[number, pattern] == NEVER:
+        return None
+    patterns, setting = list_patterns(len(plain.kind_of)), plain.settings[number]
+    return Found(
+        aim.exact(int(prompt_ps[number, pattern]), Fraction(int(step_ps[number, pattern]))),
+        (),
+        Offload(
+            prefill_chunk=setting.prefill_chunk,
+            embeddings=setting.embeddings,
+            store=plain.machine.store,
+            packing=Packing(
+                group_size=int(patterns.group_size[pattern]),
+                num_in_group=int(patterns.num_in_group[pattern]),
+            ),
+        ),
+    )

@@ -1,0 +1,84 @@
+"""Weights are packed where that makes a plan faster, and nowhere else."""
+
+import pytest
+
+from offplan.costs.predict import predict
+from offplan.machine.profile import LayerTime, load_profile
+from offplan.packing import EVERYTHING, pack_model
+from offplan.plan import Goal, Offload, Packing
+from offplan.planner.find import PlanResult
+from offplan.planner.make import make_plan
+from offplan.planner.patterns import list_patterns
+from tests.costs.builders import dense_model, make_machine, moe_model
+from tests.planner.cases import UNLIMITED, WORKLOAD, ask
+
+MODELS = {"dense": dense_model(24), "moe": moe_model(24)}
+MACHINE = make_machine(h2d=1e9, uva=0.9e9)
+
+
+def plan(name: str, share: float, goal: Goal | None = None, **others: object) -> PlanResult:
+    return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(), **others))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
+def test_what_the_link_holds_up_is_packed(name: str, share: float) -> None:
+    result, plain = plan(name, share), plan(name, share, Goal(packing=False))
+    packed, before = result.plan, plain.plan
+    assert (packed.offload.packing is None, before.offload.packing) == (False, None)
+    assert packed.prediction.objective_s < before.prediction.objective_s
+    assert packed.prediction.gpu_memory.total_bytes <= packed.budget.gpu_memory
+    assert result.floor.objective_s <= packed.prediction.objective_s
+    assert packed.model == before.model
+    priced = predict(MODELS[name], MACHINE, packed.workload, packed.budget, packed.offload)
+    assert priced == packed.prediction
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_fits_is_left_as_it_is_stored(name: str) -> None:
+    assert plan(name, 1.2).plan.offload.packing is None
+
+
+def test_engines_and_the_cpu_pack_nothing() -> None:
+    assert not ask(MODELS["dense"], MACHINE, 0.5, goal=Goal(engine="vllm")).may_pack
+    question = ask(MODELS["dense"], load_profile("cpu"), 0.5, goal=Goal())
+    assert make_plan(question).plan.offload.packing is None
+
+
+def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
+    model = dense_model(9)
+    found = make_plan(ask(model, MACHINE, 0.95, goal=Goal())).plan
+    assert found.offload.rules == ()
+    patterns = list_patterns(len(model.layers))
+    fitting = []
+    for size, number in zip(patterns.group_size, patterns.num_in_group, strict=True):
+        packing = Packing(group_size=int(size), num_in_group=int(number))
+        for chunk in (600, 512):
+            offload = Offload(prefill_chunk=chunk, packing=packing)
+            each = predict(model, MACHINE, WORKLOAD, found.budget, offload)
+            if each.gpu_memory.total_bytes <= found.budget.gpu_memory:
+                fitting.append(each.objective_s)
+    assert found.prediction.objective_s == pytest.approx(min(fitting), rel=1e-12)
+
+
+def test_measured_times_of_packed_layers_decide() -> None:
+    model = MODELS["dense"]
+    packed = pack_model(model, EVERYTHING).layers[0].key
+    offload = Offload(prefill_chunk=600)
+    assert packed != model.layers[0].key
+    prediction = predict(model, MACHINE, WORKLOAD, UNLIMITED, offload)
+    for share, taken in ((0.5, True), (2.0, False)):
+        times = [
+            LayerTime(
+                layer=packed,
+                phase=phase,
+                batch=1,
+                tokens=tokens,
+                context=context,
+                seconds=share * getattr(prediction, phase).step_s / len(model.layers),
+            )
+            for phase, tokens, context in (("prefill", 600, 600), ("decode", 1, 610))
+        ]
+        machine = make_machine(h2d=1e9, uva=0.9e9, layer_times=times)
+        found = make_plan(ask(model, machine, 2.0, goal=Goal())).plan
+        assert (found.offload.packing is not None) == taken
