@@ -14,6 +14,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import offplan.forms.packed
+import offplan.runtime.forms.packing
+import offplan.runtime.loading.packed
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.packing import EVERYTHING
@@ -21,6 +24,7 @@ from offplan.placement import place
 from offplan.plan import Offload, Packing
 from offplan.runtime.loading.loaded import LoadedModel
 from tests.runtime.conftest import LATENTS
+from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, offload, run_greedily
 
 SIZES: dict[str, Any] = {
@@ -41,6 +45,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4]])
 EVERY_SECOND = Packing(group_size=2, num_in_group=1)
+FAMILIES = """
+afmoe cohere2 ernie4_5_moe gemma2 gemma3n_text gemma4_text glm4_moe granite_swa llama
+mimo_v2_flash minimax_m2 mixtral olmo3 olmo_hybrid olmoe phi3 phimoe qwen2_moe qwen3_5_moe_text
+qwen3_next stablelm
+"""
+"""Families whose layers are built in as many ways as there are."""
 
 
 def save(name: str, folder: Path) -> Path:
@@ -96,6 +106,25 @@ def test_some_layers_of_a_dense_model_are_packed(tmp_path: Path) -> None:
         ours = run_greedily(folder, decision, PROMPT)
         theirs = run_greedily(folder, offload(group(1, 1)), PROMPT)
         assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", FAMILIES.split())
+def test_families_give_the_same_bits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (
+        offplan.forms.packed,
+        offplan.runtime.forms.packing,
+        offplan.runtime.loading.packed,
+    ):
+        monkeypatch.setattr(module, "PATCH_ROWS", 8)  # or tiny matrices would not be packed
+    config = make_config(family, {})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    draw_weights(model).save_pretrained(tmp_path)
+    ours = run_greedily(tmp_path, packed(group(2, 1)), PROMPT)
+    theirs = run_greedily(tmp_path, offload(group(2, 1)), PROMPT)
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_memory_is_what_is_placed(folder: Path) -> None:
