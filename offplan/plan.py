@@ -118,7 +118,7 @@ class Goal(Record):
     """Seconds of a decode step, at most; null where any time will do."""
     engine: str | None = None
     """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
-    packing: bool = True
+    packing: bool = False
     """Whether weights may be packed; no engine's flags can say that."""
 
     @property
@@ -390,7 +390,7 @@ def _leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("embeddings", "device"),
         ("store", "host"),
         ("peer_memory", "0 B"),
-        ("packing", True),
+        ("packing", False),
     )
     return {k: v for k, v in section.items() if v is not None and (k, v) not in usual}
 

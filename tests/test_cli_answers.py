@@ -34,13 +34,13 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert "only plans that vllm can run were searched" in why["reasons"]
 
 
-def test_no_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cli = CLI(monkeypatch, capsys)
     asked = (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "11GiB")
-    told = " ".join(cli("analyze", *asked).out.split())
+    told = " ".join(cli("analyze", *asked, "--packing").out.split())
     assert "weights of 36 of 36 layers are held packed without loss: 0.76 of their size." in told
-    assert "packed without loss" not in cli("analyze", *asked, "--no-packing").out
-    plans = [json.loads(cli("plan", *asked, *no, "--json").out) for no in ((), ("--no-packing",))]
+    assert "packed without loss" not in cli("analyze", *asked).out
+    plans = [json.loads(cli("plan", *asked, *how, "--json").out) for how in (("--packing",), ())]
     assert [plan["goal"]["packing"] for plan in plans] == [True, False]
     assert [plan["offload"]["packing"] is None for plan in plans] == [False, True]
     assert plans[0]["model"] == plans[1]["model"]

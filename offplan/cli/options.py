@@ -161,9 +161,10 @@ ExportedTo = Annotated[
         help="Whose command: vllm, sglang, or a version of it, vllm==0.31.",
     ),
 ]
-NoPacking = Annotated[
+Packing = Annotated[
     bool,
     typer.Option(
-        "--no-packing", help="Hold weights as they are stored; bf16 is packed where that is faster."
+        "--packing/--no-packing",
+        help="Hold bf16 weights packed without loss where that is faster, or as they are stored.",
     ),
 ]

@@ -42,7 +42,7 @@ class Query:
     max_ttft: options.MaxTTFT = None
     max_tpot: options.MaxTPOT = None
     engine: options.Engine = None
-    no_packing: options.NoPacking = False
+    packing: options.Packing = False
     frontier: options.Frontier = False
     revision: options.Revision = None
     source: options.Source = None
@@ -96,7 +96,7 @@ class Query:
             max_ttft_s=self.max_ttft,
             max_tpot_s=self.max_tpot,
             engine=self.engine,
-            packing=not self.no_packing,
+            packing=self.packing,
         )
         note_budget(question, self.gpu_memory)
         with waiting("planning"):

@@ -9,7 +9,7 @@ from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
 from offplan.costs.memory import MARGIN, phase_bytes
 from offplan.costs.predict import pass_times, predict
 from offplan.costs.timeline import to_seconds
-from offplan.costs.work import PACKED_SLOWDOWN, decode_shape, prefill_shapes
+from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import Figure, MachineProfile
 from offplan.packing import is_packed, pack_model
 from offplan.placement import Phase, Placement, place
@@ -158,7 +158,7 @@ def _derive_phase(
     if not priced.measured:
         source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
         if any(is_packed(p) for layer in model.layers for p in layer.parameters):
-            source += f"; few tokens' products with packed weights {PACKED_SLOWDOWN:g} times"
+            source += "; what packing adds is as on an H200"
     yield Term(
         f"{phase}.compute",
         layers_s + outside_s,

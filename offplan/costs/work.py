@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model
@@ -19,13 +20,28 @@ Source: ``runtime.forms.stored.MAX_ROWS``.
 """
 
 
-PACKED_SLOWDOWN = 1.15
-"""Time of a product of few tokens with packed weights, as a multiple of that with their values, for
-a machine whose profile has no times of layers that are packed.
+PACKED_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
+"""Time of products with packed weights as a multiple of that with their values, by inputs of a
+weight, for a machine whose profile has no times of layers that are packed.
 
-Source: estimated. All products of a layer of Qwen3-8B by one vector on an H200 took 138 us from
-packed weights by a first draft of the kernel, and 121 us from values by cuBLAS.
+Source: the seven products of a layer of Qwen3-8B on an H200 took 122, 168, 190, 203, 305 and 473 us
+packed, and 117 to 133 us by cuBLAS from values.
 """
+
+EXPANSION_SLOWDOWN = 1.3
+"""Time of expanding packed weights as a multiple of that of their bytes, read and written.
+
+Source: 12,288 x 4,096 took 49 us on an H200 and its bytes 44; smaller matrices took longer.
+"""
+
+
+def packed_slowdown(num_inputs: float) -> float:
+    """Time of a product with packed weights as a multiple of that with values: PACKED_SLOWDOWNS."""
+    most, slowest = PACKED_SLOWDOWNS[-1]
+    for (few, fast), (many, slow) in pairwise(PACKED_SLOWDOWNS):
+        if num_inputs <= many:
+            return fast + max(0.0, num_inputs - few) / (many - few) * (slow - fast)
+    return slowest * num_inputs / most
 
 
 @dataclass(frozen=True)
@@ -141,17 +157,21 @@ class LayerWork:
     def packing_bytes(self, shape: PassShape) -> float:
         """Bytes to and from GPU memory that are as long on their way as packing makes a pass.
 
-        Products of few tokens take PACKED_SLOWDOWN times as long as their values; for many, dense
+        Products of few tokens take PACKED_SLOWDOWNS times as long as their values; for many, dense
         weights are read packed and their values written before they are multiplied.
         """
         if self.unpacked is None:
             return 0.0
-        slowed = self.unpacked.weight_bytes(shape)
-        expanded = 0
-        if shape.num_tokens > EXPANDED_ROWS:
-            slowed -= self.unpacked.dense_bytes
-            expanded = self.dense_bytes + self.element_bytes * self.expanded_elements
-        return (PACKED_SLOWDOWN - 1) * slowed + expanded
+        plain, of_expert = self.unpacked, 0.0
+        if self.experts is not None:
+            of_expert = shape.num_tokens * self.experts.num_experts_per_token
+            of_expert /= self.experts.num_experts
+        experts = plain.weight_bytes(shape) - plain.dense_bytes
+        longer = (packed_slowdown(of_expert) - 1) * experts
+        if shape.num_tokens <= EXPANDED_ROWS:
+            return longer + (packed_slowdown(shape.num_tokens) - 1) * plain.dense_bytes
+        expanded = self.dense_bytes + self.element_bytes * self.expanded_elements
+        return longer + EXPANSION_SLOWDOWN * expanded
 
     def flops(self, shape: PassShape) -> float:
         """Operations of a pass: two for each weight and token, and causal attention."""

@@ -16,8 +16,6 @@ from tests.costs.builders import DENSE, MOE, Shapes, dense_model, make_model, mo
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
 BATCHED = Workload(batch=3, prompt_tokens=600, output_tokens=7, context=700)
 UNLIMITED = Budget(gpu_memory=2**40)
-PLAIN = Goal(packing=False)
-"""Asks for a plan of the space that ``planner.space`` states."""
 MODELS = {"dense": dense_model(4), "moe": moe_model(4)}
 
 models = st.sampled_from(
@@ -55,7 +53,7 @@ def ask(
 ) -> Question:
     """Ask for a plan with room for this share of the layers' weights."""
     budget = budget_for(model, machine, share, workload)
-    return Question(model, machine, workload, budget, goal or PLAIN, **others)
+    return Question(model, machine, workload, budget, goal or Goal(), **others)
 
 
 def plan_for(
@@ -67,7 +65,7 @@ def plan_for(
     **others: Any,
 ) -> Plan:
     """The plan for a budget."""
-    return make_plan(Question(model, machine, workload, budget, goal or PLAIN, **others)).plan
+    return make_plan(Question(model, machine, workload, budget, goal or Goal(), **others)).plan
 
 
 @st.composite

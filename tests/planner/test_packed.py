@@ -17,13 +17,13 @@ MACHINE = make_machine(h2d=1e9, uva=0.9e9)
 
 
 def plan(name: str, share: float, goal: Goal | None = None, **others: object) -> PlanResult:
-    return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(), **others))
+    return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(packing=True), **others))
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
 def test_what_the_link_holds_up_is_packed(name: str, share: float) -> None:
-    result, plain = plan(name, share), plan(name, share, Goal(packing=False))
+    result, plain = plan(name, share), plan(name, share, Goal())
     packed, before = result.plan, plain.plan
     assert (packed.offload.packing is None, before.offload.packing) == (False, None)
     assert packed.prediction.objective_s < before.prediction.objective_s
@@ -41,13 +41,13 @@ def test_what_fits_is_left_as_it_is_stored(name: str) -> None:
 
 def test_engines_and_the_cpu_pack_nothing() -> None:
     assert not ask(MODELS["dense"], MACHINE, 0.5, goal=Goal(engine="vllm")).may_pack
-    question = ask(MODELS["dense"], load_profile("cpu"), 0.5, goal=Goal())
+    question = ask(MODELS["dense"], load_profile("cpu"), 0.5, goal=Goal(packing=True))
     assert make_plan(question).plan.offload.packing is None
 
 
 def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
     model = dense_model(9)
-    found = make_plan(ask(model, MACHINE, 0.95, goal=Goal())).plan
+    found = make_plan(ask(model, MACHINE, 0.95, goal=Goal(packing=True))).plan
     assert found.offload.rules == ()
     patterns = list_patterns(len(model.layers))
     fitting = []
@@ -80,5 +80,5 @@ def test_measured_times_of_packed_layers_decide() -> None:
             for phase, tokens, context in (("prefill", 600, 600), ("decode", 1, 610))
         ]
         machine = make_machine(h2d=1e9, uva=0.9e9, layer_times=times)
-        found = make_plan(ask(model, machine, 2.0, goal=Goal())).plan
+        found = make_plan(ask(model, machine, 2.0, goal=Goal(packing=True))).plan
         assert (found.offload.packing is not None) == taken

@@ -23,7 +23,7 @@ def model() -> Model:
 def plan_twice(model: Model, gib: int, max_ttft_s: float | None = None) -> tuple[Plan, Plan | None]:
     machine = load_machine("rtx4090")
     memory = gib * GIB
-    question = ask(model, machine, gpu_memory=memory, max_ttft_s=max_ttft_s, packing=False)
+    question = ask(model, machine, gpu_memory=memory, max_ttft_s=max_ttft_s)
     result = make_plan(question)
     return result.plan, find_sooner(question, result)
 
@@ -43,5 +43,5 @@ def test_none_where_everything_fits(model: Model) -> None:
 
 
 def test_the_answer_says_so(cli: CLI) -> None:
-    asked = ("analyze", CONFIG, "--machine", "rtx4090", "--gpu-memory", "8GiB", "--no-packing")
+    asked = ("analyze", CONFIG, "--machine", "rtx4090", "--gpu-memory", "8GiB")
     assert "takes 1.4% longer in all: --max-ttft 810ms" in " ".join(cli(*asked).out.split())

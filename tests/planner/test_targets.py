@@ -32,7 +32,7 @@ def test_a_target_out_of_reach_names_memory_that_would_do(part: float) -> None:
         make_plan(ask(model, MACHINE, share, SHORT)).plan.prediction.decode.step_s
         for share in (1.2, 0.5)
     )
-    goal = Goal(max_tpot=least_s + part * (most_s - least_s), packing=False)
+    goal = Goal(max_tpot=least_s + part * (most_s - least_s))
     question = ask(model, MACHINE, 0.5, SHORT, goal)
     with pytest.raises(InfeasibleError) as error:
         make_plan(question)
