@@ -82,8 +82,8 @@ def test_the_reference_has_every_option(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = CLI(monkeypatch, capsys)(command, "--help").out.partition("Options:")[2]
-    entries = re.findall(r"^  (?:-\w, )?(--[a-z/-]+)", shown, re.MULTILINE)
-    listed = {name for entry in entries for name in entry.split("/")}
+    entries = re.findall(r"^  (?:-\w, )?(--[a-z-]+(?: / --[a-z-]+)?)", shown, re.MULTILINE)
+    listed = {name for entry in entries for name in entry.split(" / ")}
     rows = make_cli_reference.list_rows(make_cli_reference.list_commands()[command])
     assert listed - {"--help"} == {name for row in rows for name in OPTION.findall(row.name)}
 
