@@ -71,7 +71,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 def test_layers_are_timed_once(machine: Machine) -> None:
     model = open_model(str(TINY_MOE))
-    first, second = (measure_here(model, WORKLOAD) for _ in range(2))
+    first, second = (measure_here(model, WORKLOAD, packing=True) for _ in range(2))
     assert first == second
     assert first.free_gpu_bytes == first.profile.gpu_memory.value - 2**30
     assert (machine.num_layer_times, machine.num_packed_times) == (1, 1)
@@ -117,7 +117,7 @@ def test_measure_times_layers_afresh_and_keeps_them(
     path = tmp_path / "here.yaml"
     workload = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
     for _ in range(2):
-        code, out, err = cli("measure", TINY_MOE, *workload, "-o", path, "--force")
+        code, out, err = cli("measure", TINY_MOE, *workload, "--packing", "-o", path, "--force")
         assert (code, err) == (0, f"offplan: wrote {path}\n")
         assert "NVIDIA H200, PCIe 5 x16" in out
         assert "55.4 GB/s" in out

@@ -24,6 +24,7 @@ def measure(
         DeviceName,
         typer.Option(case_sensitive=False, help="cpu: to try offplan where there is no GPU."),
     ] = "cuda",
+    packing: options.Packing = False,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -50,7 +51,13 @@ def measure(
     if model is not None:
         timed = open_model(model, revision=revision, on_progress=ProgressBar("reading headers"))
     profile = measure_here(
-        timed, workload, device=device, afresh=True, with_others=True, on_stage=ProgressBar
+        timed,
+        workload,
+        device=device,
+        afresh=True,
+        with_others=True,
+        packing=packing,
+        on_stage=ProgressBar,
     ).profile
     if output is not None:
         save_file(output, dump_profile(profile), force=force)

@@ -80,7 +80,12 @@ class Query:
             on_progress=ProgressBar("reading headers"),
         )
         machine = find_machine(
-            self.machine, model, workload, store=self.store, on_stage=ProgressBar
+            self.machine,
+            model,
+            workload,
+            store=self.store,
+            packing=self.packing,
+            on_stage=ProgressBar,
         )
         if machine is None:
             return model, None

@@ -63,7 +63,12 @@ def replan(
     chosen = None
     if machine is not None or old.machine.profile is None:
         chosen = find_machine(
-            machine, found, old.workload, store=old.offload.store, on_stage=ProgressBar
+            machine,
+            found,
+            old.workload,
+            store=old.offload.store,
+            packing=old.goal.packing,
+            on_stage=ProgressBar,
         )
     if chosen is not None and chosen.profile_name is not None:
         named = relocate_profile(chosen.profile_name, Path(), plan.parent)

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -49,17 +50,19 @@ def measure_here(
     device: DeviceName = "cuda",
     afresh: bool = False,
     with_others: bool = False,
+    packing: bool = False,
     on_stage: Stages = silent,
 ) -> Machine:
     """Measure this machine on its current CUDA device, and a model's layers at a workload.
 
     Without a ``model`` only the machine is measured: link, memory, matrix products. With one, each
     kind of its layers is timed too, on random weights at the shapes of ``workload`` (the default
-    one if left out), and how often its products read weights in place. Times of layers are kept on
-    disk, and found there where nothing that they depend on has changed, unless all is to be
-    measured ``afresh``. ``with_others`` also uses the host's other GPUs: the link while all of them
-    copy, and a second one's memory as a store. The ``device`` ``cpu`` is measured as one that plays
-    GPU, to try offplan without any. ``on_stage`` hears what begins.
+    one if left out), with ``packing`` also packed, and how often its products read weights in
+    place. Times of layers are kept on disk, and found there where nothing that they depend on has
+    changed, unless all is to be measured ``afresh``. ``with_others`` also uses the host's other
+    GPUs: the link while all of them copy, and a second one's memory as a store. The ``device``
+    ``cpu`` is measured as one that plays GPU, to try offplan without any. ``on_stage`` hears what
+    begins.
 
     Takes a minute or so, nearly all of the GPU's memory in turns, and synchronises the device.
     Raises OffplanError where there is no CUDA device, and MemoryLimitError.
@@ -80,20 +83,26 @@ def measure_here(
         profile = measure_machine(progress, with_others=with_others)
     if model is not None:
         workload = workload or Workload()
-        profile = _add_model(profile, model, workload, device, on_stage, afresh=afresh)
+        held = [model]
+        if packing and packable(model):
+            held.append(pack_model(model, EVERYTHING))
+        profile = _add_model(profile, held, workload, device, on_stage, afresh=afresh)
     return Machine(profile, profile.gpu_memory.value - used)
 
 
 def _add_model(
     profile: MachineProfile,
-    model: Model,
+    held: Sequence[Model],
     workload: Workload,
     device: DeviceName,
     on_stage: Stages,
     *,
     afresh: bool,
 ) -> MachineProfile:
-    """Add to a profile what a model's layers take on its machine, the one at hand."""
+    """Add to a profile what a model's layers take on its machine, the one at hand.
+
+    ``held`` is the model as it is stored, and as plans may hold it besides.
+    """
     from huggingface_hub import constants
 
     from offplan.machine.layer_cache import LayerTimeCache
@@ -104,9 +113,8 @@ def _add_model(
     chunks = prefill_chunks(min(workload.prompt_tokens, MOST_TIMED))
     progress = on_stage("measuring the layers")
     if device == "cpu":  # which has other work, too: its times are not kept
-        times = measure_layer_times(model, workload, chunks, progress, device=device)
+        times = measure_layer_times(held[0], workload, chunks, progress, device=device)
         return profile.model_copy(update={"layer_times": times})
-    held = [model, *([pack_model(model, EVERYTHING)] if packable(model) else [])]
     known: dict[str, list[LayerTime]] = {}
     for each in held:
         kept = LayerTimeCache(Path(constants.HF_HOME), layer_times_key(each, workload, chunks))
@@ -119,7 +127,7 @@ def _add_model(
             known.setdefault(time.layer, []).append(time)
     times = tuple(chain(*known.values()))
     rate, progress = profile.uva.value, on_stage("measuring reads in place")
-    reads = measure_model_reads(model, workload, chunks, rate, progress)
+    reads = measure_model_reads(held[0], workload, chunks, rate, progress)
     return profile.model_copy(update={"layer_times": times, "in_place_reads": reads})
 
 
@@ -129,6 +137,7 @@ def find_machine(
     workload: Workload,
     *,
     store: Store = "host",
+    packing: bool = False,
     on_stage: Stages = silent,
 ) -> Machine | None:
     """Take the machine of this profile, else the one at hand; None where that has no GPU.
@@ -140,7 +149,8 @@ def find_machine(
         return load_machine(name)
     if not has_gpu():
         return None
-    return measure_here(model, workload, with_others=store == "peer", on_stage=on_stage)
+    others = store == "peer"
+    return measure_here(model, workload, with_others=others, packing=packing, on_stage=on_stage)
 
 
 def has_gpu() -> bool:
