@@ -23,7 +23,8 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Workload, dump_plan
+from offplan.packing import EVERYTHING, pack_model
+from offplan.plan import Budget, Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
@@ -51,12 +52,16 @@ class Case:
     context: int = 2048
     gpu_gib: float | None = None
     """GPU memory of the plan, in GiB, where no share is given."""
+    packing: bool = False
+    """Whether weights may be packed."""
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         room = f"{self.gpu_gib} GiB" if self.share is None else f"{self.share:.0%} of the weights"
-        return f"{MODELS[self.config]}, {room}, batch {self.batch}, {self.prompt_tokens} tokens"
+        packed = ", packed" * self.packing
+        what = f"batch {self.batch}, {self.prompt_tokens} tokens{packed}"
+        return f"{MODELS[self.config]}, {room}, {what}"
 
     @property
     def workload(self) -> Workload:
@@ -69,11 +74,11 @@ class Case:
         )
 
 
-LONG = {"prompt_tokens": 8192, "output_tokens": 64, "context": 8448}
-ODD = {"prompt_tokens": 3000, "output_tokens": 64, "context": 4096}
+LONG: dict[str, Any] = {"prompt_tokens": 8192, "output_tokens": 64, "context": 8448}
+ODD: dict[str, Any] = {"prompt_tokens": 3000, "output_tokens": 64, "context": 4096}
 """Of whole chunks and a rest."""
-TWO_THOUSAND = {"prompt_tokens": 2048, "output_tokens": 128, "context": 4096}
-SHORT = {"prompt_tokens": 256, "output_tokens": 64, "context": 1024}
+TWO_THOUSAND: dict[str, Any] = {"prompt_tokens": 2048, "output_tokens": 128, "context": 4096}
+SHORT: dict[str, Any] = {"prompt_tokens": 256, "output_tokens": 64, "context": 1024}
 CASES = [
     *(Case(QWEN, share) for share in (0.25, 0.5, 0.8, 0.95)),
     Case(QWEN, 0.5, **LONG),
@@ -94,6 +99,11 @@ CASES = [
     *(Case(CONFIGS["Qwen3-30B-A3B FP8"], None, batch, gpu_gib=12) for batch in (1, 8)),
     Case(CONFIGS["DeepSeek-V3 8 layers"], 0.5),
     Case(CONFIGS["Qwen3-32B W4A16"], None, gpu_gib=12),
+    *(Case(QWEN, None, gpu_gib=size, packing=True) for size in (14.5, 12.7, 12, 11.3, 9)),
+    Case(QWEN, None, 64, gpu_gib=24, packing=True, **SHORT),
+    Case(QWEN, None, gpu_gib=12, packing=True, **LONG),
+    Case(LITE, None, gpu_gib=16.5, packing=True),
+    Case(LITE, None, gpu_gib=16.5, packing=True, **LONG),
 ]
 
 
@@ -121,7 +131,8 @@ def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
 def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict[str, Any]:
     """Plan and bench one case."""
     budget = find_budget(case, model, machine)
-    planned = make_plan(Question(model, machine, case.workload, budget))
+    goal = Goal(packing=case.packing)
+    planned = make_plan(Question(model, machine, case.workload, budget, goal))
     plan = folder / "plan.yaml"
     plan.write_text(dump_plan(planned.plan))
     benched = bench(plan)
@@ -157,20 +168,25 @@ def main() -> None:
     chosen = [c for c in CASES if not sys.argv[1:] or any(n in c.name for n in sys.argv[1:])]
     results = []
     here = measure_machine()
-    machines: dict[tuple[str, Workload], MachineProfile] = {}
+    machines: dict[tuple[str, Workload, bool], MachineProfile] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             print(case.name, file=sys.stderr, flush=True)
             # absolute: a plan's relative source starts at its file
             model, workload = open_model(str(Path(case.config).resolve())), case.workload
-            if (case.config, workload) not in machines:
+            measured_for = case.config, workload, case.packing
+            if measured_for not in machines:
                 chunks = prefill_chunks(workload.prompt_tokens)
                 times = measure_layer_times(model, workload, chunks)
+                if case.packing:  # what lies outside the layers was measured with them
+                    known = {time.layer for time in times}
+                    packed = measure_layer_times(pack_model(model, EVERYTHING), workload, chunks)
+                    times += tuple(time for time in packed if time.layer not in known)
                 reads = measure_model_reads(model, workload, chunks, here.uva.value)
                 measured = {"layer_times": times, "in_place_reads": reads}
-                machines[case.config, workload] = here.model_copy(update=measured)
+                machines[measured_for] = here.model_copy(update=measured)
             try:
-                machine = machines[case.config, workload]
+                machine = machines[measured_for]
                 results.append(run(case, model, machine, Path(folder)))
             except subprocess.CalledProcessError as error:
                 results.append({"name": case.name, "failed": error.stderr.splitlines()[-3:]})
