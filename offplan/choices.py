@@ -10,3 +10,7 @@ DeviceName = Literal["cuda", "cpu"]
 """What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""
 ExportFormat = Literal["command", "yaml", "env", "docker"]
 """How an engine's command is written."""
+TableFormat = Literal["text", "markdown"]
+"""How tables are written."""
+FileKind = Literal["plan", "profile"]
+"""Which of the files that people write a schema is of."""

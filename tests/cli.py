@@ -22,7 +22,7 @@ RULES = {
 
 
 RUNS = "offplan: `offplan run` can execute this model.\n"
-"""What ``plan`` says on stderr of a model that can be run."""
+"""What ``plan`` says on stderr of a model that can be run, after fit and speed."""
 
 
 class Finished(NamedTuple):

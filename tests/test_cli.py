@@ -104,7 +104,8 @@ def test_analyze_answers_first(cli: CLI) -> None:
     assert "It fits NVIDIA H200: " in told
     assert "of page-locked host memory" in told
     assert "tokens a second" in told
-    assert "-o plan.yaml" in told
+    # in one piece: it is to be copied
+    assert any(each.startswith("Next: ") and each.endswith("-o plan.yaml") for each in lines)
     layers = lines[lines.index("Layers, first to last: as high as their share on the GPU") + 1]
     assert (len(layers), layers[0]) == (27, "█")
     assert "the 6 experts they need in place" in told
@@ -190,7 +191,9 @@ def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
     assert data["infeasible"]["shortfall_bytes"] > 0
     code, out, _ = cli("analyze", *arguments)
     assert code == 0
-    assert "It does not fit: no plan fits 100 KiB" in out
+    assert "No plan fits 100 KiB" in out
+    late = cli("analyze", "plans/tiny-moe", "--machine", "cpu", "--max-tpot", "1us", *SMALL).out
+    assert "No plan reaches --max-tpot 1 us within" in late
 
 
 def test_the_longest_context_is_found(cli: CLI) -> None:
@@ -228,13 +231,15 @@ def test_more_memory_than_there_is_is_noted(cli: CLI) -> None:
     code, out, err = cli("plan", "plans/tiny-moe", "--machine", "cpu", "--gpu-memory", "1TiB")
     assert code == 0
     assert err.startswith("offplan: CPU has ")
-    assert err.endswith(f": planning for that instead of 1 TiB\n{RUNS}")
+    assert ": planning for that instead of 1 TiB\n" in err
     assert out == cli("plan", "plans/tiny-moe", "--machine", "cpu").out
 
 
 def test_plan_prints_yaml_or_json_of_the_same_plan(cli: CLI) -> None:
     code, out, err = cli("plan", "plans/tiny-moe", *OFFLOADING)
-    assert (code, err) == (0, RUNS)
+    assert code == 0
+    assert err.startswith("offplan: It fits CPU: ")
+    assert err.endswith(RUNS)
     written = yaml.safe_load(out)
     assert written["offplan"] == 1
     assert written["workload"] == {
@@ -461,13 +466,14 @@ def test_a_full_disk_exits_1_without_a_traceback(
 
     monkeypatch.setattr("os.replace", fail)
     code, _, err = cli("plan", "plans/tiny-moe", *OFFLOADING, "-o", tmp_path / "plan.yaml")
-    assert (code, err) == (1, f"{RUNS}offplan: [Errno 28] No space left on device\n")
+    assert code == 1
+    assert err.endswith(f"{RUNS}offplan: [Errno 28] No space left on device\n")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_quiet_says_nothing_but_errors(cli: CLI, plan_file: Path) -> None:
     said = cli("plan", TINY_MOE, *OFFLOADING)
-    assert said.err == RUNS
+    assert said.err.endswith(RUNS)
     assert cli("plan", TINY_MOE, *OFFLOADING, "--quiet") == (0, said.out, "")
     code, out, err = cli("plan", TINY_MOE, *OFFLOADING, "-q", "-o", plan_file)
     assert (code, out, "--force overwrites it" in err) == (2, "", True)

@@ -129,7 +129,8 @@ MAKE = f'"$@" plan {TINY_MOE} --machine cpu'
 )
 def test_streams_that_nobody_reads(shell: str, code: int) -> None:
     done = run(shell)
-    assert (done.returncode, done.stderr) == (code, "" if "2>&-" in shell else RUNS)
+    assert done.returncode == code
+    assert not done.stderr if "2>&-" in shell else done.stderr.endswith(RUNS)
 
 
 def test_help_that_nobody_reads() -> None:
@@ -143,10 +144,8 @@ def test_the_module_is_the_program() -> None:
 
 def test_a_full_disk_for_stdout() -> None:
     done = run(f"{MAKE} > /dev/full")
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"{RUNS}offplan: [Errno 28] No space left on device\n",
-    )
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"{RUNS}offplan: [Errno 28] No space left on device\n")
 
 
 def test_the_c_locale() -> None:

@@ -131,7 +131,7 @@ Asked:
   1 MiB of GPU memory, host memory unlimited
   the least time of a request
 Plan:
-  on the host: self_attn of the last 1 in every 2 layers (prefill prefetch,
+  on the host: self_attn of layers # in -#-#-#-#-#-#-#-#... (prefill prefetch,
   decode prefetch)
 """
 

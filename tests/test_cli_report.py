@@ -67,7 +67,7 @@ def test_offload_in_words() -> None:
         chunks,
     ]
     assert describe_offload(make_plan(SPLIT, WHOLE)) == [
-        "on the host: experts of the last 1 in every 2 layers (prefill prefetch, decode uva)",
+        "on the host: experts of layers # in -#-#-#-#-#-#-#-#... (prefill prefetch, decode uva)",
         "on the host: all parameters of every layer (prefill prefetch, decode prefetch)",
         ring,
         chunks,
@@ -90,8 +90,8 @@ def test_an_embedding_on_the_host_in_words() -> None:
 
 PLAN = """\
 Plan:
-  on the host: experts of the last 1 in every 2 layers (prefill prefetch, decode
-  uva)
+  on the host: experts of layers # in -#-#-#-#-#-#-#-#... (prefill prefetch,
+  decode uva)
   slots in the ring (prefetch_step): 2
   prompts are read in chunks of 512 tokens
 Why (estimated):
@@ -128,7 +128,7 @@ bound                   300 ms             29 ms
 floor                   280 ms             27 ms
 over the link           15 GiB           1.4 GiB
 
-A request takes 4.7 s, estimated: 29.4 tokens/s in decode.
+A request takes 4.7 s, estimated: 29.41 tokens/s in decode.
 Bound of its bytes 4.012 s (x1.171); floor of any plan 3.7 s (x1.270); all
 estimated.
 """

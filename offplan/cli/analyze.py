@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from offplan.cli.output import STANDARD, print_note, print_result, waiting
+from offplan.cli.output import STANDARD, print_result, waiting
 from offplan.cli.query import Query, takes_query
 from offplan.errors import InfeasibleError, InputError
 
@@ -49,5 +49,3 @@ def analyze(query: Query) -> None:
     query.save_picture(question, result.plan)
     if output is not None:
         save_plan(output, result.plan, force=query.force)
-        if output != STANDARD:
-            print_note(f"wrote {output}")

@@ -1,10 +1,11 @@
 """``offplan diff``: what two plans differ in."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offplan.choices import TableFormat
 from offplan.cli import options
 from offplan.cli.output import ProgressBar, print_note, print_result, printable
 from offplan.errors import CheckpointError, DriftError, HubError, InputError
@@ -24,7 +25,8 @@ def diff(
     ],
     model: options.LocalModel = None,
     format: Annotated[
-        Literal["text", "markdown"], typer.Option(help="Tables as text, or for a pull request.")
+        TableFormat,
+        typer.Option(**options.choice(TableFormat), help="Tables as text, or for a pull request."),
     ] = "text",
     json: options.Json = False,
 ) -> None:

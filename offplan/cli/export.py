@@ -14,7 +14,9 @@ def export(
     engine: options.ExportedTo,
     form: Annotated[
         ExportFormat,
-        typer.Option("--format", case_sensitive=False, help="How the command is written."),
+        typer.Option(
+            "--format", **options.choice(ExportFormat), help="How the command is written."
+        ),
     ] = "command",
     replan: Annotated[
         bool,

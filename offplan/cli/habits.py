@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,6 +50,8 @@ def _libraries_hushed() -> Iterator[None]:
     if sys.warnoptions:
         yield
         return
+    import logging  # not above: --help does without, and starts sooner
+
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

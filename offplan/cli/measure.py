@@ -22,7 +22,9 @@ def measure(
     revision: options.Revision = None,
     device: Annotated[
         DeviceName,
-        typer.Option(case_sensitive=False, help="cpu: to try offplan where there is no GPU."),
+        typer.Option(
+            **options.choice(DeviceName), help="cpu: to try offplan where there is no GPU."
+        ),
     ] = "cuda",
     packing: options.Packing = False,
     output: options.Output = None,

@@ -1,9 +1,10 @@
 """Arguments and options that several commands share."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -45,6 +46,19 @@ def complete_engine(start: str) -> list[str]:
     return [name for name in ENGINES if name.startswith(start)]
 
 
+def _read_choice(words: Sequence[str], argument: str) -> str:
+    """Read one of some words, in any case; raises InputError for another one."""
+    if argument.lower() not in words:
+        raise InputError(f"{argument!r} is not one of {', '.join(words)}")
+    return argument.lower()
+
+
+def choice(literal: Any) -> dict[str, Any]:
+    """Return what has an argument or an option take a word of a Literal, in any case."""
+    words = get_args(literal)
+    return {"parser": partial(_read_choice, words), "metavar": "|".join(words)}
+
+
 _size = partial(typer.Option, parser=parse_bytes, metavar="TEXT")
 _time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
 
@@ -76,7 +90,9 @@ HostMemory = Annotated[
 ]
 Store = Annotated[
     choices.Store,
-    typer.Option(case_sensitive=False, help="Offload to host memory, or to that of a second GPU."),
+    typer.Option(
+        **choice(choices.Store), help="Offload to host memory, or to that of a second GPU."
+    ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences generated together.")]
 PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
@@ -128,7 +144,7 @@ ChosenBatch = Annotated[
 Objective = Annotated[
     choices.ObjectiveName,
     typer.Option(
-        case_sensitive=False,
+        **choice(choices.ObjectiveName),
         help="Time of a request, or tokens a second (which chooses the batch).",
     ),
 ]

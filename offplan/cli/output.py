@@ -11,7 +11,6 @@ from threading import Timer
 from typing import IO, TYPE_CHECKING, Any
 
 from offplan.errors import InputError
-from offplan.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,7 +44,7 @@ def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> None:
     for number, part in enumerate(parts):
         if number:
             console.print()
-        console.print(part)
+        console.print(part, crop=False)  # a command that is to be copied may be longer
 
 
 def printable(text: str) -> str:
@@ -133,6 +132,8 @@ def write_file(path: Path, text: str, *, force: bool) -> None:
     if path == STANDARD:
         sys.stdout.write(text)
         return
+    from offplan.files import write_whole  # it takes a while to import, which --help does without
+
     check_writable(path, force=force)
     write_whole(_follow(path), text.encode())
 

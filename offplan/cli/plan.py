@@ -13,18 +13,16 @@ def plan(query: Query) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.cli.planning import save_plan
     from offplan.library.machines import why_unmeasured
-    from offplan.library.runnable import why_not_run
-    from offplan.packing import pack_model
     from offplan.plan import dump_plan
     from offplan.planner.make import make_plan
-    from offplan.report.analysis import analyze_result, describe_running, render_analysis
-    from offplan.report.answer import render_answer
+    from offplan.report.analysis import analyze_result, render_analysis
+    from offplan.report.answer import describe_answer, render_answer
     from offplan.report.payload import plan_payload
 
     query.check()
     if query.svg == STANDARD and (query.json or query.plan_file is None):
         raise InputError("the plan is printed to stdout: name another file with --svg or --output")
-    model, question = query.read()
+    _, question = query.read()
     if question is None:
         raise InputError(why_unmeasured())
     if query.frontier:
@@ -32,19 +30,19 @@ def plan(query: Query) -> None:
         return
     with waiting("planning"):
         result = make_plan(question)
-        made = result.plan
-        why_not = why_not_run(pack_model(model, made.offload.packing))
-    if query.verbose:
         analysis = analyze_result(question, result)
+    made = result.plan
+    if query.verbose:
         command = shlex.join(["offplan", *sys.argv[1:]])
         report = [*render_answer(analysis, command, query.plan_file), *render_analysis(analysis)]
         print_result({}, *report, json=False, file=sys.stderr)
     else:
-        print_note(describe_running(model, why_not))
+        for line in describe_answer(analysis, made, question.machine):
+            print_note(line)
     query.save_picture(question, made)
     if query.plan_file is not None:
         save_plan(query.plan_file, made, force=query.force)
     if query.json:
-        print_json(plan_payload(made, why_not))
+        print_json(plan_payload(made, analysis.why_not_run))
     elif query.plan_file is None:
         sys.stdout.write(dump_plan(made))

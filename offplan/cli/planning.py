@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
 from offplan.cli.options import LONGEST
-from offplan.cli.output import ProgressBar, print_note, write_file
+from offplan.cli.output import ProgressBar, print_note, save_file
 from offplan.errors import InputError
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import list_changes, price_again
@@ -48,8 +48,8 @@ def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
 
 
 def save_plan(path: Path, plan: Plan, *, force: bool) -> None:
-    """Write a plan's file, in which relative paths start at the file's own folder."""
-    write_file(path, dump_plan(relocate_plan(plan, Path(), path.parent)), force=force)
+    """Write a plan's file, in which relative paths start at the file's own folder, and say so."""
+    save_file(path, dump_plan(relocate_plan(plan, Path(), path.parent)), force=force)
 
 
 def relocate_plan(plan: Plan, old: Path, new: Path) -> Plan:

@@ -1,9 +1,11 @@
 """``offplan schema``: the JSON schema of a plan file or a machine profile, for editors."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from offplan.choices import FileKind
+from offplan.cli import options
 from offplan.cli.output import print_json
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -11,8 +13,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def schema(
     file: Annotated[
-        Literal["plan", "profile"],
-        typer.Argument(metavar="[plan|profile]", help="Which file's."),
+        FileKind, typer.Argument(**options.choice(FileKind), help="Which file's.")
     ] = "plan",
 ) -> None:
     """Print the JSON schema of a plan file, or of a machine profile, for editors."""

@@ -1,6 +1,7 @@
 """The whole report of ``analyze``: the model, the machine, the plan or why there is none."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich.console import RenderableType
 
@@ -32,14 +33,20 @@ class Analysis:
     """The machine's figures; None where there was nothing to measure."""
     result: PlanResult | None = None
     """The plan and its reasons; None where there is none."""
-    crossovers: Crossovers | None = None
-    """Batches and prompts at which the plan's bottleneck changes; None where there is no plan."""
     sooner: Plan | None = None
     """A plan whose first token comes much sooner, for hardly more time in all; None without."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
     """What could not be measured, so that nothing was planned; None where all was."""
+
+    @cached_property
+    def crossovers(self) -> Crossovers | None:
+        """Where the plan's bottleneck changes, found when asked for; None without a plan."""
+        if self.result is None or self.machine is None:
+            return None
+        plan = self.result.plan
+        return find_crossovers(self.model, self.machine.with_store(plan.offload.store), plan)
 
 
 def analyze_question(question: Question) -> Analysis:
@@ -53,11 +60,9 @@ def analyze_question(question: Question) -> Analysis:
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
-    model, machine = question.model, question.machine
-    crossovers = find_crossovers(model, question.planned_machine, result.plan)
-    sooner = find_sooner(question, result)
+    model, sooner = question.model, find_sooner(question, result)
     why_not = why_not_run(pack_model(model, result.plan.offload.packing))
-    return Analysis(model, why_not, machine, result, crossovers, sooner)
+    return Analysis(model, why_not, question.machine, result, sooner)
 
 
 def describe_running(model: Model, why_not: str | None) -> str:

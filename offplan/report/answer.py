@@ -12,7 +12,7 @@ from offplan.plan import Backend, Packing, Plan, Rule
 from offplan.report.analysis import Analysis, describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import draw_layers, draw_memory
-from offplan.units import format_budget, format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
 
 _READS = {
     (Backend.PREFETCH, Backend.PREFETCH): "and are copied to the GPU before each layer",
@@ -28,18 +28,17 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     model = analysis.model
     head = [Text(describe_model(model))]
     if analysis.infeasible is not None:
-        return [Group(*head, Text(f"It does not fit: {analysis.infeasible}"))]
+        why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
+        return [Group(*head, Text(f"{why[0].upper()}{why[1:]}"))]
     if analysis.result is None or analysis.machine is None:
         told = describe_running(model, analysis.why_not_run)
         answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
     head += [
-        Text(describe_fit(plan, analysis.machine)),
-        Text(describe_speed(plan)),
-        *([] if analysis.sooner is None else [Text(describe_sooner(plan, analysis.sooner))]),
-        Text(describe_running(model, analysis.why_not_run)),
-        Text(f"Next: {_name_next(analysis, command, output)}"),
+        *map(Text, describe_answer(analysis, plan, analysis.machine)),
+        # in one piece, to be copied
+        Text(f"Next: {_name_next(analysis, command, output)}", no_wrap=True, overflow="ignore"),
     ]
     parts: list[RenderableType] = [Group(*head)]
     if plan.offload.rules:
@@ -48,6 +47,14 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
     parts.append(Group(Text(f"GPU memory, {format_budget(budget)}"), draw_memory(memory, budget)))
     return [*parts, Text(describe_plainly(plan, model))]
+
+
+def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
+    """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
+    lines = [describe_fit(plan, machine), describe_speed(plan)]
+    if analysis.sooner is not None:
+        lines.append(describe_sooner(plan, analysis.sooner))
+    return [*lines, describe_running(analysis.model, analysis.why_not_run)]
 
 
 def describe_model(model: Model) -> str:
@@ -79,12 +86,13 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
 def describe_speed(plan: Plan) -> str:
     """Say how fast tokens come, the first one and those after it."""
     workload, prediction = plan.workload, plan.prediction
-    rate = workload.batch / prediction.decode.step_s
+    step_s = prediction.decode.step_s
+    rate = format_frequency(workload.batch / step_s)
     batch = f" over a batch of {workload.batch}" if workload.batch > 1 else ""
     return (
-        f"{rate:,.1f} tokens a second{batch}, {format_seconds(prediction.decode.step_s)} each; the "
-        f"first after {format_seconds(prediction.prefill.step_s)} (prompt of "
-        f"{workload.prompt_tokens}; {prediction.basis})."
+        f"{rate} tokens a second{batch}, {format_seconds(step_s)} each; the first after "
+        f"{format_seconds(prediction.prefill.step_s)} (prompt of {workload.prompt_tokens}; "
+        f"{prediction.basis})."
     )
 
 

@@ -13,7 +13,13 @@ from offplan.plan import Backend, Packing, Plan, Rule
 from offplan.planner.find import PlanResult
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
-from offplan.units import format_budget, format_bytes, format_rate, format_seconds
+from offplan.units import (
+    format_budget,
+    format_bytes,
+    format_frequency,
+    format_rate,
+    format_seconds,
+)
 
 
 def render_plan(result: PlanResult, crossovers: Crossovers) -> list[RenderableType]:
@@ -61,7 +67,7 @@ def describe_request(plan: Plan) -> str:
     request_s = format_seconds(plan.prediction.objective_s)
     speed = ""
     if step_s := plan.prediction.decode.step_s:  # a file may say anything
-        speed = f": {plan.workload.batch / step_s:,.1f} tokens/s in decode"
+        speed = f": {format_frequency(plan.workload.batch / step_s)} tokens/s in decode"
     return f"A request takes {request_s}{', estimated' * estimated}{speed}."
 
 
@@ -90,6 +96,8 @@ def describe_crossovers(crossovers: Crossovers) -> list[str]:
     return [sentence for least, sentence in changes if least is not None]
 
 
+_DRAWN = 16
+"""Layers of a drawn pattern, unless a group has more."""
 STORES = {"host": "host", "peer": "second GPU"}
 """What people call a plan's store."""
 
@@ -131,7 +139,8 @@ def _describe_packing(packing: Packing) -> str:
 def _describe_pattern(pattern: Rule | Packing) -> str:
     if pattern.num_in_group == pattern.group_size:
         return "of every layer"
-    return f"of the last {pattern.num_in_group} in every {pattern.group_size} layers"
+    drawn = range(max(_DRAWN, pattern.group_size or 0))
+    return f"of layers # in {''.join('-#'[pattern.selects_layer(at)] for at in drawn)}..."
 
 
 def _render_memory(plan: Plan) -> Table:

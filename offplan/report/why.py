@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from offplan.plan import Backend, Prediction, Rule
 from offplan.planner.find import PlanResult
 from offplan.planner.throughput import tokens_per_s
-from offplan.units import format_budget, format_bytes, format_seconds
+from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
 
 
 def explain_plan(result: PlanResult) -> list[str]:
@@ -17,7 +17,7 @@ def explain_plan(result: PlanResult) -> list[str]:
     if goal.engine:
         reasons.append(f"only plans that {goal.engine} can run were searched")
     if goal.objective == "throughput":
-        speed = f"{tokens_per_s(plan):,.1f} tokens/s"
+        speed = f"{format_frequency(tokens_per_s(plan))} tokens/s"
         reasons.append(f"batch {plan.workload.batch} gives most of those tried: {speed}")
     return reasons
 
