@@ -1,10 +1,12 @@
-"""The command line's start and end: the one place where errors become exit codes."""
+"""The command line's start and end: the one place where errors become exit codes.
+
+Nothing is imported here that Python has not imported before: until ``_run`` begins, a Ctrl-C ends
+in a traceback.
+"""
 
 import os
 import sys
 from io import TextIOWrapper
-
-from offplan.errors import OffplanError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -34,31 +36,32 @@ def _run() -> int | str | None:
         from offplan.cli.app import app
 
         app(prog_name="offplan")
-    except KeyboardInterrupt as error:
-        return _tell(error)
     except SystemExit as ended:
         # typer has made exits of a Ctrl-C inside a command, and of a pipe that nobody reads
         if ended.code == INTERRUPTED:
             return _tell(KeyboardInterrupt())
         return CLOSED_PIPE if isinstance(ended.__context__, BrokenPipeError) else ended.code
-    # an OSError is a full disk or a lost network share, a module that cannot be imported or fails
-    # without saying why a broken installation or too little memory: not ours, no traceback helps
-    except (OffplanError, OSError, MemoryError, ImportError, SystemError) as error:
+    except (Exception, KeyboardInterrupt) as error:
         return _tell(error)
-    except RuntimeError as error:
-        if _NO_THREAD not in str(error):
-            raise
-        return _tell(MemoryError(error))
     return 0
 
 
 def _tell(error: BaseException) -> int:
-    """Say what ended a command, in a line, and return its exit code."""
-    from offplan.cli.output import print_note  # not above: a Ctrl-C finds as little as may be there
+    """Say what ended a command, in a line, and return its exit code; raises what is a mistake here.
+
+    An OSError is a full disk or a lost network share, a module that cannot be imported or fails
+    without saying why a broken installation or too little memory: no traceback helps.
+    """
+    from offplan.cli.output import print_note
+    from offplan.errors import OffplanError
 
     if isinstance(error, KeyboardInterrupt):
         print_note("interrupted")
         return INTERRUPTED
+    if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
+        error = MemoryError(error)
+    if not isinstance(error, (OffplanError, OSError, MemoryError, ImportError, SystemError)):
+        raise error
     text = str(error)
     if isinstance(error, MemoryError):
         text = f"out of memory{text and f' ({text})'}: raise the limit, or close what else takes it"
