@@ -19,7 +19,7 @@ Basis = Literal["measured", "reported", "datasheet", "estimated"]
 """How a figure was obtained, the most certain way first."""
 _WITH_UNITS = {"with units": True}
 """Context in which quantities are dumped with units instead of as plain numbers."""
-_MOST_ERRORS = 8
+_MOST_ERRORS = 20
 """Errors of one file that are told; the others are counted."""
 _MOST_SHOWN = 160
 """Characters of a file's own text, or of a library's, in an error."""
@@ -50,7 +50,7 @@ class Record(BaseModel):
             wrong = explain(refused, _known_keys(cls))
             told = [f"{where or whole}: {why}" for where, why in wrong[:_MOST_ERRORS]]
             if more := len(wrong) - len(told):
-                told.append(f"and {more} more errors")
+                told.append(f"and {more} more")
             raise error(f"{name}: {'; '.join(told)}") from None
 
 

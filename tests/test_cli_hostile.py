@@ -172,7 +172,11 @@ def test_faults_while_modules_are_imported(module: str, error: str, code: int, t
         "import sys\n"
         "class Fault:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        f"        if name == {module!r}: raise {error}\n"
+        f"        if name == {module!r}:\n"
+        "            try:\n"
+        f"                raise {error}\n"
+        "            except KeyboardInterrupt as stopped:\n"  # as transformers does
+        "                raise ImportError from stopped\n"
         "sys.meta_path.insert(0, Fault())\n"
         f"sys.argv = ['offplan', 'plan', {str(TINY_MOE)!r}]\n{PROGRAM}"
     )

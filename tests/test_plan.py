@@ -211,7 +211,7 @@ def test_values_are_what_they_look_like(value: str) -> None:
 def test_many_keys_are_compared_at_once(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(dump_plan(example_plan) + "".join(f"k{i}: {i}\n" for i in range(5000)))
-    with pytest.raises(PlanError, match=r"k7: there is no such key; and 4992 more errors$"):
+    with pytest.raises(PlanError, match=r"k19: there is no such key; and 4980 more$"):
         load_plan(path)
 
 

@@ -4,6 +4,8 @@ Nothing is imported here that Python has not imported before: until ``_run`` beg
 in a traceback.
 """
 
+import atexit
+import gc
 import os
 import sys
 from io import TextIOWrapper
@@ -32,6 +34,7 @@ def _run() -> int | str | None:
     """Run a command, and return its exit code."""
     try:
         _prepare_streams()
+        _look_for_little_garbage()
         # it takes a while, in which people may have thought better of it
         from offplan.cli.app import app
 
@@ -55,7 +58,7 @@ def _tell(error: BaseException) -> int:
     from offplan.cli.output import print_note
     from offplan.errors import OffplanError
 
-    if isinstance(error, KeyboardInterrupt):
+    if _is_interrupt(error):
         print_note("interrupted")
         return INTERRUPTED
     if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
@@ -72,6 +75,22 @@ def _tell(error: BaseException) -> int:
         return CLOSED_PIPE
     print_note(" ".join(text.split()))
     return error.exit_code if isinstance(error, OffplanError) else OffplanError.exit_code
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an error came of a Ctrl-C, which transformers, being imported, makes ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
+def _look_for_little_garbage() -> None:
+    """Spare a third of what torch and transformers take to be imported, and to be left again.
+
+    What they make lives to the end; Python looks through it for cycles time and again.
+    """
+    gc.set_threshold(50_000)  # objects; 700 would do for garbage that comes as fast as it goes
+    atexit.register(gc.freeze)  # memory is the system's to take back
 
 
 def _prepare_streams() -> None:

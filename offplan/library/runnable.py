@@ -1,5 +1,6 @@
 """Whether ``run`` can execute a model, told from its headers and config alone."""
 
+import gc
 import json
 import pickle
 import subprocess
@@ -66,4 +67,6 @@ def _ask_process(model: Model) -> str | None:
 
 def answer() -> None:
     """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
+    gc.disable()  # a process of one question: there is no garbage worth the time
     print(json.dumps(find_obstacle(pickle.load(sys.stdin.buffer))))
+    gc.freeze()

@@ -78,7 +78,7 @@ class MemoryBar:
         for sign, (name, size) in zip(signs, self.parts, strict=False):
             end = round((before + size) / self.total * width) if self.total else 0
             bar += sign * (end - len(bar))
-            names.append(f"{sign} {name} {format_bytes(size)}")
+            names += [f"{sign} {name} {format_bytes(size)}"] * (size > 0)
             before += size
         yield Segment(bar.ljust(width, "_") + "\n")
         line = ""
