@@ -137,19 +137,23 @@ def _describe_rule(rule: Rule, model: Model, where: str) -> str:
         for layer in model.layers
         if rule.selects_layer(layer.index) and any(rule.matches(p.name) for p in layer.parameters)
     ]
-    what = ", ".join(rule.cpu_offload_params) or "weights"
-    if {name.rpartition(".")[2] for name in rule.cpu_offload_params} == {"experts"}:
-        what = "experts"
-    experts = model.experts
-    few = "the weights"
+    what, few, experts = (
+        ", ".join(rule.cpu_offload_params) or "weights",
+        "the weights",
+        model.experts,
+    )
     if experts is not None and all(
         p.is_expert for layer in taken for p in layer.parameters if rule.matches(p.name)
     ):
+        names = [name.rpartition(".")[2] for name in rule.cpu_offload_params]
+        what = "experts" if {*names} == {"experts"} else f"the experts' {', '.join(names)}"
         few = f"the {experts.num_experts_per_token} experts they need"
     reads = _READS[rule.prefill, rule.decode].format(few)
     joint = " " if reads.startswith("and") else ": "
     size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
-    return f"{size} of {len(taken)} of {len(model.layers)} layers stay {where}{joint}{reads}"
+    total = len(model.layers)
+    layers = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
+    return f"{size} of {layers} layers stay {where}{joint}{reads}"
 
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
