@@ -376,15 +376,15 @@ def dump_plan(plan: Plan) -> str:
     """
     data = plan.dump_with_units()
     for key in ("goal", "offload", "prediction"):
-        data[key] = _leave_out_usual(data[key])
-    data["offload"]["rules"] = list(map(_leave_out_usual, data["offload"]["rules"]))
+        data[key] = leave_out_usual(data[key])
+    data["offload"]["rules"] = list(map(leave_out_usual, data["offload"]["rules"]))
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
         lines += _dump_section(key, section)
     return "\n".join(lines) + "\n"
 
 
-def _leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
+def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is null, and what most plans would say alike."""
     usual = (
         ("embeddings", "device"),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from offplan.errors import PlanError
-from offplan.plan import Plan, dump_plan, flow, parse_plan
+from offplan.plan import Plan, dump_plan, flow, leave_out_usual, parse_plan
 from offplan.records import load_yaml
 
 
@@ -78,12 +78,10 @@ def _write(node: yaml.Node, value: Any) -> str:
 
 
 def _tidy(value: Any) -> Any:
-    """Leave out what is null, as plans do in what is not a section."""
+    """Leave out what is null or usual, as plans do."""
     if isinstance(value, list):
         return list(map(_tidy, value))
-    if isinstance(value, dict):
-        return {key: each for key, each in value.items() if each is not None}
-    return value
+    return leave_out_usual(value) if isinstance(value, dict) else value
 
 
 def _end(node: yaml.Node) -> int:
