@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from offplan.cli.output import printable
+from offplan.cli.printable import printable
 
 
 class PlainConsole(Console):

@@ -7,7 +7,8 @@ import typer
 
 from offplan.choices import TableFormat
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, print_note, print_result, printable
+from offplan.cli.output import ProgressBar, print_note, print_result
+from offplan.cli.printable import printable
 from offplan.errors import CheckpointError, DriftError, HubError, InputError
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import typer
 
 from offplan.choices import ExportFormat
 from offplan.cli import options
-from offplan.cli.output import JSON_VERSION, print_json, print_note, printable, waiting
+from offplan.cli.output import JSON_VERSION, print_json, print_note, waiting
+from offplan.cli.printable import printable
 
 
 def export(

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Timer
 from typing import IO, TYPE_CHECKING, Any
 
+from offplan.cli.printable import printable
 from offplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,11 +46,6 @@ def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> None:
         if number:
             console.print()
         console.print(part, crop=False)  # a command that is to be copied may be longer
-
-
-def printable(text: str) -> str:
-    """Write as escapes what a terminal would obey or cannot show; lines and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def print_json(payload: dict[str, Any], file: IO[str] | None = None) -> None:

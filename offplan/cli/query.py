@@ -13,10 +13,10 @@ from offplan.cli.output import (
     ProgressBar,
     check_writable,
     print_result,
-    printable,
     save_file,
     waiting,
 )
+from offplan.cli.printable import printable
 from offplan.errors import InputError
 
 if TYPE_CHECKING:

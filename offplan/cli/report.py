@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, print_note, printable, save_file
+from offplan.cli.output import ProgressBar, check_writable, print_note, save_file
+from offplan.cli.printable import printable
 from offplan.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:

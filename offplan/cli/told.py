@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from offplan.cli.lines import Line, Results
-from offplan.cli.output import printable
+from offplan.cli.printable import printable
 from offplan.report.payload import text_payload
 from offplan.runtime.texts import Text
 

@@ -44,7 +44,7 @@ Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows a
 CODED_ROWS = 64
 """Rows of a product that read the codes of an expert's weight together.
 
-Source: ``runtime.forms.stored.PAIR_ROWS``.
+Source: ``runtime.forms.runnable.PAIR_ROWS``.
 """
 
 LINE_BYTES = 128

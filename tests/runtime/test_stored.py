@@ -13,7 +13,8 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.link import CODED_ROWS
 from offplan.costs.work import EXPANDED_ROWS
 from offplan.errors import CheckpointError
-from offplan.runtime.forms.stored import MAX_ROWS, PAIR_ROWS, StoredLinear
+from offplan.runtime.forms.runnable import PAIR_ROWS
+from offplan.runtime.forms.stored import MAX_ROWS, StoredLinear
 from offplan.runtime.loading.loaded import LoadedModel
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, run_greedily

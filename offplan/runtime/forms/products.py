@@ -9,8 +9,7 @@ from offplan.forms.form import Form, Kind, Part
 from offplan.runtime.forms import column_kernels, kernels, packed_kernels
 from offplan.runtime.forms.operands import Operands, is_stacked, operands_of
 from offplan.runtime.forms.reference import Parts
-from offplan.runtime.forms.runnable import BLOCK_OUT
-from offplan.runtime.forms.stored import PAIR_ROWS
+from offplan.runtime.forms.runnable import BLOCK_OUT, PAIR_ROWS
 from offplan.runtime.gpu_limits import gpu_limits
 
 MIN_ROWS = 16

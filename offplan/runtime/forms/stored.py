@@ -16,8 +16,6 @@ MAX_ROWS = 128
 Source: FP8 of 12,288 x 4,096 on an H200: 64 / 128 / 256 rows take 23 / 32 / 58 us from codes;
 expanded first, 42 us and cuBLAS' own 30 to 60.
 """
-PAIR_ROWS = 64
-"""Pairs of a token and an expert that read the expert's codes together, at most."""
 UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
 """Parts that no value is computed with: what a STATE says is heeded once it is loaded."""
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
