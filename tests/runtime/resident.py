@@ -7,7 +7,7 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.placement import Phase, place
-from offplan.plan import Offload
+from offplan.plan import Offload, Packing
 from tests.runtime.plans import offload, open_session
 
 NUM_TOKENS = 6
@@ -37,14 +37,18 @@ def run(folder: Path, decision: Offload, capture: bool) -> tuple[list[torch.Tens
 
 
 @functools.cache
-def run_resident(folder: Path, chunk: int, capture: bool) -> tuple[list[torch.Tensor], int]:
-    logits, _, weights = run(folder, offload(prefill_chunk=chunk), capture)
+def run_resident(
+    folder: Path, chunk: int, capture: bool, packing: Packing | None = None
+) -> tuple[list[torch.Tensor], int]:
+    decision = offload(prefill_chunk=chunk).model_copy(update={"packing": packing})
+    logits, _, weights = run(folder, decision, capture)
     return logits, weights
 
 
 def check_against_resident(folder: Path, decision: Offload, capture: bool) -> None:
     """Same logits as with everything resident, bytes that moved, memory that fell."""
-    resident, all_weights = run_resident(folder, decision.prefill_chunk, capture)
+    chunk, packing = decision.prefill_chunk, decision.packing
+    resident, all_weights = run_resident(folder, chunk, capture, packing)
     got, moved, weights = run(folder, decision, capture)
     differences = [(a - b).abs().max().item() for a, b in zip(got, resident, strict=True)]
     assert differences == [0.0] * len(resident)

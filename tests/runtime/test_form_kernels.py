@@ -176,6 +176,29 @@ def test_expansion_is_exact(name: str, experts: int, dtype: torch.dtype) -> None
     assert torch.equal(got.isnan(), expected.isnan())
 
 
+@pytest.mark.gpu
+@runs_kernels
+@by_form
+@pytest.mark.parametrize("experts", [0, EXPERTS])
+def test_operators_tell_what_they_return(name: str, experts: int) -> None:
+    """torch.compile goes by their shapes and strides alone."""
+    from offplan.runtime.forms import operators
+
+    form = FORMS[name]
+    if experts and form.kind is Kind.NF4:
+        pytest.skip("experts are not stored so")
+    parts = tame(make_parts(name, *([experts] if experts else [])), form)
+    x, pairs = random(1, NUM_IN).to(DTYPES[0]), []
+    if experts:
+        from offplan.runtime.forms.experts import _sort
+
+        pairs = list(_sort(torch.tensor([1], device=DEVICE), experts))
+    checks = "test_faketensor"  # schemas are not checked of FP8
+    weight = operators._split(form, parts)
+    torch.library.opcheck(operators._expand, (*weight, DTYPES[0]), test_utils=checks)
+    torch.library.opcheck(operators._multiply, (*weight, [x, *pairs]), test_utils=checks)
+
+
 def skip_products(form: Form, of_weight: int) -> None:
     """Skip products in bfloat16 of so many inputs with each weight."""
     from offplan.runtime.forms.products import EACH_ROWS

@@ -51,8 +51,8 @@ def forward_stored(
         name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
         expanded = _Expanded(experts, hidden_states.dtype)
         return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
-    from offplan.runtime.forms.gather import gather  # needs triton
-    from offplan.runtime.forms.products import multiply_pairs
+    from offplan.runtime.forms import operators  # needs triton
+    from offplan.runtime.forms.gather import gather
 
     expert_of_pair = top_k_index.reshape(-1)
     order, starts = _sort(expert_of_pair, experts.num_experts)
@@ -63,7 +63,7 @@ def forward_stored(
         parts, begins = stored.of(experts), starts
         if name in to_gather:
             parts, begins = gather(parts, expert_of_pair, order, starts)
-        made = multiply_pairs(stored.form, parts, x, order, begins)
+        made = operators.multiply(stored.form, parts, x, order, begins)
         return made + getattr(experts, f"{name}_bias")[expert_of_pair] if experts.has_bias else made
 
     return send(experts, hidden_states, top_k_weights, multiply)

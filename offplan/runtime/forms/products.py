@@ -43,37 +43,37 @@ TABLE_BYTES = 24
 def expand_on_gpu(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight, [..., out, in], in ``dtype``."""
     weight = operands_of(form, parts)
-    if form.kind is Kind.PACKED:
-        values = _expand_packed(weight, parts[Part.WEIGHT].device).to(dtype)
-        return values if is_stacked(form, parts) else values[0]
     num_experts, num_out, length = weight.num_experts, weight.num_out, weight.length
-    shape = (num_experts, num_out, length * weight.pack)
-    if form.is_by_columns:  # made as they are stored, [in, out]
-        shape = (num_experts, length, num_out)
+    values = empty_values(form, parts, dtype)
+    if form.kind is Kind.PACKED:  # each program makes whole rows of words of two values
+        out = values if dtype == torch.bfloat16 else empty_values(form, parts, torch.bfloat16)
+        packed_kernels.expand[(num_out // EXPANDED_ROWS, num_experts)](
+            out.view(torch.int32), num_out, length, *weight.arguments, **weight.constants,
+            BLOCK_N=EXPANDED_ROWS, BLOCK_K=EXPANDED_WORDS,
+        )  # fmt: skip
+        return out.to(dtype)
+    if form.is_by_columns:
         blocks = {"BLOCK_N": BLOCK_OUT, "BLOCK_K": 32}
         grid = triton.cdiv(num_out, BLOCK_OUT), triton.cdiv(length, 32), num_experts
     else:
         chunk = min(16, weight.constants["SCALE_ELEMENTS"])
         blocks = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": chunk}
         grid = triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts
-    out = torch.empty(shape, dtype=dtype, device=parts[Part.WEIGHT].device)
     _kernels_of(form).expand[grid](
-        out, num_out, length, *weight.arguments, **weight.constants, **blocks
+        values, num_out, length, *weight.arguments, **weight.constants, **blocks
     )
-    values = out.mT if form.is_by_columns else out
-    return values if is_stacked(form, parts) else values[0]
+    return values
 
 
-def _expand_packed(weight: Operands, device: torch.device) -> torch.Tensor:
-    """Return packed values, bfloat16 of [experts, out, in]: each program makes whole rows."""
-    num_out, length = weight.num_out, weight.length
-    shape = weight.num_experts, num_out, 4 * length  # words of two values
-    out = torch.empty(shape, dtype=torch.int32, device=device)
-    packed_kernels.expand[(num_out // EXPANDED_ROWS, weight.num_experts)](
-        out, num_out, length, *weight.arguments, **weight.constants,
-        BLOCK_N=EXPANDED_ROWS, BLOCK_K=EXPANDED_WORDS,
-    )  # fmt: skip
-    return out.view(torch.bfloat16)
+def empty_values(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+    """Return room for the values of a weight, [..., out, in], where its parts are."""
+    weight = operands_of(form, parts)
+    num_in = weight.length * weight.pack
+    # made as they are stored, which is [in, out] of those by columns
+    shape = (num_in, weight.num_out) if form.is_by_columns else (weight.num_out, num_in)
+    stack = (weight.num_experts,) if is_stacked(form, parts) else ()
+    values = torch.empty(*stack, *shape, dtype=dtype, device=parts[Part.WEIGHT].device)
+    return values.mT if form.is_by_columns else values
 
 
 def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:

@@ -48,9 +48,9 @@ class StoredWeight:
         parts = self.of(module)
         if not parts[Part.WEIGHT].is_cuda or dtype not in KERNEL_TYPES:
             return expand(self.form, parts, dtype)
-        from offplan.runtime.forms.products import expand_on_gpu  # needs triton
+        from offplan.runtime.forms import operators  # needs triton
 
-        return expand_on_gpu(self.form, parts, dtype)
+        return operators.expand(self.form, parts, dtype)
 
 
 class StoredLinear(nn.Linear):
@@ -65,9 +65,9 @@ class StoredLinear(nn.Linear):
         """
         if not x.is_cuda or x.dtype not in KERNEL_TYPES or x.numel() > MAX_ROWS * x.shape[-1]:
             return linear(x, self.stored.expand(self, x.dtype), self.bias)
-        from offplan.runtime.forms.products import multiply_rows  # needs triton
+        from offplan.runtime.forms import operators  # needs triton
 
-        made = multiply_rows(self.stored.form, self.stored.of(self), x.flatten(0, -2))
+        made = operators.multiply(self.stored.form, self.stored.of(self), x.flatten(0, -2))
         made = made.unflatten(0, x.shape[:-1])
         return made if self.bias is None else made + self.bias
 
