@@ -4,8 +4,9 @@
     python benchmarks/load.py FOLDER --synthesize CONFIG_JSON
 
 FOLDER is a checkpoint; ``--synthesize`` first writes one there, of random bytes in the shapes of a
-config. Files are read once beforehand, so that all times are with a warm page cache. Each figure
-is the best of ``--repeats``, in a process of its own, since memory once touched is quicker to fill.
+config. With ``--packing`` weights are packed on their way. Files are read once beforehand, so that
+all times are with a warm page cache. Each figure is the best of ``--repeats``, in a process of its
+own, since memory once touched is quicker to fill.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.hostmem.block import HostBlock
+from offplan.packing import pack_everything
 from offplan.plan import Backend, Offload, Rule
 from offplan.runtime.loading import loaded as runtime_loaded
 from offplan.runtime.loading.loaded import LoadedModel
@@ -35,7 +37,7 @@ SHARD_BYTES = 4 * 10**9
 
 
 def synthesize(config: Path, folder: Path) -> None:
-    """Write a checkpoint of random bytes whose shapes are those of ``config``."""
+    """Write a checkpoint of random bfloat16 values whose shapes are those of ``config``."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(config, folder / "config.json")
     model = open_model(str(config))
@@ -45,7 +47,8 @@ def synthesize(config: Path, folder: Path) -> None:
         if sum(t.nbytes for t in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(tensor)
-    noise = os.urandom(EXTENT_BYTES)
+    values = torch.randn(EXTENT_BYTES // 2).to(torch.bfloat16)
+    noise = values.view(torch.uint8).numpy().tobytes()
     index = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -82,7 +85,9 @@ def read_plainly(files: list[Path], threads: int) -> float:
     return time.perf_counter() - began
 
 
-def load(folder: Path, device: str, group_size: int, num_in_group: int) -> dict[str, float]:
+def load(
+    folder: Path, device: str, group_size: int, num_in_group: int, *, packing: bool
+) -> dict[str, float]:
     """Load by a plan that offloads whole layers; return seconds and bytes.
 
     ``seconds`` is bringing the weights; ``seconds_in_all`` has the model's classes and the
@@ -92,7 +97,12 @@ def load(folder: Path, device: str, group_size: int, num_in_group: int) -> dict[
     model = open_model(str(folder))
     both = Backend.PREFETCH
     rule = Rule(group_size=group_size, num_in_group=num_in_group, prefill=both, decode=both)
-    decision = Offload(prefetch_step=2, prefill_chunk=1024, rules=(rule,) if num_in_group else ())
+    decision = Offload(
+        prefetch_step=2,
+        prefill_chunk=1024,
+        packing=pack_everything(model) if packing else None,
+        rules=(rule,) if num_in_group else (),
+    )
     reading: list[float] = []
 
     def timed(*arguments: Any) -> None:
@@ -125,6 +135,7 @@ def run_alone(arguments: argparse.Namespace, task: str) -> dict[str, float]:
     command = [sys.executable, __file__, str(arguments.folder), "--task", task]
     for name in ("device", "group_size", "num_in_group"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    command += ["--packing"] if arguments.packing else []
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -142,6 +153,7 @@ def report(arguments: argparse.Namespace, files: list[Path]) -> dict[str, object
         "machine": describe_machine(arguments.device),
         "device": arguments.device,
         "rule": [arguments.group_size, arguments.num_in_group],
+        "packing": arguments.packing,
         "file_bytes": num_bytes,
         "bytes_per_s": {task: num_bytes / run["seconds"] for task, run in best.items()},
         "share_of_plain_reads": plain / best["load"]["seconds"],
@@ -171,6 +183,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--group-size", type=int, default=2)
     parser.add_argument("--num-in-group", type=int, default=1)
+    parser.add_argument("--packing", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -178,9 +191,8 @@ def main() -> None:
         synthesize(arguments.synthesize, arguments.folder)
     files = sorted(arguments.folder.glob("*.safetensors"))
     if arguments.task == "load":
-        done = load(
-            arguments.folder, arguments.device, arguments.group_size, arguments.num_in_group
-        )
+        every = arguments.group_size, arguments.num_in_group
+        done = load(arguments.folder, arguments.device, *every, packing=arguments.packing)
         print(json.dumps(done))
     elif arguments.task is not None:
         threads = int(arguments.task.removeprefix("plain-"))

@@ -23,7 +23,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
-from offplan.packing import EVERYTHING, pack_model
+from offplan.packing import pack_everything, pack_model
 from offplan.plan import Budget, Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
@@ -95,6 +95,7 @@ CASES = [
     Case(CONFIGS["Qwen3-8B FP8"], 0.5),
     Case(CONFIGS["Qwen3-8B FP8"], 0.5, 16, **SHORT),
     *(Case(CONFIGS["gpt-oss-20b"], None, gpu_gib=size) for size in (8, 12)),
+    Case(CONFIGS["gpt-oss-20b"], 1.0),
     *(Case(CONFIGS["gpt-oss-120b"], None, gpu_gib=size, **TWO_THOUSAND) for size in (24, 48)),
     *(Case(CONFIGS["Qwen3-30B-A3B FP8"], None, batch, gpu_gib=12) for batch in (1, 8)),
     Case(CONFIGS["DeepSeek-V3 8 layers"], 0.5),
@@ -180,7 +181,8 @@ def main() -> None:
                 times = measure_layer_times(model, workload, chunks)
                 if case.packing:  # what lies outside the layers was measured with them
                     known = {time.layer for time in times}
-                    packed = measure_layer_times(pack_model(model, EVERYTHING), workload, chunks)
+                    held = pack_model(model, pack_everything(model))
+                    packed = measure_layer_times(held, workload, chunks)
                     times += tuple(time for time in packed if time.layer not in known)
                 reads = measure_model_reads(model, workload, chunks, here.uva.value)
                 measured = {"layer_times": times, "in_place_reads": reads}

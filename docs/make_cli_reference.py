@@ -101,7 +101,7 @@ def _describe_default(default: Any) -> str:
         return "required"
     if default is None or default is False:
         return ""
-    return str(default)
+    return "on" if default is True else str(default)
 
 
 def render_page() -> str:

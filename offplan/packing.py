@@ -13,15 +13,18 @@ from offplan.forms.form import RAW, Kind, Part
 from offplan.forms.packed import PACKED, can_pack, packed_parts
 from offplan.plan import Packing
 
-EVERYTHING = Packing(group_size=1, num_in_group=1)
-"""Takes all that can be packed."""
+
+def pack_everything(model: Model) -> Packing:
+    """Return the packing that takes all that can be packed of a model."""
+    return Packing(group_size=1, num_in_group=1, output_head=_can_pack_head(model))
 
 
 def pack_model(model: Model, packing: Packing | None) -> Model:
     """Return the model with the weights packed that a plan says; one that is packed stays so.
 
     Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. Raises
-    PlanError for packing that takes nothing, or the experts of some layers alone.
+    PlanError for packing that takes nothing, or the experts of some layers alone, or a head that
+    cannot be packed.
     """
     if packing is None:
         return model
@@ -48,7 +51,16 @@ def pack_model(model: Model, packing: Packing | None) -> Model:
             "packing takes some of the routed experts' weights only: they are multiplied in one "
             "way in all layers; take those of all layers, or none"
         )
-    return replace(model, layers=layers)
+    if not packing.output_head or model.held_outside:
+        return replace(model, layers=layers)
+    if not _can_pack_head(model):
+        raise PlanError(
+            f"packing takes the output head, and that of {model.source} cannot be packed: expected "
+            "a matrix of bfloat16 that the input embedding is not tied to; leave out `output_head`"
+        )
+    outside = tuple(_pack(p) if p is model.head else p for p in model.outside_parameters)
+    tensors = tuple(tensor for parameter in outside for tensor in parameter.stored)
+    return replace(model, layers=layers, outside=tensors, held_outside=outside)
 
 
 def unpack_layer(layer: Layer) -> Layer:
@@ -83,20 +95,30 @@ def packable(model: Model) -> list[Parameter]:
     return found
 
 
+def _can_pack_head(model: Model) -> bool:
+    """Whether the output head can be packed: what an input embedding shares is read by row."""
+    head = model.head
+    if head is None or not model.stores_head or head.name in model.tied or not packable(model):
+        return False
+    return _is_raw_matrix(head) and can_pack(head.shape)
+
+
 def _fits(parameter: Parameter, architecture: Architecture) -> bool:
     """Whether a parameter is a matrix of bfloat16 that is multiplied as it is stored, [out, in].
 
     Latent attention's ``kv_b_proj`` is not only multiplied, but expanded in every step: it stays.
     """
-    is_raw = parameter.form.is_raw and not parameter.is_widened
-    if not is_raw or any(tensor.dtype != "BF16" for tensor in parameter.tensors):
-        return False
-    if not _is_matrix(parameter) or not can_pack(parameter.shape):
+    if not _is_raw_matrix(parameter) or not can_pack(parameter.shape):
         return False
     if parameter.is_expert:
         return not (parameter.is_fused and architecture.routing.in_out)
     is_product = parameter.name.endswith(".weight") and role_of(parameter) is not Role.OTHER
     return is_product and not parameter.name.endswith("kv_b_proj.weight")
+
+
+def _is_raw_matrix(parameter: Parameter) -> bool:
+    is_raw = parameter.form.is_raw and not parameter.is_widened
+    return is_raw and _is_matrix(parameter) and all(t.dtype == "BF16" for t in parameter.tensors)
 
 
 def _is_matrix(parameter: Parameter) -> bool:

@@ -118,7 +118,7 @@ class Goal(Record):
     """Seconds of a decode step, at most; null where any time will do."""
     engine: str | None = None
     """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
-    packing: bool = False
+    packing: bool = True
     """Whether weights may be packed; no engine's flags can say that."""
 
     @property
@@ -206,6 +206,8 @@ class Packing(Record):
     group_size: Count
     num_in_group: Count
     """Of every ``group_size`` layers the last ``num_in_group``."""
+    output_head: bool = False
+    """Whether the output head is packed, too."""
 
     @model_validator(mode="after")
     def _is_within(self) -> "Packing":
@@ -390,7 +392,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("embeddings", "device"),
         ("store", "host"),
         ("peer_memory", "0 B"),
-        ("packing", False),
+        ("packing", True),
     )
     return {k: v for k, v in section.items() if v is not None and (k, v) not in usual}
 

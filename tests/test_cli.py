@@ -97,7 +97,8 @@ def test_analyze_without_a_machine_reports_the_model(cli: CLI) -> None:
 
 
 def test_analyze_answers_first(cli: CLI) -> None:
-    code, out, _ = cli("analyze", LITE, "--machine", "h200-pcie5", "--gpu-memory", "16GiB")
+    asked = (LITE, "--machine", "h200-pcie5", "--gpu-memory", "16GiB", "--no-packing")
+    code, out, _ = cli("analyze", *asked)
     lines, told = out.splitlines(), " ".join(out.split())
     assert code == 0
     assert "deepseek_v2, 15.7 billion parameters, 29.26 GiB as stored" in told
@@ -110,7 +111,7 @@ def test_analyze_answers_first(cli: CLI) -> None:
     assert (len(layers), layers[0]) == (27, "█")
     assert "the 6 experts they need in place" in told
     assert len(lines) < 32
-    details = cli("analyze", LITE, "--machine", "h200-pcie5", "--gpu-memory", "16GiB", "-v").out
+    details = cli("analyze", *asked, "-v").out
     assert details.startswith(out.split("Next: ")[0])
     assert "Why (estimated):" in details
 

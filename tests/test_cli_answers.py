@@ -37,10 +37,11 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 def test_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cli = CLI(monkeypatch, capsys)
     asked = (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "11GiB")
-    told = " ".join(cli("analyze", *asked, "--packing").out.split())
-    assert "weights of 36 of 36 layers are held packed without loss: 0.76 of their size." in told
-    assert "packed without loss" not in cli("analyze", *asked).out
-    plans = [json.loads(cli("plan", *asked, *how, "--json").out) for how in (("--packing",), ())]
+    told = " ".join(cli("analyze", *asked).out.split())
+    assert "weights of 36 of 36 layers and the output head are held packed without loss" in told
+    assert "held packed without loss: 0.76 of their size." in told
+    assert "packed without loss" not in cli("analyze", *asked, "--no-packing").out
+    plans = [json.loads(cli("plan", *asked, *how, "--json").out) for how in ((), ("--no-packing",))]
     assert [plan["goal"]["packing"] for plan in plans] == [True, False]
     assert [plan["offload"]["packing"] is None for plan in plans] == [False, True]
     assert plans[0]["model"] == plans[1]["model"]

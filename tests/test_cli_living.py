@@ -57,7 +57,7 @@ def test_replan_undoes_an_edit_and_keeps_comments(cli: CLI, folder: Path) -> Non
     comment = ("offload:\n  prefetch_step: 1", "# ours\noffload:\n  prefetch_step: 1 # ring")
     write_plan(comment)
     wanted = Path("plan.yaml").read_text("utf-8")
-    write_plan(comment, ("self_attn", "o_proj"), ("step: 2.426 ms", "step: 3 ms"))
+    write_plan(comment, ("experts.down_proj", "o_proj"), ("step: 2.426 ms", "step: 3 ms"))
     assert cli("replan", "plan.yaml", "-o", "plan.yaml").code == 2
     code, out, err = cli("replan", "plan.yaml", "-o", "plan.yaml", "--force")
     assert (code, out) == (0, "")
@@ -131,8 +131,8 @@ Asked:
   1 MiB of GPU memory, host memory unlimited
   the least time of a request
 Plan:
-  on the host: self_attn of layers # in -#-#-#-#-#-#-#-#... (prefill prefetch,
-  decode prefetch)
+  on the host: experts.down_proj of layers # in -#-#-#-#-#-#-#-#... (prefill
+  prefetch, decode prefetch)
 """
 
 
@@ -142,7 +142,7 @@ def test_show_needs_the_file_alone(cli: CLI, folder: Path) -> None:
     assert (code, err) == (0, "")
     out = strip_lines(out)
     assert out.startswith(SHOWN)
-    assert "\nGPU, of 1 MiB             1 MiB\n" in out
+    assert "\nGPU, of 1 MiB          1018 KiB\n" in out
     assert "\nA request takes 235.3 ms, estimated: 412.2 tokens/s in decode.\n" in out
 
 
@@ -188,11 +188,11 @@ def test_check_finds_another_model(cli: CLI, folder: Path) -> None:
 
 
 def test_check_finds_an_edit(cli: CLI, folder: Path) -> None:
-    write_plan(("gpu_memory: 1 MiB", "gpu_memory: 2 MiB"), ("[self_attn]", "[experts]"))
+    write_plan(("gpu_memory: 1 MiB", "gpu_memory: 2 MiB"), ("[experts.down_proj]", "[experts]"))
     code, out, _ = cli("check", "plan.yaml")
     assert code == 4
     assert "DRIFT     prediction    edited, or made by another version:" in out
-    assert "decode.link_bytes 99.75 KiB -> " in " ".join(out.split())
+    assert "decode.link_bytes 96 KiB -> " in " ".join(out.split())
 
 
 def test_check_finds_what_exceeds_the_budget(cli: CLI, folder: Path) -> None:
@@ -235,9 +235,13 @@ def test_check_of_several_plans_ends_as_the_worst(cli: CLI, folder: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "code", "found"),
     [
-        ({}, 0, "ok GPU memory 1 MiB are needed; 2 MiB of 3 MiB are free"),
+        ({}, 0, "ok GPU memory 1018 KiB are needed; 2 MiB of 3 MiB are free"),
         ({"name": "NVIDIA L4"}, 4, "DRIFT GPU planned for CPU; here is NVIDIA L4: offplan replan"),
-        ({"free_bytes": 9}, 3, "NO ROOM GPU memory 1 MiB are needed; 9 B of 3 MiB are free: close"),
+        (
+            {"free_bytes": 9},
+            3,
+            "NO ROOM GPU memory 1018 KiB are needed; 9 B of 3 MiB are free: close",
+        ),
         ({"free_bytes": 9, "total_bytes": 9}, 3, "9 B are free: offplan plan --gpu-memory asks"),
     ],
 )
@@ -254,7 +258,7 @@ def test_check_looks_at_the_gpu(
     finished = cli("check", "plan.yaml")
     assert finished.code == code
     assert found in " ".join(finished.out.split())
-    assert "ok host memory 99.75 KiB of weights have room" in " ".join(finished.out.split())
+    assert "ok host memory 96 KiB of weights have room" in " ".join(finished.out.split())
     assert cli("check", "plan.yaml", "--file-only").code == 0
 
 
@@ -266,8 +270,8 @@ def test_check_looks_at_the_host(cli: CLI, folder: Path, monkeypatch: pytest.Mon
     code, out, _ = cli("check", "plan.yaml")
     out = " ".join(out.split())
     assert code == 3
-    assert "NO ROOM host memory the weights take 99.75 KiB of host memory; the cgroup /x has" in out
-    assert "not told page locks ulimit -l is 8 KiB, less than 99.75 KiB" in out
+    assert "NO ROOM host memory the weights take 96 KiB of host memory; the cgroup /x has" in out
+    assert "not told page locks ulimit -l is 8 KiB, less than 96 KiB" in out
 
 
 def test_check_measures_only_where_there_is_a_gpu(cli: CLI, folder: Path) -> None:
@@ -298,8 +302,8 @@ budget.gpu_memory   1 MiB    2 MiB
 Decided
 key       before                                                           after
 ────────────────────────────────────────────────────────────────────────────────
-rules 1   cpu_offload_params [self_attn], group_size 2, num_in_group 1,    none
-          prefill prefetch, decode prefetch
+rules 1   cpu_offload_params [experts.down_proj], group_size 2,            none
+          num_in_group 1, prefill prefetch, decode prefetch
 
 Moves
 """
@@ -313,8 +317,8 @@ def test_diff_of_two_files(cli: CLI, folder: Path) -> None:
     out = strip_lines(out)
     assert (code, err) == (0, "")
     assert out.startswith(DIFFERENCE)
-    assert "self_attn.q_proj             1, 3, 5   36 KiB   host (prefetch,            GPU" in out
-    assert "over the link, a token   99.75 KiB   0 B         -100.0%" in out
+    assert "mlp.experts.down_proj   1, 3, 5   96 KiB   host (prefetch, prefetch)   GPU" in out
+    assert "over the link, a token   96 KiB     0 B        -100.0%" in out
     change_config()
     code, out, err = cli("diff", "plan.yaml", "roomy.yaml")
     assert (code, "Moves" in out) == (0, False)
@@ -373,12 +377,12 @@ def test_explain_derives_and_compares(cli: CLI, folder: Path) -> None:
     code, out, err = cli("explain", "plan.yaml")
     out = strip_lines(out)
     assert (code, err) == (0, "")
-    assert "gpu_memory.ring: 33.25 KiB = slots x largest span\n    slots 1; largest" in out
-    assert "decode.link_bytes: 99.75 KiB = streamed + read in place, re-reads" in out
+    assert "gpu_memory.ring: 32 KiB = slots x largest span\n    slots 1; largest" in out
+    assert "decode.link_bytes: 96 KiB = streamed + read in place, re-reads" in out
     assert "\nSources:\n    gpu_overhead: estimated: " in out
     words = " ".join(out.split())
-    assert "this plan 235.3 ms 2.447 ms 2.426 ms 1 MiB" in words
-    assert "without rule 1 (lacks GPU +0.0% 2.447 ms 2.426 ms 1.064 MiB memory)" in words
+    assert "this plan 235.3 ms 2.447 ms 2.426 ms 1018 KiB" in words
+    assert "without rule 1 (lacks GPU +0.0% 2.447 ms 2.426 ms 1.057 MiB memory)" in words
 
 
 def test_explain_of_an_edit_says_what_the_file_says(cli: CLI, folder: Path) -> None:
@@ -393,6 +397,6 @@ def test_explain_has_json(cli: CLI, folder: Path) -> None:
     assert cli("explain", "plan.yaml").code == 2
     explained = json.loads(cli("explain", "plan.yaml", "--machine", "cpu", "--json").out)
     ring = next(each for each in explained["terms"] if each["path"] == "gpu_memory.ring")
-    assert [each["value"] for each in ring["inputs"]] == [1, 34_048]
-    assert ring["value"] == 34_048
+    assert [each["value"] for each in ring["inputs"]] == [1, 32_768]
+    assert ring["value"] == 32_768
     assert {each["refusal"] for each in explained["neighbours"]} == {None, "GPU memory"}

@@ -27,7 +27,7 @@ from offplan.costs.memory import (
 )
 from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds
-from offplan.costs.work import PassShape, decode_shape, prefill_shapes
+from offplan.costs.work import PACKED_SLOWDOWNS, PassShape, decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, Slab, place
 from offplan.plan import Plan, Prediction, load_plan
@@ -123,6 +123,10 @@ class Walk:
         self.machine: MachineProfile = load_profile(self.plan.machine.profile or "")
         self.placement: Placement = place(self.model, self.plan.offload)
         self.slab: Slab = next(slab for slab in self.placement.slabs if slab.layer == 9)
+        second = self.plan.offload.rules[1]
+        self.in_second = [
+            slab.layer for slab in self.placement.slabs if second.selects_layer(slab.layer)
+        ]
         workload, budget = self.plan.workload, self.plan.budget
         self.prediction: Prediction = predict(
             self.model, self.machine, workload, budget, self.plan.offload
@@ -137,7 +141,7 @@ class Walk:
         yield from (model.loaded_bytes, embedding.nbytes, self.plan.budget.gpu_memory)
         yield from (first.unit.nbytes, 36 * first.unit.nbytes, self.placement.slot_bytes)
         taken = sum(entry.unit.nbytes for entry in second)
-        yield from (taken, 7 * taken, 4 * taken)
+        yield from (taken, len(self.in_second) * taken, 4 * taken)
         yield from (memory.resident_bytes, memory.ring_bytes, memory.kv_cache_bytes)
         yield from (memory.activation_bytes, memory.overhead_bytes, memory.total_bytes)
         yield memory.overhead_bytes - self.machine.gpu_overhead.value
@@ -164,7 +168,7 @@ class Walk:
         yield f"takes {taken / machine.uva.value * 1e6:,.1f} us"
         yield f"computes for {step.layer_ps[9] / 1e6:.1f} us"
         yield f"| {36 * copy_s * 1e3:.3f} |"
-        yield f"| {7 * taken / machine.uva.value * 1e3:.3f} |"
+        yield f"| {len(self.in_second) * taken / machine.uva.value * 1e3:.3f} |"
         yield f"+ {step.outside_ps / 1e6:.1f} us"
         yield f"= {to_seconds(step.resident_ps) * 1e3:.3f} ms"
         decode, prefill = self.prediction.decode, self.prediction.prefill
@@ -191,6 +195,14 @@ def test_the_walk_shows_the_plan() -> None:
     assert f"```yaml\n{PLAN.read_text('utf-8')}```\n" in WALKED
 
 
+def test_the_walk_shows_the_command() -> None:
+    """As ``plans/replan.sh`` has it, but for the model, which is a copy of its config there."""
+    lines = (ROOT / "plans" / "replan.sh").read_text("utf-8").splitlines()
+    (line,) = (line for line in lines if line.endswith(f" -o {PLAN.name}"))
+    asked = line.partition(" --machine ")[2].removesuffix(f" --force -o {PLAN.name}")
+    assert f"\noffplan plan Qwen/Qwen3-8B --machine {asked}\n" in WALKED
+
+
 def test_the_walk_names_the_bytes(walk: Walk) -> None:
     assert not [size for size in walk.sizes() if f"{size:,}" not in WALKED]
 
@@ -206,8 +218,7 @@ def test_the_walk_shows_the_slab(walk: Walk) -> None:
         for entry in walk.slab.entries
     ]
     assert "\n".join(rows) in WALKED
-    in_second = [layer.index for layer in walk.model.layers if layer.index % 5 == 4]
-    assert in_second == [4, 9, 14, 19, 24, 29, 34]
+    assert walk.in_second == [3, 4, 8, 9, 13, 14, 18, 19, 23, 24, 28, 29, 33, 34]
 
 
 def test_the_walk_follows_the_ring(walk: Walk) -> None:
@@ -232,12 +243,14 @@ def test_the_cost_model_names_the_constants() -> None:
         [case[what]["ratio"] for case in results["cases"]]
         for what in ("prefill", "decode", "gpu_memory")
     ]
+    (_, least), *_, (many, most) = PACKED_SLOWDOWNS
     ttft, tpot, memory = (f"{min(each):.3f} to {max(each):.3f}" for each in ratios)
     for stated in (
         f"matmul rate x {MATMUL_EFFICIENCY})",
         f"else {UVA_SLOWDOWN} |",
+        f"by {least} for one token to {most} for {many}",
         f"never less than rows / {TILE_ROWS}",
-        f"a margin of {100 * MARGIN:.0f} % of the budget",
+        f"a margin of {100 * MARGIN:.1f} % of the budget",
         f"on a {ALIGNMENT_BYTES}-byte boundary",
         f"rings of {PREFETCH_STEPS[0]} to {PREFETCH_STEPS[-1]} slots",
         f"chunks of {PREFILL_CHUNKS[0]:,} tokens down to {PREFILL_CHUNKS[-1]}",

@@ -36,9 +36,10 @@ def test_replan(
     assert out == Path(path).read_text("utf-8"), f"run plans/replan.sh to renew {path}"
 
 
-def test_the_picture_is_of_its_plan() -> None:
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_the_picture_is_of_its_plan(path: Path) -> None:
     """Not planned again, which takes seconds: the plan's own test does."""
-    path, folder = ROOT / "docs" / "qwen3-8b-h200-12gib.svg", ROOT / "tests" / "models"
+    folder = ROOT / "tests" / "models"
     plan = load_plan(PLANS / f"{path.stem}.yaml")
     machine = load_profile("h200-pcie5")
     model = open_model(str(folder / "qwen3-8b" / "config.json"), name=plan.model.source)

@@ -16,7 +16,7 @@ from tests.cli import CLI, ROOT, TINY_MOE
 PLAN = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
 ROOMY = ("gpu_memory: 1 MiB", "gpu_memory: 2 MiB")
 MEASURED = ("profile: cpu", "profile: null")
-EVERYTHING = ("[self_attn], group_size: 2", "[], group_size: 2")
+EVERYTHING = ("[experts.down_proj], group_size: 2", "[], group_size: 2")
 
 
 def edited(folder: Path, *edits: tuple[str, str]) -> Plan:
@@ -61,7 +61,7 @@ EDITS = {
     "context": ("context: 256", "context: 512"),
     "batch": ("{batch: 1", "{batch: 2"),
     "embeddings": ("  prefill_chunk", "  embeddings: host\n  prefill_chunk"),
-    "host memory": ("host_memory: 99.75 KiB", "host_memory: 1 KiB"),
+    "host memory": ("host_memory: 96 KiB", "host_memory: 1 KiB"),
 }
 
 
@@ -109,8 +109,8 @@ def test_the_command_says_what_changed(
     path, cli = tmp_path / "plan.yaml", CLI(monkeypatch, capsys)
     code, _, err = cli("export", path, "--engine", "vllm", "--model", TINY_MOE)
     assert code == 0
-    assert "another version, and is priced again: gpu_memory.total 1 MiB -> " in err
-    assert "; decode.link_bytes 99.75 KiB -> " in err
+    assert "another version, and is priced again: gpu_memory.total 1018 KiB -> " in err
+    assert "; decode.link_bytes 96 KiB -> " in err
     assert err.startswith(f"offplan: {path} was")
 
 

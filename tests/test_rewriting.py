@@ -35,7 +35,7 @@ def test_the_same_values_leave_every_byte() -> None:
     [
         ({"prefetch_step": 2}, "prefetch_step: 1 #", "prefetch_step: 2 #"),
         ({"embeddings": "host"}, "prediction:", None),
-        ({"rules": []}, "- {cpu_offload_params: [self_attn], group_size: 2,", "[]"),
+        ({"rules": []}, "- {cpu_offload_params: [experts.down_proj], group_size: 2,", "[]"),
         ({"rules": [RULE]}, "group_size: 2", "group_size: 3"),
     ],
 )
@@ -61,9 +61,8 @@ def test_rules_of_any_number_and_layout(rules: Sequence[dict[str, object]], layo
     if layout == "flow":
         text = f"{text[:at]}  rules: [{text[at:to].partition('- ')[2].strip()}] # all\n{text[to:]}"
     if layout == "nested":
-        rule = (
-            "cpu_offload_params:\n        - self_attn\n      group_size: 2\n      num_in_group: 1"
-        )
+        segments = "cpu_offload_params:\n        - experts.down_proj\n"
+        rule = f"{segments}      group_size: 2\n      num_in_group: 1"
         ways = "      prefill: prefetch # streamed\n      decode: prefetch\n"
         text = f"{text[:at]}  rules:\n    - {rule}\n{ways}{text[to:]}"
     assert dump_plan(parse_plan(load_yaml(text), "plan")) == TEXT
@@ -80,7 +79,7 @@ def test_new_keys_are_lines_of_their_section() -> None:
     written = rewrite_plan(text, PLAN.model_copy(update={"goal": goal, "model": model}))
     assert written is not None
     assert "  dtype: bfloat16\n  revision: abc\n" in written
-    assert written.endswith("99.75 KiB\ngoal: {objective: latency, max_tpot: 50 ms}\n")
+    assert written.endswith("host_memory: 96 KiB\ngoal: {objective: latency, max_tpot: 50 ms}\n")
 
 
 def test_an_unusual_layout_is_not_guessed_at() -> None:

@@ -132,6 +132,9 @@ class Model:
     """Sentences for the reader: what was not understood, what a config cannot show."""
     derived_bytes: int = 0
     """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
+    held_outside: tuple[Parameter, ...] = ()
+    """The parameters outside the layers where a plan holds one packed; () where they are stored as
+    they are held. ``outside`` then lists its parts."""
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -177,7 +180,7 @@ class Model:
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:
         """What lies outside the layers, each weight with its scales, by their whole names."""
-        return group_outside(self.outside, self.architecture)
+        return self.held_outside or group_outside(self.outside, self.architecture)
 
     @cached_property
     def loaded_parameters(self) -> tuple[Parameter, ...]:

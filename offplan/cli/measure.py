@@ -26,7 +26,7 @@ def measure(
             **options.choice(DeviceName), help="cpu: to try offplan where there is no GPU."
         ),
     ] = "cuda",
-    packing: options.Packing = False,
+    packing: options.Packing = True,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,

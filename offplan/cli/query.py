@@ -42,7 +42,7 @@ class Query:
     max_ttft: options.MaxTTFT = None
     max_tpot: options.MaxTPOT = None
     engine: options.Engine = None
-    packing: options.Packing = False
+    packing: options.Packing = True
     frontier: options.Frontier = False
     revision: options.Revision = None
     source: options.Source = None

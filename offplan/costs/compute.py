@@ -7,8 +7,9 @@ from math import log
 
 from offplan.checkpoint.model import Model
 from offplan.costs.timeline import to_ps
-from offplan.costs.work import LayerWork, PassShape, head_expands, layer_work
+from offplan.costs.work import LayerWork, PassShape, head_expands, layer_work, packed_slowdown
 from offplan.machine.profile import LayerTime, MachineProfile
+from offplan.packing import is_packed
 
 MATMUL_EFFICIENCY = 0.75
 """Share of the profile's matmul rate that the products of a whole layer reach.
@@ -109,7 +110,8 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
 def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> ComputeTime:
     """Price embedding rows, final norm and the head on the last token of each sequence.
 
-    The values of a head that is stored as codes may have to be made, and then read.
+    The values of a head that is stored as codes may have to be made, and then read; one that is
+    packed is read at the speed of its values, but for PACKED_SLOWDOWNS.
     """
     head, element_bytes = model.head, model.element_bytes
 
@@ -119,7 +121,10 @@ def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> Com
         # an embedding row in, a hidden state out
         rows = 2 * at.num_tokens * min(head.shape) * element_bytes
         made = head.num_weights if head_expands(head, at, element_bytes) else 0
-        reading = (head.nbytes + rows + 2 * element_bytes * made) / machine.hbm.value
+        stored = head.nbytes
+        if is_packed(head) and not made:
+            stored = round(packed_slowdown(at.batch) * sum(t.nbytes for t in head.unpacked))
+        reading = (stored + rows + 2 * element_bytes * made) / machine.hbm.value
         flops = 2 * head.num_weights * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 

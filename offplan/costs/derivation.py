@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
-from offplan.costs.memory import MARGIN, phase_bytes
+from offplan.costs.memory import MARGIN, phase_bytes, scratch_bytes
 from offplan.costs.predict import pass_times, predict
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -112,19 +112,20 @@ def _derive_memory(
         Input("bytes a token", of_token, "bytes"),
         Input("state of linear attention", state, "bytes"),
     )
-    prompt, step = phase_bytes(model, workload, chunk)
+    (prompt, step), scratch = phase_bytes(model, workload, chunk), scratch_bytes(model)
     yield term(
         "activations",
-        max(prompt, step) + step,
-        "max(temporaries of a prompt, of a step) + of a step, for captured graphs",
+        max(prompt, step) + step + scratch,
+        "max(temporaries of a prompt, of a step) + of a step, for captured graphs, + scratch",
         Input("temporaries of a prompt", prompt, "bytes"),
         Input("temporaries of a step", step, "bytes"),
+        Input("scratch", scratch, "bytes"),
     )
     margin = round(MARGIN * plan.budget.gpu_memory)
     yield term(
         "overhead",
         machine.gpu_overhead.value + margin,
-        f"gpu_overhead + {MARGIN:.0%} of the budget",
+        f"gpu_overhead + {MARGIN:.1%} of the budget",
         _figure(machine, "gpu_overhead", "bytes"),
         Input("budget", plan.budget.gpu_memory, "bytes"),
     )

@@ -41,10 +41,10 @@ Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows a
 1.1 times, 384 rows 1.95 times.
 """
 
-CODED_ROWS = 64
+CODED_ROWS = 128
 """Rows of a product that read the codes of an expert's weight together.
 
-Source: ``runtime.forms.runnable.PAIR_ROWS``.
+Source: ``runtime.forms.runnable.IN_PLACE_ROWS``.
 """
 
 LINE_BYTES = 128

@@ -14,6 +14,7 @@ from offplan.costs.work import (
     expands,
     gathers_codes,
     head_expands,
+    is_absorbed,
     prefill_shapes,
 )
 from offplan.forms.form import Part
@@ -21,7 +22,7 @@ from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.plan import Budget, GPUMemoryPrediction, Workload
 
-MARGIN = 0.01
+MARGIN = 0.003
 """Share of the GPU budget left free, for what is allocated in other sizes than asked.
 
 Source: estimated.
@@ -170,13 +171,25 @@ def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
 
 
 def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes of the larger phase's temporaries, and those of a decode step once more.
+    """Bytes of the larger phase's temporaries, those of a decode step once more, and the scratch.
 
     Captured graphs keep a step's beside an uncaptured prompt. Source: ``runtime.session.Session``,
     ``runtime.passes.captured.Passes``.
     """
     prompt, step = phase_bytes(model, workload, prefill_chunk)
-    return max(step, prompt) + step
+    return max(step, prompt) + step + scratch_bytes(model)
+
+
+def scratch_bytes(model: Model) -> int:
+    """Bytes of the memory that dense layers make the values of their codes in, for many tokens.
+
+    It holds those of the largest weight. Source: ``runtime.forms.stored.share_scratch``.
+    """
+    if model.dtype not in KERNEL_TYPES:
+        return 0
+    coded = (p for layer in model.layers for p in layer.parameters if not p.form.is_raw)
+    most = max((p.num_weights for p in coded if not p.is_expert), default=0)
+    return most * model.element_bytes
 
 
 def phase_bytes(model: Model, workload: Workload, prefill_chunk: int) -> tuple[int, int]:
@@ -205,13 +218,18 @@ def phase_bytes(model: Model, workload: Workload, prefill_chunk: int) -> tuple[i
 
 
 def expanded_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
-    """Bytes of weights whose values are made of their stored codes: EXPANDED_COPIES of the largest.
+    """Bytes of values that are made of stored codes in memory of their own, not in the scratch.
 
-    Scales that are quantised too are made for every product, NESTED_SCALE_BYTES of each at once.
-    Source: ``runtime.forms.stored``.
+    They are EXPANDED_COPIES of those of the largest weight: of what latent attention absorbs in
+    decode, and in types that no kernel multiplies. Scales that are quantised too are made for every
+    product, NESTED_SCALE_BYTES of each at once. Source: ``runtime.forms.stored``.
     """
     size = model.element_bytes
-    largest = max((p.num_weights for p in layer.parameters if expands(p, shape, size)), default=0)
+    made = [p for p in layer.parameters if expands(p, shape, size)]
+    if scratch_bytes(model):
+        is_step = shape.phase is Phase.DECODE
+        made = [p for p in made if is_step and is_absorbed(p)]
+    largest = max((p.num_weights for p in made), default=0)
     return EXPANDED_COPIES * largest * size + _nested_bytes(layer.parameters)
 
 
@@ -263,8 +281,7 @@ def per_layer_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
 def logits_bytes(model: Model, shape: PassShape) -> int:
     """Bytes of the logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary.
 
-    With them live the values of a head that is stored as codes, where these are made: once, since
-    what the allocator keeps of a layer's values is counted with those.
+    With them live the values of a head that is stored as codes, where these are made.
     """
     head, size = model.head, model.element_bytes
     if head is None:

@@ -27,7 +27,7 @@ def ask(
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
     engine: str | None = None,
-    packing: bool = False,
+    packing: bool = True,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
 

@@ -12,7 +12,7 @@ from offplan.choices import DeviceName, Store
 from offplan.errors import OffplanError
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
-from offplan.packing import EVERYTHING, pack_model, packable
+from offplan.packing import pack_everything, pack_model, packable
 from offplan.plan import Workload
 from offplan.progress import Stages, silent
 
@@ -50,7 +50,7 @@ def measure_here(
     device: DeviceName = "cuda",
     afresh: bool = False,
     with_others: bool = False,
-    packing: bool = False,
+    packing: bool = True,
     on_stage: Stages = silent,
 ) -> Machine:
     """Measure this machine on its current CUDA device, and a model's layers at a workload.
@@ -85,7 +85,7 @@ def measure_here(
         workload = workload or Workload()
         held = [model]
         if packing and packable(model):
-            held.append(pack_model(model, EVERYTHING))
+            held.append(pack_model(model, pack_everything(model)))
         profile = _add_model(profile, held, workload, device, on_stage, afresh=afresh)
     return Machine(profile, profile.gpu_memory.value - used)
 
@@ -137,7 +137,7 @@ def find_machine(
     workload: Workload,
     *,
     store: Store = "host",
-    packing: bool = False,
+    packing: bool = True,
     on_stage: Stages = silent,
 ) -> Machine | None:
     """Take the machine of this profile, else the one at hand; None where that has no GPU.

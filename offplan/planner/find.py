@@ -49,7 +49,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
     search = find_best(searcher, question.budget, aim, below_s * PS_PER_S)
     if search.best is None:
         if search.gpu_lack or search.host_lack or (below_s == NEVER and not goal.targets):
-            raise explain_infeasible(space, question, search)
+            raise explain_infeasible(searcher, question, search)
         return None
     return PlanResult(
         plan=write_plan(searcher.space_of(search.best.offload), question, search.best.offload),
@@ -66,7 +66,7 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
 
     Where weights may be packed all are, as far as memory goes, and only those that are faster so.
     """
-    spaces = [each.space for each in (searcher, searcher.packed) if each is not None]
+    spaces = searcher.spaces
     space = spaces[-1]
     pairs = zip(space.settings, find_room(space, budget).lacking_bytes.tolist(), strict=True)
     missing = max(0, min(lacking for each, lacking in pairs if each.embeddings == "device"))

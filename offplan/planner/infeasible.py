@@ -5,14 +5,14 @@ from offplan.engines.export import say_offload
 from offplan.errors import ExportError, InfeasibleError
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.question import Question
-from offplan.planner.search import Search
-from offplan.planner.space import Space, find_room
+from offplan.planner.search import Search, Searcher
+from offplan.planner.space import find_room
 from offplan.units import format_budget, format_bytes, format_bytes_enough
 
 
-def explain_infeasible(space: Space, question: Question, search: Search) -> InfeasibleError:
+def explain_infeasible(searcher: Searcher, question: Question, search: Search) -> InfeasibleError:
     """Say what is missing and what would help."""
-    budget, workload, model = question.budget, question.workload, question.model
+    budget, workload = question.budget, question.workload
     if question.goal.engine and not (search.gpu_lack or search.host_lack):
         return InfeasibleError(
             f"no plan that {question.goal.engine} can run fits "
@@ -21,7 +21,8 @@ def explain_infeasible(space: Space, question: Question, search: Search) -> Infe
         )
     if search.gpu_lack:
         lack = -(-int(search.gpu_lack) * 1000 // round(1000 * (1 - MARGIN)))
-        number = int(find_room(space, budget).lacking_bytes.argmin())
+        space = min(searcher.spaces, key=lambda each: find_room(each, budget).lacking_bytes.min())
+        model, number = space.model, int(find_room(space, budget).lacking_bytes.argmin())
         smallest = space.settings[number]
         fixed = model.outside_bytes - smallest.host_bytes
         weights = model.loaded_bytes - smallest.host_bytes
@@ -37,7 +38,8 @@ def explain_infeasible(space: Space, question: Question, search: Search) -> Infe
         )
     lack = int(search.host_lack)  # that of plans of one rule: others may lack less
     return InfeasibleError(
-        f"no plan fits {format_budget(budget.host_memory or 0)} of {space.machine.store} memory: "
+        f"no plan fits {format_budget(budget.host_memory or 0)} of "
+        f"{searcher.space.machine.store} memory: "
         f"up to {format_bytes_enough(lack)} more are needed to hold what the GPU "
         f"({format_budget(budget.gpu_memory)}) cannot. Give more of either",
         lack,

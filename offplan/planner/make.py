@@ -54,7 +54,7 @@ def _make_latency_plan(question: Question) -> PlanResult:
         aim = Nearest(limits_ps(question.goal))
         nearest = find_best(searcher, question.budget, aim)
         if nearest.best is None:
-            raise explain_infeasible(searcher.space, question, nearest)
+            raise explain_infeasible(searcher, question, nearest)
         if nearest.best.value > 1:
             raise _unreachable(searcher, question, aim, nearest.best.offload)
     found = find_plan(searcher, question)

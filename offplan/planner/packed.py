@@ -58,7 +58,10 @@ def _least_value(space: Space, aim: Aim) -> float:
 
 
 def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found | None:
-    """Find the best plan that has everything resident with some layers packed, by a pattern."""
+    """Find the best plan with everything resident and some layers packed, by a pattern.
+
+    The output head is packed as where all is: it takes most for what it costs.
+    """
     if any(parameter.is_expert for parameter in packable(plain.model)):
         return None  # experts are packed in all layers or in none
     layers = list_patterns(len(plain.kind_of)).layers
@@ -70,11 +73,12 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
     fits &= (room.host_bytes >= 0)[:, None] & (saved @ layers.T > 0)
     if not fits.any():
         return None
+    # the times of all packed, less what layers that are not packed save
+    base = packed.table.resident_ps + packed.table.row_ps
     longer = packed.table.layer_ps - plain.table.layer_ps
-    base = plain.table.resident_ps + plain.table.row_ps
-    prompt_ps = base[:, :1] + longer @ layers.T
+    prompt_ps = base[:, :1] - longer @ ~layers.T
     step_longer = np.array(packed.decode.layer_ps) - np.array(plain.decode.layer_ps)
-    step_ps = base[:, 1:] + step_longer @ layers.T
+    step_ps = base[:, 1:] - step_longer @ ~layers.T
     values = np.where(fits, aim.values(prompt_ps.astype(float), step_ps.astype(float)), NEVER)
     count = np.broadcast_to(layers.sum(1), values.shape)
     first = np.lexsort((count.ravel(), values.ravel()))[0]
@@ -92,6 +96,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
             packing=Packing(
                 group_size=int(patterns.group_size[pattern]),
                 num_in_group=int(patterns.num_in_group[pattern]),
+                output_head=packed.packing is not None and packed.packing.output_head,
             ),
         ),
     )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offplan.costs.predict import predict
 from offplan.engines.export import export_check
-from offplan.packing import EVERYTHING, packable
+from offplan.packing import pack_everything, packable
 from offplan.plan import Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
 from offplan.planner.bounds import Loads, Rules, bound_times, cross, list_rules
@@ -86,12 +86,16 @@ class Searcher:
         question = self.space.question
         if not question.may_pack or not packable(question.model):
             return None
-        return Searcher(Space(question, EVERYTHING))
+        return Searcher(Space(question, pack_everything(question.model)))
+
+    @property
+    def spaces(self) -> list[Space]:
+        """All that are searched: this one, and that with all packed."""
+        return [self.space, *([] if self.packed is None else [self.packed.space])]
 
     def space_of(self, offload: Offload) -> Space:
         """Return the space of a plan that was found: this one, also for some layers packed."""
-        packed = self.packed if offload.packing == EVERYTHING else None
-        return self.space if packed is None else packed.space
+        return next((each for each in self.spaces if each.packing == offload.packing), self.space)
 
     @cached_property
     def prices(self) -> Prices:

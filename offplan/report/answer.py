@@ -123,12 +123,13 @@ def describe_packing(packing: Packing, model: Model) -> str:
     """Say which weights a plan holds packed, and how much smaller they are so."""
     held = pack_model(model, packing)
     packed = [[p for p in layer.parameters if is_packed(p)] for layer in held.layers]
-    weights = [p for of_layer in packed for p in of_layer]
+    weights = [p for p in held.loaded_parameters if is_packed(p)]
     stored = sum(tensor.nbytes for p in weights for tensor in p.unpacked)
     share = sum(p.nbytes for p in weights) / stored
     what = ", ".join(packing.cpu_offload_params) or "weights"
     count = f"{sum(map(bool, packed))} of {len(packed)}"
-    return f"{what} of {count} layers are held packed without loss: {share:.2f} of their size"
+    head = " and the output head" * packing.output_head
+    return f"{what} of {count} layers{head} are held packed without loss: {share:.2f} of their size"
 
 
 def _describe_rule(rule: Rule, model: Model, where: str) -> str:

@@ -133,7 +133,8 @@ def _describe_rule(rule: Rule, store: str) -> str:
 
 def _describe_packing(packing: Packing) -> str:
     what = ", ".join(packing.cpu_offload_params) or "weights"
-    return f"packed without loss: {what} {_describe_pattern(packing)}"
+    head = ", and the output head" * packing.output_head
+    return f"packed without loss: {what} {_describe_pattern(packing)}{head}"
 
 
 def _describe_pattern(pattern: Rule | Packing) -> str:

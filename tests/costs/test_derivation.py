@@ -19,7 +19,7 @@ from tests.cli import ROOT
 PLANS = {
     "tiny-moe": None,
     "qwen3-8b-h200-12gib": "qwen3-8b",
-    "qwen3-8b-h200-12gib-packed": "qwen3-8b",
+    "qwen3-8b-h200-8gib": "qwen3-8b",
     "deepseek-v2-lite-h200-16gib": "deepseek-v2-lite",
 }
 """Shipped plans, and the folder of the config that their model is read from."""

@@ -16,6 +16,7 @@ from offplan.costs.memory import (
     expanded_bytes,
     kv_cache_bytes,
     logits_bytes,
+    scratch_bytes,
 )
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Part
@@ -47,7 +48,7 @@ def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
         assert sum(unit.nbytes for unit in units) == layer.nbytes
     workload = Workload(prompt_tokens=512)
     largest = max(p.num_weights for p in model.loaded_parameters if not p.is_expert)
-    expanded = EXPANDED_COPIES * largest * model.element_bytes
+    expanded = largest * model.element_bytes
     nested = [p for p in model.loaded_parameters if Part.NESTED_SCALE in p.parts]
     num_scales = max((p.of(Part.SCALE)[0].num_elements for p in nested), default=0)
     expanded += 2 * NESTED_SCALE_BYTES * num_scales  # of a step, and of a prompt
@@ -120,7 +121,7 @@ def test_float32_is_multiplied_by_values_alone(tmp_path: Path) -> None:
     model = open_model(str(write_quantised(tmp_path, FORMATS["fp8 blocks"])))
     step, layer = PassShape(Phase.DECODE, 1, 1, 9), model.layers[0]
     wide = replace(model, dtype="float32")
-    assert expanded_bytes(model, layer, step) == 0
+    assert (expanded_bytes(model, layer, step), scratch_bytes(wide)) == (0, 0)
     largest = max(p.num_weights for p in layer.parameters)
     assert expanded_bytes(wide, layer, step) == EXPANDED_COPIES * largest * 4
     works = layer_work(model, layer), layer_work(wide, layer)

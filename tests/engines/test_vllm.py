@@ -16,8 +16,7 @@ from offplan.engines.segments import choose_segments
 from offplan.engines.vllm import FACTS
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind
-from offplan.packing import EVERYTHING
-from offplan.plan import Budget, Plan
+from offplan.plan import Budget, Packing, Plan
 from tests.costs.builders import place_rules
 from tests.engines.builders import (
     ATTENTION,
@@ -135,7 +134,7 @@ def test_a_peer_as_the_store_is_refused(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_packing_is_refused(engine: str) -> None:
     plan = make_plan(prefetch())
-    packed = plan.offload.model_copy(update={"packing": EVERYTHING})
+    packed = plan.offload.model_copy(update={"packing": Packing(group_size=1, num_in_group=1)})
     with pytest.raises(ExportError, match=r"holds every weight as it is .* --no-packing"):
         export_plan(plan.model_copy(update={"offload": packed}), qwen3(), engine)
 

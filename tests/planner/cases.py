@@ -53,7 +53,7 @@ def ask(
 ) -> Question:
     """Ask for a plan with room for this share of the layers' weights."""
     budget = budget_for(model, machine, share, workload)
-    return Question(model, machine, workload, budget, goal or Goal(), **others)
+    return Question(model, machine, workload, budget, goal or Goal(packing=False), **others)
 
 
 def plan_for(
@@ -65,7 +65,9 @@ def plan_for(
     **others: Any,
 ) -> Plan:
     """The plan for a budget."""
-    return make_plan(Question(model, machine, workload, budget, goal or Goal(), **others)).plan
+    return make_plan(
+        Question(model, machine, workload, budget, goal or Goal(packing=False), **others)
+    ).plan
 
 
 @st.composite

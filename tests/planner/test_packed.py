@@ -4,7 +4,7 @@ import pytest
 
 from offplan.costs.predict import predict
 from offplan.machine.profile import LayerTime, load_profile
-from offplan.packing import EVERYTHING, pack_model
+from offplan.packing import pack_everything, pack_model
 from offplan.plan import Goal, Offload, Packing
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
@@ -17,13 +17,13 @@ MACHINE = make_machine(h2d=1e9, uva=0.9e9)
 
 
 def plan(name: str, share: float, goal: Goal | None = None, **others: object) -> PlanResult:
-    return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(packing=True), **others))
+    return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(), **others))
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
 def test_what_the_link_holds_up_is_packed(name: str, share: float) -> None:
-    result, plain = plan(name, share), plan(name, share, Goal())
+    result, plain = plan(name, share), plan(name, share, Goal(packing=False))
     packed, before = result.plan, plain.plan
     assert (packed.offload.packing is None, before.offload.packing) == (False, None)
     assert packed.prediction.objective_s < before.prediction.objective_s
@@ -41,18 +41,18 @@ def test_what_fits_is_left_as_it_is_stored(name: str) -> None:
 
 def test_engines_and_the_cpu_pack_nothing() -> None:
     assert not ask(MODELS["dense"], MACHINE, 0.5, goal=Goal(engine="vllm")).may_pack
-    question = ask(MODELS["dense"], load_profile("cpu"), 0.5, goal=Goal(packing=True))
+    question = ask(MODELS["dense"], load_profile("cpu"), 0.5, goal=Goal())
     assert make_plan(question).plan.offload.packing is None
 
 
 def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
     model = dense_model(9)
-    found = make_plan(ask(model, MACHINE, 0.95, goal=Goal(packing=True))).plan
+    found = make_plan(ask(model, MACHINE, 0.98, goal=Goal())).plan
     assert found.offload.rules == ()
     patterns = list_patterns(len(model.layers))
     fitting = []
     for size, number in zip(patterns.group_size, patterns.num_in_group, strict=True):
-        packing = Packing(group_size=int(size), num_in_group=int(number))
+        packing = Packing(group_size=int(size), num_in_group=int(number), output_head=True)
         for chunk in (600, 512):
             offload = Offload(prefill_chunk=chunk, packing=packing)
             each = predict(model, MACHINE, WORKLOAD, found.budget, offload)
@@ -63,7 +63,7 @@ def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
 
 def test_measured_times_of_packed_layers_decide() -> None:
     model = MODELS["dense"]
-    packed = pack_model(model, EVERYTHING).layers[0].key
+    packed = pack_model(model, pack_everything(model)).layers[0].key
     offload = Offload(prefill_chunk=600)
     assert packed != model.layers[0].key
     prediction = predict(model, MACHINE, WORKLOAD, UNLIMITED, offload)
@@ -80,5 +80,5 @@ def test_measured_times_of_packed_layers_decide() -> None:
             for phase, tokens, context in (("prefill", 600, 600), ("decode", 1, 610))
         ]
         machine = make_machine(h2d=1e9, uva=0.9e9, layer_times=times)
-        found = make_plan(ask(model, machine, 2.0, goal=Goal(packing=True))).plan
+        found = make_plan(ask(model, machine, 2.0, goal=Goal())).plan
         assert (found.offload.packing is not None) == taken

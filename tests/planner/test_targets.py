@@ -32,7 +32,7 @@ def test_a_target_out_of_reach_names_memory_that_would_do(part: float) -> None:
         make_plan(ask(model, MACHINE, share, SHORT)).plan.prediction.decode.step_s
         for share in (1.2, 0.5)
     )
-    goal = Goal(max_tpot=least_s + part * (most_s - least_s))
+    goal = Goal(max_tpot=least_s + part * (most_s - least_s), packing=False)
     question = ask(model, MACHINE, 0.5, SHORT, goal)
     with pytest.raises(InfeasibleError) as error:
         make_plan(question)
@@ -74,7 +74,7 @@ def test_targets_equal_brute_force(h2d: float) -> None:
     )
     reached = set()
     for ttft, tpot in product(*([each[0] / 2, each[9], each[99]] for each in times)):
-        goal = Goal(max_ttft=ttft, max_tpot=tpot)
+        goal = Goal(max_ttft=ttft, max_tpot=tpot, packing=False)
         kept = [each.objective_s for each in everything if excess(each, goal) <= 1]
         reached.add(bool(kept))
         question = ask(model, machine, 0.7, SHORT, goal)

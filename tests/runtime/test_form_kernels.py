@@ -171,9 +171,14 @@ def test_expansion_is_exact(name: str, experts: int, dtype: torch.dtype) -> None
     if experts and FORMS[name].kind is Kind.NF4:
         pytest.skip("experts are not stored so")
     parts = make_parts(name, *([experts] if experts else []))
-    got, expected = expand_on_gpu(FORMS[name], parts, dtype), expand(FORMS[name], parts, dtype)
-    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
-    assert torch.equal(got.isnan(), expected.isnan())
+    expected = expand(FORMS[name], parts, dtype)
+    scratch = torch.empty(expected.numel() + 64, dtype=dtype, device=DEVICE)
+    for room in (None, scratch):
+        got = expand_on_gpu(FORMS[name], parts, dtype, room)
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(got.isnan(), expected.isnan())
+    if dtype is torch.bfloat16 or FORMS[name] is not PACKED:  # whose values are bfloat16
+        assert got.untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr()
 
 
 @pytest.mark.gpu
@@ -196,7 +201,12 @@ def test_operators_tell_what_they_return(name: str, experts: int) -> None:
     checks = "test_faketensor"  # schemas are not checked of FP8
     weight = operators._split(form, parts)
     torch.library.opcheck(operators._expand, (*weight, DTYPES[0]), test_utils=checks)
-    torch.library.opcheck(operators._multiply, (*weight, [x, *pairs]), test_utils=checks)
+    torch.library.opcheck(operators._multiply, (*weight, [x, *pairs], False), test_utils=checks)
+    if not experts:
+        scratch = torch.empty(NUM_OUT * NUM_IN, dtype=x.dtype, device=DEVICE)
+        bias = torch.zeros(NUM_OUT, dtype=x.dtype, device=DEVICE)
+        for room in (None, scratch):
+            torch.library.opcheck(operators._linear, (*weight, x, bias, room), test_utils=checks)
 
 
 def skip_products(form: Form, of_weight: int) -> None:
@@ -285,8 +295,10 @@ def test_products_of_experts(name: str, tokens: int) -> None:
     weights = expand(form, parts, torch.float32).double()
     by_expert = torch.einsum("ti,eoi->teo", x.double(), weights)
     expected = by_expert.gather(1, chosen[..., None].expand(-1, -1, by_expert.shape[-1]))
-    got = multiply_pairs(form, parts, x, *_sort(chosen.reshape(-1), EXPERTS))
-    assert (got.view(tokens, 2, -1) - expected).abs().max() < 0.01 * expected.abs().max()
+    sorted_pairs = _sort(chosen.reshape(-1), EXPERTS)
+    for in_place in (False, True):
+        got = multiply_pairs(form, parts, x, *sorted_pairs, in_place=in_place)
+        assert (got.view(tokens, 2, -1) - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 @pytest.mark.gpu

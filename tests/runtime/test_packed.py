@@ -19,7 +19,7 @@ import offplan.runtime.forms.packing
 import offplan.runtime.loading.packed
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
-from offplan.packing import EVERYTHING
+from offplan.packing import pack_everything
 from offplan.placement import place
 from offplan.plan import Offload, Packing
 from offplan.runtime.loading.loaded import LoadedModel
@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "vocab_size": 64,
     "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
 }
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -44,6 +45,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4]])
+LAYERS = Packing(group_size=1, num_in_group=1)
 EVERY_SECOND = Packing(group_size=2, num_in_group=1)
 FAMILIES = """
 afmoe cohere2 ernie4_5_moe gemma2 gemma3n_text gemma4_text glm4_moe granite_swa llama
@@ -73,7 +75,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def packed(*rules: Any, packing: Packing = EVERYTHING, **options: Any) -> Offload:
+def packed(*rules: Any, packing: Packing = LAYERS, **options: Any) -> Offload:
     return offload(*rules, **options).model_copy(update={"packing": packing})
 
 
@@ -83,8 +85,9 @@ def packed(*rules: Any, packing: Packing = EVERYTHING, **options: Any) -> Offloa
         packed(),
         packed(group(2, 1)),
         packed(group(1, 1, "self_attn"), group(2, 1, "mlp", decode="uva"), prefill_chunk=5),
+        packed(packing=LAYERS.model_copy(update={"output_head": True}), embeddings="host"),
     ],
-    ids=["resident", "every second layer", "in place"],
+    ids=["resident", "every second layer", "in place", "head"],
 )
 def test_logits_are_those_of_the_values(folder: Path, decision: Offload) -> None:
     plain = decision.model_copy(update={"packing": None})
@@ -184,6 +187,15 @@ def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
     change(folder, name, few)
     with pytest.raises(CheckpointError, match=rf"{name} .* found 127 .* most 64; .*--no-packing"):
         LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
+
+
+def test_a_head_that_is_the_embedding_is_not_packed(tmp_path: Path) -> None:
+    config = Qwen3Config(**SIZES | {"tie_word_embeddings": True}, **HEADS)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = open_model(str(tmp_path))
+    assert pack_everything(model) == LAYERS
+    with pytest.raises(PlanError, match=r"output head, and that of .* cannot be packed"):
+        place(model, packed(packing=LAYERS.model_copy(update={"output_head": True})))
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def forward_stored(
     """Send tokens, [tokens, hidden], through their experts; returns [tokens, hidden].
 
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. On a GPU each weight is multiplied from
-    its codes, read once for up to 64 pairs of a token and an expert; elsewhere it is expanded. Few
-    experts' codes that lie in host memory are copied first: their rows begin amid lines of the
-    link, and scales are a few bytes a row.
+    its codes, read once for up to 64 pairs of a token and an expert, 128 in host memory; elsewhere
+    it is expanded. Few experts' codes that lie there are copied first: their rows begin amid lines
+    of the link, and scales are a few bytes a row.
     """
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_TYPES:
         name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
@@ -60,10 +60,11 @@ def forward_stored(
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         stored: StoredWeight = experts.stored_experts[name]
-        parts, begins = stored.of(experts), starts
+        parts, begins, in_place = stored.of(experts), starts, name in experts.in_place
         if name in to_gather:
+            in_place = False
             parts, begins = gather(parts, expert_of_pair, order, starts)
-        made = operators.multiply(stored.form, parts, x, order, begins)
+        made = operators.multiply(stored.form, parts, x, order, begins, in_place=in_place)
         return made + getattr(experts, f"{name}_bias")[expert_of_pair] if experts.has_bias else made
 
     return send(experts, hidden_states, top_k_weights, multiply)

@@ -1,5 +1,6 @@
 """Launches the kernels that multiply and expand weights in their stored form. CUDA only."""
 
+from math import prod
 from types import ModuleType
 
 import torch
@@ -9,7 +10,7 @@ from offplan.forms.form import Form, Kind, Part
 from offplan.runtime.forms import column_kernels, kernels, packed_kernels
 from offplan.runtime.forms.operands import Operands, is_stacked, operands_of
 from offplan.runtime.forms.reference import Parts
-from offplan.runtime.forms.runnable import BLOCK_OUT, PAIR_ROWS
+from offplan.runtime.forms.runnable import BLOCK_OUT, IN_PLACE_ROWS, PAIR_ROWS
 from offplan.runtime.gpu_limits import gpu_limits
 
 MIN_ROWS = 16
@@ -40,11 +41,16 @@ TABLE_BYTES = 24
 """Bytes of shared memory for each weight that is looked up in a table, where others are decoded."""
 
 
-def expand_on_gpu(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a weight, [..., out, in], in ``dtype``."""
+def expand_on_gpu(
+    form: Form, parts: Parts, dtype: torch.dtype, scratch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the values of a weight, [..., out, in], in ``dtype``: in ``scratch`` if there is one.
+
+    That is flat, of ``dtype``, and as long as there are values, or longer.
+    """
     weight = operands_of(form, parts)
     num_experts, num_out, length = weight.num_experts, weight.num_out, weight.length
-    values = empty_values(form, parts, dtype)
+    values = empty_values(form, parts, dtype, scratch)
     if form.kind is Kind.PACKED:  # each program makes whole rows of words of two values
         out = values if dtype == torch.bfloat16 else empty_values(form, parts, torch.bfloat16)
         packed_kernels.expand[(num_out // EXPANDED_ROWS, num_experts)](
@@ -65,14 +71,22 @@ def expand_on_gpu(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     return values
 
 
-def empty_values(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-    """Return room for the values of a weight, [..., out, in], where its parts are."""
+def empty_values(
+    form: Form, parts: Parts, dtype: torch.dtype, scratch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return room for the values of a weight, [..., out, in]: in ``scratch`` or memory of its own.
+
+    That is where its parts are.
+    """
     weight = operands_of(form, parts)
     num_in = weight.length * weight.pack
     # made as they are stored, which is [in, out] of those by columns
     shape = (num_in, weight.num_out) if form.is_by_columns else (weight.num_out, num_in)
     stack = (weight.num_experts,) if is_stacked(form, parts) else ()
-    values = torch.empty(*stack, *shape, dtype=dtype, device=parts[Part.WEIGHT].device)
+    if scratch is None:
+        values = torch.empty(*stack, *shape, dtype=dtype, device=parts[Part.WEIGHT].device)
+    else:
+        values = scratch[: prod((*stack, *shape))].view(*stack, *shape)
     return values.mT if form.is_by_columns else values
 
 
@@ -83,16 +97,24 @@ def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_pairs(
-    form: Form, parts: Parts, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+    form: Form,
+    parts: Parts,
+    x: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
 
     ``order`` lists the pairs by their expert, ``starts``, [experts + 1], where each one's begin in
-    it. Pairs are dealt out evenly: row r of R serves those from r x pairs / R on.
+    it. Pairs are dealt out evenly: row r of R serves those from r x pairs / R on. ``in_place`` says
+    that the weight lies in host memory, of which nothing is to cross twice.
     """
-    # twice as many as an expert has on average: those of most experts are one block
-    of_expert = 2 * order.numel() // (starts.numel() - 1)
-    block_m = max(MIN_ROWS, min(PAIR_ROWS, triton.next_power_of_2(of_expert)))
+    # so many times what an expert has on average that those of most, or nearly all, are one block
+    spread, most = (8, IN_PLACE_ROWS) if in_place else (2, PAIR_ROWS)
+    of_expert = spread * order.numel() // (starts.numel() - 1)
+    block_m = max(MIN_ROWS, min(most, triton.next_power_of_2(of_expert)))
     return _multiply(form, parts, x, order.numel(), (order, starts), block_m)
 
 

@@ -57,17 +57,22 @@ class StoredLinear(nn.Linear):
     """A linear layer whose weight is stored in another form than its values."""
 
     stored: StoredWeight
+    scratch: torch.Tensor | None = None
+    """Flat memory that its values are made in for many rows, where it shares one with others."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, [..., in], times the weight: [..., out].
 
         Few rows multiply its codes, which are read once, where they lie; for many it is expanded.
         """
-        if not x.is_cuda or x.dtype not in KERNEL_TYPES or x.numel() > MAX_ROWS * x.shape[-1]:
+        if not x.is_cuda or x.dtype not in KERNEL_TYPES:
             return linear(x, self.stored.expand(self, x.dtype), self.bias)
         from offplan.runtime.forms import operators  # needs triton
 
-        made = operators.multiply(self.stored.form, self.stored.of(self), x.flatten(0, -2))
+        form, parts = self.stored.form, self.stored.of(self)
+        if x.numel() > MAX_ROWS * x.shape[-1]:
+            return operators.linear(form, parts, x, self.bias, self.scratch)
+        made = operators.multiply(form, parts, x.flatten(0, -2))
         made = made.unflatten(0, x.shape[:-1])
         return made if self.bias is None else made + self.bias
 
@@ -78,6 +83,27 @@ def leave_group_index(module: nn.Module, name: str) -> None:
     holder, key = (vars(module), "stored") if is_linear else (vars(module)["stored_experts"], name)
     parts = tuple(part for part in holder[key].parts if part is not Part.GROUP_INDEX)
     holder[key] = replace(holder[key], parts=parts)
+
+
+def share_scratch(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Have all stored linear layers of ``parent`` make their values in one memory.
+
+    They run one after another, and each value is read before the next one is made. On the CPU,
+    and in types that no kernel multiplies, each is made in memory of its own.
+    """
+    modules = [each for each in parent.modules() if isinstance(each, StoredLinear)]
+    if not modules or device.type != "cuda" or dtype not in KERNEL_TYPES:
+        return
+    num_values = max(each.in_features * each.out_features for each in modules)
+    scratch = torch.empty(num_values, dtype=dtype, device=device)
+    for module in modules:
+        module.scratch = scratch
+
+
+def drop_scratch(parent: nn.Module) -> None:
+    """Give back what ``share_scratch`` took."""
+    for module in parent.modules():
+        vars(module).pop("scratch", None)
 
 
 def weight_of(module: nn.Linear, dtype: torch.dtype) -> torch.Tensor:

@@ -12,11 +12,12 @@ from offplan.placement import Phase, Placement, place
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
+from offplan.runtime.forms.stored import drop_scratch, share_scratch
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
-from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
 from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import WeightStore
@@ -67,6 +68,7 @@ class LoadedModel:
                 loaded = self.store.resident | self.store.offloaded
                 load_weights(folder, targets, loaded, tell)
             dtype = model.dtype
+            share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
             heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident)
             self._check(targets)
@@ -85,6 +87,7 @@ class LoadedModel:
 
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
+        drop_scratch(self.module)
         self.module.to_empty(device="meta")
         self.store.close()
 
