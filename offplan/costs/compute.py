@@ -100,8 +100,9 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
         return ComputeTime(plain.seconds + longer, measured=False)
 
     def estimate(at: PassShape) -> float:
-        reading = work.device_bytes(at) / machine.hbm.value
-        multiplying = work.flops(at) / (machine.matmul.value * MATMUL_EFFICIENCY)
+        reading = (work.device_bytes(at) + work.decoding_bytes(at)) / machine.hbm.value
+        flops = work.flops(at) + work.decoding_flops(at)
+        multiplying = flops / (machine.matmul.value * MATMUL_EFFICIENCY)
         return max(reading, multiplying) + machine.layer_overhead.value
 
     return _measured_or(machine, work.key, shape, estimate)

@@ -8,6 +8,7 @@ from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
+from offplan.forms.form import Kind
 from offplan.packing import is_packed, unpack_layer
 from offplan.placement import Phase
 from offplan.plan import Workload
@@ -32,6 +33,28 @@ EXPANSION_SLOWDOWN = 1.3
 """Time of expanding packed weights as a multiple of that of their bytes, read and written.
 
 Source: 12,288 x 4,096 took 49 us on an H200 and its bytes 44; smaller matrices took longer.
+"""
+
+
+CODED_EXPERT_SLOWDOWNS = {False: 5.0, True: 9.0}
+"""Time of products with experts' codes, of eight bits and of four (True), as a multiple of that of
+as many operations with values, for a machine whose profile has no times of such layers.
+
+Source: prompts of 512 to 4,096 tokens of Qwen3-30B-A3B and DeepSeek-V3 in FP8 on an H200, which
+took 0.6 to 1.3 of what this gives, and of gpt-oss in MXFP4, 1.0 to 1.3.
+"""
+
+CODED_ROWS_AT_LEAST = 16
+"""Rows that a product with an expert's codes takes at least.
+
+Source: ``runtime.forms.products``; few rows, each by itself, took as long.
+"""
+
+WHOLE_NUMBER_SLOWDOWNS = (2.9, 7.5)
+"""Time of reading dense whole numbers of four bits, for few tokens, and of making their values, for
+many, as multiples of that of their bytes, for a machine whose profile has no times of such layers.
+
+Source: a decode step and a prompt of Qwen3-32B in compressed-tensors' W4A16 on an H200.
 """
 
 
@@ -125,6 +148,11 @@ class LayerWork:
     """Weights whose values are made of their codes for passes of many tokens."""
     absorbed_elements: int
     """Those among them that are expanded in every decode step."""
+    whole_elements: int
+    """Those among them that are stored as whole numbers of four bits."""
+    slow_expert_elements: float
+    """Weights of routed experts that are stored as codes, each as often as a product with it takes
+    longer than with its value."""
     token_elements: float
     """Elements that each new token is multiplied by; of routed experts, only its own."""
     element_bytes: int
@@ -153,6 +181,27 @@ class LayerWork:
             made = self.expanded_elements
         cache = self.kv_cache.nbytes(shape.batch, shape.context)
         return self.weight_bytes(shape) + 2 * self.element_bytes * made + cache
+
+    def decoding_bytes(self, shape: PassShape) -> float:
+        """Bytes to and from GPU memory that are as long on their way as decoding makes a pass.
+
+        Dense whole numbers of four bits take WHOLE_NUMBER_SLOWDOWNS times as long as their bytes.
+        """
+        reading, making = WHOLE_NUMBER_SLOWDOWNS
+        if makes_values(shape.num_tokens, self.element_bytes):
+            return (making - 1) * 2 * self.element_bytes * self.whole_elements
+        return (reading - 1) * self.whole_elements / 2
+
+    def decoding_flops(self, shape: PassShape) -> float:
+        """Operations that take as long as multiplying experts' codes takes beyond their values.
+
+        An expert that tokens are sent to takes the time of CODED_ROWS_AT_LEAST of them, or more.
+        """
+        if self.experts is None:
+            return 0.0
+        pairs = shape.num_tokens * self.experts.num_experts_per_token
+        rows = max(pairs, CODED_ROWS_AT_LEAST * self.experts.touched(shape.num_tokens))
+        return 2 * self.slow_expert_elements * rows / self.experts.num_experts
 
     def packing_bytes(self, shape: PassShape) -> float:
         """Bytes to and from GPU memory that are as long on their way as packing makes a pass.
@@ -226,6 +275,12 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
         expert_bytes=layer.expert_bytes,
         expanded_elements=sum(p.num_weights for p in dense if not p.form.is_raw),
         absorbed_elements=sum(p.num_weights for p in dense if is_absorbed(p)),
+        whole_elements=sum(p.num_weights for p in dense if p.form.kind is Kind.W4A16),
+        slow_expert_elements=sum(
+            (CODED_EXPERT_SLOWDOWNS[_is_half_byte(p)] - 1) * p.num_weights
+            for p in layer.parameters
+            if p.is_expert and not p.form.is_raw and not is_packed(p)
+        ),
         element_bytes=model.element_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
@@ -268,6 +323,11 @@ def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:
     if experts is None:
         return False
     return num_tokens * experts.num_experts_per_token <= experts.num_experts
+
+
+def _is_half_byte(parameter: Parameter) -> bool:
+    """Whether a weight's code has four bits, or but little more with its scales."""
+    return parameter.nbytes < 0.75 * parameter.num_weights
 
 
 def is_absorbed(parameter: Parameter) -> bool:

@@ -127,3 +127,26 @@ def test_float32_is_multiplied_by_values_alone(tmp_path: Path) -> None:
     works = layer_work(model, layer), layer_work(wide, layer)
     made = [work.device_bytes(step) - work.weight_bytes(step) for work in works]
     assert made[1] - made[0] == 2 * 4 * works[1].expanded_elements
+
+
+@pytest.mark.parametrize(("name", "slowdown"), [("fp8 blocks", 5), ("compressed-tensors int4", 9)])
+def test_codes_of_experts_take_longer_than_values(
+    tmp_path: Path, raw: Model, name: str, slowdown: int
+) -> None:
+    """Sixteen tokens at least of each expert that is chosen, so many times as long."""
+    model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
+    layer, experts = model.layers[-1], model.experts
+    assert experts is not None
+    work, plain = layer_work(model, layer), layer_work(raw, raw.layers[-1])
+    of_expert = sum(p.num_weights for p in layer.parameters if p.is_expert) / experts.num_experts
+    for num_tokens in (1, 4096):
+        shape = PassShape(Phase.PREFILL, 1, num_tokens, num_tokens)
+        pairs = num_tokens * experts.num_experts_per_token
+        rows = max(pairs, 16 * experts.touched(num_tokens))
+        assert work.decoding_flops(shape) == pytest.approx(2 * (slowdown - 1) * of_expert * rows)
+        assert (plain.decoding_flops(shape), plain.decoding_bytes(shape)) == (0, 0)
+    values = work.whole_elements
+    assert (values > 0) == (slowdown == 9)
+    assert work.decoding_bytes(shape) == pytest.approx(6.5 * 4 * values)
+    step = PassShape(Phase.DECODE, 1, 1, 9)
+    assert work.decoding_bytes(step) == pytest.approx(1.9 * values / 2)
