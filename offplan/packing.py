@@ -14,9 +14,10 @@ from offplan.forms.packed import PACKED, can_pack, packed_parts
 from offplan.plan import Packing
 
 
-def pack_everything(model: Model) -> Packing:
-    """Return the packing that takes all that can be packed of a model."""
-    return Packing(group_size=1, num_in_group=1, output_head=_can_pack_head(model))
+def pack_everything(model: Model, *, head: bool = True) -> Packing:
+    """Return the packing that takes all that can be packed, the head only if ``head`` is true."""
+    packs_head = head and _why_not_pack_head(model) is None
+    return Packing(group_size=1, num_in_group=1, output_head=packs_head)
 
 
 def pack_model(model: Model, packing: Packing | None) -> Model:
@@ -53,10 +54,10 @@ def pack_model(model: Model, packing: Packing | None) -> Model:
         )
     if not packing.output_head or model.held_outside:
         return replace(model, layers=layers)
-    if not _can_pack_head(model):
+    if why_not := _why_not_pack_head(model):
         raise PlanError(
-            f"packing takes the output head, and that of {model.source} cannot be packed: expected "
-            "a matrix of bfloat16 that the input embedding is not tied to; leave out `output_head`"
+            f"packing takes the output head, and that of {model.source} cannot be packed: "
+            f"{why_not}; leave out `output_head`"
         )
     outside = tuple(_pack(p) if p is model.head else p for p in model.outside_parameters)
     tensors = tuple(tensor for parameter in outside for tensor in parameter.stored)
@@ -95,12 +96,17 @@ def packable(model: Model) -> list[Parameter]:
     return found
 
 
-def _can_pack_head(model: Model) -> bool:
-    """Whether the output head can be packed: what an input embedding shares is read by row."""
+def _why_not_pack_head(model: Model) -> str | None:
+    """Say why the output head cannot be packed, None where it can."""
     head = model.head
-    if head is None or not model.stores_head or head.name in model.tied or not packable(model):
-        return False
-    return _is_raw_matrix(head) and can_pack(head.shape)
+    if head is None or not model.stores_head or head.name in model.tied:
+        return "it is the input embedding, which is read by row"
+    if not packable(model):
+        return "no weight of the model's layers can be packed as it is stored"
+    if not _is_raw_matrix(head) or not can_pack(head.shape):
+        found = f"{head.name} of {head.tensors[0].dtype}, {list(head.shape)}"
+        return f"found {found}, expected BF16 of rows in multiples of 64, of inputs of 8"
+    return None
 
 
 def _fits(parameter: Parameter, architecture: Architecture) -> bool:

@@ -53,6 +53,23 @@ def test_comments_and_order_stay(
     assert after is None or after in text
 
 
+@pytest.mark.parametrize("layout", ["flow", "block"])
+def test_packing_comes_and_goes(layout: str) -> None:
+    packed = with_offload(packing={"group_size": 2, "num_in_group": 1, "output_head": True})
+    text = rewrite_plan(EDITED, packed)
+    assert text is not None
+    assert "num_in_group: 1, output_head: true}" in text
+    if layout == "block":
+        flow = next(line for line in text.splitlines() if line.startswith("  packing:"))
+        block = "  packing: # all\n    group_size: 2\n    num_in_group: 1\n    output_head: true"
+        text = text.replace(flow, block)
+    assert dump_plan(parse_plan(load_yaml(text), "plan")) == dump_plan(packed)
+    again = rewrite_plan(text, PLAN)
+    assert again is not None
+    assert dump_plan(parse_plan(load_yaml(again), "plan")) == TEXT
+    assert again.startswith("# Reviewed by Ann.")
+
+
 @pytest.mark.parametrize("rules", [[RULE, CAPPED], [CAPPED], [], [RULE, RULE, RULE]])
 @pytest.mark.parametrize("layout", ["block", "flow", "nested"])
 def test_rules_of_any_number_and_layout(rules: Sequence[dict[str, object]], layout: str) -> None:

@@ -84,7 +84,7 @@ class Query:
             model,
             workload,
             store=self.store,
-            packing=self.packing,
+            packing=self.packing and self.engine is None,
             on_stage=ProgressBar,
         )
         if machine is None:

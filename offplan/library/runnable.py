@@ -25,7 +25,8 @@ def why_not_run(model: Model) -> str | None:
     yet, which planning does not need, a process of its own does it. That it can is kept on disk,
     under all that it depends on.
     """
-    held = (layer.key for layer in model.layers)  # a plan may have some of it packed
+    # a plan may have some of it packed
+    held = (model.outside_key, *(layer.key for layer in model.layers))
     path = answer_path("runnable", model.source, model.headers_sha256, model.config_sha256, *held)
     if read_kept(path, len(_RUNS)) == _RUNS:
         return None

@@ -78,7 +78,7 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:
     """Picoseconds of a pass with everything resident, each layer held as it is fastest."""
     layers: Iterable[tuple[int, ...]] = zip(*(way.layer_ps for way in ways), strict=True)
-    return sum(map(min, layers)) + ways[0].outside_ps
+    return sum(map(min, layers)) + min(way.outside_ps for way in ways)
 
 
 def write_plan(space: Space, question: Question, offload: Offload) -> Plan:

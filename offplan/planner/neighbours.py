@@ -62,6 +62,9 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
     if offload.packing is not None:
         yield "without packing", {"packing": None}
+        if offload.packing.output_head:
+            layers_alone = offload.packing.model_copy(update={"output_head": False})
+            yield "output_head true -> false", {"packing": layers_alone}
     for number, rule in enumerate(offload.rules):
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"

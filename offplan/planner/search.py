@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offplan.costs.predict import predict
+from offplan.costs.work import makes_values
 from offplan.engines.export import export_check
 from offplan.packing import pack_everything, packable
 from offplan.plan import Offload, Rule
@@ -86,7 +87,9 @@ class Searcher:
         question = self.space.question
         if not question.may_pack or not packable(question.model):
             return None
-        return Searcher(Space(question, pack_everything(question.model)))
+        # values of a head are made for many sequences, and take more than packing it saves
+        head = not makes_values(question.workload.batch, question.model.element_bytes)
+        return Searcher(Space(question, pack_everything(question.model, head=head)))
 
     @property
     def spaces(self) -> list[Space]:

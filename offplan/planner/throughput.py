@@ -22,7 +22,6 @@ def plan_throughput(question: Question) -> PlanResult | None:
     """
     best: PlanResult | None = None
     tried: set[int] = set()
-    layers_bytes = question.model.loaded_bytes - question.model.outside_bytes
 
     def attempt(batch: int) -> None:
         """Keep the plan of a batch if it is the best."""
@@ -31,11 +30,9 @@ def plan_throughput(question: Question) -> PlanResult | None:
         sized = question.with_workload(batch=batch)
         tokens = batch * question.workload.output_tokens
         below_s = NEVER if best is None else tokens / tokens_per_s(best.plan)
-        space = Space(sized)
-        room = find_room(space, sized.budget)
-        if room.lacking_bytes.min() > layers_bytes:
-            return  # not even without a layer on the GPU
-        searcher = Searcher(space)
+        searcher = Searcher(Space(sized))
+        if not any(_may_fit(space) for space in searcher.spaces):
+            return
         if find_floor_of(searcher, sized.budget).objective_s >= below_s:
             return  # no plan can be as fast
         try:
@@ -54,6 +51,12 @@ def plan_throughput(question: Question) -> PlanResult | None:
             if other not in tried and other <= MOST_BATCH:
                 attempt(other)
     return best
+
+
+def _may_fit(space: Space) -> bool:
+    """Whether the budget has room for all that is no layer's weight."""
+    layers_bytes = space.model.loaded_bytes - space.model.outside_bytes
+    return bool(find_room(space, space.question.budget).lacking_bytes.min() <= layers_bytes)
 
 
 def tokens_per_s(plan: Plan) -> float:

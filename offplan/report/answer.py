@@ -128,7 +128,7 @@ def describe_packing(packing: Packing, model: Model) -> str:
     share = sum(p.nbytes for p in weights) / stored
     what = ", ".join(packing.cpu_offload_params) or "weights"
     count = f"{sum(map(bool, packed))} of {len(packed)}"
-    head = " and the output head" * packing.output_head
+    head = " and the output head" if packing.output_head else ""
     return f"{what} of {count} layers{head} are held packed without loss: {share:.2f} of their size"
 
 

@@ -133,7 +133,7 @@ def _describe_rule(rule: Rule, store: str) -> str:
 
 def _describe_packing(packing: Packing) -> str:
     what = ", ".join(packing.cpu_offload_params) or "weights"
-    head = ", and the output head" * packing.output_head
+    head = ", and the output head" if packing.output_head else ""
     return f"packed without loss: {what} {_describe_pattern(packing)}{head}"
 
 

@@ -43,7 +43,7 @@ def _edits(node: yaml.Node, text: str, before: Any, after: Any) -> Iterator[_Edi
     """Yield what to write where a node's value changes from ``before`` to ``after``."""
     if before == after:
         return
-    if isinstance(node, yaml.MappingNode):
+    if isinstance(node, yaml.MappingNode) and isinstance(after, dict):
         values = {key.value: value for key, value in node.value}
         changed = {key: value for key, value in after.items() if before[key] != value}
         added = {key: value for key, value in changed.items() if key not in values}
@@ -52,7 +52,7 @@ def _edits(node: yaml.Node, text: str, before: Any, after: Any) -> Iterator[_Edi
             for key in changed.keys() - added.keys():
                 yield from _edits(values[key], text, before[key], after[key])
             return
-    elif isinstance(node, yaml.SequenceNode) and len(before) == len(after):
+    if isinstance(node, yaml.SequenceNode) and len(before) == len(after):
         for item, *pair in zip(node.value, before, after, strict=True):
             yield from _edits(item, text, *pair)
         return

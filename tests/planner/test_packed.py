@@ -5,10 +5,12 @@ import pytest
 from offplan.costs.predict import predict
 from offplan.machine.profile import LayerTime, load_profile
 from offplan.packing import pack_everything, pack_model
-from offplan.plan import Goal, Offload, Packing
+from offplan.plan import Goal, Offload, Packing, Workload
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.patterns import list_patterns
+from offplan.planner.search import Searcher
+from offplan.planner.space import Space
 from tests.costs.builders import dense_model, make_machine, moe_model
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask
 
@@ -82,3 +84,27 @@ def test_measured_times_of_packed_layers_decide() -> None:
         machine = make_machine(h2d=1e9, uva=0.9e9, layer_times=times)
         found = make_plan(ask(model, machine, 2.0, goal=Goal())).plan
         assert (found.offload.packing is not None) == taken
+
+
+def test_a_head_whose_values_are_made_for_many_sequences_is_not_packed() -> None:
+    for batch, packs_head in ((128, True), (129, False)):
+        workload = Workload(batch=batch, prompt_tokens=8, output_tokens=8, context=16)
+        packed = Searcher(Space(ask(MODELS["dense"], MACHINE, 0.5, workload, Goal()))).packed
+        assert packed is not None
+        assert packed.space.packing is not None
+        assert packed.space.packing.output_head == packs_head
+
+
+def test_a_packed_head_that_is_faster_lowers_the_floor() -> None:
+    model = MODELS["dense"]
+    key = pack_model(model, pack_everything(model)).outside_key
+    assert key != model.outside_key
+    phases = (("prefill", 600, 600), ("decode", 1, 610))
+    times = [
+        LayerTime(layer=key, phase=phase, batch=1, tokens=tokens, context=context, seconds=1e-12)
+        for phase, tokens, context in phases
+    ]
+    machine = make_machine(h2d=1e9, uva=0.9e9, layer_times=times)
+    for share in (0.9, 0.98, 2.0):
+        found = make_plan(ask(model, machine, share, goal=Goal()))
+        assert found.floor.objective_s <= found.plan.prediction.objective_s

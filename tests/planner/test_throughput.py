@@ -1,5 +1,8 @@
 """The batch that gives most tokens a second."""
 
+from contextlib import suppress
+from dataclasses import replace
+
 import pytest
 
 from offplan.errors import InfeasibleError
@@ -7,7 +10,7 @@ from offplan.plan import Goal, Workload
 from offplan.planner.make import make_plan
 from offplan.planner.throughput import plan_throughput, tokens_per_s
 from offplan.report.why import explain_plan
-from tests.costs.builders import make_machine, moe_model
+from tests.costs.builders import dense_model, make_machine, moe_model
 from tests.planner.cases import ask
 
 MODEL, MACHINE = moe_model(4), make_machine()
@@ -32,6 +35,18 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
     # the plan is the best one of its batch
     chosen = make_plan(latency.with_workload(batch=best.plan.workload.batch)).plan
     assert (chosen.offload, chosen.prediction) == (best.plan.offload, best.plan.prediction)
+
+
+@pytest.mark.parametrize("room", [-0.15, -0.05])
+def test_batches_that_fit_with_a_packed_head_alone_are_tried(room: float) -> None:
+    model, machine = dense_model(4), make_machine(h2d=1e9, uva=0.9e9)
+    question = ask(model, machine, room, EIGHT, MOST)
+    best, plans = make_plan(question).plan, []
+    for batch in range(1, 2 * best.workload.batch + 9):
+        sized = replace(question, goal=Goal()).with_workload(batch=batch)
+        with suppress(InfeasibleError):
+            plans.append(make_plan(sized).plan)
+    assert tokens_per_s(best) == max(map(tokens_per_s, plans))
 
 
 def test_throughput_keeps_targets() -> None:

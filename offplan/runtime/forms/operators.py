@@ -89,7 +89,8 @@ def _expand(
     return products.expand_on_gpu(*_join(names, block, tensors), dtype)
 
 
-# that the scratch changes is nobody's concern: nobody reads what another has left there
+# That it changes the scratch is not declared: what it leaves there nobody reads. All of a session
+# runs on one stream, and no view of the scratch is returned; otherwise it would be wrong.
 @torch.library.custom_op("offplan::linear", mutates_args=())
 def _linear(
     names: str,

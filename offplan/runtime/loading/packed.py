@@ -100,7 +100,10 @@ def pack_all(
 
     def make(rows: torch.Tensor, name: str) -> Parts:
         with one_at_a_time if is_cuda else nullcontext():  # or each would need memory of its own
-            return _pack_exactly(rows.to(device), name)
+            parts = _pack_exactly(rows.to(device), name)
+            used = int(parts[Part.PATCH_BLOCKS][-1, 1])
+            # cut, or each thread would keep room for as many patches as there are weights
+            return parts | {Part.PATCHES: parts[Part.PATCHES][:used].clone()}
 
     with ExitStack() as stack:
         for _ in range(num_threads):
