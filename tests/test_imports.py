@@ -52,6 +52,7 @@ ARROWS = {
     "runtime.texts": ["runtime.generate"],
     "runtime.measuring": ["runtime.generate", "machine"],
     "library": ["planner", "runtime.measuring", "runtime.prompts"],
+    "vllm": ["library"],
     "upkeep": ["library"],
     "report": ["upkeep", "runtime.texts"],
     "cli": ["report"],

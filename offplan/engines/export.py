@@ -178,6 +178,23 @@ def find_engine(text: str) -> tuple[Engine, Version]:
     return engine, engine.parse_version(version) if "==" in text else engine.newest
 
 
+def require_stored_weights(offload: Offload, title: str) -> None:
+    """Raise ExportError unless weights are as they are stored, in host memory where not resident.
+
+    ``title`` is the engine's.
+    """
+    if offload.store == "peer" and offload.rules:
+        raise ExportError(
+            f"{title} offloads to host memory; the plan has a second GPU's memory as its "
+            "store, whose faster link would be lost: plan again with `store: host`"
+        )
+    if offload.packing is not None:
+        raise ExportError(
+            f"{title} holds every weight as it is stored; the plan holds some packed: plan "
+            "again with --for or --no-packing"
+        )
+
+
 def _locate(plan: Plan) -> str:
     """Return what an engine is to load: the folder of a local model, or an id on the Hub."""
     source = plan.model.source
@@ -223,16 +240,7 @@ def _only_rule(offload: Offload, engine: Engine) -> Rule | None:
         raise ExportError(
             f"{engine.title} keeps the input embedding on the GPU; the plan has it on the host"
         )
-    if offload.store == "peer" and rules:
-        raise ExportError(
-            f"{engine.title} offloads to host memory; the plan has a second GPU's memory as its "
-            "store, whose faster link would be lost: plan again with `store: host`"
-        )
-    if offload.packing is not None:
-        raise ExportError(
-            f"{engine.title} holds every weight as it is stored; the plan holds some packed: plan "
-            "again with --for or --no-packing"
-        )
+    require_stored_weights(offload, engine.title)
     if len(rules) > 1:
         raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")
     if rules and rules[0].is_mixed:

@@ -40,6 +40,8 @@ class EngineParameter:
     name: str
     """Relative to the layer."""
     parameters: tuple[Parameter, ...]
+    tensors: Tensors
+    """Those of the checkpoint's tensors that it holds."""
     nbytes: int
 
 
@@ -59,9 +61,10 @@ def engine_parameters(model: Model, renamed: Mapping[str, str]) -> Iterator[Engi
                 held[_rename(name, renamed)].append((parameter, tensors))
         for name, parts in held.items():
             parameters = tuple(dict.fromkeys(parameter for parameter, _ in parts))
-            nbytes = sum(tensor.nbytes for _, tensors in parts for tensor in tensors)
-            widened = sum(parameter.nbytes for parameter in parameters if parameter.is_widened)
-            yield EngineParameter(layer.index, name, parameters, nbytes + widened)
+            tensors = tuple(tensor for _, of_part in parts for tensor in of_part)
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            nbytes += sum(parameter.nbytes for parameter in parameters if parameter.is_widened)
+            yield EngineParameter(layer.index, name, parameters, tensors, nbytes)
 
 
 def _find_fused(layer: Layer) -> dict[str, str]:

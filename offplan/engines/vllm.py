@@ -4,7 +4,7 @@ Source: vLLM 0.25.0 to 0.33.0, ``config/offload.py``, ``model_executor/offloader
 ``config/vllm.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
     Raises ExportError for what the flags cannot say.
     """
     parameters = tuple(engine_parameters(model, find_names(model)))
-    _require_forms(rule, placement, version)
+    require_forms(placement, version)
     segments = engine_segments(rule, parameters)
     taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if version < HEEDS_OFFLOADING else {}
@@ -85,7 +85,7 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
             wider = {each: _as_marlin(each) for each in parameters}
             more = sum(wider[each].nbytes - each.nbytes for each in set(parameters) - set(moved))
             moved = [wider[each] for each in moved]
-        more += placement.num_slots * _slot_bytes(moved) - placement.ring_bytes
+        more += placement.num_slots * slot_bytes(moved) - placement.ring_bytes
         return Said(flags, environment, moved=tuple(moved), more_gpu_bytes=more)
     if model.towers and version >= TOWERS_FIRST:
         raise ExportError(
@@ -167,11 +167,12 @@ def _as_marlin(each: EngineParameter) -> EngineParameter:
     return replace(each, nbytes=each.nbytes * factor[0] // factor[1])
 
 
-def _require_forms(rule: Rule, placement: Placement, version: Version) -> None:
+def require_forms(placement: Placement, version: Version) -> None:
+    """Raise ExportError for what does not stay in host memory while vLLM loads."""
     for slab in placement.slabs:
         for entry in slab.entries:
             parameter = entry.unit.parameters[0]
-            known = parameter.form.kind in FORMS[rule.decode]
+            known = parameter.form.kind in FORMS[entry.decode]
             if parameter.form.kind is Kind.MXFP4:
                 known = known and parameter.is_expert and version >= MARLIN
             if not known:
@@ -204,7 +205,7 @@ def _require_whole_turns(placement: Placement) -> None:
         )
 
 
-def _slot_bytes(moved: list[EngineParameter]) -> int:
+def slot_bytes(moved: Iterable[EngineParameter]) -> int:
     """Bytes of one slot: a buffer for each parameter of another name or shape."""
     distinct = {
         (each.name, tuple(p.shape for p in each.parameters), each.nbytes): each.nbytes

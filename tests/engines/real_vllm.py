@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -96,8 +98,11 @@ def parse_command(words: Sequence[str]) -> Any:
     return arguments.create_engine_config()
 
 
-def build(config: Any, offloader: Any, folder: Path) -> None:
-    """Build the model of an engine's config, whose layers the offloader is given."""
+def build(config: Any, offloader: Any, folder: Path, rank: int = 0) -> Any:
+    """Build the model of an engine's config, whose layers the offloader is given; return it.
+
+    Of a model that several ranks divide all must be built at once, each by a process of its own.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
@@ -126,19 +131,20 @@ def build(config: Any, offloader: Any, folder: Path) -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(get_attention)
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, f"file://{folder / 'store'}", 0, backend="gloo")
-            initialize_model_parallel(1, 1)
+            store, ranks = f"file://{folder / 'store'}", config.parallel_config.world_size
+            init_distributed_environment(ranks, rank, store, rank, backend="gloo")
+            initialize_model_parallel(ranks, 1)
         torch.set_default_dtype(torch.bfloat16)
         set_offloader(offloader)
         try:
             with torch.device("meta"):
-                initialize_model(vllm_config=config)
+                return initialize_model(vllm_config=config)
         finally:
             torch.set_default_dtype(torch.float32)
             set_offloader(None)
 
 
-def record_layers(config: Any, folder: Path) -> list[Parameters]:
+def record_layers(config: Any, folder: Path, rank: int = 0) -> list[Parameters]:
     """List what vLLM calls the parameters of each layer that an offloader would be given."""
     from vllm.model_executor.offloader import BaseOffloader
 
@@ -150,8 +156,31 @@ def record_layers(config: Any, folder: Path) -> list[Parameters]:
             found.extend({n: p.nbytes for n, p in m.named_parameters()} for m in modules)
             return modules
 
-    build(config, Recorder(), folder)
+    build(config, Recorder(), folder, rank)
     return found
+
+
+def record_ranks(folder: Path, ranks: int) -> list[list[Parameters]]:
+    """List the same for each of the ranks that divide the model in a folder."""
+    words = ["serve", str(folder), "--tensor-parallel-size", str(ranks), "--max-model-len", "64"]
+    code = (
+        "import json, sys\nfrom pathlib import Path\n"
+        "from tests.engines.real_vllm import parse_command, record_layers\n"
+        "words, folder, rank = json.loads(sys.argv[1])\n"
+        "layers = record_layers(parse_command(words), Path(folder), rank)\n"
+        "print(json.dumps(layers), flush=True)"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps([words, str(folder), rank])],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    return [json.loads(text.splitlines()[-1]) for text in said]
 
 
 def record_moved(config: Any, folder: Path) -> list[list[str]]:

@@ -1,0 +1,313 @@
+"""A worker of vLLM that runs a plan itself, any that vLLM's flags cannot say included.
+
+::
+
+    vllm serve MODEL --worker-cls offplan.vllm.Worker --additional-config '{"offplan": "plan.yaml"}'
+
+Before the model is built it sets an offloader that drives vLLM's own two, parameter by parameter;
+after loading it holds what lies where against the plan, and vLLM does not start where they differ.
+This module alone imports vllm, and no other imports it.
+
+Source: vLLM 0.33.0, ``model_executor/offloader`` and ``v1/worker``.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.offloader import (
+    PrefetchOffloader,
+    UVAOffloader,
+    set_offloader,
+    should_pin_memory,
+)
+from vllm.v1.worker.gpu_worker import Worker as GPUWorker
+
+from offplan.checkpoint.model import INPUT_EMBEDDINGS
+from offplan.checkpoint.open import open_model
+from offplan.checkpoint.tensors import CONFIG_NAME
+from offplan.engines.taken import Taken, find_taken
+from offplan.errors import DriftError, ExportError
+from offplan.library.planned import open_planned_model
+from offplan.plan import Backend, Plan, load_plan
+
+VERSIONS = {"0.33.0": (0, 33, 0)}
+"""Versions of vLLM that this was tried with; others are refused."""
+ALL_BYTES = 2**62
+NOTHING = "/"
+"""A segment that no parameter's name has; none at all would take every parameter."""
+TOLD = 5
+"""Differences that an error tells in full."""
+
+# vLLM writes only what loggers below its own say
+logger = logging.getLogger("vllm.offplan")
+
+PLACES = {Backend.PREFETCH: "copied through the ring", Backend.UVA: "read in place"}
+RESIDENT = "resident"
+
+
+class Worker(GPUWorker):
+    """vLLM's worker for a GPU, with the plan that ``--additional-config`` names in force."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model as the plan has it.
+
+        Raises PlanError and DriftError for a plan that is not this model's, ExportError for what
+        vLLM cannot do, and DriftError where the model was not loaded as the plan says.
+        """
+        config = self.vllm_config
+        taken = take_plan(config)
+        self._streams = taken.streams
+        # Compiled layers hold the waits for their copies, and vLLM keeps them on disk by what its
+        # config says: another plan under the same name must not find them.
+        config.additional_config["offplan_sha256"] = taken.fingerprint
+        ranks = config.parallel_config.tensor_parallel_size
+        offloader = PlanOffloader(taken, ranks, lambda: self.model_runner.get_model())
+        set_offloader(offloader)
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        offloader.verify()
+        logger.info("offplan: the plan is in force: %s", taken.describe())
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up and capture; by now attention may have had vLLM choose other graphs."""
+        require_whole_graphs(self.vllm_config, self._streams)
+        return super().compile_or_warm_up_model()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to load other weights, which would be written into slots of the ring."""
+        raise ExportError("reload_weights would write into the ring of the plan: start vLLM again")
+
+
+class PlanOffloader(PrefetchOffloader):
+    """Leaves in host memory what a plan takes, and nothing else.
+
+    vLLM's prefetching offloader is told anew, before each layer, what to take of it: its ring, its
+    stream and its events, which captured graphs hold, are used as they are. What is read in place
+    vLLM's other offloader moves first.
+    """
+
+    def __init__(self, taken: Taken, ranks: int, find_model: Callable[[], torch.nn.Module]) -> None:
+        """``ranks`` is the number of GPUs that divide each layer."""
+        super().__init__(group_size=1, num_in_group=1, prefetch_step=max(1, taken.num_slots))
+        self._taken, self._ranks, self._find_model = taken, ranks, find_model
+        self._layers: list[torch.nn.Module] = []
+        self._embedding: torch.nn.Module | None = None
+
+    def wrap_modules(
+        self, modules_generator: Iterable[torch.nn.Module], prefix: str = ""
+    ) -> list[torch.nn.Module]:
+        """Take what the plan takes of each decoder layer as it is built."""
+        if self._layers:
+            raise ExportError("the model has a second stack of layers, which no plan knows of")
+        self._layers = super().wrap_modules(self._take(modules_generator), prefix)
+        return self._layers
+
+    def _take(self, modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+        for index, module in enumerate(modules):
+            if index >= len(self._taken.layers):
+                raise DriftError(f"vLLM builds more layers than the plan's {index}")
+            _refuse(self._find_misfits(index, dict(module.named_parameters())))
+            wanted = self._taken.layers[index].items()
+            if read := {name for name, each in wanted if each.backend is Backend.UVA}:
+                _read_in_place(module, read)
+            # looked at once this layer was handed over, and before the next one is asked for
+            copied = {name for name, each in wanted if each.backend is Backend.PREFETCH}
+            self.offload_params = copied or {NOTHING}
+            yield module
+
+    def _find_misfits(self, index: int, held: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        for name, parameter in self._taken.layers[index].items():
+            if name not in held:
+                yield f"layer {index} has no {name}"
+            elif not self._is_share(held[name].nbytes, parameter.nbytes):
+                yield (
+                    f"{name} of layer {index} takes {held[name].nbytes} bytes, expected those of "
+                    f"one in {self._ranks} ranks of {parameter.nbytes}"
+                )
+
+    def _is_share(self, num_bytes: int, whole_bytes: int) -> bool:
+        """Whether one rank may hold so much: its part, or all of what ranks do not divide."""
+        return num_bytes <= whole_bytes <= num_bytes * self._ranks
+
+    def post_init(self) -> None:
+        """Move the embedding, then allocate the ring and start its first copies."""
+        if self._taken.embedding is not None:
+            self._embedding = self._move_embedding(self._taken.embedding.nbytes)
+        super().post_init()
+
+    def _move_embedding(self, num_bytes: int) -> torch.nn.Module:
+        names = {
+            name: module
+            for name, module in self._find_model().named_modules(remove_duplicate=False)
+            if isinstance(module, VocabParallelEmbedding)
+        }
+        inputs = {m for name, m in names.items() if name.rpartition(".")[2] in INPUT_EMBEDDINGS}
+        if len(inputs) != 1:
+            raise ExportError(
+                f"found {len(inputs)} input embeddings in vLLM's model, expected the one that the "
+                "plan has on the host; plan with the embedding on the device"
+            )
+        (found,) = inputs
+        weight = found.weight
+        for name, module in names.items():
+            if name.rpartition(".")[2] not in INPUT_EMBEDDINGS and module.weight is weight:
+                raise ExportError(
+                    f"vLLM has tied {name} to the input embedding, which the plan has on the host: "
+                    "each step would read all of it over the link"
+                )
+        if weight.nbytes * self._ranks < num_bytes:  # a rank may have more: rows are padded
+            raise DriftError(
+                f"the input embedding takes {weight.nbytes} bytes in vLLM, expected a share of "
+                f"{num_bytes} over {self._ranks} ranks"
+            )
+        _read_in_place(found, {"weight"})
+        return found
+
+    def verify(self) -> None:
+        """Raise DriftError unless each parameter of the layers lies where the plan has it."""
+        _refuse(self._find_differences())
+
+    def _find_differences(self) -> Iterator[str]:
+        if len(self._layers) != len(self._taken.layers):
+            yield f"the offloader was given {len(self._layers)} of {len(self._taken.layers)} layers"
+        snapshot = torch.cuda.memory_snapshot()
+        blocks = [range(b["address"], b["address"] + b["total_size"]) for b in snapshot]
+        copied = {
+            (id(each.module), name): held
+            for each in self.module_offloaders
+            for name, held in each._param_offloaders.items()
+        }
+        for index, layer in enumerate(self._layers):
+            held = dict(layer.named_parameters())
+            yield from self._find_misfits(index, held)
+            for name, parameter in held.items():
+                wanted = self._taken.layers[index].get(name)
+                found = find_place(parameter, copied.get((id(layer), name)), blocks)
+                if found != (expected := PLACES[wanted.backend] if wanted else RESIDENT):
+                    yield f"{name} of layer {index} is {found}, expected {expected}"
+        ring_bytes = self.buffer_pool.total_bytes if self.buffer_pool else 0
+        if not self._is_share(ring_bytes, self._taken.ring_bytes):
+            yield f"the ring takes {ring_bytes} bytes, expected {self._taken.ring_bytes} in all"
+        if self._taken.embedding is not None:
+            moved = self._embedding
+            found = "not found" if moved is None else find_place(moved.weight, None, blocks)
+            if found != PLACES[Backend.UVA]:
+                yield f"the input embedding is {found}, expected {PLACES[Backend.UVA]}"
+
+
+def take_plan(config: VllmConfig) -> Taken:
+    """Read the plan that vLLM was given, and what it takes of vLLM's model.
+
+    Raises ExportError for what vLLM, as it was started, cannot do, PlanError and DriftError for a
+    plan that is not this model's.
+    """
+    version = vllm_version.partition("+")[0]
+    if version not in VERSIONS:
+        raise ExportError(
+            f"found vLLM {vllm_version}, expected one that offplan's worker was tried with: "
+            f"{', '.join(VERSIONS)}; install that, or use flags (offplan export --engine vllm)"
+        )
+    given = config.additional_config
+    if not isinstance(given, dict) or not isinstance(given.get("offplan"), str):
+        raise ExportError(
+            "offplan's worker needs a plan, and was given none: expected --additional-config "
+            '\'{"offplan": "plan.yaml"}\''
+        )
+    plan = load_plan(Path(given["offplan"]))
+    source, revision = config.model_config.model, config.model_config.revision
+    if Path(source).exists():
+        is_config = config.load_config.load_format == "dummy"
+        source, revision = str(Path(source) / CONFIG_NAME) if is_config else source, None
+    model = open_planned_model(plan, open_model(source, revision=revision))
+    taken = find_taken(plan, model, VERSIONS[version])
+    require_known_config(config, plan, taken)
+    require_whole_graphs(config, taken.streams)
+    return taken
+
+
+def require_known_config(config: VllmConfig, plan: Plan, taken: Taken) -> None:
+    """Raise ExportError for what vLLM was asked to do that the plan could not survive."""
+    parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
+    ranks, moe_backend = parallel.tensor_parallel_size, config.kernel_config.moe_backend
+    dtype = str(model.dtype).removeprefix("torch.")
+    stored = getattr(model.hf_config, "quantization_config", None)
+    quantises = model.quantization_config is not None or (model.quantization and stored is None)
+    refused = {
+        "more ranks than those of tensor parallelism": parallel.world_size_across_dp != ranks,
+        "EPLB, which writes experts into slots of the ring": parallel.enable_eplb,
+        "micro-batches (DBO)": parallel.use_ubatching,
+        "speculative decoding, whose draft has layers of its own": config.speculative_config,
+        "LoRA, which renames what it wraps": config.lora_config,
+        "sleep mode": model.enable_sleep_mode,
+        "weight transfer": config.weight_transfer_config,
+        "quantisation while loading, which replaces parameters": quantises,
+        "offloading by vLLM's own flags beside the plan": offload.uva.cpu_offload_gb
+        or offload.prefetch.offload_group_size,
+        "host memory that is not page-locked": not should_pin_memory(),
+        "reading in place switched off": not UVAOffloader(0).uva_offloading,
+        f"--dtype {dtype}, expected {plan.model.dtype}": dtype != plan.model.dtype,
+        # other kernels want weights laid out anew, or read them more than once
+        f"--moe-backend {moe_backend}, expected triton where experts are read in place": (
+            taken.reads_experts and moe_backend != "triton"
+        ),
+    }
+    for what, is_found in refused.items():
+        if is_found:
+            raise ExportError(f"vLLM was started with {what}: the plan cannot be run with that")
+
+
+def require_whole_graphs(config: VllmConfig, streams: bool) -> None:
+    """Raise ExportError, naming the phase, where graphs in pieces would end each copy early."""
+    mode = config.compilation_config.cudagraph_mode
+    if not streams or not mode:
+        return
+    pieces = {"decode": mode.decode_mode(), "prefill": mode.mixed_mode()}
+    found = [phase for phase, of in pieces.items() if of == CUDAGraphMode.PIECEWISE]
+    if found or is_breakable_cudagraph_enabled():
+        raise ExportError(
+            f"vLLM would capture {' and '.join(found) or 'prefill'} in pieces (cudagraph_mode "
+            f"{mode.name}), and joins the copies under way at the end of each: expected whole "
+            "graphs, or none; start it with --compilation-config "
+            '\'{"cudagraph_mode": "FULL_DECODE_ONLY"}\' and VLLM_USE_BREAKABLE_CUDAGRAPH=0'
+        )
+
+
+def _read_in_place(module: torch.nn.Module, names: set[str]) -> None:
+    UVAOffloader(ALL_BYTES, names).wrap_modules(iter([module]))
+
+
+def find_place(parameter: Any, held: Any, blocks: list[range]) -> str:
+    """Say where a parameter lies.
+
+    ``held`` is what the prefetching offloader has of it, ``blocks`` what torch has allocated of the
+    GPU's memory.
+    """
+    address = parameter.data_ptr()
+    on_device = not parameter.nbytes or any(address in block for block in blocks)
+    if held is not None:
+        stored, slot = held._cpu_storage, held._gpu_buffer
+        if stored is None or slot is None or not on_device or address != slot.data_ptr():
+            return "no longer in the ring"
+        is_whole = stored.device.type == "cpu" and stored.nbytes == parameter.nbytes
+        locked = is_whole and stored.is_pinned()
+        return PLACES[Backend.PREFETCH] if locked else "not in page-locked memory"
+    if on_device:
+        return RESIDENT
+    # a view of host memory is on the GPU as tensors go, and torch did not allocate it there
+    is_view = getattr(parameter, "_vllm_is_uva_offloaded", False) and parameter.device.type != "cpu"
+    return PLACES[Backend.UVA] if is_view else f"on {parameter.device}"
+
+
+def _refuse(differences: Iterable[str]) -> None:
+    if wrong := [*differences]:
+        more = f" and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
+        raise DriftError(
+            f"vLLM does not hold the model as the plan has it: {'; '.join(wrong[:TOLD])}{more}. It "
+            "is not started: plan for the model that it is given, without what it moves"
+        )

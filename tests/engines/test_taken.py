@@ -1,0 +1,147 @@
+"""What a plan takes of vLLM's own parameters, and what a worker there refuses."""
+
+from dataclasses import replace
+
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.parameter import Parameter
+from offplan.engines.taken import Taken, find_taken
+from offplan.errors import ExportError
+from offplan.forms.form import Form, Kind
+from offplan.plan import Backend, Packing, Plan
+from tests.engines.builders import (
+    deepseek,
+    make_plan,
+    prefetch,
+    qwen3,
+    streamed_then_read,
+    up_to,
+    uva,
+)
+
+NEWEST = (0, 33, 0)
+KIB = 1024
+
+
+def take(plan: Plan, model: Model) -> Taken:
+    return find_taken(plan, model, NEWEST)
+
+
+def names(taken: Taken, backend: Backend) -> list[list[str]]:
+    return [
+        sorted(name for name, parameter in layer.items() if parameter.backend is backend)
+        for layer in taken.layers
+    ]
+
+
+def test_two_backends_in_one_layer() -> None:
+    taken = take(make_plan(prefetch("mlp"), uva("o_proj", group_size=4)), qwen3())
+    mlp = ["mlp.down_proj.weight", "mlp.gate_up_proj.weight"]
+    assert names(taken, Backend.PREFETCH) == [[], mlp, [], mlp, [], mlp]
+    assert names(taken, Backend.UVA) == [[], [], [], ["self_attn.o_proj.weight"], [], []]
+    assert taken.layers[1]["mlp.gate_up_proj.weight"].nbytes == 4 * KIB
+    assert (taken.num_slots, taken.ring_bytes) == (2, 12 * KIB)
+    assert taken.streams
+    assert not taken.reads_experts
+
+
+def test_layers_that_stream_unlike_parameters_have_buffers_of_their_own() -> None:
+    taken = take(make_plan(prefetch("o_proj"), prefetch("down_proj", group_size=3)), qwen3())
+    assert taken.ring_bytes == 2 * 4 * KIB
+
+
+def test_a_rule_for_bytes() -> None:
+    taken = take(make_plan(up_to("5KiB", "o_proj")), qwen3())
+    assert [len(layer) for layer in taken.layers] == [1, 1, 1, 0, 0, 0]
+    assert not taken.streams
+
+
+def test_a_fused_parameter_within_which_the_bytes_run_out_is_taken() -> None:
+    taken = take(make_plan(up_to("3KiB", "self_attn.q_proj", "k_proj", "v_proj")), qwen3())
+    assert taken.layers[0]["self_attn.qkv_proj.weight"].nbytes == 6 * KIB
+    assert not any(taken.layers[1:])
+
+
+def test_experts_in_place() -> None:
+    taken = take(make_plan(uva("experts")), deepseek())
+    experts = [f"mlp.experts.routed_experts.{name}_weight" for name in ("w13", "w2")]
+    assert names(taken, Backend.UVA) == [[], *[experts] * 6]
+    assert taken.reads_experts
+
+
+def test_plans_that_take_unlike_things_have_unlike_fingerprints() -> None:
+    one, other = (take(make_plan(rule), qwen3()) for rule in (prefetch("mlp"), uva("mlp")))
+    assert one.fingerprint == take(make_plan(prefetch("mlp")), qwen3()).fingerprint
+    assert one.fingerprint != other.fingerprint
+
+
+def test_the_embedding_on_the_host() -> None:
+    model = qwen3()
+    head = model.outside[0]._replace(name="lm_head.weight")
+    model = replace(model, outside=(*model.outside, head))
+    offload = make_plan().offload.model_copy(update={"embeddings": "host"})
+    taken = take(make_plan().model_copy(update={"offload": offload}), model)
+    assert taken.embedding == model.outside[0]
+    assert "by row" in taken.describe()
+
+
+REFUSED = {
+    "in different places": make_plan(prefetch("q_proj")),
+    "self_attn.k_proj.weight resident": make_plan(prefetch("q_proj", "v_proj")),
+    "q_proj.weight prefetch": make_plan(prefetch("q_proj"), uva("k_proj", "v_proj", group_size=2)),
+    "rule 1 is prefetch in prefill and uva in decode": make_plan(streamed_then_read("mlp")),
+}
+
+
+@pytest.mark.parametrize(("message", "plan"), REFUSED.items(), ids=REFUSED)
+def test_refused(message: str, plan: Plan) -> None:
+    with pytest.raises(ExportError, match=message):
+        take(plan, qwen3())
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("a second GPU's memory", {"store": "peer"}),
+        ("holds some packed", {"packing": Packing(group_size=1, num_in_group=1)}),
+    ],
+)
+def test_stores_and_packing_are_refused(message: str, change: dict[str, object]) -> None:
+    plan = make_plan(prefetch("mlp"))
+    plan = plan.model_copy(update={"offload": plan.offload.model_copy(update=change)})
+    with pytest.raises(ExportError, match=message):
+        take(plan, qwen3())
+
+
+def test_forms_are_refused() -> None:
+    def store(parameter: Parameter) -> Parameter:
+        return replace(parameter, form=Form(Kind.MXFP4)) if parameter.is_expert else parameter
+
+    model = deepseek()
+    layers = [replace(x, parameters=tuple(map(store, x.parameters))) for x in model.layers]
+    model = replace(model, layers=tuple(layers))
+    with pytest.raises(ExportError, match="MXFP4, whose sizes vLLM rounds up"):
+        take(make_plan(prefetch("experts")), model)
+    with pytest.raises(ExportError, match="out anew when it loads"):
+        take(make_plan(uva("experts")), model)
+
+
+def test_a_ring_beyond_the_budget_is_refused() -> None:
+    plan = make_plan(prefetch("o_proj"), prefetch("down_proj", group_size=3))
+    terms = plan.prediction.gpu_memory.model_copy(update={"total_bytes": 8 * KIB})
+    plan = plan.model_copy(
+        update={
+            "prediction": plan.prediction.model_copy(update={"gpu_memory": terms}),
+            "budget": plan.budget.model_copy(update={"gpu_memory": 9 * KIB}),
+        }
+    )
+    with pytest.raises(ExportError, match="more of GPU memory"):
+        take(plan, qwen3(5))
+
+
+def test_page_locked_memory_beyond_the_budget_is_refused() -> None:
+    plan = make_plan(prefetch("mlp"))
+    budget = plan.budget.model_copy(update={"host_memory": 17 * KIB})
+    with pytest.raises(ExportError, match="page-locks 18"):
+        take(plan.model_copy(update={"budget": budget}), qwen3())
