@@ -5,6 +5,7 @@ do happens at once.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -39,6 +40,8 @@ RULES = {
     "bytes, then layers": (up_to("20KB", "self_attn"), prefetch("mlp", group_size=1)),
     "in place": (uva("self_attn.o_proj", group_size=2),),
 }
+AT_NOTHING = {"address": 0, "total_size": 1}
+"""A block of memory in which all tensors of the meta device are."""
 SMALL = ("serve", "--max-model-len", "64")
 
 
@@ -313,6 +316,22 @@ def test_the_offloader_is_set_before_the_model_is_built(seam: Any, tmp_path: Pat
     assert config.compute_hash() != unlike, "layers compiled for another plan are not found again"
 
 
+def test_the_worker_starts_only_where_loading_left_what_it_moved(seam: Any, tmp_path: Path) -> None:
+    from vllm.model_executor.offloader import get_offloader
+
+    def load() -> None:
+        build_on_meta(seam, config, get_offloader(), tmp_path)
+        seam.patch.setattr(torch.cuda, "memory_snapshot", lambda: [AT_NOTHING])
+
+    *_, path = write_plan(tmp_path, "Qwen3ForCausalLM")
+    config = configure(tmp_path, path)
+    start(seam, config, load)
+    *_, path = write_plan(tmp_path, "Qwen3ForCausalLM", uva("o_proj"))
+    config = configure(tmp_path, path)
+    with pytest.raises(DriftError, match="layer 0 is resident, expected read in place"):
+        start(seam, config, load)
+
+
 def test_the_worker_is_found_by_its_name(seam: Any, tmp_path: Path) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -408,6 +427,16 @@ def test_versions_that_were_not_tried_are_refused(seam: Any, tmp_path: Path) -> 
     seam.patch.setattr(seam.worker, "vllm_version", "0.33.0+cu130")
     with pytest.raises(OffplanError, match="was given 0"):
         start(seam, config)
+
+
+def test_vllm_reads_the_command_that_the_docs_have(seam: Any, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    command = text.partition("vllm serve MODEL ")[2].partition("```")[0].replace("\\\n", " ")
+    real_vllm.write_config(tmp_path, "Qwen3ForCausalLM")
+    config = real_vllm.parse_command(["serve", str(tmp_path), *shlex.split(command)])
+    assert config.parallel_config.worker_cls == "offplan.vllm.Worker"
+    assert config.additional_config == {"offplan": "plan.yaml"}
+    assert f"vLLM {', '.join(seam.worker.VERSIONS)}, on the CPU" in text
 
 
 def test_the_versions_are_those_of_the_extra(seam: Any) -> None:
