@@ -39,17 +39,16 @@ from offplan.plan import Backend, Plan, load_plan
 
 VERSIONS = {"0.33.0": (0, 33, 0)}
 """Versions of vLLM that this was tried with; others are refused."""
-ALL_BYTES = 2**62
+ALL = 2**62
 NOTHING = "/"
 """A segment that no parameter's name has; none at all would take every parameter."""
 TOLD = 5
 """Differences that an error tells in full."""
+PLACES = {Backend.PREFETCH: "copied through the ring", Backend.UVA: "read in place"}
+RESIDENT = "resident"
 
 # vLLM writes only what loggers below its own say
 logger = logging.getLogger("vllm.offplan")
-
-PLACES = {Backend.PREFETCH: "copied through the ring", Backend.UVA: "read in place"}
-RESIDENT = "resident"
 
 
 class Worker(GPUWorker):
@@ -115,7 +114,7 @@ class PlanOffloader(PrefetchOffloader):
             _refuse(self._find_misfits(index, dict(module.named_parameters())))
             wanted = self._taken.layers[index].items()
             if read := {name for name, each in wanted if each.backend is Backend.UVA}:
-                _read_in_place(module, read)
+                UVAOffloader(ALL, read).wrap_modules(iter([module]))
             # looked at once this layer was handed over, and before the next one is asked for
             copied = {name for name, each in wanted if each.backend is Backend.PREFETCH}
             self.offload_params = copied or {NOTHING}
@@ -142,12 +141,9 @@ class PlanOffloader(PrefetchOffloader):
         super().post_init()
 
     def _move_embedding(self, num_bytes: int) -> torch.nn.Module:
-        names = {
-            name: module
-            for name, module in self._find_model().named_modules(remove_duplicate=False)
-            if isinstance(module, VocabParallelEmbedding)
-        }
-        inputs = {m for name, m in names.items() if name.rpartition(".")[2] in INPUT_EMBEDDINGS}
+        modules = self._find_model().named_modules(remove_duplicate=False)
+        named = [(name, m) for name, m in modules if isinstance(m, VocabParallelEmbedding)]
+        inputs = {m for name, m in named if name.rpartition(".")[2] in INPUT_EMBEDDINGS}
         if len(inputs) != 1:
             raise ExportError(
                 f"found {len(inputs)} input embeddings in vLLM's model, expected the one that the "
@@ -155,7 +151,7 @@ class PlanOffloader(PrefetchOffloader):
             )
         (found,) = inputs
         weight = found.weight
-        for name, module in names.items():
+        for name, module in named:
             if name.rpartition(".")[2] not in INPUT_EMBEDDINGS and module.weight is weight:
                 raise ExportError(
                     f"vLLM has tied {name} to the input embedding, which the plan has on the host: "
@@ -166,7 +162,7 @@ class PlanOffloader(PrefetchOffloader):
                 f"the input embedding takes {weight.nbytes} bytes in vLLM, expected a share of "
                 f"{num_bytes} over {self._ranks} ranks"
             )
-        _read_in_place(found, {"weight"})
+        UVAOffloader(ALL, {"weight"}).wrap_modules(iter([found]))
         return found
 
     def verify(self) -> None:
@@ -278,16 +274,8 @@ def require_whole_graphs(config: VllmConfig, streams: bool) -> None:
         )
 
 
-def _read_in_place(module: torch.nn.Module, names: set[str]) -> None:
-    UVAOffloader(ALL_BYTES, names).wrap_modules(iter([module]))
-
-
 def find_place(parameter: Any, held: Any, blocks: list[range]) -> str:
-    """Say where a parameter lies.
-
-    ``held`` is what the prefetching offloader has of it, ``blocks`` what torch has allocated of the
-    GPU's memory.
-    """
+    """Say where a parameter lies: ``held`` by the ring, or in ``blocks`` of the GPU's memory."""
     address = parameter.data_ptr()
     on_device = not parameter.nbytes or any(address in block for block in blocks)
     if held is not None:
