@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
+from offplan.ranks import Ranks
 from offplan.records import (
     Basis,
     Bytes,
@@ -120,6 +121,36 @@ class Goal(Record):
     """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
     packing: bool = True
     """Whether weights may be packed; no engine's flags can say that."""
+    tensor_parallel: Count = 1
+    """GPUs that each layer is divided among."""
+    pipeline_parallel: Count = 1
+    """Stages of layers, one after the other, on GPUs of their own."""
+    expert_parallel: Count = 1
+    """Groups of ``tensor_parallel`` GPUs that routed experts are divided among, as whole ones."""
+
+    @model_validator(mode="after")
+    def _can_be_divided(self) -> "Goal":
+        if self.ranks.num_gpus > 1 and self.engine is None:
+            raise ValueError(
+                f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
+                "name the engine that is to run the plan, --for vllm or --for sglang"
+            )
+        if self.pipeline_parallel > 1 and (self.targets or self.objective != "latency"):
+            raise ValueError(
+                f"--pp {self.pipeline_parallel} with targets or the objective throughput: plans of "
+                "several stages are searched by the time of one of them; leave these out"
+            )
+        if self.tensor_parallel % self.expert_parallel:
+            raise ValueError(
+                f"--ep {self.expert_parallel} does not divide --tp {self.tensor_parallel}: groups "
+                "of experts are groups of the ranks that divide a layer"
+            )
+        return self
+
+    @property
+    def ranks(self) -> Ranks:
+        """The GPUs that the plan is for, one of which holds what it says."""
+        return Ranks(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
     @property
     def targets(self) -> str:
@@ -338,6 +369,23 @@ class Plan(Record):
                 )
         return None
 
+    def require_one_gpu(self) -> None:
+        """Raise PlanError for what one rank of several holds: only engines run those."""
+        if self.goal.ranks.num_gpus > 1:
+            raise PlanError(
+                f"the plan is for {self.goal.ranks.num_gpus} GPUs ({self.goal.ranks.label}) of "
+                f"{self.goal.engine}: offplan's own runtime runs on one; offplan export prints the "
+                "engine's command"
+            )
+
+    def require_one_stage(self, what: str) -> None:
+        """Raise PlanError for a plan of several stages, of which ``what`` shows one alone."""
+        if self.goal.pipeline_parallel > 1:
+            raise PlanError(
+                f"the plan is for {self.goal.pipeline_parallel} stages of layers ({what} shows one "
+                "stage alone, whose times are not the plan's): offplan show says what it predicts"
+            )
+
     def locate(self, path: str) -> str:
         """Return a path that the plan names as it is from here: it starts at the plan's file."""
         return str(self._folder / path)
@@ -393,6 +441,9 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("store", "host"),
         ("peer_memory", "0 B"),
         ("packing", True),
+        ("tensor_parallel", 1),
+        ("pipeline_parallel", 1),
+        ("expert_parallel", 1),
     )
     return {k: v for k, v in section.items() if v is not None and (k, v) not in usual}
 

@@ -12,6 +12,7 @@ from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.group import group_outside
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
+from offplan.ranks import Ranks
 
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each type that models compute in, as torch names them."""
@@ -91,14 +92,35 @@ class Experts:
     """Experts of a layer that a token is sent to."""
     bytes_per_expert: int
     """Bytes of one expert of one layer, as stored; the largest where layers differ."""
+    groups: int = 1
+    """Groups of ranks that a layer's experts are divided among; ``num_experts`` is one group's."""
+
+    @property
+    def num_in_all(self) -> int:
+        """Experts in one layer over all groups, of which a token is sent to some."""
+        return self.num_experts * self.groups
 
     def touched(self, num_tokens: int) -> float:
         """Expected number of distinct experts that ``num_tokens`` tokens use in one layer.
 
         Assumes uniform, independent routing: E (1 - (1 - k/E)^T).
         """
-        share = self.num_experts_per_token / self.num_experts
+        share = self.num_experts_per_token / self.num_in_all
         return float(self.num_experts * (1 - (1 - share) ** num_tokens))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What makes a model the part of a whole one that one rank of an engine holds."""
+
+    whole: "Model"
+    ranks: Ranks
+    stage: int
+    """Which of the pipeline's stages it is, from 0 on."""
+    architecture: Architecture
+    """The whole model's, with the heads, the experts and the layers of the rank."""
+    stages: tuple["Model", ...] = ()
+    """What a rank of each stage holds, this one's too; () in those that are listed here."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +157,19 @@ class Model:
     held_outside: tuple[Parameter, ...] = ()
     """The parameters outside the layers where a plan holds one packed; () where they are stored as
     they are held. ``outside`` then lists its parts."""
+    share: Share | None = None
+    """What it is a part of, where it is what one rank of several holds; None of a whole model."""
+
+    @property
+    def whole(self) -> "Model":
+        """The model itself, or the one that it is a rank's share of."""
+        return self if self.share is None else self.share.whole
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The architecture that the config describes."""
+        """The architecture that the config describes, or a rank's part of it."""
+        if self.share is not None:
+            return self.share.architecture
         last = max((layer.index for layer in self.layers), default=-1)
         return read_architecture(self.config, last + 1)
 
@@ -232,7 +263,12 @@ class Model:
 
     @cached_property
     def head(self) -> Parameter | None:
-        """The matrix that turns hidden states into logits: the head, or what it is tied to."""
+        """The matrix that turns hidden states into logits: the head, or what it is tied to.
+
+        None in a stage of a pipeline that others follow.
+        """
+        if self.share is not None and self.share.stage < self.share.ranks.pipeline - 1:
+            return None
         named = self._outside_named(OUTPUT_HEADS) or self._outside_named(INPUT_EMBEDDINGS)
         return named[0] if named else None
 

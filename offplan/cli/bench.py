@@ -29,6 +29,7 @@ def bench(
 
     # before torch is imported, which takes seconds: the mistakes that need none
     loaded, found = open_plan(plan, model)
+    loaded.require_one_gpu()
 
     with waiting("starting torch"):
         from offplan.library.benchmark import bench_plan

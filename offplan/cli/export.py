@@ -8,6 +8,7 @@ from offplan.choices import ExportFormat
 from offplan.cli import options
 from offplan.cli.output import JSON_VERSION, print_json, print_note, waiting
 from offplan.cli.printable import printable
+from offplan.errors import InputError
 
 
 def export(
@@ -23,25 +24,36 @@ def export(
         bool,
         typer.Option("--replan", help="Export the fastest plan that the engine can run."),
     ] = False,
+    tensor_parallel: options.TensorParallel = 1,
+    pipeline_parallel: options.PipelineParallel = 1,
+    expert_parallel: options.ExpertParallel = 1,
     model: options.LocalModel = None,
     json: options.Json = False,
 ) -> None:
     """Print the command by which an engine does what a plan says, or say why it cannot.
 
     It holds the engine to the plan's type, workload and budget, too. With --replan the same
-    question is asked again, of plans that the engine can run.
+    question is asked again, of plans that the engine can run, on as many GPUs as named.
     """
     from offplan.cli.planning import open_plan
     from offplan.engines.engine import format_version
     from offplan.engines.export import find_engine
     from offplan.engines.formats import render_export
     from offplan.library.exporting import describe_cost, export_here, plan_for
+    from offplan.ranks import ONE_RANK, Ranks
 
     find_engine(engine)
     loaded, found = open_plan(plan, model)
+    asked = Ranks(tensor_parallel, pipeline_parallel, expert_parallel)
+    ranks = loaded.goal.ranks if asked == ONE_RANK else asked
+    if ranks != loaded.goal.ranks and not replan:
+        raise InputError(
+            f"{ranks.label}: the plan is for {loaded.goal.ranks.label or 'one GPU'}, and what a "
+            "rank holds is another model: add --replan, or plan with these options"
+        )
     if replan:
         with waiting("planning"):
-            made = plan_for(loaded, found, engine)
+            made = plan_for(loaded, found, engine, ranks)
         print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made, found)}")
         loaded = made
     with waiting("planning"):  # where it is refused, for what it would cost

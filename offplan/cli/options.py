@@ -167,6 +167,15 @@ Engine = Annotated[
         help="Search only plans that this engine's flags can say: vllm, sglang, vllm==0.31.",
     ),
 ]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", min=1, help="GPUs that divide each layer, with --for.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option("--pp", min=1, help="Stages of layers, on GPUs of their own, with --for.")
+]
+ExpertParallel = Annotated[
+    int, typer.Option("--ep", min=1, help="Groups of the --tp GPUs that divide whole experts.")
+]
 ExportedTo = Annotated[
     str,
     typer.Option(

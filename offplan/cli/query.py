@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
     from offplan.plan import Plan
     from offplan.planner.question import Question
+    from offplan.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Query:
     max_ttft: options.MaxTTFT = None
     max_tpot: options.MaxTPOT = None
     engine: options.Engine = None
+    tensor_parallel: options.TensorParallel = 1
+    pipeline_parallel: options.PipelineParallel = 1
+    expert_parallel: options.ExpertParallel = 1
     packing: options.Packing = True
     frontier: options.Frontier = False
     revision: options.Revision = None
@@ -102,6 +106,7 @@ class Query:
             max_tpot_s=self.max_tpot,
             engine=self.engine,
             packing=self.packing,
+            ranks=self.ranks,
         )
         note_budget(question, self.gpu_memory)
         with waiting("planning"):
@@ -127,6 +132,13 @@ class Query:
         if self.svg is not None:
             picture = draw_poster(portray(plan, question.model, question.machine))
             save_file(self.svg, printable(picture), force=self.force)
+
+    @property
+    def ranks(self) -> "Ranks":
+        """The GPUs that the plan is for."""
+        from offplan.ranks import Ranks
+
+        return Ranks(self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
     @property
     def plan_file(self) -> Path | None:

@@ -43,11 +43,10 @@ def replan(
     from offplan.library.machines import find_machine
     from offplan.library.planned import read_planned_model
     from offplan.library.repricing import list_changes
-    from offplan.library.runnable import why_not_run
-    from offplan.packing import pack_model
     from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
     from offplan.planner.make import make_plan
     from offplan.records import read_text
+    from offplan.report.analysis import why_not_plan
     from offplan.report.payload import plan_payload
     from offplan.upkeep.comparing import compare_plans
     from offplan.upkeep.rewriting import rewrite_plan
@@ -90,6 +89,6 @@ def replan(
     if output is not None:
         save_file(output, text, force=force)
     if json:
-        print_json(plan_payload(made, why_not_run(pack_model(found, made.offload.packing))))
+        print_json(plan_payload(made, why_not_plan(found, made)))
     elif output is None:
         sys.stdout.write(text)

@@ -39,6 +39,7 @@ def report(
     from, or --machine.
     """
     from offplan.cli.planning import open_plan
+    from offplan.engines.ranks import hold_model
     from offplan.library.asking import ask_again
     from offplan.library.machines import load_machine
     from offplan.library.repricing import list_changes, price_on
@@ -55,7 +56,7 @@ def report(
     notes, loaded = [], load_plan(plan)
     if machine is None and loaded.machine.profile is None:
         priced, found = open_plan(plan, model)
-        portrait = Portrait(priced, found.as_loaded_by(priced.goal.engine))
+        portrait = Portrait(priced, hold_model(found, priced.goal, priced.workload))
         notes.append(
             f"Neither time nor frontier is shown: the figures of {loaded.machine.name} were "
             "measured and kept in no profile; name one with --machine."

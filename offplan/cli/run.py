@@ -95,6 +95,7 @@ def run(
     )
     lines = [] if prompts is None else read_lines(prompts)
     loaded, found = open_plan(plan, model)
+    loaded.require_one_gpu()
 
     with waiting("starting torch"):
         from offplan.cli.asked import Asked, list_prompts, read_sampling

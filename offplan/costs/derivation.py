@@ -50,6 +50,7 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     ``model`` is as the plan's engine loads it; ``machine`` has the link to the plan's store. Raises
     PlanError for rules that do not fit the model.
     """
+    plan.require_one_stage("a derivation")
     workload, offload = plan.workload, plan.offload
     model = pack_model(model, offload.packing)
     placement = place(model, offload)
@@ -67,6 +68,7 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     )
     return (
         *_derive_memory(model, machine, plan, placement),
+        _derive_host_memory(plan, placement),
         *_derive_phase(placement, model, machine, prompt, request.prefill, prediction.prefill),
         *_derive_phase(placement, model, machine, step, request.decode, prediction.decode),
         objective,
@@ -130,17 +132,22 @@ def _derive_memory(
         Input("budget", plan.budget.gpu_memory, "bytes"),
     )
     yield Term("gpu_memory.total", total, "bytes", "the sum of these", ())
-    slabs = Input("slabs, each tensor on a boundary", placement.slab_bytes, "bytes")
     if plan.offload.store == "peer":
+        slabs = Input("slabs, each tensor on a boundary", placement.slab_bytes, "bytes")
         yield Term("peer_memory", placement.slab_bytes, "bytes", "slabs", (slabs,))
-        slabs = Input("slabs on the host", 0, "bytes")
-    yield Term(
-        "host_memory",
-        slabs.value + embedding,
-        "bytes",
-        "slabs + embedding on the host",
-        (slabs, Input("embedding on the host", embedding, "bytes")),
-    )
+
+
+def _derive_host_memory(plan: Plan, placement: Placement) -> Term:
+    on_host, num_gpus = plan.offload.store == "host", plan.goal.ranks.num_gpus
+    embedding = placement.host_embedding.nbytes if placement.host_embedding is not None else 0
+    slabs = placement.slab_bytes if on_host else 0
+    told = "slabs, each tensor on a boundary" if on_host else "slabs on the host"
+    formula = "slabs + embedding on the host"
+    inputs = [Input(told, slabs, "bytes"), Input("embedding on the host", embedding, "bytes")]
+    if num_gpus > 1:
+        formula = f"({formula}) x GPUs"
+        inputs.append(Input("GPUs", num_gpus, "count"))
+    return Term("host_memory", num_gpus * (slabs + embedding), "bytes", formula, tuple(inputs))
 
 
 def _derive_phase(

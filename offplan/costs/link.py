@@ -117,7 +117,7 @@ def uva_bytes(
         share = 1.0
         if unit.is_expert and experts is not None:
             share = experts.touched(num_tokens) / experts.num_experts
-            rows = num_tokens * experts.num_experts_per_token / experts.num_experts
+            rows = num_tokens * experts.num_experts_per_token / experts.num_in_all
             if is_coded or factor is None:
                 factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
         is_gathered = unit.is_expert and gathers_codes(experts, num_tokens)

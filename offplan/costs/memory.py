@@ -287,7 +287,8 @@ def logits_bytes(model: Model, shape: PassShape) -> int:
     if head is None:
         return 0
     made = head.num_weights if head_expands(head, shape, size) else 0
-    num_logits = shape.batch * head.shape[0]
+    # ranks gather those of the whole vocabulary
+    num_logits = shape.batch * (model.whole.head or head).shape[0]
     return (LOGIT_COPIES * num_logits + made) * size + _nested_bytes([head])
 
 

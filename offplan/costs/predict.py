@@ -1,5 +1,6 @@
 """What an offload decision is predicted to cost: memory terms, both phases, the objective."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -19,7 +20,7 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile
 from offplan.packing import pack_model
 from offplan.placement import Placement, Span, place
-from offplan.plan import Budget, Offload, Prediction, Workload
+from offplan.plan import Budget, Offload, PhasePrediction, Prediction, Workload
 from offplan.schedule import build_steady_request
 
 
@@ -82,8 +83,39 @@ def predict(
 ) -> Prediction:
     """Predict what an offload decision costs, whether or not it keeps the budget.
 
-    The budget only sets the memory margin. Raises PlanError for rules that do not fit the model.
+    The budget only sets the memory margin. Of what one of several ranks holds, host memory is that
+    of all ranks; a pass goes through the stages of a pipeline one after the other, and GPU memory
+    is that of the stage that takes most. Raises PlanError for rules that do not fit the model.
     """
+    share = model.share
+    if share is None:
+        return _predict_rank(model, machine, workload, budget, offload)
+    stages = share.stages or (model,)
+    predictions = [_predict_rank(each, machine, workload, budget, offload) for each in stages]
+    hungriest = max(predictions, key=lambda each: each.gpu_memory.total_bytes)
+    return hungriest.model_copy(
+        update={
+            "objective_s": sum(each.objective_s for each in predictions),
+            "prefill": _add_up([each.prefill for each in predictions]),
+            "decode": _add_up([each.decode for each in predictions]),
+            "host_memory_bytes": share.ranks.tensor
+            * sum(each.host_memory_bytes for each in predictions),
+        }
+    )
+
+
+def _add_up(stages: Sequence[PhasePrediction]) -> PhasePrediction:
+    """Add up what a pass takes in one stage after the other."""
+    sums = {
+        name: sum(getattr(each, name) for each in stages) for name in type(stages[0]).model_fields
+    }
+    return stages[0].model_copy(update=sums)
+
+
+def _predict_rank(
+    model: Model, machine: MachineProfile, workload: Workload, budget: Budget, offload: Offload
+) -> Prediction:
+    """Predict what one rank of one stage takes, or the only GPU."""
     model = pack_model(model, offload.packing)
     placement = place(model, offload)
     compute = ModelCompute(model, machine)

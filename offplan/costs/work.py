@@ -214,7 +214,7 @@ class LayerWork:
         plain, of_expert = self.unpacked, 0.0
         if self.experts is not None:
             of_expert = shape.num_tokens * self.experts.num_experts_per_token
-            of_expert /= self.experts.num_experts
+            of_expert /= self.experts.num_in_all
         experts = plain.weight_bytes(shape) - plain.dense_bytes
         longer = (packed_slowdown(of_expert) - 1) * experts
         if shape.num_tokens <= EXPANDED_ROWS:
@@ -268,7 +268,7 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
     expert_elements = sum(_matrix_elements(p) for p in layer.parameters if p.is_expert)
     dense_elements = sum(map(_matrix_elements, dense))
     experts = model.experts
-    share = experts.num_experts_per_token / experts.num_experts if experts else 1.0
+    share = experts.num_experts_per_token / experts.num_in_all if experts else 1.0
     return LayerWork(
         key=layer.key,
         dense_bytes=layer.nbytes - layer.expert_bytes,
@@ -322,7 +322,7 @@ def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:
     """
     if experts is None:
         return False
-    return num_tokens * experts.num_experts_per_token <= experts.num_experts
+    return num_tokens * experts.num_experts_per_token <= experts.num_in_all
 
 
 def _is_half_byte(parameter: Parameter) -> bool:

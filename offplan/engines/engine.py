@@ -8,6 +8,7 @@ from offplan.engines.names import EngineParameter
 from offplan.errors import ExportError
 from offplan.placement import Placement
 from offplan.plan import Plan, Rule
+from offplan.ranks import Ranks
 
 Version = tuple[int, int, int]
 Flags = Mapping[str, tuple[str, ...]]
@@ -24,9 +25,11 @@ class Said:
     notes: tuple[str, ...] = ()
     """What the flags do not promise, a sentence each."""
     moved: tuple[EngineParameter, ...] = ()
-    """All that it may move to the host."""
+    """All that it, or one of its ranks, may move to the host."""
     more_gpu_bytes: int = 0
     """Bytes on the GPU beyond those that offplan's own runtime takes for the rule."""
+    pinned_elsewhere: int = 0
+    """Page-locked memory of the other ranks, where there are any."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -34,7 +37,8 @@ class Said:
 
         Source: torch 2.11, ``CachingHostAllocator``.
         """
-        return sum(1 << (each.nbytes - 1).bit_length() for each in self.moved if each.nbytes)
+        own = sum(1 << (each.nbytes - 1).bit_length() for each in self.moved if each.nbytes)
+        return own + self.pinned_elsewhere
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Engine:
     """Says a rule with one backend; raises ExportError for what the flags cannot say."""
     serve: Callable[[Plan, int | None], Flags]
     """Says the rest of a plan, given the bytes of the GPU where they are known."""
+    divide: Callable[[Ranks], Flags]
+    """Says the ranks of a plan."""
     command: tuple[str, ...]
     """What starts it, before the model and the flags."""
     image: str

@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from offplan.checkpoint.model import Model
+from offplan.checkpoint.model import Model, Share
 from offplan.engines.engine import Engine, Flags, Said, Version, format_version
-from offplan.engines.sglang import MAX_BYTES_UNIT, say_sglang, serve_sglang
-from offplan.engines.vllm import say_vllm, serve_vllm
+from offplan.engines.ranks import hold_model
+from offplan.engines.sglang import MAX_BYTES_UNIT, divide_sglang, say_sglang, serve_sglang
+from offplan.engines.vllm import divide_vllm, say_vllm, serve_vllm
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
@@ -23,6 +24,7 @@ ENGINES = {
         newest=(0, 33, 0),
         say=say_vllm,
         serve=serve_vllm,
+        divide=divide_vllm,
         command=("vllm", "serve"),
         image="vllm/vllm-openai",
         port=8000,
@@ -34,6 +36,7 @@ ENGINES = {
         newest=(0, 5, 23),
         say=say_sglang,
         serve=serve_sglang,
+        divide=divide_sglang,
         command=("python3", "-m", "sglang.launch_server", "--model-path"),
         image="lmsysorg/sglang",
         port=30000,
@@ -94,10 +97,12 @@ def export_plan(plan: Plan, model: Model, engine: str, *, gpu_bytes: int | None 
             f"{chosen.title} computes in none but {', '.join(DTYPES)}; the plan's "
             f"model computes in {plan.model.dtype}"
         )
-    loaded = model.as_loaded_by(engine)
+    goal = plan.goal.model_copy(update={"engine": engine})
+    loaded = hold_model(model, goal, plan.workload)
     said = say_offload(plan.offload, loaded, engine, plan.budget)
     more = said.more_gpu_bytes
-    more += loaded.loaded_bytes - model.as_loaded_by(plan.goal.engine).loaded_bytes
+    planned = hold_model(model, plan.goal, plan.workload)
+    more += loaded.loaded_bytes - planned.loaded_bytes
     total = plan.prediction.gpu_memory.total_bytes + more
     if said.moved and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
@@ -111,7 +116,7 @@ def export_plan(plan: Plan, model: Model, engine: str, *, gpu_bytes: int | None 
         source=_locate(plan),
         revision=plan.model.revision,
         said=said,
-        serve=chosen.serve(plan, gpu_bytes),
+        serve={**chosen.serve(plan, gpu_bytes), **chosen.divide(plan.goal.ranks)},
         notes=(
             *said.notes,
             *_version_notes(chosen, version, said),
@@ -130,12 +135,31 @@ def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> 
     if rule is None:
         return Said()
     said = chosen.say(rule, place(model, offload), model, version)
+    if model.share is not None:
+        said = _say_to_ranks(said, rule, offload, model.share, chosen, version)
     if budget.host_memory is not None and said.pinned_bytes > budget.host_memory:
         raise ExportError(
             f"{chosen.title} page-locks {format_bytes(said.pinned_bytes)}, each parameter rounded "
             f"up to a power of two, of a budget of {format_budget(budget.host_memory)}"
         )
     return said
+
+
+def _say_to_ranks(
+    said: Said, rule: Rule, offload: Offload, share: Share, engine: Engine, version: Version
+) -> Said:
+    """Say a rule to all ranks, which have the same flags: each stage starts the pattern anew."""
+    each_stage = [engine.say(rule, place(stage, offload), stage, version) for stage in share.stages]
+    if any(stage.flags != said.flags for stage in each_stage):
+        told = "; ".join(" ".join(join_flags(stage.flags)) for stage in each_stage)
+        raise ExportError(
+            f"{share.ranks.label}: {engine.title} gives all stages of a pipeline the same flags, "
+            f"and the plan needs others in each ({told})"
+        )
+    pinned_bytes = share.ranks.tensor * sum(stage.pinned_bytes for stage in each_stage)
+    more = max(stage.more_gpu_bytes for stage in each_stage)
+    elsewhere = pinned_bytes - said.pinned_bytes
+    return replace(said, more_gpu_bytes=more, pinned_elsewhere=elsewhere)
 
 
 def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload], Said | None]:

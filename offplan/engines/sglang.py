@@ -10,6 +10,7 @@ from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
+from offplan.ranks import Ranks
 from offplan.units import format_bytes
 
 PREFETCHING_CLASSES = (
@@ -73,6 +74,12 @@ def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
         share = max(1, (plan.budget.gpu_memory - rest) * 10**4 // gpu_bytes) / 10**4
         flags["mem-fraction-static"] = f"{min(share, 0.9999):.4f}"
     return {name: (str(value),) for name, value in flags.items()}
+
+
+def divide_sglang(ranks: Ranks) -> Flags:
+    """Divide a model among GPUs."""
+    sizes = (("tp-size", ranks.tensor), ("pp-size", ranks.pipeline), ("ep-size", ranks.expert))
+    return {name: (str(size),) for name, size in sizes if size > 1}
 
 
 def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParameter]) -> Said:

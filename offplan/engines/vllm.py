@@ -19,6 +19,7 @@ from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
+from offplan.ranks import Ranks
 from offplan.units import format_bytes
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
@@ -129,6 +130,16 @@ def serve_vllm(plan: Plan, gpu_bytes: int | None) -> Flags:
     tokens = work.batch * work.context
     cache_bytes = -(-memory.kv_cache_bytes * blocks * BLOCK_TOKENS // tokens)
     return flags | _flags(kv_cache_memory_bytes=cache_bytes)
+
+
+def divide_vllm(ranks: Ranks) -> Flags:
+    """Divide a model among GPUs; whole experts among all of a stage's, if any."""
+    flags: dict[str, tuple[str, ...]] = {}
+    if ranks.tensor > 1:
+        flags |= _flags(tensor_parallel_size=ranks.tensor)
+    if ranks.pipeline > 1:
+        flags |= _flags(pipeline_parallel_size=ranks.pipeline)
+    return flags | ({"enable-expert-parallel": ()} if ranks.expert > 1 else {})
 
 
 def _flags(**values: object) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ from offplan.library.planned import open_planned_model, open_planned_profile, re
 from offplan.plan import Budget, Goal, Plan, Workload
 from offplan.planner.question import Question
 from offplan.progress import Progress
+from offplan.ranks import ONE_RANK, Ranks
 from offplan.records import explain
 
 
@@ -28,6 +29,7 @@ def ask(
     max_tpot_s: float | None = None,
     engine: str | None = None,
     packing: bool = True,
+    ranks: Ranks = ONE_RANK,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
 
@@ -37,8 +39,10 @@ def ask(
     than the machine has is planned with. ``store`` is ``host``, or ``peer`` for the memory of a
     second GPU. The objective ``throughput`` chooses the batch, whatever the workload's.
     ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first token and of each further one, at
-    most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its
-    flags can say. With ``packing`` bfloat16 weights are packed without loss where that is faster.
+    most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its flags can say,
+    and ``ranks`` are the GPUs that it divides the model among: ``gpu_memory`` is then each one's,
+    ``host_memory`` that of all together. With ``packing`` bfloat16 weights are packed without loss
+    where that is faster.
 
     Raises InputError for a limit below zero and for an engine beside the store ``peer``, and
     ProfileError where the link to a second GPU is not known.
@@ -52,9 +56,12 @@ def ask(
             max_tpot=max_tpot_s,
             engine=engine,
             packing=packing,
+            tensor_parallel=ranks.tensor,
+            pipeline_parallel=ranks.pipeline,
+            expert_parallel=ranks.expert,
         )
     except ValidationError as error:
-        wrong = (f"{where}: {why}" for where, why in explain(error))
+        wrong = (f"{where}: {why}" if where else why for where, why in explain(error))
         raise InputError("; ".join(wrong)) from None
     workload = workload or Workload()
     return Question(model, machine.profile, workload, budget, goal, store, machine.profile_name)

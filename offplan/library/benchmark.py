@@ -69,6 +69,7 @@ def bench_plan(
     Raises what ``open_session`` raises, and InputError for a way that there is not, a model whose
     vocabulary is not known, and more steps than the context has room for.
     """
+    plan.require_one_gpu()
     found = open_planned_model(plan, model, on_stage("reading headers"))
     plan = price_again(plan, found)
     workload = plan.workload

@@ -2,15 +2,20 @@
 
 from dataclasses import replace
 
+from pydantic import ValidationError
+
 from offplan.checkpoint.model import Model
 from offplan.costs.engine_times import EngineTimes, price_on_engine
 from offplan.engines.export import Export, export_plan, find_engine
-from offplan.errors import ExportError, InfeasibleError, OffplanError, ProfileError
+from offplan.engines.ranks import hold_model
+from offplan.errors import ExportError, InfeasibleError, InputError, OffplanError, ProfileError
 from offplan.library.asking import ask_again
 from offplan.library.planned import open_planned_profile
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan
+from offplan.plan import Goal, Plan
 from offplan.planner.make import make_plan
+from offplan.ranks import Ranks
+from offplan.records import explain
 from offplan.units import format_seconds
 
 
@@ -36,14 +41,26 @@ def export_here(plan: Plan, model: Model, engine: str) -> Export:
     return replace(export, notes=(*export.notes, note))
 
 
-def plan_for(plan: Plan, model: Model, engine: str) -> Plan:
+def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) -> Plan:
     """Make the fastest plan of a plan's own workload and budget that an engine can run.
 
-    Raises what ``ask_again`` and ``make_plan`` do.
+    ``ranks`` are the GPUs that it is for, the plan's own if left out. Raises what ``ask_again`` and
+    ``make_plan`` do.
     """
+    ranks = plan.goal.ranks if ranks is None else ranks
     question = ask_again(plan, model=model)
     # a plan for throughput has chosen its batch
-    goal = plan.goal.model_copy(update={"engine": engine, "objective": "latency"})
+    changes = {
+        "engine": engine,
+        "objective": "latency",
+        "tensor_parallel": ranks.tensor,
+        "pipeline_parallel": ranks.pipeline,
+        "expert_parallel": ranks.expert,
+    }
+    try:
+        goal = Goal.model_validate({**dict(plan.goal), **changes})
+    except ValidationError as error:
+        raise InputError("; ".join(why for _, why in explain(error))) from None
     made = make_plan(replace(question, goal=goal, store="host")).plan
     return plan.model_copy(update=dict(made))  # whose paths start where the plan's do
 
@@ -77,13 +94,19 @@ def _price(plan: Plan, model: Model, engine: str) -> EngineTimes | None:
     machine = _find_machine(plan)
     if machine is None:
         return None
-    return price_on_engine(
-        model.as_loaded_by(engine),
-        machine,
-        plan.workload,
-        plan.offload,
-        copies_in_turns=find_engine(engine)[0].copies_in_turns,
-    )
+    goal = plan.goal.model_copy(update={"engine": engine})
+    held = hold_model(model, goal, plan.workload)
+    times = [
+        price_on_engine(
+            stage,
+            machine.with_ranks(goal.ranks.num_gpus),
+            plan.workload,
+            plan.offload,
+            copies_in_turns=find_engine(engine)[0].copies_in_turns,
+        )
+        for stage in (held.share.stages if held.share is not None else (held,))
+    ]
+    return EngineTimes(sum(t.prefill_s for t in times), sum(t.decode_s for t in times))
 
 
 def _find_machine(plan: Plan) -> MachineProfile | None:

@@ -75,6 +75,17 @@ def open_planned_profile(plan: Plan) -> MachineProfile | None:
     return load_profile(parse_name(name).move(plan.locate))
 
 
+def open_planned_machine(plan: Plan) -> MachineProfile | None:
+    """Read the same profile, with the link that the plan's ranks have to the plan's store.
+
+    Raises ProfileError as ``open_planned_profile`` does, and where that link is not known.
+    """
+    profile = open_planned_profile(plan)
+    if profile is None:
+        return None
+    return profile.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
+
+
 def _locate(plan: Plan) -> str:
     """Return what a plan's source is from here: a path, which starts at the plan's file, or an id.
 

@@ -2,8 +2,9 @@
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
+from offplan.engines.ranks import hold_model
 from offplan.errors import PlanError, ProfileError
-from offplan.library.planned import open_planned_profile
+from offplan.library.planned import open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Backend, Plan, Prediction, Workload
 
@@ -46,7 +47,7 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
     machine = _find_machine(plan)
     if machine is None:
         return None
-    loaded = model.as_loaded_by(plan.goal.engine)
+    loaded = hold_model(model, plan.goal, workload)
     return predict(loaded, machine, workload, plan.budget, plan.offload)
 
 
@@ -65,7 +66,7 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
 
     ``machine`` has the link to the plan's store. Raises PlanError for rules that do not fit.
     """
-    loaded = model.as_loaded_by(plan.goal.engine)
+    loaded = hold_model(model, plan.goal, plan.workload)
     prediction = predict(loaded, machine, plan.workload, plan.budget, plan.offload)
     return plan.model_copy(update={"prediction": prediction})
 
@@ -79,8 +80,7 @@ def list_changes(before: Plan, after: Plan) -> list[str]:
 def _find_machine(plan: Plan) -> MachineProfile | None:
     """Find the profile that a plan was made from; None where it is gone, or another by now."""
     try:
-        profile = open_planned_profile(plan)
-        machine = None if profile is None else profile.with_store(plan.offload.store)
+        machine = open_planned_machine(plan)
     except ProfileError:
         return None
     same = machine is not None and machine.fingerprint == plan.machine.fingerprint

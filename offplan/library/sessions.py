@@ -34,6 +34,7 @@ def open_session(
     that is not here and a model without weights, MemoryLimitError, and what Session raises, with
     whatever was taken until then given back.
     """
+    plan.require_one_gpu()
     found = open_planned_model(plan, model, on_stage("reading headers"))
     price_again(plan, found)  # for what it refuses
     return load_session(

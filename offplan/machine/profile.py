@@ -206,6 +206,26 @@ class MachineProfile(Record):
         }
         return PeerStoreProfile.model_validate({**dict(self), **changes})
 
+    def with_ranks(self, num_gpus: int) -> "MachineProfile":
+        """Return the profile with the link that each GPU has while so many of the host copy.
+
+        It is the slowest one's while all of them copy, where that was measured of as many; else
+        each is taken to have the whole link.
+        """
+        if num_gpus == 1 or not self.knows_ranks(num_gpus) or self.h2d_concurrent is None:
+            return self
+        rate = min(each.rate for each in self.h2d_concurrent.value)
+        share = min(1.0, rate / self.h2d.value)
+        changes = {
+            "h2d": self.h2d.model_copy(update={"value": share * self.h2d.value}),
+            "uva": self.uva.model_copy(update={"value": share * self.uva.value}),
+        }
+        return type(self).model_validate({**dict(self), **changes})
+
+    def knows_ranks(self, num_gpus: int) -> bool:
+        """Whether the link was measured while at least so many GPUs of the host copied."""
+        return self.h2d_concurrent is not None and len(self.h2d_concurrent.value) >= num_gpus
+
     def copy_seconds(self, num_bytes: int) -> float:
         """Time of one DMA of ``num_bytes`` to the device."""
         return self.copy_latency.value + num_bytes / self.h2d.value

@@ -36,7 +36,8 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
             f"({workload.batch})",
             lack,
         )
-    lack = int(search.host_lack)  # that of plans of one rule: others may lack less
+    # that of plans of one rule: others may lack less
+    lack = int(search.host_lack) * question.goal.ranks.num_gpus
     return InfeasibleError(
         f"no plan fits {format_budget(budget.host_memory or 0)} of "
         f"{searcher.space.machine.store} memory: "

@@ -6,6 +6,7 @@ from functools import cached_property
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.engines.export import find_engine
+from offplan.engines.ranks import hold_model
 from offplan.errors import ExportError, InputError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
@@ -15,9 +16,12 @@ from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Pred
 class Question:
     """Which plan is the best one for a model, a machine, a workload, a budget and a goal?
 
-    The budget takes no more than the machine has. Raises InputError for a goal that names an engine
-    offplan does not export to, or one beside a second GPU's memory, and ProfileError where the link
-    to that memory is not known.
+    A goal of several ranks makes the model what the hungriest of them holds. GPU memory is each
+    one's, host memory that of all together. The budget takes no more than the machine has.
+
+    Raises InputError for a goal that names an engine offplan does not export to, or one beside a
+    second GPU's memory, or ranks that it cannot divide the model among, and ProfileError where the
+    link to that memory is not known.
     """
 
     model: Model
@@ -35,15 +39,16 @@ class Question:
         if engine is not None:
             try:
                 find_engine(engine)
+                held = hold_model(self.model, self.goal, self.workload)
             except ExportError as error:
                 raise InputError(f"--for {engine}: {error}") from None
+            # frozen, but not yet seen by anybody
+            object.__setattr__(self, "model", held)
         if engine is not None and self.store != "host":
             raise InputError(
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
                 "memory; leave one of them out"
             )
-        # frozen, but not yet seen by anybody
-        object.__setattr__(self, "model", self.model.as_loaded_by(engine))
         machine, host = self.planned_machine, self.budget.host_memory
         if machine.host_memory is not None:
             most = machine.host_memory.value
@@ -53,8 +58,8 @@ class Question:
 
     @cached_property
     def planned_machine(self) -> MachineProfile:
-        """The machine's profile with the link to the store as its link."""
-        return self.machine.with_store(self.store)
+        """The machine's profile with the link to the store as its link, all ranks using theirs."""
+        return self.machine.with_store(self.store).with_ranks(self.goal.ranks.num_gpus)
 
     @property
     def may_pack(self) -> bool:

@@ -132,11 +132,15 @@ class Searcher:
 
         def fits(offload: Offload) -> bool:
             said = say(offload)
-            if said is None or said.more_gpu_bytes <= 0:
+            has_stages = question.goal.pipeline_parallel > 1
+            if said is None or (said.more_gpu_bytes <= 0 and not has_stages):
                 return said is not None
             workload, budget = question.workload, question.budget
             taken = predict(question.model, self.space.machine, workload, budget, offload)
-            return taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory
+            host = budget.host_memory
+            fits_host = host is None or taken.host_memory_bytes <= host
+            more = max(0, said.more_gpu_bytes)
+            return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory
 
         return fits
 

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers, find_crossovers
-from offplan.errors import InfeasibleError
+from offplan.errors import InfeasibleError, PlanError
 from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
 from offplan.packing import pack_model
@@ -46,7 +46,8 @@ class Analysis:
         if self.result is None or self.machine is None:
             return None
         plan = self.result.plan
-        return find_crossovers(self.model, self.machine.with_store(plan.offload.store), plan)
+        linked = self.machine.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
+        return find_crossovers(self.model, linked, plan)
 
 
 def analyze_question(question: Question) -> Analysis:
@@ -55,14 +56,22 @@ def analyze_question(question: Question) -> Analysis:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
         model = question.model
-        return Analysis(model, why_not_run(model), question.machine, infeasible=error)
+        return Analysis(model, why_not_run(model.whole), question.machine, infeasible=error)
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
     model, sooner = question.model, find_sooner(question, result)
-    why_not = why_not_run(pack_model(model, result.plan.offload.packing))
-    return Analysis(model, why_not, question.machine, result, sooner)
+    return Analysis(model, why_not_plan(model, result.plan), question.machine, result, sooner)
+
+
+def why_not_plan(model: Model, plan: Plan) -> str | None:
+    """Return why ``run`` cannot execute a model by a plan, None where it can."""
+    try:
+        plan.require_one_gpu()
+    except PlanError as error:
+        return str(error)
+    return why_not_run(pack_model(model.whole, plan.offload.packing))
 
 
 def describe_running(model: Model, why_not: str | None) -> str:

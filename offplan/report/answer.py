@@ -51,7 +51,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    lines = [describe_fit(plan, machine), describe_speed(plan)]
+    lines = [describe_fit(plan, machine), *describe_ranks(plan, analysis.model, machine)]
+    lines.append(describe_speed(plan))
     if analysis.sooner is not None:
         lines.append(describe_sooner(plan, analysis.sooner))
     return [*lines, describe_running(analysis.model, analysis.why_not_run)]
@@ -59,6 +60,7 @@ def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> 
 
 def describe_model(model: Model) -> str:
     """Name a model, its size and its type in a line."""
+    model = model.whole
     revision = f" at {model.revision[:12]}" if model.revision else ""
     count = model.num_parameters
     told = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count:,}"
@@ -81,6 +83,32 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     else:
         room = "check that as much can be locked: this machine's profile does not say"
     return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
+
+
+def describe_ranks(plan: Plan, model: Model, machine: MachineProfile) -> list[str]:
+    """Say what one of several ranks holds, and what is not counted; nothing for one GPU."""
+    if model.share is None:
+        return []
+    ranks, stages = model.share.ranks, model.share.stages
+    weights = " and ".join(format_bytes(stage.loaded_bytes) for stage in stages)
+    layers = " and ".join(str(len(stage.layers)) for stage in stages)
+    of_stage = f" in {ranks.pipeline} stages of {layers} layers" if ranks.pipeline > 1 else ""
+    told = [
+        f"That is each of {ranks.num_gpus} GPUs ({ranks.label}), whose share of the weights is "
+        f"{weights}{of_stage}; host memory is that of all together.",
+        "Not counted: what GPUs send each other, in time and in buffers.",
+    ]
+    if not machine.knows_ranks(ranks.num_gpus):
+        told.append(
+            f"Each is taken to have the whole link while {ranks.num_gpus} copy at once: offplan "
+            "measure on a host with as many GPUs finds what it has."
+        )
+    if ranks.expert > 1:
+        told.append(
+            "Tokens are taken to be sent to all experts alike; where they are not, GPUs wait for "
+            "the busiest one."
+        )
+    return told
 
 
 def describe_speed(plan: Plan) -> str:

@@ -30,11 +30,13 @@ dump = TypeAdapter(Any).dump_python
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
-    ``sooner`` is a plan that has its first token much sooner for hardly more time, or null.
+    ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``sooner`` is a
+    plan that has its first token much sooner for hardly more time, or null.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     return {
-        **model_payload(analysis.model),
+        **model_payload(analysis.model.whole),
+        "ranks": ranks_payload(analysis.model),
         **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if result is None else result.plan.model_dump(mode="json"),
@@ -89,6 +91,28 @@ def model_payload(model: Model) -> dict[str, Any]:
         "experts": dump(model.experts),
         "notes": list(model.notes),
     }
+
+
+def ranks_payload(model: Model) -> list[dict[str, Any]]:
+    """Return what a rank of each stage holds, where there are several; [] for a whole model.
+
+    Layers are counted anew in each stage, as in the plan's rules.
+    """
+    stages = () if model.share is None else model.share.stages
+    return [
+        {
+            "stage": stage.share.stage,
+            "num_ranks": stage.share.ranks.tensor,
+            "num_layers": len(stage.layers),
+            "loaded_bytes": stage.loaded_bytes,
+            "expert_bytes": sum(layer.expert_bytes for layer in stage.layers),
+            "kv_cache_bytes_per_token": sum(
+                layer.kv_cache.bytes_per_token for layer in stage.layers
+            ),
+        }
+        for stage in stages
+        if stage.share is not None
+    ]
 
 
 def machine_payload(machine: MachineProfile) -> dict[str, Any]:

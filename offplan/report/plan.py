@@ -57,7 +57,12 @@ def describe_question(plan: Plan) -> list[str]:
         f"{limit}",
         what[goal.objective]
         + (f" with {goal.targets}" if goal.targets else "")
-        + (f", as {goal.engine} can run it" if goal.engine else ""),
+        + (f", as {goal.engine} can run it" if goal.engine else "")
+        + (
+            f" on {goal.ranks.num_gpus} GPUs ({goal.ranks.label})"
+            if goal.ranks.num_gpus > 1
+            else ""
+        ),
     ]
 
 

@@ -76,5 +76,7 @@ def portray(plan: Plan, model: Model, machine: MachineProfile) -> Portrait:
     Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
     plan's store is not known.
     """
-    lanes = trace_plan(plan, model, machine.with_store(plan.offload.store))
+    plan.require_one_stage("a picture")
+    linked = machine.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
+    lanes = trace_plan(plan, model, linked)
     return Portrait(plan, model, machine, lanes)

@@ -9,7 +9,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import MemoryLimitError, PlanError, ProfileError
 from offplan.hostmem.limits import check_host_room, lock_limit
 from offplan.library.machines import measure_here
-from offplan.library.planned import describe_drift, open_planned_profile, read_planned_model
+from offplan.library.planned import describe_drift, open_planned_machine, read_planned_model
 from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan
@@ -83,8 +83,7 @@ def _check_profile(plan: Plan, model: Model) -> tuple[MachineProfile | None, Fin
     """Find the plan's profile, and say whether the plan was made from its figures."""
     name = plan.machine.profile
     try:
-        kept = open_planned_profile(plan)
-        machine = None if kept is None else kept.with_store(plan.offload.store)
+        machine = open_planned_machine(plan)
     except ProfileError as error:
         return None, Finding("profile", "unknown", f"it cannot be compared: {error}")
     if machine is None:
@@ -183,8 +182,10 @@ def _check_host_memory(needed: int) -> Iterator[Finding]:
 def _check_link(plan: Plan, on_stage: Stages) -> Iterator[Finding]:
     """Measure the link, and hold its rates against the plan's."""
     store = plan.offload.store
-    here = measure_here(with_others=store == "peer", on_stage=on_stage).profile
-    machine = here.with_store(store)
+    here = measure_here(
+        with_others=store == "peer" or plan.goal.ranks.num_gpus > 1, on_stage=on_stage
+    ).profile
+    machine = here.with_store(store).with_ranks(plan.goal.ranks.num_gpus)
     rates = (("h2d", plan.machine.h2d, machine.h2d), ("uva", plan.machine.uva, machine.uva))
     for name, planned, measured in rates:
         ratio = measured.value / planned

@@ -10,8 +10,9 @@ from urllib.request import urlopen
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Engine, format_version
 from offplan.engines.export import Export, export_plan, find_engine
+from offplan.engines.ranks import hold_model
 from offplan.engines.startup import Startup, read_log, read_server
-from offplan.errors import InputError
+from offplan.errors import ExportError, InputError
 from offplan.plan import Plan, Rule
 from offplan.records import read_text
 from offplan.units import format_bytes
@@ -56,6 +57,11 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
     Where ``engine`` names no version, it is the one that the engine says. Raises ExportError for a
     plan that cannot be exported to it.
     """
+    if plan.goal.pipeline_parallel > 1:
+        raise ExportError(
+            f"{plan.goal.ranks.label}: what an engine says of the stages of a pipeline is not told "
+            "apart; start it with one stage, or check its log by eye"
+        )
     chosen, _ = find_engine(engine)
     version = re.match(r"\d+\.\d+(\.\d+)?", startup.version or "")
     if version is not None and "==" not in engine:
@@ -65,7 +71,8 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
     if startup.loaded_bytes is None:
         text = f"the server says its flags, not what they did: {chosen.title}'s log does (--log)"
         return (*findings, Finding("offload", "unknown", text))
-    loaded = model.as_loaded_by(engine)
+    goal = plan.goal.model_copy(update={"engine": engine})
+    loaded = hold_model(model, goal, plan.workload)
     findings += _check_offload(plan.offload.rules, loaded, export, startup)
     return (*findings, _check_memory(loaded, export, startup))
 

@@ -1,0 +1,331 @@
+"""What one rank of an engine holds of a model that is divided among several GPUs.
+
+Source: vLLM 0.33.0, ``layers/linear`` (``QKVParallelLinear``), ``layers/vocab_parallel_embedding``,
+``fused_moe/config`` and ``distributed/utils.get_pp_indices``; SGLang 0.5.23, likewise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.model import (
+    INPUT_EMBEDDINGS,
+    OUTPUT_HEADS,
+    Experts,
+    KVCache,
+    Layer,
+    Model,
+    Share,
+    owner,
+)
+from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tensors import TensorInfo, Tensors
+from offplan.errors import ExportError
+from offplan.forms.form import Kind, Part
+from offplan.plan import Goal, Workload
+from offplan.ranks import Ranks
+
+FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+
+FORMS = (Kind.RAW, Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR, Kind.MXFP4)
+"""Stored forms whose parts are known to be divided as their weights are."""
+VOCABULARY_MULTIPLE = 64
+"""Rows that embedding and head are padded to a multiple of, over all ranks.
+
+Source: ``DEFAULT_VOCAB_PADDING_SIZE``.
+"""
+ON_ALL_STAGES = frozenset(
+    ("GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+)
+"""Architectures of which vLLM builds embedding, norm and head in every stage of a pipeline."""
+
+OUT, IN = -2, -1
+"""Dimensions of a matrix, [..., out, in]."""
+
+
+def hold_model(model: Model, goal: Goal, workload: Workload) -> Model:
+    """Return the model as its hungriest rank holds it, by the engine and the ranks of a goal.
+
+    Of the stages of a pipeline it is the one of most weights and cache; ``share`` has them all.
+    Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
+    """
+    model = model.whole
+    if goal.engine is None or goal.ranks.num_gpus == 1:
+        return model.as_loaded_by(goal.engine)
+    divider = Divider(model, goal.engine, goal.ranks)
+    stages = tuple(
+        divider.stage(number).as_loaded_by(goal.engine) for number in range(goal.ranks.pipeline)
+    )
+
+    def hunger(stage: Model) -> int:
+        cached = (
+            workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
+            for layer in stage.layers
+        )
+        return stage.loaded_bytes + workload.batch * sum(cached)
+
+    held = max(stages, key=hunger)
+    assert held.share is not None, "it is a stage's"
+    return replace(held, share=replace(held.share, stages=stages))
+
+
+@dataclass(frozen=True)
+class Divider:
+    """Divides a model among an engine's ranks."""
+
+    model: Model
+    engine: str
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        names = self.model.architecture.class_names
+        if not set(names) & set(FACTS["architectures"]) or self.model.towers:
+            found = ", ".join(names) or self.model.model_type
+            of_towers = " and its towers" * bool(self.model.towers)
+            self._refuse(f"how {found}{of_towers} is divided")
+        if "vllm" in self.engine and self.ranks.expert not in (1, self.ranks.tensor):
+            raise ExportError(
+                f"{self.ranks.label}: vLLM divides whole experts among all ranks of a stage or "
+                f"none: --ep {self.ranks.tensor}, or leave it out"
+            )
+        if self.ranks.expert > 1 and self.model.experts is None:
+            raise ExportError(f"{self.ranks.label}: {self.model.source} has no routed experts")
+        if self.ranks.pipeline > len(self.model.layers):
+            raise ExportError(
+                f"{self.ranks.label}: {self.model.source} has {len(self.model.layers)} layers, "
+                "fewer than stages"
+            )
+
+    def stage(self, number: int) -> Model:
+        """Return what a rank of a stage holds; its layers are counted anew from 0 on."""
+        counts = split_layers(len(self.model.layers), self.ranks.pipeline, self.engine)
+        stop = [*accumulate(counts)][number]
+        run = range(stop - counts[number], stop)
+        layers = tuple(
+            self._divide_layer(index, self.model.layers[at]) for index, at in enumerate(run)
+        )
+        outside = self._outside(number)
+        names = {tensor.name for tensor in outside}
+        return replace(
+            self.model,
+            layers=layers,
+            outside=outside,
+            not_loaded=self.model.not_loaded & names,
+            tied=self.model.tied & names,
+            experts=self._divide_experts(layers),
+            share=Share(self.model, self.ranks, number, self._architecture(run)),
+        )
+
+    def _architecture(self, run: range) -> Architecture:
+        whole, ranks = self.model.architecture, self.ranks
+        heads, routing = whole.attention, whole.routing
+        num_experts = routing.num_experts
+        return replace(
+            whole,
+            num_layers=len(run),
+            mixers=whole.mixers[run.start : run.stop],
+            windows=whole.windows[run.start : run.stop],
+            attention=replace(
+                heads,
+                num_heads=heads.num_heads // ranks.tensor,
+                num_kv_heads=heads.num_kv_heads // self._kv_parts,
+            ),
+            routing=replace(routing, num_experts=num_experts and num_experts // ranks.expert),
+        )
+
+    @cached_property
+    def _kv_parts(self) -> int:
+        """Parts that heads of keys and values are divided into; beyond, ranks have the same."""
+        heads = self.model.architecture.attention
+        tensor, num_kv_heads = self.ranks.tensor, heads.num_kv_heads
+        if not heads.num_heads or heads.num_heads % tensor:
+            self._refuse(f"how {heads.num_heads} heads are divided")
+        if self.model.architecture.latents is not None:
+            return 1
+        if num_kv_heads % tensor and tensor % num_kv_heads:
+            self._refuse(f"how {num_kv_heads} heads of keys and values are divided")
+        return min(tensor, num_kv_heads)
+
+    def _divide_layer(self, index: int, layer: Layer) -> Layer:
+        parameters = tuple(self._divide(parameter, layer) for parameter in layer.parameters)
+        cache = layer.kv_cache
+        if cache.state_bytes or (cache.bytes_per_token % self._kv_parts):
+            self._refuse(f"how the cache of layer {layer.index} is divided")
+        kept = KVCache(cache.bytes_per_token // self._kv_parts, cache.window)
+        return replace(layer, index=index, parameters=parameters, kv_cache=kept)
+
+    def _divide(self, parameter: Parameter, layer: Layer) -> Parameter:
+        """Return a rank's part of a parameter."""
+        if parameter.form.kind not in FORMS or parameter.is_shuffled:
+            self._refuse(
+                f"how {parameter.name} of layer {layer.index}, stored as "
+                f"{parameter.form.kind.value}, is divided"
+            )
+        tensor, parts = self.ranks.tensor, 1
+        module, is_bias = _find_module(parameter.name)
+        if module in FACTS["queries"]:
+            axis, parts = OUT, tensor
+        elif module in FACTS["keys_and_values"]:
+            axis, parts = OUT, self._kv_parts
+        elif module in FACTS["outputs"]:
+            axis, parts = OUT, tensor
+        elif module in FACTS["inputs"]:
+            axis, parts = IN, 1 if is_bias else tensor
+        elif module in FACTS["whole"] or "norm" in module:
+            return parameter
+        else:
+            self._refuse(f"how {parameter.name} of layer {layer.index} is divided")
+        if parameter.is_expert:
+            parameter = self._choose_experts(parameter, layer)
+            parts = 1 if parts == 1 else tensor // self.ranks.expert
+        if parts == 1:
+            return parameter
+        return self._slice(parameter, axis, parts, layer)
+
+    def _choose_experts(self, parameter: Parameter, layer: Layer) -> Parameter:
+        """Return the parameter of a group's experts."""
+        groups = self.ranks.expert
+        number = parameter.tensors[0].shape[0] if parameter.is_fused else len(parameter.tensors)
+        if number % groups:
+            self._refuse(f"how the {number} experts of layer {layer.index} are divided")
+
+        def choose(tensors: Tensors) -> Tensors:
+            if not parameter.is_fused:
+                return tensors[: number // groups]
+            return tuple(_divide_dimension(each, 0, groups) for each in tensors)
+
+        logical = parameter.logical_shape
+        if parameter.is_fused and logical is not None:
+            logical = (logical[0] // groups, *logical[1:])
+        return replace(
+            parameter,
+            tensors=choose(parameter.tensors),
+            beside=tuple((part, choose(tensors)) for part, tensors in parameter.beside),
+            logical_shape=logical,
+        )
+
+    def _slice(self, parameter: Parameter, axis: int, parts: int, layer: Layer) -> Parameter:
+        """Return one of equal slices of each matrix, its scales with it."""
+        is_bias = _find_module(parameter.name)[1]
+        num_dims = len(parameter.shape) - (parameter.is_fused)
+        at = axis if num_dims > 1 and not is_bias else -1
+        turned = parameter.is_fused and self.model.architecture.routing.in_out
+        if turned and parameter.form.is_raw and at == axis and num_dims > 1:
+            at = IN + OUT - axis
+        size = parameter.shape[at]
+        block = 1
+        if parameter.form.block is not None:
+            block = parameter.form.block[at]
+        if size % (parts * block):
+            of_blocks = f" in blocks of {block}" * (block > 1)
+            self._refuse(
+                f"how {size}{of_blocks} of {parameter.name} of layer {layer.index} are divided"
+            )
+
+        def cut(part: Part, tensors: Tensors) -> Tensors:
+            return tuple(_cut(each, parameter, part, at, parts) for each in tensors)
+
+        logical = parameter.logical_shape
+        if logical is not None:
+            logical = _divided(logical, at, parts)
+        return replace(
+            parameter,
+            tensors=cut(Part.WEIGHT, parameter.tensors),
+            beside=tuple((part, cut(part, tensors)) for part, tensors in parameter.beside),
+            logical_shape=logical,
+        )
+
+    def _divide_experts(self, layers: Sequence[Layer]) -> Experts | None:
+        experts, groups = self.model.experts, self.ranks.expert
+        if experts is None:
+            return None
+        number = experts.num_experts // groups
+        largest = max(layer.expert_bytes for layer in layers)
+        return replace(
+            experts, num_experts=number, bytes_per_expert=largest // number, groups=groups
+        )
+
+    def _outside(self, stage: int) -> Tensors:
+        """Return what a rank of a stage holds outside the layers, vocabularies by their rows."""
+        model, last = self.model, self.ranks.pipeline - 1
+        on_all = "vllm" in self.engine and not ON_ALL_STAGES.isdisjoint(
+            model.architecture.class_names
+        )
+        held: list[TensorInfo] = []
+        for tensor in model.outside:
+            if tensor.name in model.not_loaded:
+                continue
+            module = owner(tensor.name)
+            is_vocabulary = module in INPUT_EMBEDDINGS or module in OUTPUT_HEADS
+            coded = tensor.dtype not in ("BF16", "F16", "F32")
+            if coded or not (is_vocabulary or "norm" in module):
+                self._refuse(f"how {tensor.name} outside the layers is divided")
+            stages = {last}
+            if module in INPUT_EMBEDDINGS:
+                stages = {0} if model.stores_head else {0, last}
+            if on_all or stage in stages:
+                held.append(self._pad(tensor) if is_vocabulary else tensor)
+        return tuple(held)
+
+    def _pad(self, tensor: TensorInfo) -> TensorInfo:
+        rows = -(-tensor.shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        if rows % self.ranks.tensor:
+            self._refuse(f"how the {rows} rows of {tensor.name} are divided")
+        return tensor._replace(shape=(rows // self.ranks.tensor, *tensor.shape[1:]))
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ExportError(
+            f"{self.ranks.label}: {what} among ranks is not known, or {self.engine} cannot: choose "
+            "other numbers of them, or plan for one GPU"
+        )
+
+
+def split_layers(num_layers: int, num_stages: int, engine: str) -> list[int]:
+    """Return how many layers each stage of a pipeline has.
+
+    Layers that are left over go to the last stages: with vLLM to those before the last one.
+    """
+    counts = [num_layers // num_stages] * num_stages
+    first = -2 if "vllm" in engine else -1
+    for number in range(num_layers % num_stages):
+        counts[first - number] += 1
+    return counts
+
+
+def _find_module(name: str) -> tuple[str, bool]:
+    """Return the module of a parameter by its name, and whether it is a bias of it."""
+    *_, module, last = f".{name}".split(".")
+    if last == "weight":
+        return module, False
+    if last in ("bias", "e_score_correction_bias"):
+        return module, True
+    return last.removesuffix("_bias"), last.endswith("_bias")
+
+
+def _cut(tensor: TensorInfo, parameter: Parameter, part: Part, at: int, parts: int) -> TensorInfo:
+    """Return a slice of what is stored of a matrix; what is one value for all stays whole."""
+    if parameter.form.kind is Kind.MXFP4 and part is Part.WEIGHT:
+        at -= 1  # whose rows are stored by blocks
+    if part is Part.INPUT_SCALE or len(tensor.shape) < 2:
+        is_by_row = part is Part.SCALE and parameter.form.kind is Kind.FP8_CHANNEL and at == OUT
+        if part is not Part.WEIGHT and not is_by_row:
+            return tensor
+        at = -1
+    return tensor if tensor.shape[at] == 1 else _divide_dimension(tensor, at, parts)
+
+
+def _divide_dimension(tensor: TensorInfo, at: int, parts: int) -> TensorInfo:
+    return tensor._replace(shape=_divided(tensor.shape, at, parts))
+
+
+def _divided(shape: tuple[int, ...], at: int, parts: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    assert sizes[at] % parts == 0, "what does not divide was refused"
+    sizes[at] //= parts
+    return tuple(sizes)
