@@ -4,7 +4,7 @@ Source: vLLM 0.33.0, ``layers/linear`` (``QKVParallelLinear``), ``layers/vocab_p
 ``fused_moe/config`` and ``distributed/utils.get_pp_indices``; SGLang 0.5.23, likewise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -40,10 +40,11 @@ VOCABULARY_MULTIPLE = 64
 
 Source: ``DEFAULT_VOCAB_PADDING_SIZE``.
 """
-ON_ALL_STAGES = frozenset(
-    ("GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-)
-"""Architectures of which vLLM builds embedding, norm and head in every stage of a pipeline."""
+REPEATS_NO_HEADS = frozenset(("GptOssForCausalLM",))
+"""Architectures of which vLLM fails to build ranks beyond the heads of keys and values.
+
+Source: ``OAIAttention``, which divides their number by that of the ranks.
+"""
 
 OUT, IN = -2, -1
 """Dimensions of a matrix, [..., out, in]."""
@@ -89,7 +90,7 @@ class Divider:
             found = ", ".join(names) or self.model.model_type
             of_towers = " and its towers" * bool(self.model.towers)
             self._refuse(f"how {found}{of_towers} is divided")
-        if "vllm" in self.engine and self.ranks.expert not in (1, self.ranks.tensor):
+        if self._engine == "vllm" and self.ranks.expert not in (1, self.ranks.tensor):
             raise ExportError(
                 f"{self.ranks.label}: vLLM divides whole experts among all ranks of a stage or "
                 f"none: --ep {self.ranks.tensor}, or leave it out"
@@ -104,7 +105,7 @@ class Divider:
 
     def stage(self, number: int) -> Model:
         """Return what a rank of a stage holds; its layers are counted anew from 0 on."""
-        counts = split_layers(len(self.model.layers), self.ranks.pipeline, self.engine)
+        counts = split_layers(len(self.model.layers), self.ranks.pipeline, self._engine)
         stop = [*accumulate(counts)][number]
         run = range(stop - counts[number], stop)
         layers = tuple(
@@ -146,18 +147,25 @@ class Divider:
         tensor, num_kv_heads = self.ranks.tensor, heads.num_kv_heads
         if not heads.num_heads or heads.num_heads % tensor:
             self._refuse(f"how {heads.num_heads} heads are divided")
-        if self.model.architecture.latents is not None:
-            return 1
-        if num_kv_heads % tensor and tensor % num_kv_heads:
+        names = self.model.architecture.class_names
+        is_repeated = tensor > num_kv_heads
+        if not num_kv_heads or (tensor % num_kv_heads if is_repeated else num_kv_heads % tensor):
             self._refuse(f"how {num_kv_heads} heads of keys and values are divided")
+        if is_repeated and not REPEATS_NO_HEADS.isdisjoint(names):
+            self._refuse(
+                f"how {', '.join(names)} with {num_kv_heads} heads of keys and values is divided"
+            )
         return min(tensor, num_kv_heads)
 
     def _divide_layer(self, index: int, layer: Layer) -> Layer:
         parameters = tuple(self._divide(parameter, layer) for parameter in layer.parameters)
         cache = layer.kv_cache
-        if cache.state_bytes or (cache.bytes_per_token % self._kv_parts):
+        # each rank caches whole latents
+        has_latents = any(name.endswith("kv_a_proj_with_mqa") for name in layer.segments)
+        parts = 1 if has_latents else self._kv_parts
+        if cache.state_bytes or cache.bytes_per_token % parts:
             self._refuse(f"how the cache of layer {layer.index} is divided")
-        kept = KVCache(cache.bytes_per_token // self._kv_parts, cache.window)
+        kept = KVCache(cache.bytes_per_token // parts, cache.window)
         return replace(layer, index=index, parameters=parameters, kv_cache=kept)
 
     def _divide(self, parameter: Parameter, layer: Layer) -> Parameter:
@@ -253,31 +261,44 @@ class Divider:
 
     def _outside(self, stage: int) -> Tensors:
         """Return what a rank of a stage holds outside the layers, vocabularies by their rows."""
-        model, last = self.model, self.ranks.pipeline - 1
-        on_all = "vllm" in self.engine and not ON_ALL_STAGES.isdisjoint(
-            model.architecture.class_names
-        )
-        held: list[TensorInfo] = []
+        model, held = self.model, list[TensorInfo]()
         for tensor in model.outside:
             if tensor.name in model.not_loaded:
                 continue
             module = owner(tensor.name)
-            is_vocabulary = module in INPUT_EMBEDDINGS or module in OUTPUT_HEADS
-            coded = tensor.dtype not in ("BF16", "F16", "F32")
-            if coded or not (is_vocabulary or "norm" in module):
+            known = module in INPUT_EMBEDDINGS or module in OUTPUT_HEADS or "norm" in module
+            if tensor.dtype not in ("BF16", "F16", "F32") or not known:
                 self._refuse(f"how {tensor.name} outside the layers is divided")
-            stages = {last}
-            if module in INPUT_EMBEDDINGS:
-                stages = {0} if model.stores_head else {0, last}
-            if on_all or stage in stages:
-                held.append(self._pad(tensor) if is_vocabulary else tensor)
+            if stage in self._stages_of(module):
+                held.append(tensor if "norm" in module else self._divide_rows(tensor))
         return tuple(held)
 
-    def _pad(self, tensor: TensorInfo) -> TensorInfo:
-        rows = -(-tensor.shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        if rows % self.ranks.tensor:
-            self._refuse(f"how the {rows} rows of {tensor.name} are divided")
-        return tensor._replace(shape=(rows // self.ranks.tensor, *tensor.shape[1:]))
+    def _stages_of(self, module: str) -> Collection[int]:
+        """Return the stages that hold a module outside the layers."""
+        everywhere = FACTS["on_all_stages"][self._engine]
+        last, names = self.ranks.pipeline - 1, set(self.model.architecture.class_names)
+        is_embedding = module in INPUT_EMBEDDINGS
+        part = "embedding" if is_embedding else "norm" if "norm" in module else "head"
+        if not names.isdisjoint(everywhere.get(part, ())):
+            return range(last + 1)
+        if not is_embedding:
+            return (last,)
+        return (0,) if self.model.stores_head else (0, last)
+
+    def _divide_rows(self, tensor: TensorInfo) -> TensorInfo:
+        """Return a rank's rows of a vocabulary, padded as the engine does."""
+        rows, tensor_ranks = tensor.shape[0], self.ranks.tensor
+        padded = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        if padded % tensor_ranks and self._engine == "sglang":
+            multiple = VOCABULARY_MULTIPLE * tensor_ranks
+            padded = -(-rows // multiple) * multiple
+        if padded % tensor_ranks:
+            self._refuse(f"how the {padded} rows of {tensor.name} are divided")
+        return tensor._replace(shape=(padded // tensor_ranks, *tensor.shape[1:]))
+
+    @property
+    def _engine(self) -> str:
+        return self.engine.partition("==")[0]
 
     def _refuse(self, what: str) -> NoReturn:
         raise ExportError(
@@ -292,7 +313,7 @@ def split_layers(num_layers: int, num_stages: int, engine: str) -> list[int]:
     Layers that are left over go to the last stages: with vLLM to those before the last one.
     """
     counts = [num_layers // num_stages] * num_stages
-    first = -2 if "vllm" in engine else -1
+    first = -2 if engine == "vllm" else -1
     for number in range(num_layers % num_stages):
         counts[first - number] += 1
     return counts

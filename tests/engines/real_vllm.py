@@ -98,10 +98,13 @@ def parse_command(words: Sequence[str]) -> Any:
     return arguments.create_engine_config()
 
 
-def build(config: Any, offloader: Any, folder: Path, rank: int = 0) -> Any:
+def build(
+    config: Any, offloader: Any, folder: Path, stage: int = 0, rank: int | None = None
+) -> Any:
     """Build the model of an engine's config, whose layers the offloader is given; return it.
 
-    Of a model that several ranks divide all must be built at once, each by a process of its own.
+    It is what the first rank of a stage has, played by this process with nobody else there; or that
+    of a ``rank``, where all that divide the model are built at once, each by a process of its own.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -131,9 +134,12 @@ def build(config: Any, offloader: Any, folder: Path, rank: int = 0) -> Any:
     CpuPlatform.get_attn_backend_cls = classmethod(get_attention)
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
-            store, ranks = f"file://{folder / 'store'}", config.parallel_config.world_size
-            init_distributed_environment(ranks, rank, store, rank, backend="gloo")
+            ranks = 1 if rank is None else config.parallel_config.world_size
+            store, own = f"file://{folder / 'store'}", rank or 0
+            init_distributed_environment(ranks, own, store, own, backend="gloo")
             initialize_model_parallel(ranks, 1)
+        if rank is None:
+            become_rank(config.parallel_config, stage)
         torch.set_default_dtype(torch.bfloat16)
         set_offloader(offloader)
         try:
@@ -144,8 +150,26 @@ def build(config: Any, offloader: Any, folder: Path, rank: int = 0) -> Any:
             set_offloader(None)
 
 
-def record_layers(config: Any, folder: Path, rank: int = 0) -> list[Parameters]:
+def become_rank(parallel_config: Any, stage: int) -> None:
+    """Have vLLM take this process for the first rank of a stage, with nobody else there."""
+    from vllm.distributed import parallel_state
+
+    tensor, stages = parallel_state._TP, parallel_state._PP
+    tensor.world_size = parallel_config.tensor_parallel_size
+    stages.world_size = parallel_config.pipeline_parallel_size
+    stages.rank_in_group = stage
+    stages.ranks = [number - stage for number in range(stages.world_size)]  # ours is 0
+
+
+def record_layers(config: Any, folder: Path, rank: int | None = None) -> list[Parameters]:
     """List what vLLM calls the parameters of each layer that an offloader would be given."""
+    return record_stage(config, folder, 0, rank)[0]
+
+
+def record_stage(
+    config: Any, folder: Path, stage: int, rank: int | None = None
+) -> tuple[list[Parameters], int]:
+    """List them for a rank of a stage, and count the bytes outside them, what is tied once."""
     from vllm.model_executor.offloader import BaseOffloader
 
     found: list[Parameters] = []
@@ -156,8 +180,8 @@ def record_layers(config: Any, folder: Path, rank: int = 0) -> list[Parameters]:
             found.extend({n: p.nbytes for n, p in m.named_parameters()} for m in modules)
             return modules
 
-    build(config, Recorder(), folder, rank)
-    return found
+    named = build(config, Recorder(), folder, stage, rank).named_parameters()
+    return found, sum(each.nbytes for name, each in named if ".layers." not in f".{name}")
 
 
 def record_ranks(folder: Path, ranks: int) -> list[list[Parameters]]:
@@ -183,7 +207,7 @@ def record_ranks(folder: Path, ranks: int) -> list[list[Parameters]]:
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-def record_moved(config: Any, folder: Path) -> list[list[str]]:
+def record_moved(config: Any, folder: Path, stage: int = 0) -> list[list[str]]:
     """List, layer by layer, the parameters that vLLM's own offloader takes for a config."""
     from vllm.model_executor import offloader as offloaders
     from vllm.model_executor.offloader import prefetch, uva
@@ -214,7 +238,7 @@ def record_moved(config: Any, folder: Path) -> list[list[str]]:
     # a meta tensor's bytes stay where they are
     torch.Tensor.to = lambda tensor, *_, **__: tensor  # type: ignore[method-assign, assignment]
     try:
-        build(config, offloader, folder)
+        build(config, offloader, folder, stage)
     finally:
         torch.Tensor.to = moves  # type: ignore[method-assign]
     for layer in layers:

@@ -10,10 +10,14 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines import vllm
 from offplan.engines.engine import format_version
-from offplan.engines.export import ENGINES, export_plan
+from offplan.engines.export import ENGINES, export_plan, find_engine
 from offplan.engines.formats import render_export
 from offplan.engines.names import engine_parameters
-from offplan.plan import Plan, Rule
+from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, hold_model
+from offplan.errors import ExportError
+from offplan.placement import place
+from offplan.plan import Backend, Goal, Plan, Rule
+from offplan.ranks import Ranks
 from tests.engines.builders import make_plan, prefetch, up_to, uva
 
 pytestmark = [
@@ -28,6 +32,8 @@ SELECTED = (
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeForCausalLM"),
     "GptOssForCausalLM",
 )
+RANKS = (Ranks(2), Ranks(4), Ranks(2, expert=2), Ranks(1, 2), Ranks(2, 3))
+"""Of four heads and two of keys and values, which four ranks have each twice; of five layers."""
 RULES = {
     "layers": prefetch(group_size=2),
     "attention": prefetch("self_attn", group_size=3, num_in_group=2),
@@ -65,6 +71,73 @@ def test_names_and_bytes(architecture: str, tmp_path: Path) -> None:
         assert one.keys() == other.keys()
         unlike = {name for name in one if one[name] != other[name]}
         assert all(name.endswith(WIDER) for name in unlike)
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: ranks.label)
+@pytest.mark.parametrize("architecture", sorted(FACTS["architectures"]))
+def test_what_ranks_hold(architecture: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Names and bytes of the layers of each stage, and bytes outside them."""
+    from tests.engines.real_vllm import parse_command, record_stage, write_config
+
+    path = write_config(tmp_path, architecture)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "vocab_size": 100}))  # padded to 128
+    model, plan = open_model(str(path)), with_source(make_plan(), path, open_model(str(path)))
+    goal = Goal(
+        engine="vllm",
+        tensor_parallel=ranks.tensor,
+        pipeline_parallel=ranks.pipeline,
+        expert_parallel=ranks.expert,
+    )
+    too_many = ranks.tensor > 2 and architecture in REPEATS_NO_HEADS
+    if too_many or (ranks.expert > 1 and model.experts is None):
+        with pytest.raises(ExportError, match=r"no routed experts|heads of keys"):
+            hold_model(model, goal, plan.workload)
+        return
+    held = hold_model(model, goal, plan.workload)
+    export = export_plan(plan.model_copy(update={"goal": goal}), model, "vllm")
+    assert held.share is not None
+    for number, stage in enumerate(held.share.stages):
+        config = parse_command(export.command[1:])
+        real, outside_bytes = record_stage(config, tmp_path, number)
+        ours: list[dict[str, int]] = [{} for _ in stage.layers]
+        for each in engine_parameters(stage, vllm.find_names(stage)):
+            ours[each.layer][each.name] = each.nbytes
+        for one, other in zip(ours, real, strict=True):
+            assert one.keys() == other.keys()
+            unlike = {name for name in one if one[name] != other[name]}
+            assert all(name.endswith(WIDER) for name in unlike)
+        assert stage.outside_bytes == outside_bytes
+
+
+@pytest.mark.parametrize(
+    ("rule", "ranks"),
+    [
+        *((rule, Ranks(2)) for rule in RULES.values()),
+        *((rule, Ranks(2, 2)) for rule in RULES.values() if rule.decode is Backend.PREFETCH),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DeepseekV2ForCausalLM"])
+def test_vllm_moves_what_the_plan_says_of_ranks(
+    architecture: str, rule: Rule, ranks: Ranks, tmp_path: Path
+) -> None:
+    """In each stage, whose pattern starts anew."""
+    from tests.engines.real_vllm import parse_command, record_moved, write_config
+
+    path = write_config(tmp_path, architecture)
+    model = open_model(str(path))
+    goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline)
+    plan = with_source(make_plan(rule), path, model).model_copy(update={"goal": goal})
+    held = hold_model(model, goal, plan.workload)
+    assert held.share is not None
+    command = export_plan(plan, model, "vllm").command
+    for number, stage in enumerate(held.share.stages):
+        engine, version = find_engine("vllm")
+        said = engine.say(rule, place(stage, plan.offload), stage, version)
+        moved = record_moved(parse_command(command[1:]), tmp_path, number)
+        found = {(layer, name) for layer, names in enumerate(moved) for name in names}
+        ours = {(each.layer, each.name) for each in said.moved}
+        assert found == ours if rule.max_bytes is None else found <= ours
 
 
 def test_experts_of_mxfp4(tmp_path: Path) -> None:
