@@ -381,6 +381,49 @@ def test_export(cli: CLI, plan_file: Path) -> None:
     assert data["flags"][:2] == ["--offload-group-size", "2"]
 
 
+def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
+    """The plan is one rank's, recorded, made again and exported as such, and not run."""
+    path, model = tmp_path / "plan.yaml", "tests/models/deepseek-v2-lite/config.json"
+    asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "10GiB", "-o", path)
+    code, _, err = cli(*asked, "--for", "vllm", "--tp", 2, "--ep", 2)
+    assert (code, "each of 2 GPUs (--tp 2 --ep 2)" in err) == (0, True)
+    plan = yaml.safe_load(path.read_text())
+    assert plan["goal"] == {
+        "objective": "latency",
+        "engine": "vllm",
+        "tensor_parallel": 2,
+        "expert_parallel": 2,
+    }
+    code, out, _ = cli("export", path, "--engine", "vllm")
+    assert code == 0
+    assert "  --tensor-parallel-size 2 \\\n  --enable-expert-parallel \\\n" in out
+    code, _, err = cli("replan", path)
+    assert (code, "nothing changes" in err) == (0, True)
+    assert "on 2 GPUs (--tp 2 --ep 2)" in cli("show", path).out
+    assert "x GPUs" in cli("explain", path).out
+    code, _, err = cli("run", path)
+    assert (code, "offplan's own runtime runs on one" in err) == (2, True)
+    code, _, err = cli("export", path, "--engine", "vllm", "--tp", 4)
+    assert (code, "the plan is for --tp 2 --ep 2" in err) == (2, True)
+    code, out, _ = cli("export", path, "--engine", "sglang", "--tp", 4, "--replan")
+    assert (code, "--tp-size 4" in out, "ep-size" in out) == (0, True, False)
+    code, _, err = cli(*asked, "--force", "--tp", 2)
+    assert (code, "--tp 2 without an engine" in err) == (2, True)
+    ranks = ("--gpu-memory", "10GiB", "--for", "vllm", "--tp", 2, "--json")
+    data = json.loads(cli("analyze", model, "--machine", "rtx4090", *ranks).out)
+    assert [each["num_ranks"] for each in data["ranks"]] == [2]
+    assert data["model"]["total_bytes"] / 2 < data["ranks"][0]["loaded_bytes"]
+
+
+def test_stages_are_not_drawn(cli: CLI, tmp_path: Path) -> None:
+    path, model = tmp_path / "plan.yaml", "tests/models/qwen3-8b/config.json"
+    asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "7GiB", "--for", "vllm")
+    assert cli(*asked, "--pp", 2, "-o", path).code == 0
+    for shown in (("explain", path), ("report", path, "-o", tmp_path / "report.html")):
+        code, _, err = cli(*shown)
+        assert (code, "the plan is for 2 stages" in err) == (2, True)
+
+
 def test_export_makes_the_plan_again(cli: CLI, plan_file: Path) -> None:
     """A plan that an engine's flags cannot say is refused with what one that they can costs."""
     code, out, err = cli("export", plan_file, "--engine", "vllm")

@@ -88,7 +88,7 @@ def model_payload(model: Model) -> dict[str, Any]:
             "tied": sorted(model.tied),
             "not_loaded": sorted(model.not_loaded),
         },
-        "experts": dump(model.experts),
+        "experts": dump(model.experts, exclude={"groups"}),
         "notes": list(model.notes),
     }
 
