@@ -413,12 +413,17 @@ def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     data = json.loads(cli("analyze", model, "--machine", "rtx4090", *ranks).out)
     assert [each["num_ranks"] for each in data["ranks"]] == [2]
     assert data["model"]["total_bytes"] / 2 < data["ranks"][0]["loaded_bytes"]
+    taken = data["plan"]["prediction"]
+    assert data["ranks"][0]["gpu_memory"] == taken["gpu_memory"]
+    assert 2 * data["ranks"][0]["host_memory_bytes"] == taken["host_memory_bytes"]
 
 
 def test_stages_are_not_drawn(cli: CLI, tmp_path: Path) -> None:
     path, model = tmp_path / "plan.yaml", "tests/models/qwen3-8b/config.json"
     asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "7GiB", "--for", "vllm")
     assert cli(*asked, "--pp", 2, "-o", path).code == 0
+    out = cli("analyze", *asked[1:], "--pp", 2, "--verbose").out
+    assert re.search(r"Each rank *\n.*\n.*\n *0 +18 .*\n *1 +18 ", out)
     for shown in (("explain", path), ("report", path, "-o", tmp_path / "report.html")):
         code, _, err = cli(*shown)
         assert (code, "the plan is for 2 stages" in err) == (2, True)

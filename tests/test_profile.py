@@ -13,6 +13,7 @@ from offplan.machine.name import SHIPPED as FOLDER
 from offplan.machine.name import parse_name, shipped_profiles
 from offplan.machine.profile import (
     LayerTime,
+    MachineProfile,
     dump_profile,
     load_profile,
     parse_profile,
@@ -260,3 +261,16 @@ def refuse(figure: str, value: str) -> None:
     profile[figure]["value"] = yaml.safe_load(value)
     with pytest.raises(ProfileError, match=f"a profile: {figure}.value: "):
         parse_profile(yaml.safe_dump(profile), "a profile")
+
+
+def test_ranks_share_the_link_where_that_was_measured() -> None:
+    alone = make_machine(h2d=50e9, uva=40e9)
+    rates = [{"device": 0, "rate": 25e9}, {"device": 1, "rate": 20e9}]
+    figure = {"value": rates, "basis": "measured", "source": "a test"}
+    machine = MachineProfile.model_validate({**dict(alone), "h2d_concurrent": figure})
+    assert (machine.with_ranks(1), alone.with_ranks(2)) == (machine, alone)
+    assert (machine.knows_ranks(2), machine.knows_ranks(4)) == (True, False)
+    shared = machine.with_ranks(2)
+    assert (shared.h2d.value, shared.uva.value) == (20e9, 16e9)
+    assert shared.with_ranks(2) == shared
+    assert machine.with_ranks(4) == machine

@@ -19,6 +19,7 @@ from offplan.planner.sooner import find_sooner
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
+from offplan.report.ranks import list_shares, render_shares
 from offplan.units import format_bytes
 
 
@@ -89,9 +90,11 @@ def describe_running(model: Model, why_not: str | None) -> str:
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show all that a plan rests on, part by part: the model, the machine, reasons and terms."""
-    parts = render_model(analysis.model)
+    parts = render_model(analysis.model.whole)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:
         parts += render_plan(analysis.result, analysis.crossovers)
+        if shares := list_shares(analysis.model, analysis.machine, analysis.result.plan):
+            parts.append(render_shares(shares))
     return parts

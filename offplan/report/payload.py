@@ -14,6 +14,7 @@ from offplan.planner.find import PlanResult
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
 from offplan.report.model import outside_segments
+from offplan.report.ranks import list_shares
 from offplan.report.run import RunResult
 from offplan.report.why import explain_plan
 
@@ -34,12 +35,13 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     plan that has its first token much sooner for hardly more time, or null.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
+    plan = None if result is None else result.plan
     return {
         **model_payload(analysis.model.whole),
-        "ranks": ranks_payload(analysis.model),
+        "ranks": dump(list_shares(analysis.model, machine, plan)),
         **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
-        "plan": None if result is None else result.plan.model_dump(mode="json"),
+        "plan": None if plan is None else plan.model_dump(mode="json"),
         "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
@@ -91,28 +93,6 @@ def model_payload(model: Model) -> dict[str, Any]:
         "experts": dump(model.experts, exclude={"groups"}),
         "notes": list(model.notes),
     }
-
-
-def ranks_payload(model: Model) -> list[dict[str, Any]]:
-    """Return what a rank of each stage holds, where there are several; [] for a whole model.
-
-    Layers are counted anew in each stage, as in the plan's rules.
-    """
-    stages = () if model.share is None else model.share.stages
-    return [
-        {
-            "stage": stage.share.stage,
-            "num_ranks": stage.share.ranks.tensor,
-            "num_layers": len(stage.layers),
-            "loaded_bytes": stage.loaded_bytes,
-            "expert_bytes": sum(layer.expert_bytes for layer in stage.layers),
-            "kv_cache_bytes_per_token": sum(
-                layer.kv_cache.bytes_per_token for layer in stage.layers
-            ),
-        }
-        for stage in stages
-        if stage.share is not None
-    ]
 
 
 def machine_payload(machine: MachineProfile) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""What a rank of each stage holds and takes, by a plan of several GPUs."""
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from offplan.checkpoint.model import Model
+from offplan.costs.predict import predict
+from offplan.machine.profile import MachineProfile
+from offplan.plan import GPUMemoryPrediction, Plan
+from offplan.report.table import make_table
+from offplan.units import format_bytes
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """One rank of a stage; those of a stage hold as much each."""
+
+    stage: int
+    """The stage, from 0 on."""
+    num_ranks: int
+    """Ranks of the stage."""
+    num_layers: int
+    """Layers of the stage, which rules count anew from 0 on."""
+    loaded_bytes: int
+    """Bytes of weights, those on the host included."""
+    expert_bytes: int
+    """Bytes of routed experts among them."""
+    kv_cache_bytes_per_token: int
+    gpu_memory: GPUMemoryPrediction | None
+    """What it takes of its GPU by a plan; None without one."""
+    host_memory_bytes: int | None
+    """What it takes of host memory."""
+
+
+def list_shares(
+    model: Model, machine: MachineProfile | None = None, plan: Plan | None = None
+) -> list[StageShare]:
+    """List what a rank of each stage holds, and takes by a plan; none for one GPU.
+
+    ``model`` is as a question of several ranks has it.
+    """
+    stages = () if model.share is None else model.share.stages
+    return [_describe(stage, number, machine, plan) for number, stage in enumerate(stages)]
+
+
+def _describe(
+    stage: Model, number: int, machine: MachineProfile | None, plan: Plan | None
+) -> StageShare:
+    assert stage.share is not None, "it is listed as a rank's"
+    num_ranks, gpu_memory, host_bytes = stage.share.ranks.tensor, None, None
+    if machine is not None and plan is not None:
+        taken = predict(stage, machine, plan.workload, plan.budget, plan.offload)
+        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes // num_ranks
+    return StageShare(
+        stage=number,
+        num_ranks=num_ranks,
+        num_layers=len(stage.layers),
+        loaded_bytes=stage.loaded_bytes,
+        expert_bytes=sum(layer.expert_bytes for layer in stage.layers),
+        kv_cache_bytes_per_token=sum(layer.kv_cache.bytes_per_token for layer in stage.layers),
+        gpu_memory=gpu_memory,
+        host_memory_bytes=host_bytes,
+    )
+
+
+def render_shares(shares: list[StageShare]) -> Table:
+    """Show what each rank takes by a plan, a row for each stage."""
+    headings = ("stage", "layers", "weights", "ring", "KV cache", "GPU", "host")
+    table = make_table("Each rank", *headings)
+    for each in shares:
+        memory, host_bytes = each.gpu_memory, each.host_memory_bytes
+        assert memory is not None, "a plan is shown"
+        assert host_bytes is not None, "a plan is shown"
+        terms = each.loaded_bytes, memory.ring_bytes, memory.kv_cache_bytes, memory.total_bytes
+        sizes = map(format_bytes, (*terms, host_bytes))
+        table.add_row(str(each.stage), str(each.num_layers), *sizes)
+    return table
