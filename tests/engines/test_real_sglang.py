@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
+from offplan.checkpoint.open import open_model
 from offplan.engines.engine import format_version
 from offplan.engines.export import ENGINES, Export, export_plan
 from offplan.engines.formats import render_export
+from offplan.engines.ranks import split_layers
 from offplan.engines.sglang import PREFETCHING_CLASSES
+from offplan.plan import Goal
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
 
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(find_spec("sglang") is None, reason="needs the package sglang"),
 ]
+ROOT = Path(__file__).parent.parent.parent
 EXPORTS = [
     (make_plan(prefetch("experts")), deepseek()),
     (make_plan(up_to("7GiB")), qwen3()),
@@ -54,6 +58,22 @@ def test_sglang_reads_the_command(
     assert read.offload_mode == "cpu"
     merger = ConfigArgumentMerger(parser)
     assert parser.parse_args(merger.merge_config_with_args(config(export, tmp_path))) == read
+
+
+def test_sglang_reads_the_ranks(parser: argparse.ArgumentParser) -> None:
+    model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
+    goal = Goal(engine="sglang", tensor_parallel=4, pipeline_parallel=2, expert_parallel=2)
+    plan = make_plan().model_copy(update={"goal": goal})
+    read = parser.parse_args(export_plan(plan, model, "sglang").command[3:])
+    assert (read.tp_size, read.pp_size, read.ep_size) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(("num_layers", "num_stages"), [(5, 2), (5, 3), (36, 4), (61, 8)])
+def test_layers_of_stages(num_layers: int, num_stages: int) -> None:
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    ends = [get_pp_indices(num_layers, number, num_stages) for number in range(num_stages)]
+    assert split_layers(num_layers, num_stages, "sglang") == [end - start for start, end in ends]
 
 
 def config(export: Export, folder: Path) -> list[str]:

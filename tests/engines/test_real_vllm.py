@@ -13,11 +13,11 @@ from offplan.engines.engine import format_version
 from offplan.engines.export import ENGINES, export_plan, find_engine
 from offplan.engines.formats import render_export
 from offplan.engines.names import engine_parameters
-from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, hold_model
+from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, hold_model, split_layers
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import Backend, Goal, Plan, Rule
-from offplan.ranks import Ranks
+from offplan.ranks import ONE_RANK, Ranks
 from tests.engines.builders import make_plan, prefetch, up_to, uva
 
 pytestmark = [
@@ -140,20 +140,31 @@ def test_vllm_moves_what_the_plan_says_of_ranks(
         assert found == ours if rule.max_bytes is None else found <= ours
 
 
-def test_experts_of_mxfp4(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_layers", "num_stages"), [(5, 2), (5, 3), (36, 4), (61, 8)])
+def test_layers_of_stages(num_layers: int, num_stages: int) -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    ends = [get_pp_indices(num_layers, number, num_stages) for number in range(num_stages)]
+    assert split_layers(num_layers, num_stages, "vllm") == [end - start for start, end in ends]
+
+
+@pytest.mark.parametrize("ranks", [ONE_RANK, Ranks(2), Ranks(2, expert=2)])
+def test_experts_of_mxfp4(ranks: Ranks, tmp_path: Path) -> None:
     """By Marlin's kernels, which round their sizes up."""
     from tests.engines.real_vllm import parse_command, record_layers, write_config
 
     path = write_config(tmp_path, "GptOssForCausalLM")
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     config = json.loads(path.read_text())
-    config |= {"hidden_size": 96, "intermediate_size": 160}
+    config |= {"hidden_size": 96, "intermediate_size": 320}
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     path.write_text(json.dumps(config))
     model = open_model(str(path))
+    goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, expert_parallel=ranks.expert)
     plan = with_source(make_plan(prefetch("experts", group_size=1), prefetch_step=1), path, model)
-    said = export_plan(plan, model, "vllm").said
-    real = record_layers(parse_command(["serve", str(tmp_path), "--max-model-len", "64"]), tmp_path)
+    export = export_plan(plan.model_copy(update={"goal": goal}), model, "vllm")
+    said = export.said
+    real = record_layers(parse_command(export.command[1:]), tmp_path)
     moved = {(p.layer, p.name): p.nbytes for p in said.moved if "bias" not in p.name}
     assert len(moved) == 4 * len(real)
     assert all(real[layer][name] == nbytes for (layer, name), nbytes in moved.items())
