@@ -114,6 +114,8 @@ class Share:
     """What makes a model the part of a whole one that one rank of an engine holds."""
 
     whole: "Model"
+    engine: str
+    """The engine that divides it, maybe with a version: ``vllm==0.31``."""
     ranks: Ranks
     stage: int
     """Which of the pipeline's stages it is, from 0 on."""

@@ -56,13 +56,16 @@ def hold_model(model: Model, goal: Goal, workload: Workload) -> Model:
     Of the stages of a pipeline it is the one of most weights and cache; ``share`` has them all.
     Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
     """
-    model = model.whole
     if goal.engine is None or goal.ranks.num_gpus == 1:
-        return model.as_loaded_by(goal.engine)
-    divider = Divider(model, goal.engine, goal.ranks)
-    stages = tuple(
-        divider.stage(number).as_loaded_by(goal.engine) for number in range(goal.ranks.pipeline)
-    )
+        return model.whole.as_loaded_by(goal.engine)
+    share = model.share
+    if share is not None and (share.engine, share.ranks) == (goal.engine, goal.ranks):
+        stages = share.stages  # a question is asked again and again
+    else:
+        divider = Divider(model.whole, goal.engine, goal.ranks)
+        stages = tuple(
+            divider.stage(number).as_loaded_by(goal.engine) for number in range(goal.ranks.pipeline)
+        )
 
     def hunger(stage: Model) -> int:
         cached = (
@@ -120,7 +123,7 @@ class Divider:
             not_loaded=self.model.not_loaded & names,
             tied=self.model.tied & names,
             experts=self._divide_experts(layers),
-            share=Share(self.model, self.ranks, number, self._architecture(run)),
+            share=Share(self.model, self.engine, self.ranks, number, self._architecture(run)),
         )
 
     def _architecture(self, run: range) -> Architecture:
