@@ -127,7 +127,8 @@ def test_vllm_moves_what_the_plan_says_of_ranks(
     path = write_config(tmp_path, architecture)
     model = open_model(str(path))
     goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline)
-    plan = with_source(make_plan(rule), path, model).model_copy(update={"goal": goal})
+    plan = with_source(make_plan(rule, prefetch_step=1), path, model)
+    plan = plan.model_copy(update={"goal": goal})
     held = hold_model(model, goal, plan.workload)
     assert held.share is not None
     command = export_plan(plan, model, "vllm").command
