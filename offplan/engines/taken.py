@@ -78,10 +78,15 @@ def find_taken(plan: Plan, model: Model, version: Version) -> Taken:
     """Find what a plan takes of the model as a version of vLLM builds it.
 
     Raises ExportError, naming it, for what such a worker cannot do: phases that read a parameter in
-    different ways, part of what vLLM fuses, other stored forms, packing, another store, and more
-    memory than the budget.
+    different ways, part of what vLLM fuses, other stored forms, packing, another store, ranks that
+    the plan was made for, and more memory than the budget.
     """
     offload = plan.offload
+    if plan.goal.ranks.num_gpus > 1:
+        raise ExportError(
+            f"the plan is for what one rank of {plan.goal.ranks.label} holds, which vLLM's flags "
+            "carry out (`offplan export`); its worker divides a plan for one GPU itself"
+        )
     require_stored_weights(offload, "vLLM")
     _require_one_backend(offload)
     placement = place(model, offload)

@@ -114,6 +114,13 @@ def test_stores_and_packing_are_refused(message: str, change: dict[str, object])
         take(plan, qwen3())
 
 
+def test_plans_of_ranks_are_refused() -> None:
+    plan = make_plan(prefetch("mlp"))
+    goal = plan.goal.model_copy(update={"engine": "vllm", "tensor_parallel": 2})
+    with pytest.raises(ExportError, match="what one rank of --tp 2 holds"):
+        take(plan.model_copy(update={"goal": goal}), qwen3())
+
+
 def test_forms_are_refused() -> None:
     def store(parameter: Parameter) -> Parameter:
         return replace(parameter, form=Form(Kind.MXFP4)) if parameter.is_expert else parameter
