@@ -124,7 +124,9 @@ class Session:
         Leaves no sequence begun. A prompt shorter than the plan's chunk compiles nothing: it runs
         eagerly.
         """
-        tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64)
+        vocabulary = self.loaded.module.config.get_text_config().vocab_size
+        # tokens that differ, or they would all be sent to the same experts
+        tokens = torch.arange(batch * prompt_tokens).view(batch, prompt_tokens) % vocabulary
         # the second prompt is captured; a CPU takes a few to find its kernels and memory
         again = self.device.type == "cpu" or self.runner.captures_prompt(batch, prompt_tokens)
         for _ in range(2 if again else 1):
