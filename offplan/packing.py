@@ -97,12 +97,10 @@ def packable(model: Model) -> list[Parameter]:
 
 
 def _why_not_pack_head(model: Model) -> str | None:
-    """Say why the output head cannot be packed, None where it can."""
+    """Say why the output head of a model whose layers can be packed cannot, None where it can."""
     head = model.head
     if head is None or not model.stores_head or head.name in model.tied:
         return "it is the input embedding, which is read by row"
-    if not packable(model):
-        return "no weight of the model's layers can be packed as it is stored"
     if not _is_raw_matrix(head) or not can_pack(head.shape):
         found = f"{head.name} of {head.tensors[0].dtype}, {list(head.shape)}"
         return f"found {found}, expected BF16 of rows in multiples of 64, of inputs of 8"

@@ -226,7 +226,7 @@ def expanded_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     """
     size = model.element_bytes
     made = [p for p in layer.parameters if expands(p, shape, size)]
-    if scratch_bytes(model):
+    if model.dtype in KERNEL_TYPES:  # the others are made in the scratch
         is_step = shape.phase is Phase.DECODE
         made = [p for p in made if is_step and is_absorbed(p)]
     largest = max((p.num_weights for p in made), default=0)

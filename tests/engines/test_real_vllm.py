@@ -1,6 +1,7 @@
 """What is exported, held against the real vLLM: ``pytest -m engines`` where it is installed."""
 
 import json
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,6 +65,11 @@ def test_names_and_bytes(architecture: str, tmp_path: Path) -> None:
         pytest.importorskip("torchvision")
     model = open_model(str(write_config(tmp_path, architecture)))
     real = record_layers(parse_command(["serve", str(tmp_path), "--max-model-len", "64"]), tmp_path)
+    check_layers(model, real)
+
+
+def check_layers(model: Model, real: Sequence[Mapping[str, int]]) -> None:
+    """Hold names and bytes of a model's layers against those of vLLM's own."""
     ours: list[dict[str, int]] = [{} for _ in model.layers]
     for each in engine_parameters(model, vllm.find_names(model)):
         ours[each.layer][each.name] = each.nbytes
@@ -100,13 +106,7 @@ def test_what_ranks_hold(architecture: str, ranks: Ranks, tmp_path: Path) -> Non
     for number, stage in enumerate(held.share.stages):
         config = parse_command(export.command[1:])
         real, outside_bytes = record_stage(config, tmp_path, number)
-        ours: list[dict[str, int]] = [{} for _ in stage.layers]
-        for each in engine_parameters(stage, vllm.find_names(stage)):
-            ours[each.layer][each.name] = each.nbytes
-        for one, other in zip(ours, real, strict=True):
-            assert one.keys() == other.keys()
-            unlike = {name for name in one if one[name] != other[name]}
-            assert all(name.endswith(WIDER) for name in unlike)
+        check_layers(stage, real)
         assert stage.outside_bytes == outside_bytes
 
 

@@ -56,12 +56,12 @@ def forward_stored(
 
     expert_of_pair = top_k_index.reshape(-1)
     order, starts = _sort(expert_of_pair, experts.num_experts)
-    to_gather = experts.in_place if len(order) <= experts.num_experts else ()
+    are_few = len(order) <= experts.num_experts
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         stored: StoredWeight = experts.stored_experts[name]
         parts, begins, in_place = stored.of(experts), starts, name in experts.in_place
-        if name in to_gather:
+        if in_place and are_few:
             in_place = False
             parts, begins = gather(parts, expert_of_pair, order, starts)
         made = operators.multiply(stored.form, parts, x, order, begins, in_place=in_place)
