@@ -35,8 +35,6 @@ from offplan.runtime.loading.staging import (
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """Threads that read: a read is a copy out of the page cache, which one core does below the speed
 of memory; each costs two staging buffers."""
-PACKING_THREADS = 2 * NUM_THREADS
-"""Threads that read what is packed: while one packs, another reads."""
 
 
 def load_weights(
@@ -81,7 +79,7 @@ def _fill_with_noise(
     """Fill destinations with random weights; yield the bytes of each tensor."""
     noise = Noise({*targets, *(matrix.weight for matrix in matrices)})
     yield from noise.fill(targets, destinations)
-    yield from pack_all(matrices, noise.fill_rows, _packing_device(destinations), PACKING_THREADS)
+    yield from pack_all(matrices, noise.fill_rows, _packing_device(destinations), NUM_THREADS)
 
 
 def _packing_device(destinations: Mapping[str, torch.Tensor]) -> torch.device:
@@ -107,7 +105,7 @@ def _fill_from_files(
             shards.read(matrix.tensor, before, bytes_of(rows))
 
         yield from _read_as_stored(shards, devices, targets, destinations)
-        yield from pack_all(matrices, read_rows, _packing_device(destinations), PACKING_THREADS)
+        yield from pack_all(matrices, read_rows, _packing_device(destinations), NUM_THREADS)
 
 
 def _read_as_stored(

@@ -20,8 +20,12 @@ from offplan.runtime.forms.reference import Parts, expand
 from offplan.runtime.forms.stored import part_name
 from offplan.runtime.loading.mapping import Piece, Target
 
-RUN_WEIGHTS = 2**22
-"""Weights that are packed at once, at most: packing takes some 16 bytes of memory for each."""
+RUN_WEIGHTS = 2**23
+"""Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
+
+Source: 6.6 GiB of Qwen3-8B on an H200 were packed at 4.7 GB/s by 2**22, mostly launching, 7.1 by
+2**23 and 8.6 by 2**24, where plain reads reach 4.2.
+"""
 
 Fill = Callable[["Matrix", int, torch.Tensor], object]
 """Puts the values of a matrix, from this row on, into a CPU tensor, bfloat16 of [rows, in]."""
@@ -65,7 +69,7 @@ class Matrix:
             fill(self, start, rows)
             parts = make(rows, self.tensor.name)
             for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
-                self.places[part][start:stop].copy_(parts[part])
+                _put(parts[part], self.places[part][start:stop], buffer.view(torch.uint8))
             ends = parts[Part.PATCH_BLOCKS].cpu()
             own = parts[Part.PATCHES][: int(ends[-1, 1])].cpu()
             patches.append(own + torch.tensor([(self.first_row + start) * num_in, 0]))
@@ -81,6 +85,16 @@ class Matrix:
         self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
         self.places[Part.PATCH_BLOCKS].copy_(torch.cat(blocks))
         return self.tensor.nbytes
+
+
+def _put(part: torch.Tensor, place: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy a part to its place, from a GPU to host memory by way of a buffer of bytes.
+
+    Memory that is touched for the first time, and not yet page-locked, CUDA fills by one thread.
+    """
+    if part.is_cuda and not place.is_cuda:
+        part = buffer[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+    place.copy_(part)
 
 
 def pack_all(

@@ -20,6 +20,12 @@ from offplan.runtime.refusal import refuse
 
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
+COMPILE_OPTIONS = {"triton.autotune_pointwise": False}
+"""Kernels are not tried out in two shapes each: that would take 100 MiB for a moment, as large as
+the L2 cache and more, of a GPU's memory that the plan has no such room in.
+
+Source: torch 2.11, ``InductorBenchmarker.benchmark_gpu``.
+"""
 
 
 def require_triton() -> None:
@@ -72,10 +78,13 @@ class DecoderLayers:
                     module, "store_full_length_kv", False
                 ):
                     vars(module)["layer_idx"] = 0
-            own = layer.forward
-            self._steps.append(many(torch.compile(own, dynamic=False)) if compiled else own)
+            own: Callable[..., Any] = layer.forward
+            signature = inspect.signature(own)
+            if compiled:
+                own = many(torch.compile(own, dynamic=False, options=dict(COMPILE_OPTIONS)))
+            self._steps.append(own)
             self._beside.append(vars(layer).get("beside"))
-            layer.forward = self._make_forward(index, inspect.signature(own))
+            layer.forward = self._make_forward(index, signature)
 
     def __len__(self) -> int:
         return len(self._steps)

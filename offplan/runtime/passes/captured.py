@@ -11,7 +11,7 @@ from offplan.placement import Phase
 from offplan.runtime.passes.executor import CapturedPass, Executor
 from offplan.schedule import Schedule
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+MakeLogits = Callable[[torch.Tensor], torch.Tensor]
 """A call makes logits, [batch, vocabulary], of tokens, int64 of [batch, new] on the device."""
 
 
@@ -33,7 +33,7 @@ class Passes:
         """Shape of the last tokens of each phase that ran uncaptured."""
 
     def run(
-        self, schedule: Schedule, forward: Forward, tokens: torch.Tensor, *, may_capture: bool
+        self, schedule: Schedule, forward: MakeLogits, tokens: torch.Tensor, *, may_capture: bool
     ) -> torch.Tensor:
         """Run ``forward`` of ``tokens`` by a schedule; returns logits that the next run overwrites.
 
@@ -62,7 +62,7 @@ class Passes:
         self._seen.clear()
 
     def _capture(
-        self, schedule: Schedule, forward: Forward, tokens: torch.Tensor
+        self, schedule: Schedule, forward: MakeLogits, tokens: torch.Tensor
     ) -> "_CapturedForward":
         phase = schedule.phase
         drop = partial(self._captured.pop, phase, None)

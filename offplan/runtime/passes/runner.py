@@ -18,7 +18,7 @@ from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.model.linear import find_linear
-from offplan.runtime.passes.captured import Passes
+from offplan.runtime.passes.captured import MakeLogits, Passes
 from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
@@ -107,8 +107,10 @@ class ModelRunner:
             if num_tokens > self._chunk:  # each sequence's last one is read again, for the head
                 self._rows_read += batch
             logits = self._passes.run(
-                self._enter(Phase.PREFILL, batch * min(num_tokens, self._chunk)),
-                self._forward_prompt,
+                self._next_schedule(Phase.PREFILL),
+                self._in_phase(
+                    Phase.PREFILL, batch * min(num_tokens, self._chunk), self._forward_prompt
+                ),
                 prompt,
                 may_capture=self.captures_prompt(batch, num_tokens),
             )
@@ -140,10 +142,13 @@ class ModelRunner:
         with self._whole_or_afresh():
             self._frequencies.set_length(self.length + 1)
             self._rows_read += self._batch
-            schedule = self._enter(Phase.DECODE, self._batch)
+            schedule = self._next_schedule(Phase.DECODE)
             steady = schedule.before == schedule.after
             logits = self._passes.run(
-                schedule, self.forward.step, tokens, may_capture=self._capture and steady
+                schedule,
+                self._in_phase(Phase.DECODE, self._batch, self.forward.step),
+                tokens,
+                may_capture=self._capture and steady,
             )
             self._position.tensor.add_(1)
             self.length += 1
@@ -206,16 +211,25 @@ class ModelRunner:
             self.length = 0
             raise
 
-    def _enter(self, phase: Phase, num_tokens: int) -> Schedule:
-        """Set the model up for a pass that takes so many tokens at a time; return its schedule.
-
-        The schedule finds the ring as the pass before has left it.
-        """
-        self._loaded.enter_phase(phase)
-        self._experts.choose(phase, num_tokens)
+    def _next_schedule(self, phase: Phase) -> Schedule:
+        """Return the schedule of a pass that finds the ring as the one before has left it."""
         schedule = self._build(phase, self._ring, Phase.DECODE)
         self._ring = schedule.after
         return schedule
+
+    def _in_phase(self, phase: Phase, num_tokens: int, forward: MakeLogits) -> MakeLogits:
+        """Return ``forward`` with the model set up for passes of so many tokens at a time.
+
+        It is set up only where it runs: that takes a millisecond, and what was captured needs none
+        of it.
+        """
+
+        def run(tokens: torch.Tensor) -> torch.Tensor:
+            self._loaded.enter_phase(phase)
+            self._experts.choose(phase, num_tokens)
+            return forward(tokens)
+
+        return run
 
     def _forward_prompt(self, tokens: torch.Tensor) -> torch.Tensor:
         chunks = tokens.split(self._chunk, dim=1)
