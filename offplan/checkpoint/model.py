@@ -159,6 +159,8 @@ class Model:
     held_outside: tuple[Parameter, ...] = ()
     """The parameters outside the layers where a plan holds one packed; () where they are stored as
     they are held. ``outside`` then lists its parts."""
+    loaded_by: str | None = None
+    """The engine that loads and runs it, by name: ``vllm``; None is offplan's own runtime."""
     share: Share | None = None
     """What it is a part of, where it is what one rank of several holds; None of a whole model."""
 
@@ -208,7 +210,12 @@ class Model:
         )
         derived_bytes = sum(absorbed) * self.element_bytes
         left_out = self.not_loaded - self.towers
-        return replace(self, not_loaded=left_out, derived_bytes=derived_bytes)
+        return replace(
+            self,
+            not_loaded=left_out,
+            derived_bytes=derived_bytes,
+            loaded_by=engine.partition("==")[0],
+        )
 
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:

@@ -41,7 +41,6 @@ ENGINES = {
         image="lmsysorg/sglang",
         port=30000,
         max_bytes_unit=MAX_BYTES_UNIT,
-        copies_in_turns=True,
     ),
 }
 DTYPES = ("bfloat16", "float16", "float32")

@@ -16,9 +16,11 @@ from offplan.engines.formats import render_export
 from offplan.engines.names import engine_parameters
 from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, hold_model, split_layers
 from offplan.errors import ExportError
-from offplan.placement import place
-from offplan.plan import Backend, Goal, Plan, Rule
+from offplan.placement import Phase, place
+from offplan.plan import Backend, Goal, Offload, Plan, Rule
 from offplan.ranks import ONE_RANK, Ranks
+from offplan.schedule import Copy, build_repeated_pass
+from tests.costs.builders import dense_model
 from tests.engines.builders import make_plan, prefetch, up_to, uva
 
 pytestmark = [
@@ -55,6 +57,19 @@ def test_breakable_graphs() -> None:
 
     drafts = {name for name in breakable_architectures() if "MTP" in name}
     assert set(vllm.FACTS["breakable"]) == breakable_architectures() - drafts
+
+
+@pytest.mark.parametrize("num_layers", range(1, 9))
+def test_slots_are_filled_in_the_order_that_is_priced(num_layers: int) -> None:
+    from vllm.model_executor.offloader.prefetch import _get_next_prefetch_index
+
+    for step in range(1, num_layers + 1):
+        offload = Offload(prefetch_step=step, prefill_chunk=1, rules=(prefetch(group_size=1),))
+        placement = place(dense_model(num_layers), offload)
+        passed = build_repeated_pass(placement, num_layers, Phase.DECODE)
+        filled = [op.span.layer for op in passed.operations if isinstance(op, Copy)]
+        turns = range(num_layers)
+        assert filled == [_get_next_prefetch_index(turn, step, num_layers) for turn in turns]
 
 
 @pytest.mark.parametrize("architecture", sorted({*vllm.FACTS["usual"], *vllm.FACTS["renamed"]}))
