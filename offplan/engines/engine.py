@@ -61,6 +61,8 @@ class Engine:
     image: str
     """The container image, without its tag."""
     port: int
+    bind: Flags
+    """Binds each rank to the NUMA node of its GPU; empty where the engine does so by itself."""
     max_bytes_unit: int = 1
     """A rule's ``max_bytes`` is a whole number of these."""
 

@@ -20,15 +20,16 @@ from offplan.units import format_seconds
 
 
 def export_here(plan: Plan, model: Model, engine: str) -> Export:
-    """Say a plan to an engine, with the memory of the GPU that its profile has.
+    """Say a plan to an engine, with the GPU's memory and the NUMA nodes that its profile has.
 
     Raises what ``export_plan`` does; an ExportError also says what making the plan again for the
     engine costs.
     """
     machine = _find_machine(plan)
     gpu_bytes = None if machine is None else machine.gpu_memory.value
+    nodes = None if machine is None or machine.numa_nodes is None else machine.numa_nodes.value
     try:
-        export = export_plan(plan, model, engine, gpu_bytes=gpu_bytes)
+        export = export_plan(plan, model, engine, gpu_bytes=gpu_bytes, numa_nodes=nodes)
     except ExportError as error:
         raise ExportError(f"{error}. {_what_replanning_costs(plan, model, engine)}") from None
     predicted = _predict(plan, model, engine)
