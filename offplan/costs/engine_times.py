@@ -1,8 +1,10 @@
 """What prompts and steps take on engines, which run them by rules of their own.
 
-offplan's own copies go on from one pass to the next. An engine's end with the pass that they are
-part of, so none is under way when the next one begins, and
+offplan's own copies go on from one pass to the next. An engine's end before the next pass begins:
 
+- a captured step waits for all copies that are under way, and joins its own at its end. What a
+  prompt leaves under way is charged to the prompt, though only the first step waits for it: first
+  tokens of prompts one behind the other were measured so;
 - each chunk of a prompt goes through all layers by a pass of its own. A layer that streams waits
   for its copy; once it has run, its slot is filled for the one ``prefetch_step`` further on;
 - a decode step is captured as one graph, in which nothing is computed while a layer is copied.
