@@ -93,17 +93,27 @@ def slots_read(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]
 
 
 def build_pass(
-    placement: Placement, num_layers: int, phase: Phase, ring: Ring, next_phase: Phase
+    placement: Placement,
+    num_layers: int,
+    phase: Phase,
+    ring: Ring,
+    next_phase: Phase,
+    *,
+    copies_again: bool = False,
 ) -> Schedule:
-    """Order the operations of one pass that is followed by a pass of ``next_phase``."""
+    """Order the operations of one pass that is followed by a pass of ``next_phase``.
+
+    With ``copies_again`` every layer that streams is followed by a copy, also of what its slot
+    already holds.
+    """
     spans, following = placement.spans(phase), placement.spans(next_phase)[: placement.num_slots]
     num_slots = min(placement.num_slots, len(spans))
     turn_of = {span.layer: turn for turn, span in enumerate(spans)}
     contents = list(ring)
     operations: list[Operation] = []
 
-    def fill(slot: int, span: Span) -> None:
-        if contents[slot] != span:
+    def fill(slot: int, span: Span, *, again: bool = False) -> None:
+        if again or contents[slot] != span:
             operations.append(Copy(slot, span))
             contents[slot] = span
 
@@ -117,10 +127,22 @@ def build_pass(
         slot, later = turn % num_slots, turn + num_slots
         operations += [Wait(slot, spans[turn]), Compute(layer)]
         if later < len(spans):
-            fill(slot, spans[later])
+            fill(slot, spans[later], again=copies_again)
         elif slot < len(following):
-            fill(slot, following[slot])
+            fill(slot, following[slot], again=copies_again)
     return Schedule(phase, tuple(operations), ring, tuple(contents))
+
+
+def build_repeated_pass(placement: Placement, num_layers: int, phase: Phase) -> Schedule:
+    """Order a pass among passes of the same phase, by an engine that copies after each layer.
+
+    It finds the first spans in the slots, and leaves them there. As many copies follow as layers
+    stream, whatever a slot already holds.
+    Source: vLLM 0.33, ``offloader.prefetch._get_next_prefetch_index``.
+    """
+    spans, empty = placement.spans(phase)[: placement.num_slots], empty_ring(placement)
+    ring = (*spans, *empty[len(spans) :])
+    return build_pass(placement, num_layers, phase, ring, phase, copies_again=True)
 
 
 @dataclass(frozen=True)

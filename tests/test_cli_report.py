@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
-from offplan.plan import Plan, parse_plan
+from offplan.plan import Goal, Plan, parse_plan
 from offplan.planner.find import PlanResult
 from offplan.report.payload import run_payload
 from offplan.report.plan import describe_offload, render_plan
@@ -203,3 +203,10 @@ def test_run_json() -> None:
         "prefill": {"step_s": 0.341, "link_bytes": 15 * GIB},
         "gpu_memory": {"total_bytes": 15 * GIB},
     }
+
+
+def test_run_of_an_engines_plan_says_so() -> None:
+    plan = make_plan(STREAMED)
+    plan = plan.model_copy(update={"goal": Goal(engine="vllm")})
+    told = "Predicted as vllm runs it; ran by offplan's own runtime."
+    assert told in show(render_run(plan, make_result()))

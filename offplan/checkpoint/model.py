@@ -159,6 +159,8 @@ class Model:
     held_outside: tuple[Parameter, ...] = ()
     """The parameters outside the layers where a plan holds one packed; () where they are stored as
     they are held. ``outside`` then lists its parts."""
+    loaded_by: str | None = None
+    """The engine that loads and runs it, by name: ``vllm``; None is offplan's own runtime."""
     share: Share | None = None
     """What it is a part of, where it is what one rank of several holds; None of a whole model."""
 
@@ -192,14 +194,17 @@ class Model:
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
 
     def as_loaded_by(self, engine: str | None) -> "Model":
-        """Return the model as other engines load it; None is ``run``, as it is.
+        """Return the model as other engines load it; None is ``run``, as a checkpoint is opened.
 
         They load its towers, and of latent attention's ``kv_b_proj`` they keep a copy beside it,
         as the two matrices that decode steps multiply latents by.
         Source: vLLM 0.33, ``mla_attention`` (``W_UK_T``, ``W_UV``); SGLang 0.5.23 (``w_kc``).
         """
-        if engine is None:
+        if engine is None and self.loaded_by is None:
             return self
+        if engine is None:
+            not_loaded = self.not_loaded | self.towers
+            return replace(self, not_loaded=not_loaded, derived_bytes=0, loaded_by=None)
         absorbed = (
             parameter.num_weights
             for layer in self.layers
@@ -208,7 +213,12 @@ class Model:
         )
         derived_bytes = sum(absorbed) * self.element_bytes
         left_out = self.not_loaded - self.towers
-        return replace(self, not_loaded=left_out, derived_bytes=derived_bytes)
+        return replace(
+            self,
+            not_loaded=left_out,
+            derived_bytes=derived_bytes,
+            loaded_by=engine.partition("==")[0],
+        )
 
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:

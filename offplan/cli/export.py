@@ -54,7 +54,7 @@ def export(
     if replan:
         with waiting("planning"):
             made = plan_for(loaded, found, engine, ranks)
-        print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made, found)}")
+        print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made)}")
         loaded = made
     with waiting("planning"):  # where it is refused, for what it would cost
         export = export_here(loaded, found, engine)

@@ -71,6 +71,11 @@ def report(
         if changes := list_changes(loaded, priced):
             print_note(f"{plan} says otherwise: {'; '.join(changes)} here")
         portrait = portray(priced, question.model, question.machine)
+        if portrait.lanes is None:
+            notes.append(
+                f"A prompt and a step in time are not drawn: {priced.goal.engine} runs the plan by "
+                "rules of its own."
+            )
         if output is not None:
             try:
                 points = find_frontier(_widen(question), ProgressBar("planning"))

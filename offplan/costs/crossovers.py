@@ -67,7 +67,10 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
 def _streaming_wins(
     model: Model, machine: MachineProfile, workload: Workload
 ) -> Callable[[int], bool]:
-    """Tell whether max(compute, copies) < compute + reading, were all experts offloaded."""
+    """Tell whether max(compute, copies) < compute + reading, were all experts offloaded.
+
+    On an engine, where copies and compute take turns, whether copies < reading.
+    """
     offloaded = [
         [unit for unit in group_units(layer) if unit.is_expert]
         for layer in model.layers
@@ -80,6 +83,8 @@ def _streaming_wins(
         read = sum(uva_bytes(machine, units, model.experts, batch) for units in offloaded)
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = to_seconds(compute.price(shape).resident_ps)
-        return max(resident_s, copies_s) < resident_s + read / machine.uva.value
+        in_turns = model.loaded_by is not None
+        streaming_s = resident_s + copies_s if in_turns else max(resident_s, copies_s)
+        return streaming_s < resident_s + read / machine.uva.value
 
     return wins if offloaded else lambda batch: False

@@ -6,17 +6,28 @@ from typing import Any, Literal
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
+from offplan.costs.engine_times import copies_in_place, engine_pass_times
 from offplan.costs.memory import MARGIN, phase_bytes, scratch_bytes
-from offplan.costs.predict import pass_times, predict
+from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import Figure, MachineProfile
 from offplan.packing import is_packed, pack_model
 from offplan.placement import Phase, Placement, place
 from offplan.plan import PhasePrediction, Plan
-from offplan.schedule import Copy, Schedule, build_steady_request
+from offplan.schedule import Copy, Schedule, build_repeated_pass, build_steady_request
 
 Unit = Literal["bytes", "s", "bytes_per_s", "flops_per_s", "count"]
+
+
+_TIMELINE = "the timeline of {}: layers in order, copies in order as slots get free, waits"
+_STEPS = {
+    (False, Phase.PREFILL): _TIMELINE.format("the schedule"),
+    (False, Phase.DECODE): _TIMELINE.format("the schedule"),
+    (True, Phase.PREFILL): _TIMELINE.format("a pass for each chunk, which its copies end"),
+    (True, Phase.DECODE): "compute + link: the engine's captured steps copy and compute in turns",
+}
+"""How a phase's time follows, on engines and not."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     model = pack_model(model, offload.packing)
     placement = place(model, offload)
     prediction = predict(model, machine, workload, plan.budget, offload)
-    request = build_steady_request(placement, len(model.layers))
+    prompt_schedule, step_schedule = _schedules(placement, model)
     compute = ModelCompute(model, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
     step = compute.price(decode_shape(workload))
@@ -69,10 +80,20 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     return (
         *_derive_memory(model, machine, plan, placement),
         _derive_host_memory(plan, placement),
-        *_derive_phase(placement, model, machine, prompt, request.prefill, prediction.prefill),
-        *_derive_phase(placement, model, machine, step, request.decode, prediction.decode),
+        *_derive_phase(placement, model, machine, prompt, prompt_schedule, prediction.prefill),
+        *_derive_phase(placement, model, machine, step, step_schedule, prediction.decode),
         objective,
     )
+
+
+def _schedules(placement: Placement, model: Model) -> tuple[Schedule, Schedule]:
+    """Return the schedules of a prompt and of a decode step; on engines that of one chunk."""
+    num_layers = len(model.layers)
+    if model.loaded_by is not None:
+        prompt, step = (build_repeated_pass(placement, num_layers, phase) for phase in Phase)
+        return prompt, step
+    request = build_steady_request(placement, num_layers)
+    return request.prefill, request.decode
 
 
 def _derive_memory(
@@ -159,8 +180,13 @@ def _derive_phase(
     prediction: PhasePrediction,
 ) -> Iterator[Term]:
     phase = schedule.phase.value
-    times = pass_times(placement, model, machine, priced)
-    copies = [operation for operation in schedule.operations if isinstance(operation, Copy)]
+    times = engine_pass_times(placement, model, machine, priced)
+    num_passes = 1 if model.loaded_by is None else len(priced.shapes)
+    num_copies = sum(isinstance(operation, Copy) for operation in schedule.operations)
+    copied_bytes, read_bytes = num_passes * schedule.link_bytes, times.uva_bytes
+    if copies_in_place(model):
+        num_copies += sum(slab.span(schedule.phase) is None for slab in placement.slabs)
+        copied_bytes, read_bytes = copied_bytes + read_bytes, 0
     layers_s, outside_s = to_seconds(sum(priced.layer_ps)), to_seconds(priced.outside_ps)
     source = "measured on the machine, at these shapes"
     if not priced.measured:
@@ -186,8 +212,8 @@ def _derive_phase(
             ),
         ),
     )
-    streamed = Input("streamed", schedule.link_bytes, "bytes")
-    in_place = Input("read in place", times.uva_bytes, "bytes")
+    streamed = Input("streamed", copied_bytes, "bytes")
+    in_place = Input("read in place", read_bytes, "bytes")
     yield Term(
         f"{phase}.link_bytes",
         streamed.value + in_place.value,
@@ -197,25 +223,26 @@ def _derive_phase(
     )
     yield Term(
         f"{phase}.link",
-        len(copies) * machine.copy_latency.value
+        num_passes * num_copies * machine.copy_latency.value
         + streamed.value / machine.h2d.value
         + in_place.value / machine.uva.value,
         "s",
         "copies x copy_latency + streamed / h2d + read in place / uva",
         (
-            Input("copies", len(copies), "count"),
+            Input("copies", num_passes * num_copies, "count"),
             _figure(machine, "copy_latency", "s"),
             _figure(machine, "h2d", "bytes_per_s"),
             _figure(machine, "uva", "bytes_per_s"),
         ),
     )
-    waited = "" if schedule.phase is Phase.DECODE else " of what the prompt waits for"
+    is_own_prompt = schedule.phase is Phase.PREFILL and model.loaded_by is None
+    waited = " of what the prompt waits for" if is_own_prompt else ""
     yield Term(f"{phase}.bound", prediction.bound_s, "s", f"max(compute, link{waited})", ())
     yield Term(
         f"{phase}.step",
         prediction.step_s,
         "s",
-        "the timeline of the schedule: layers in order, copies in order as slots get free, waits",
+        _STEPS[model.loaded_by is not None, schedule.phase],
         (
             Input("operations", len(schedule.operations), "count"),
             Input("reading beside copies takes, as a multiple", times.uva_slowdown, "count"),

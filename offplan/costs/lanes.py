@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.predict import pass_times
+from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import (
     NEVER,
     Doing,

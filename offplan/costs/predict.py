@@ -6,20 +6,14 @@ from fractions import Fraction
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.link import embedding_bytes, uva_bytes_by_layer, uva_slowdown
+from offplan.costs.engine_times import price_engine_prompt, price_engine_step
 from offplan.costs.memory import predict_gpu_memory
-from offplan.costs.timeline import (
-    PassTimes,
-    PhaseTimes,
-    price_decode,
-    price_prefill,
-    to_ps,
-    to_seconds,
-)
+from offplan.costs.pass_times import pass_times
+from offplan.costs.timeline import PhaseTimes, price_decode, price_prefill, to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.machine.profile import MachineProfile
 from offplan.packing import pack_model
-from offplan.placement import Placement, Span, place
+from offplan.placement import Placement, place
 from offplan.plan import Budget, Offload, PhasePrediction, Prediction, Workload
 from offplan.schedule import build_steady_request
 
@@ -43,34 +37,16 @@ def price_request(
     prefill: PassCompute,
     decode: PassCompute,
 ) -> RequestTimes:
-    """Price the schedules of one request among many like it."""
+    """Price one request among many like it, by what runs the model."""
+    if model.loaded_by is not None:
+        return RequestTimes(
+            price_engine_prompt(placement, model, machine, prefill),
+            price_engine_step(placement, model, machine, decode),
+        )
     request = build_steady_request(placement, len(model.layers))
     return RequestTimes(
         price_prefill(request.prefill, pass_times(placement, model, machine, prefill)),
         price_decode(request.decode, pass_times(placement, model, machine, decode)),
-    )
-
-
-def pass_times(
-    placement: Placement, model: Model, machine: MachineProfile, priced: PassCompute
-) -> PassTimes:
-    """Find what each operation of a pass takes."""
-
-    def copy_ps(span: Span) -> int:
-        return to_ps(machine.copy_seconds(span.nbytes))
-
-    num_layers = len(model.layers)
-    read = uva_bytes_by_layer(placement, machine, model.experts, num_layers, priced.shapes)
-    rows = embedding_bytes(placement.host_embedding, priced.shapes)
-    first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
-    return PassTimes(
-        compute_ps=priced.layer_ps,
-        outside_ps=priced.outside_ps,
-        # embedding rows are read just before the first layer, and count as its reading
-        uva_ps=(first_ps + to_ps(rows / machine.uva.value), *rest_ps),
-        uva_slowdown=uva_slowdown(machine),
-        uva_bytes=sum(read) + rows,
-        copy_ps=copy_ps,
     )
 
 

@@ -5,7 +5,7 @@ placements or schedules; the plan that is chosen is priced by its schedule again
 row for each candidate; times are whole picoseconds, int64.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -117,6 +117,37 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     moments[:, 1] = fills.sum(axis=1)
     moments[:, 2:] = np.take_along_axis(filled, prompt.layer_of[:, :most], axis=1)
     return _run_pass(prompt, refills, slowdown, moments, drains=True)[:, 0]
+
+
+def engine_prompt_ps(prompt: PassTable, num_passes: Ints) -> Ints:
+    """Time of prompts on an engine, of so many passes each: as ``price_engine_prompt`` has it.
+
+    What a candidate streams it does not read in place. Returns picoseconds, [candidates].
+    """
+    total: Ints = prompt.compute_ps.sum(axis=1) + prompt.read_ps.sum(axis=1) + prompt.outside_ps
+    rows = np.flatnonzero(prompt.streams.any(axis=1))
+    if not len(rows):
+        return total
+    prompt, passes = prompt[rows], num_passes[rows]
+    of_one = replace(
+        prompt,
+        compute_ps=-(-prompt.compute_ps // passes[:, None]),
+        outside_ps=np.zeros_like(passes),
+    )
+    following = np.where(prompt.is_last, prompt.slot, prompt.later)
+    copies = np.take_along_axis(prompt.copy_ps, prompt.layer_at(following), axis=1)
+    refills = np.where(prompt.streams, copies, -1)
+    moments = np.zeros((len(rows), 2 + int(prompt.num_slots.max())), dtype=np.int64)
+    ends = _run_pass(of_one, refills, 1.0, moments)
+    total[rows] = passes * ends[:, :2].max(axis=1) + prompt.outside_ps
+    return total
+
+
+def engine_step_ps(step: PassTable) -> Ints:
+    """Time of decode steps on an engine: as ``price_engine_step`` has it, [candidates]."""
+    copied = np.where(step.streams, step.copy_ps, 0).sum(axis=1)
+    total: Ints = step.compute_ps.sum(axis=1) + step.read_ps.sum(axis=1) + copied + step.outside_ps
+    return total
 
 
 def step_ps(step: PassTable, slowdown: float) -> tuple[Ints, Ints]:

@@ -176,20 +176,6 @@ def run_prompt(schedule: Schedule, times: PassTimes, record: Record = _ignore) -
     return state
 
 
-def price_joined(schedule: Schedule, times: PassTimes, *, in_turns: bool = False) -> int:
-    """Picoseconds of a pass that ends with its copies and begins with all slots filled.
-
-    What lies outside the layers follows both. ``in_turns`` has each copy end before anything else
-    is computed.
-    """
-    if in_turns:
-        copies = [op.span for op in schedule.operations if isinstance(op, Copy)]
-        return times.resident_ps + sum(times.uva_ps) + sum(map(times.copy_ps, copies))
-    state: list[Time] = [0] * (2 + len(schedule.before))
-    run_step(schedule, times, state)
-    return int(max(state[0] - times.outside_ps, state[1])) + times.outside_ps
-
-
 def _run_pass(
     schedule: Schedule,
     times: PassTimes,

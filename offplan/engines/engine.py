@@ -61,11 +61,10 @@ class Engine:
     image: str
     """The container image, without its tag."""
     port: int
+    bind: Flags
+    """Binds each rank to the NUMA node of its GPU; empty where the engine does so by itself."""
     max_bytes_unit: int = 1
     """A rule's ``max_bytes`` is a whole number of these."""
-    copies_in_turns: bool = False
-    """Whether what is to be read in place is copied, a layer before it runs, and whether captured
-    decode steps copy and compute in turns."""
 
     def parse_version(self, text: str) -> Version:
         """Read ``0.31`` or ``0.31.2``; raises ExportError for a version that is not known."""

@@ -28,6 +28,7 @@ ENGINES = {
         command=("vllm", "serve"),
         image="vllm/vllm-openai",
         port=8000,
+        bind={"numa-bind": ()},
     ),
     "sglang": Engine(
         name="sglang",
@@ -40,8 +41,8 @@ ENGINES = {
         command=("python3", "-m", "sglang.launch_server", "--model-path"),
         image="lmsysorg/sglang",
         port=30000,
+        bind={},
         max_bytes_unit=MAX_BYTES_UNIT,
-        copies_in_turns=True,
     ),
 }
 DTYPES = ("bfloat16", "float16", "float32")
@@ -85,11 +86,19 @@ def join_flags(flags: Flags) -> list[str]:
     return [word for name, values in flags.items() for word in (f"--{name}", *values)]
 
 
-def export_plan(plan: Plan, model: Model, engine: str, *, gpu_bytes: int | None = None) -> Export:
+def export_plan(
+    plan: Plan,
+    model: Model,
+    engine: str,
+    *,
+    gpu_bytes: int | None = None,
+    numa_nodes: int | None = None,
+) -> Export:
     """Say the plan to an engine, ``vllm`` or with a version, ``vllm==0.31``.
 
-    ``gpu_bytes`` is the memory of the GPU it is to run on, where that is known. Raises ExportError,
-    naming what would be lost, and PlanError for a plan that is not this model's.
+    ``gpu_bytes`` is the memory of the GPU it is to run on, and ``numa_nodes`` the number of NUMA
+    nodes of its host, where they are known. Raises ExportError, naming what would be lost, and
+    PlanError for a plan that is not this model's.
     """
     chosen, version = find_engine(engine)
     if plan.model.dtype not in DTYPES:
@@ -110,17 +119,20 @@ def export_plan(plan: Plan, model: Model, engine: str, *, gpu_bytes: int | None 
             f"own runtime: {format_bytes(total)} of a budget of "
             f"{format_budget(plan.budget.gpu_memory)}"
         )
+    binds = said.moved and plan.goal.ranks.num_gpus > 1 and numa_nodes != 1
+    bound = chosen.bind if binds and numa_nodes is not None else {}
     return Export(
         engine=chosen,
         version=version,
         source=_locate(plan),
         revision=plan.model.revision,
         said=said,
-        serve={**chosen.serve(plan, gpu_bytes), **chosen.divide(plan.goal.ranks)},
+        serve={**chosen.serve(plan, gpu_bytes), **chosen.divide(plan.goal.ranks), **bound},
         notes=(
             *said.notes,
             *_version_notes(chosen, version, said),
             *_memory_notes(chosen, said, more, gpu_bytes),
+            *(_binding_notes(chosen, numa_nodes) if binds else ()),
         ),
     )
 
@@ -256,6 +268,30 @@ def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) 
             "is, and not how much may be taken in all"
         )
     return notes
+
+
+def _binding_notes(engine: Engine, numa_nodes: int | None) -> list[str]:
+    """Say how ranks come to copy from host memory near their GPUs.
+
+    Source: ``utils/numa_utils`` of vLLM 0.25.1 and 0.33 and of SGLang 0.5.23.
+    """
+    if not engine.bind:
+        return [
+            f"{engine.title} binds each rank to the NUMA node of its GPU by itself, where numactl "
+            "is installed; --numa-node names other nodes"
+        ]
+    option = " ".join(join_flags(engine.bind))
+    if numa_nodes is not None:
+        return [
+            f"{option} binds each rank to the NUMA node of its GPU: numactl must be installed, a "
+            "container allowed to set memory policies (SYS_NICE), and each node have room for what "
+            "its ranks page-lock"
+        ]
+    return [
+        f"how many NUMA nodes the host has is not known here: on one of several add {option}, so "
+        f"that each rank copies from the memory of its own node; on a host of one {engine.title} "
+        "does not start with it"
+    ]
 
 
 def _only_rule(offload: Offload, engine: Engine) -> Rule | None:

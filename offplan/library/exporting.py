@@ -5,14 +5,14 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
-from offplan.costs.engine_times import EngineTimes, price_on_engine
+from offplan.costs.predict import predict
 from offplan.engines.export import Export, export_plan, find_engine
 from offplan.engines.ranks import hold_model
 from offplan.errors import ExportError, InfeasibleError, InputError, OffplanError, ProfileError
 from offplan.library.asking import ask_again
 from offplan.library.planned import open_planned_profile
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Goal, Plan
+from offplan.plan import Goal, Plan, Prediction
 from offplan.planner.make import make_plan
 from offplan.ranks import Ranks
 from offplan.records import explain
@@ -20,23 +20,24 @@ from offplan.units import format_seconds
 
 
 def export_here(plan: Plan, model: Model, engine: str) -> Export:
-    """Say a plan to an engine, with the memory of the GPU that its profile has.
+    """Say a plan to an engine, with the GPU's memory and the NUMA nodes that its profile has.
 
     Raises what ``export_plan`` does; an ExportError also says what making the plan again for the
     engine costs.
     """
     machine = _find_machine(plan)
     gpu_bytes = None if machine is None else machine.gpu_memory.value
+    nodes = None if machine is None or machine.numa_nodes is None else machine.numa_nodes.value
     try:
-        export = export_plan(plan, model, engine, gpu_bytes=gpu_bytes)
+        export = export_plan(plan, model, engine, gpu_bytes=gpu_bytes, numa_nodes=nodes)
     except ExportError as error:
         raise ExportError(f"{error}. {_what_replanning_costs(plan, model, engine)}") from None
-    times = _price(plan, model, engine)
-    if times is None:
+    predicted = _predict(plan, model, engine)
+    if predicted is None:
         return export
     note = (
-        f"predicted there: {format_seconds(times.prefill_s)} to the first token, "
-        f"{format_seconds(times.decode_s)} a token"
+        f"predicted there: {format_seconds(predicted.prefill.step_s)} to the first token, "
+        f"{format_seconds(predicted.decode.step_s)} a token"
     )
     return replace(export, notes=(*export.notes, note))
 
@@ -65,15 +66,12 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
     return plan.model_copy(update=dict(made))  # whose paths start where the plan's do
 
 
-def describe_cost(plan: Plan, made: Plan, model: Model) -> str:
+def describe_cost(plan: Plan, made: Plan) -> str:
     """Say what a request takes on the engine that a plan was made for, beside the plan itself.
 
-    The plan is one of offplan's own runtime, ``model`` is theirs.
+    The plan is one of offplan's own runtime.
     """
-    assert made.goal.engine is not None, "it was made for an engine"
-    times = _price(made, model, made.goal.engine)
-    taken = made.prediction.objective_s if times is None else times.request_s(made.workload)
-    share = taken / plan.prediction.objective_s - 1
+    share = made.prediction.objective_s / plan.prediction.objective_s - 1
     return f"{100 * abs(share):.1f} % {'longer' if share >= 0 else 'shorter'} a request"
 
 
@@ -85,28 +83,19 @@ def _what_replanning_costs(plan: Plan, model: Model, engine: str) -> str:
         return f"Nor would --replan help: {error}"
     except OffplanError as error:
         return f"--replan exports the fastest plan that {title} can run, but not here: {error}"
-    cost = describe_cost(plan, made, model)
+    cost = describe_cost(plan, made)
     return f"--replan exports the fastest plan that {title} can run, predicted {cost}"
 
 
-def _price(plan: Plan, model: Model, engine: str) -> EngineTimes | None:
-    """Price a plan on an engine; None where the profile it was made from is not there."""
+def _predict(plan: Plan, model: Model, engine: str) -> Prediction | None:
+    """Predict a plan on an engine; None where the profile it was made from is not there."""
     machine = _find_machine(plan)
     if machine is None:
         return None
     goal = plan.goal.model_copy(update={"engine": engine})
     held = hold_model(model, goal, plan.workload)
-    times = [
-        price_on_engine(
-            stage,
-            machine.with_ranks(goal.ranks.num_gpus),
-            plan.workload,
-            plan.offload,
-            copies_in_turns=find_engine(engine)[0].copies_in_turns,
-        )
-        for stage in (held.share.stages if held.share is not None else (held,))
-    ]
-    return EngineTimes(sum(t.prefill_s for t in times), sum(t.decode_s for t in times))
+    linked = machine.with_ranks(goal.ranks.num_gpus)
+    return predict(held, linked, plan.workload, plan.budget, plan.offload)
 
 
 def _find_machine(plan: Plan) -> MachineProfile | None:

@@ -48,9 +48,21 @@ def measure_pinning() -> dict[str, object]:
 
 
 def measure_place() -> dict[str, object]:
-    """Find the NUMA node of the current device, as a figure."""
-    node = find_gpu_node()
-    return {} if node is None else {"numa_node": figure(node, "numa_node of the PCI device")}
+    """Find the NUMA node of the current device, and how many there are, as figures."""
+    found = {
+        "numa_node": (find_gpu_node(), "numa_node of the PCI device"),
+        "numa_nodes": (count_numa_nodes(), "nodes whose cpulist is not empty"),
+    }
+    return {name: figure(value, how) for name, (value, how) in found.items() if value is not None}
+
+
+def count_numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> int | None:
+    """Count the host's NUMA nodes with cores; None where the kernel lists none.
+
+    Memory of a GPU may be a node as well, without cores. Source: the kernel's sysfs-devices-node.
+    """
+    lists = [path.read_text().strip() for path in nodes.glob("node[0-9]*/cpulist")]
+    return sum(map(bool, lists)) or None
 
 
 def find_gpu_node() -> int | None:

@@ -149,6 +149,8 @@ class MachineProfile(Record):
     """Registering ordinary memory with the driver, the page faults of fresh pages included."""
     numa_node: Figure[int] | None = None
     """The host's memory that is nearest to the GPU; absent where the kernel names none."""
+    numa_nodes: Figure[int] | None = None
+    """NUMA nodes of the host that have cores; absent where the kernel lists none."""
     gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
     peer: Figure[LinkRate] | None = None

@@ -241,6 +241,8 @@ def bound_times(
         step_read = np.maximum(0, step_read - layers * (byte_ps + ROUNDING_PS))
         prompt_copied = np.maximum(0, prompt_copied - layers * ROUNDING_PS)
         step_copied = np.maximum(0, step_copied - layers * ROUNDING_PS)
+    if space.engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
+        prompt_copied = table.num_chunks[setting] * prompt_copied
     copies, in_turns = step_copied > 0, num_slots == 1
     prompt_turns = np.maximum.reduce([rule.prompt_compute for rule in rules]) * in_turns
     step_turns = np.maximum.reduce([rule.step_compute for rule in rules]) * (in_turns & copies)
@@ -248,4 +250,6 @@ def bound_times(
     prompt_ps = np.maximum(resident_ps[:, 0], prompt_copied + prompt_turns + outside_ps)
     slowly_ps = np.where(copies, np.floor((space.slowdown - 1) * step_read), 0)
     step_ps = np.maximum(resident_ps[:, 1] + slowly_ps, step_copied + step_turns)
+    if space.engine is not None:
+        step_ps = resident_ps[:, 1] + step_copied
     return prompt_ps + prompt_read + row_ps[:, 0], step_ps + step_read + row_ps[:, 1]

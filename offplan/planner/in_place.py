@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from offplan.costs.engine_times import copies_in_place
 from offplan.placement import build_slab
 from offplan.plan import Backend, Rule
 from offplan.planner.space import Option, Room, Space
@@ -78,8 +79,13 @@ class InPlaceRules:
                 slab_bytes, prompt_bytes, step_bytes = self._read(option, kind, of_layer)
                 host_bytes += count * slab_bytes
                 for phase, num_bytes in enumerate((prompt_bytes[setting], step_bytes)):
-                    times[phase] += count * space.reading_ps(num_bytes)
-                    crossing[phase] += count * num_bytes
+                    if copied:
+                        passes = (int(table.num_chunks[setting]), 1)[phase]
+                        times[phase] += count * passes * space.copying_ps(slab_bytes)
+                        crossing[phase] += count * passes * slab_bytes
+                    else:
+                        times[phase] += count * space.reading_ps(num_bytes)
+                        crossing[phase] += count * num_bytes
         return InPlace(
             setting,
             rules,
@@ -104,7 +110,7 @@ class InPlaceRules:
 
     def _copied_bytes(self, option: Option) -> int:
         """Bytes of the largest layer that an option takes, for an engine that copies such."""
-        if self.space.engine is None or not self.space.engine.copies_in_turns:
+        if not copies_in_place(self.space.model):
             return 0
         taken = self.space.taken[option.segment_class]
         return max(sum(unit.nbytes for unit in units) for units in taken)

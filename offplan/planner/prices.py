@@ -8,8 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.steady import PassTable, prompt_ps, step_ps
-from offplan.costs.timeline import to_ps
+from offplan.costs.steady import (
+    PassTable,
+    engine_prompt_ps,
+    engine_step_ps,
+    prompt_ps,
+    step_ps,
+)
 from offplan.placement import Phase, build_slab
 from offplan.plan import Backend
 from offplan.planner.patterns import list_patterns
@@ -103,7 +108,7 @@ class Prices:
         slab = build_slab(chosen)
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
-        copies = [to_ps(space.machine.copy_seconds(size)) if size else 0 for size in sizes]
+        copies = [space.copying_ps(size) if size else 0 for size in sizes]
         in_prefill = [unit for unit, rule in chosen if rule.prefill is Backend.UVA]
         in_decode = [unit for unit, rule in chosen if rule.decode is Backend.UVA]
         never = [unit for unit, rule in chosen if rule.prefill is rule.decode is Backend.UVA]
@@ -167,7 +172,7 @@ class Prices:
     def price(
         self, candidates: Candidates, wanted: Callable[[Floats], NDArray[np.bool_]]
     ) -> tuple[Ints, Ints, Ints, Ints]:
-        """Price both phases, exactly as the candidates' schedules would be.
+        """Price both phases, exactly as the candidates' schedules would be, on an engine or not.
 
         Candidates whose prompt is not ``wanted``, which is told its picoseconds, are left out.
         Returns the others by number, with the picoseconds of their prompts and, as numerator and
@@ -197,6 +202,11 @@ class Prices:
             prefetch_step=candidates.prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
-        prompts_ps = prompt_ps(prompt, step, space.slowdown)
+        if space.engine is not None:
+            prompts_ps = engine_prompt_ps(prompt, table.num_chunks[setting])
+        else:
+            prompts_ps = prompt_ps(prompt, step, space.slowdown)
         rows = np.flatnonzero(wanted(prompts_ps.astype(float)))
+        if space.engine is not None:
+            return rows, prompts_ps[rows], engine_step_ps(step[rows]), np.ones_like(rows)
         return rows, prompts_ps[rows], *step_ps(step[rows], space.slowdown)

@@ -251,6 +251,10 @@ class Space:
         """Picoseconds that kernels take to read so many bytes in place."""
         return to_ps(num_bytes / self.machine.uva.value)
 
+    def copying_ps(self, num_bytes: int) -> int:
+        """Picoseconds of one copy of so many bytes."""
+        return to_ps(self.machine.copy_seconds(num_bytes))
+
     def prompt_read_bytes(self, units: Sequence[Unit]) -> list[int]:
         """Bytes that prompts read of these units of one layer in place, for each setting."""
         chunks = [[shape.num_tokens for shape in each.prefill.shapes] for each in self.settings]

@@ -72,8 +72,9 @@ def _indent(line: str) -> Padding:
 
 
 def _render_neighbours(plan: Plan, neighbours: Sequence[Neighbour]) -> Table:
+    by = f", as {plan.goal.engine} runs it" if plan.goal.engine is not None else ""
     table = make_table(
-        f"One step of each knob ({plan.prediction.basis})",
+        f"One step of each knob ({plan.prediction.basis}{by})",
         *("step", "request", "first token", "a token", "GPU memory"),
     )
 

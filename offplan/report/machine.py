@@ -63,6 +63,7 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any] | None, Cal
         ("host memory", machine.host_memory, units.format_bytes),
         ("pinning host memory", machine.pinning, units.format_rate),
         ("NUMA node", machine.numa_node, str),
+        ("NUMA nodes of the host", machine.numa_nodes, str),
     ]
 
 

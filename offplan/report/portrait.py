@@ -30,7 +30,7 @@ class Portrait:
     machine: MachineProfile | None = None
     """The machine that the plan is for; None where its figures are not known."""
     lanes: RequestLanes | None = None
-    """What compute and link do on that machine; None where it is not known."""
+    """What compute and link do on that machine; None where it is not known, and on engines."""
     frontier: Sequence[Point] = ()
     """The best plans of other budgets; empty where they were not asked for."""
     bench: BenchFile | None = None
@@ -78,5 +78,6 @@ def portray(plan: Plan, model: Model, machine: MachineProfile) -> Portrait:
     """
     plan.require_one_stage("a picture")
     linked = machine.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
-    lanes = trace_plan(plan, model, linked)
+    # an engine's queues are not the schedule's
+    lanes = trace_plan(plan, model, linked) if plan.goal.engine is None else None
     return Portrait(plan, model, machine, lanes)

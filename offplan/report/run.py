@@ -94,6 +94,8 @@ def list_differences(plan: Plan, result: "RunResult | BenchResult | BenchFile") 
         lines.append("Predicted with estimated times of the layers.")
     if result.device != plan.machine.name:
         lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")
+    if plan.goal.engine is not None:
+        lines.append(f"Predicted as {plan.goal.engine} runs it; ran by offplan's own runtime.")
     if (workload.batch, workload.prompt_tokens) != (result.batch, result.prompt_tokens):
         lines.append(
             f"Predicted for batch {workload.batch} and {workload.prompt_tokens} prompt tokens; "

@@ -123,6 +123,8 @@ def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:
         return Finding("prediction", "infeasible", text)
     if priced is plan:
         text = "the decision costs what the plan says"
+        if plan.goal.engine is not None:
+            text += f", as {plan.goal.engine} runs it"
         if not timed:
             text = "memory is what the decision takes; times need the figures it was made from"
         return Finding("prediction", "holds", text)

@@ -94,6 +94,7 @@ def test_a_tower_of_as_many_layers_and_more_bytes():
     assert got.towers == got.not_loaded == vision.keys()
     assert got.loaded_bytes + got.tower_bytes == got.total_bytes
     assert got.as_loaded_by("vllm").loaded_bytes == got.total_bytes
+    assert got.as_loaded_by("vllm").as_loaded_by(None) == got
     unknown = model(under("language_model.", dense_shapes()), config | {"model_type": "vl"})
     assert unknown.architecture.is_multimodal
     assert not unknown.architecture.runs_text_alone

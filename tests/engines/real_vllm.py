@@ -63,6 +63,14 @@ def breakable_architectures() -> frozenset[str]:
     return found
 
 
+def next_filled(turn: int, prefetch_step: int, num_turns: int) -> int:
+    """The turn whose layer vLLM copies once that of a turn has run."""
+    from vllm.model_executor.offloader import prefetch
+
+    found: int = prefetch._get_next_prefetch_index(turn, prefetch_step, num_turns)
+    return found
+
+
 def write_config(folder: Path, architecture: str) -> Path:
     """Write the config of a tiny model of an architecture."""
     family = {**families(), **WITH_TOWERS}[architecture]

@@ -349,3 +349,36 @@ def test_sglang_is_told_the_ranks() -> None:
         "pp-size": ("2",),
         "ep-size": ("2",),
     }
+
+
+@pytest.mark.parametrize(
+    ("numa_nodes", "binds", "note"),
+    [
+        (None, False, "on one of several add --numa-bind"),
+        (1, False, None),
+        (2, True, "--numa-bind binds each rank to the NUMA node of its GPU"),
+    ],
+)
+def test_ranks_copy_from_their_own_nodes(
+    numa_nodes: int | None, binds: bool, note: str | None
+) -> None:
+    """On a host of one node vLLM does not start with the option: it finds no topology."""
+    model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
+    goal = Goal(engine="vllm", tensor_parallel=2)
+    plan = write_plan(prefetch("mlp"), prefetch_step=1).model_copy(update={"goal": goal})
+    export = export_plan(plan, model, "vllm", numa_nodes=numa_nodes)
+    assert ("--numa-bind" in export.command) is binds
+    told = [each for each in export.notes if "NUMA" in each]
+    assert [note in each for each in told] == [True] if note else not told
+    alone = plan.model_copy(update={"goal": Goal(engine="vllm")})
+    assert "--numa-bind" not in export_plan(alone, model, "vllm", numa_nodes=2).command
+
+
+def test_sglang_binds_its_ranks_by_itself() -> None:
+    model = open_model(str(MODELS / "deepseek-v2-lite" / "config.json"))
+    goal = Goal(engine="sglang", tensor_parallel=2)
+    rule = prefetch("experts", group_size=2)
+    plan = write_plan(rule, prefetch_step=1).model_copy(update={"goal": goal})
+    export = export_plan(plan, model, "sglang", numa_nodes=2)
+    assert any("by itself, where numactl" in note for note in export.notes)
+    assert not any("numa" in word for word in export.command)

@@ -16,9 +16,11 @@ from offplan.engines.formats import render_export
 from offplan.engines.names import engine_parameters
 from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, hold_model, split_layers
 from offplan.errors import ExportError
-from offplan.placement import place
-from offplan.plan import Backend, Goal, Plan, Rule
+from offplan.placement import Phase, place
+from offplan.plan import Backend, Goal, Offload, Plan, Rule
 from offplan.ranks import ONE_RANK, Ranks
+from offplan.schedule import Copy, build_repeated_pass
+from tests.costs.builders import dense_model
 from tests.engines.builders import make_plan, prefetch, up_to, uva
 
 pytestmark = [
@@ -55,6 +57,18 @@ def test_breakable_graphs() -> None:
 
     drafts = {name for name in breakable_architectures() if "MTP" in name}
     assert set(vllm.FACTS["breakable"]) == breakable_architectures() - drafts
+
+
+@pytest.mark.parametrize("num_layers", range(1, 9))
+def test_slots_are_filled_in_the_order_that_is_priced(num_layers: int) -> None:
+    from tests.engines.real_vllm import next_filled
+
+    for step in range(1, num_layers + 1):
+        offload = Offload(prefetch_step=step, prefill_chunk=1, rules=(prefetch(group_size=1),))
+        placement = place(dense_model(num_layers), offload)
+        passed = build_repeated_pass(placement, num_layers, Phase.DECODE)
+        filled = [op.span.layer for op in passed.operations if isinstance(op, Copy)]
+        assert filled == [next_filled(turn, step, num_layers) for turn in range(num_layers)]
 
 
 @pytest.mark.parametrize("architecture", sorted({*vllm.FACTS["usual"], *vllm.FACTS["renamed"]}))
@@ -139,6 +153,18 @@ def test_vllm_moves_what_the_plan_says_of_ranks(
         found = {(layer, name) for layer, names in enumerate(moved) for name in names}
         ours = {(each.layer, each.name) for each in said.moved}
         assert found == ours if rule.max_bytes is None else found <= ours
+
+
+def test_ranks_are_bound_to_nodes(tmp_path: Path) -> None:
+    from tests.engines.real_vllm import parse_command, write_config
+
+    path = write_config(tmp_path, "Qwen3ForCausalLM")
+    model = open_model(str(path))
+    plan = with_source(make_plan(RULES["layers"], prefetch_step=1), path, model)
+    plan = plan.model_copy(update={"goal": Goal(engine="vllm", tensor_parallel=2)})
+    for nodes, binds in ((2, True), (1, False)):
+        command = export_plan(plan, model, "vllm", numa_nodes=nodes).command
+        assert parse_command(command[1:]).parallel_config.numa_bind is binds
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(5, 2), (5, 3), (36, 4), (61, 8)])

@@ -33,6 +33,7 @@ MEASURED: dict[str, object] = {
     "uva_beside_copies": 44e9,
     "pinning": 12e9,
     "numa_node": 0,
+    "numa_nodes": 2,
 }
 """The figures that older profiles do not have."""
 

@@ -1,5 +1,7 @@
 """Plans that an engine's flags can say."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan, say_offload
 from offplan.errors import ExportError, InfeasibleError
-from offplan.plan import Goal, Offload
+from offplan.plan import Budget, Goal, Offload
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from offplan.report.why import explain_plan
@@ -42,22 +44,41 @@ def test_a_plan_for_an_engine_can_be_exported(
     assert f"only plans that {engine} can run were searched" in explain_plan(result)
 
 
-def test_the_fastest_of_an_engine_is_found() -> None:
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("share", "h2d"), [(0.5, 1e9), (0.8, 1e9), (0.8, 50e9)])
+def test_the_fastest_of_an_engine_is_found(engine: str, share: float, h2d: float) -> None:
     """As if every plan of one rule were looked at, and those left out that do not export."""
-    question = ask(deepseek(3), make_machine(), 0.5, goal=Goal(engine="vllm"))
+    machine = make_machine(h2d=h2d, uva=0.9 * h2d)
+    question = ask(deepseek(3), machine, share, goal=Goal(engine=engine))
     kept = [
         each.objective_s
         for each in BruteForce(question, (600, 512)).singles
         if can_say(each.offload, question)
     ]
+    if not kept:
+        with pytest.raises(InfeasibleError):
+            make_plan(question)
+        return
     plan = make_plan(question).plan
     assert plan.prediction.objective_s == pytest.approx(min(kept), rel=1e-12)
 
 
+def test_what_an_engine_page_locks_is_within_the_budget() -> None:
+    """Parameters of 6 KiB are page-locked as 8: host memory for the former is not enough."""
+    asked = ask(qwen3(), make_machine(), 0.5, goal=Goal(engine="vllm"))
+    free = make_plan(asked).plan
+    locked = export_plan(free, qwen3(), "vllm").said.pinned_bytes
+    assert locked > free.prediction.host_memory_bytes
+    limit = Budget(gpu_memory=free.budget.gpu_memory, host_memory=locked - 1)
+    plan = make_plan(replace(asked, budget=limit)).plan
+    assert export_plan(plan, qwen3(), "vllm").said.pinned_bytes < locked
+
+
 def can_say(offload: Offload, question: Question) -> bool:
     model, budget = question.model, question.budget
+    assert question.goal.engine is not None
     try:
-        said = say_offload(offload, model, "vllm", budget)
+        said = say_offload(offload, model, question.goal.engine, budget)
     except ExportError:
         return False
     taken = predict(model, question.planned_machine, question.workload, budget, offload)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from offplan.costs.predict import price_request
 from offplan.errors import PlanError
 from offplan.placement import Placement, place
-from offplan.plan import Offload, Workload
+from offplan.plan import Backend, Goal, Offload, Workload
 from offplan.planner.bounds import Loads, bound_times
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates
@@ -65,15 +65,20 @@ def searchers(draw: st.DrawFn) -> Searcher:
     model = draw(st.sampled_from(FIXED) | uneven_models())
     h2d, share = draw(st.sampled_from([1e8, 5e9, 50e9])), draw(st.sampled_from([0.7, 1.0, 1.3]))
     workload = draw(st.sampled_from(WORKLOADS))
-    return Searcher(
-        Space(Question(model, make_machine(h2d=h2d, uva=share * h2d), workload, UNLIMITED))
-    )
+    goal = Goal(engine=draw(st.sampled_from([None, "vllm", "sglang"])))
+    machine = make_machine(h2d=h2d, uva=share * h2d)
+    return Searcher(Space(Question(model, machine, workload, UNLIMITED, goal)))
 
 
 def draw_options(draw: st.DrawFn, searcher: Searcher) -> list[int]:
-    """Choose one option, or two that have no parameter in common."""
+    """Choose one option, or two that have no parameter in common; one for an engine."""
     numbers = st.integers(0, len(searcher.space.options) - 1)
     first = draw(numbers)
+    if searcher.space.engine is not None:
+        # SGLang reads no group of layers in place, and its flags cannot say one
+        option = searcher.space.options[first]
+        assume(option.decode is Backend.PREFETCH or searcher.space.engine.name == "vllm")
+        return [first]
     partners = np.flatnonzero(searcher.disjoint[first]).tolist()
     return [
         first,
