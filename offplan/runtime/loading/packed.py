@@ -23,8 +23,8 @@ from offplan.runtime.loading.mapping import Piece, Target
 RUN_WEIGHTS = 2**23
 """Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
 
-Source: 6.6 GiB of Qwen3-8B on an H200 were packed at 4.7 GB/s by 2**22, mostly launching, 7.1 by
-2**23 and 8.6 by 2**24, where plain reads reach 4.2.
+Source: 7.1 GB of Qwen3-8B on an H200 were packed at 4.7 GB/s by 2**22, mostly launching, 7.1 by
+2**23 and 8.6 by 2**24, into memory touched before.
 """
 
 Fill = Callable[["Matrix", int, torch.Tensor], object]
