@@ -290,14 +290,12 @@ class Divider:
 
     def _divide_rows(self, tensor: TensorInfo) -> TensorInfo:
         """Return a rank's rows of a vocabulary, padded as the engine does."""
-        rows, tensor_ranks = tensor.shape[0], self.ranks.tensor
-        padded = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        if padded % tensor_ranks and self._engine == "sglang":
-            multiple = VOCABULARY_MULTIPLE * tensor_ranks
-            padded = -(-rows // multiple) * multiple
-        if padded % tensor_ranks:
-            self._refuse(f"how the {padded} rows of {tensor.name} are divided")
-        return tensor._replace(shape=(padded // tensor_ranks, *tensor.shape[1:]))
+        tensor_ranks, padded = self.ranks.tensor, pad_rows(tensor)
+        if padded.shape[0] % tensor_ranks and self._engine == "sglang":
+            padded = pad_rows(tensor, VOCABULARY_MULTIPLE * tensor_ranks)
+        if padded.shape[0] % tensor_ranks:
+            self._refuse(f"how the {padded.shape[0]} rows of {tensor.name} are divided")
+        return _divide_dimension(padded, 0, tensor_ranks)
 
     @property
     def _engine(self) -> str:
@@ -308,6 +306,12 @@ class Divider:
             f"{self.ranks.label}: {what} among ranks is not known, or {self.engine} cannot: choose "
             "other numbers of them, or plan for one GPU"
         )
+
+
+def pad_rows(tensor: TensorInfo, multiple: int = VOCABULARY_MULTIPLE) -> TensorInfo:
+    """Return the rows of a vocabulary as an engine pads them."""
+    rows = -(-tensor.shape[0] // multiple) * multiple
+    return tensor._replace(shape=(rows, *tensor.shape[1:]))
 
 
 def split_layers(num_layers: int, num_stages: int, engine: str) -> list[int]:
