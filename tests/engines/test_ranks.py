@@ -217,6 +217,16 @@ def test_codes_are_divided_with_their_scales(tmp_path: Path) -> None:
     assert found["mlp.gate_proj.weight"] == [(256, 256), (2, 2)]
 
 
+def test_ranks_have_whole_blocks_of_codes_the_first_ones_more(tmp_path: Path) -> None:
+    """gpt-oss has 90 blocks; here are 7, of which four ranks have 2, 2, 2 and 1."""
+    held = hold(read(tmp_path, {**STORED_CODES, "intermediate_size": 224}), tensor_parallel=4)
+    found = {p.name: [t.shape for t in p.stored] for p in held.layers[0].parameters}
+    assert found["mlp.experts.gate_up_proj"] == [(4, 128, 2, 16), (4, 128, 2)]
+    assert found["mlp.experts.gate_up_proj_bias"] == [(4, 128)]
+    assert found["mlp.experts.down_proj"] == [(4, 64, 2, 16), (4, 64, 2)]
+    assert found["mlp.experts.down_proj_bias"] == [(4, 64)]
+
+
 @pytest.mark.parametrize(
     ("engine", "num_layers", "num_stages", "counts"),
     [
@@ -293,6 +303,13 @@ def test_what_ranks_cannot_divide(
 ) -> None:
     with pytest.raises(ExportError, match=why):
         hold(read(tmp_path, config), **ranks)
+
+
+def test_buffers_that_may_be_too_small_are_refused(tmp_path: Path) -> None:
+    """Some kernels of SGLang's have room for a quarter of 224 columns, and are given 64."""
+    model = read(tmp_path, {**STORED_CODES, "intermediate_size": 224})
+    with pytest.raises(ExportError, match=r"how 224 in blocks of 32 .* --ep 4, by which ranks"):
+        hold(model, "sglang", tensor_parallel=4)
 
 
 @pytest.mark.parametrize(
