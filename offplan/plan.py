@@ -378,14 +378,6 @@ class Plan(Record):
                 "engine's command"
             )
 
-    def require_one_stage(self, what: str) -> None:
-        """Raise PlanError for a plan of several stages, of which ``what`` shows one alone."""
-        if self.goal.pipeline_parallel > 1:
-            raise PlanError(
-                f"the plan is for {self.goal.pipeline_parallel} stages of layers ({what} shows one "
-                "stage alone, whose times are not the plan's): offplan show says what it predicts"
-            )
-
     def locate(self, path: str) -> str:
         """Return a path that the plan names as it is from here: it starts at the plan's file."""
         return str(self._folder / path)

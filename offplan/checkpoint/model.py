@@ -167,6 +167,11 @@ class Model:
         """The model itself, or the one that it is a rank's share of."""
         return self if self.share is None else self.share.whole
 
+    @property
+    def stages(self) -> tuple["Model", ...]:
+        """What a rank of each stage of the pipeline holds; the model itself where it is in one."""
+        return (self,) if self.share is None else self.share.stages or (self,)
+
     @cached_property
     def architecture(self) -> Architecture:
         """The architecture that the config describes, or a rank's part of it."""

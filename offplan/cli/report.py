@@ -83,7 +83,7 @@ def report(
         page = write_page(portrait, dump_plan(loaded), notes)
         save_file(output, printable(page), force=force)
     if trace is not None:
-        if portrait.lanes is None:
+        if not portrait.lanes:
             raise InputError(f"{trace} was not written. {notes[0]}")
         save_file(trace, write_trace(portrait.lanes, portrait.bench), force=force)
 

@@ -93,8 +93,7 @@ def find_taken(
     _require_one_backend(plan.offload)
     goal = plan.goal.model_copy(update={"engine": "vllm"})
     held = hold_model(model, goal, plan.workload)
-    stages = (held,) if held.share is None else held.share.stages
-    found = [_StageTaken.find(plan.offload, each, version) for each in stages]
+    found = [_StageTaken.find(plan.offload, each, version) for each in held.stages]
     more = max(each.more_ring_bytes for each in found) + held.loaded_bytes
     more -= hold_model(model, plan.goal, plan.workload).loaded_bytes
     _require_budget(plan, more)

@@ -104,7 +104,7 @@ def _price(plan: Plan, model: Model, engine: str) -> EngineTimes | None:
             plan.offload,
             copies_in_turns=find_engine(engine)[0].copies_in_turns,
         )
-        for stage in (held.share.stages if held.share is not None else (held,))
+        for stage in held.stages
     ]
     return EngineTimes(sum(t.prefill_s for t in times), sum(t.decode_s for t in times))
 

@@ -4,7 +4,7 @@ Source: the Trace Event Format, https://ui.perfetto.dev opens it.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from offplan.costs.lanes import PhaseLanes, RequestLanes
@@ -13,27 +13,35 @@ from offplan.report.bench_file import BenchFile, Recording
 NUM_STEPS = 4
 """Predicted decode steps shown; as many as were measured where any were."""
 _LANES = {"compute": 1, "link": 2}
-_PREDICTED, _MEASURED = 1, 2
 
 
-def write_trace(lanes: RequestLanes, bench: BenchFile | None) -> str:
-    """Write a prompt and some decode steps as JSON.
+def write_trace(stages: Sequence[RequestLanes], bench: BenchFile | None) -> str:
+    """Write a prompt and some decode steps as JSON; they go through one stage after the other.
 
     The decode steps of both sides begin at one moment. What was measured has no lane of the link:
     of it only waits are recorded, and compute is what lies between them.
     """
-    events = list(_name_lanes(_PREDICTED, "predicted", ("compute", "link")))
     measured = None if bench is None else bench.measured
     prompt = None if measured is None else measured.prefill.recorded
     steps = None if measured is None else measured.decode.recorded
-    events += _trace_lanes(lanes.prefill, 0.0)
-    decode_s = max(lanes.prefill.step_s, prompt.seconds if prompt is not None else 0.0)
-    for number in range(NUM_STEPS if steps is None else steps.num_passes):
-        events += _trace_lanes(lanes.decode, decode_s + number * lanes.decode.step_s)
+    num_steps = NUM_STEPS if steps is None else steps.num_passes
+    predicted_s = sum(lanes.prefill.step_s for lanes in stages)
+    decode_s = max(predicted_s, prompt.seconds if prompt is not None else 0.0)
+    step_s = sum(lanes.decode.step_s for lanes in stages)
+    events, prompt_begins_s, step_begins_s = list[dict[str, Any]](), 0.0, decode_s
+    for process, lanes in enumerate(stages, 1):
+        name = "predicted" if len(stages) == 1 else f"predicted, stage {process - 1}"
+        events += _name_lanes(process, name, ("compute", "link"))
+        events += _trace_lanes(process, lanes.prefill, prompt_begins_s)
+        for number in range(num_steps):
+            events += _trace_lanes(process, lanes.decode, step_begins_s + number * step_s)
+        prompt_begins_s += lanes.prefill.step_s
+        step_begins_s += lanes.decode.step_s
     if prompt is not None and steps is not None:
-        events += _name_lanes(_MEASURED, "measured", ("compute",))
-        events += _trace_recording(prompt, 0.0)
-        events += _trace_recording(steps, decode_s)
+        process = len(stages) + 1
+        events += _name_lanes(process, "measured", ("compute",))
+        events += _trace_recording(process, prompt, 0.0)
+        events += _trace_recording(process, steps, decode_s)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
@@ -44,21 +52,21 @@ def _name_lanes(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[dic
         yield {**meta, "tid": _LANES[lane], "name": "thread_name", "args": {"name": lane}}
 
 
-def _trace_lanes(lanes: PhaseLanes, start_s: float) -> Iterator[dict[str, Any]]:
+def _trace_lanes(process: int, lanes: PhaseLanes, start_s: float) -> Iterator[dict[str, Any]]:
     for each in lanes.events:
         span = start_s + each.start_s, start_s + each.stop_s
-        yield _event(_PREDICTED, each.queue, each.doing, each.layer, *span)
+        yield _event(process, each.queue, each.doing, each.layer, *span)
 
 
-def _trace_recording(recorded: Recording, start_s: float) -> Iterator[dict[str, Any]]:
+def _trace_recording(process: int, recorded: Recording, start_s: float) -> Iterator[dict[str, Any]]:
     before_s = 0.0
     for wait in recorded.waits:
         span = start_s + wait.start_s, start_s + wait.stop_s
-        yield _event(_MEASURED, "compute", "compute", None, start_s + before_s, span[0])
-        yield _event(_MEASURED, "compute", "wait", wait.layer, *span)
+        yield _event(process, "compute", "compute", None, start_s + before_s, span[0])
+        yield _event(process, "compute", "wait", wait.layer, *span)
         before_s = wait.stop_s
     end_s = start_s + recorded.seconds
-    yield _event(_MEASURED, "compute", "compute", None, start_s + before_s, end_s)
+    yield _event(process, "compute", "compute", None, start_s + before_s, end_s)
 
 
 def _event(
