@@ -135,10 +135,11 @@ class Goal(Record):
                 f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
                 "name the engine that is to run the plan, --for vllm or --for sglang"
             )
-        if self.pipeline_parallel > 1 and (self.targets or self.objective != "latency"):
+        if self.pipeline_parallel > 1 and self.objective != "latency":
             raise ValueError(
-                f"--pp {self.pipeline_parallel} with targets or the objective throughput: plans of "
-                "several stages are searched by the time of one of them; leave these out"
+                f"--pp {self.pipeline_parallel} with the objective throughput: how many batches "
+                "are under way in several stages is the engine's affair, and not predicted; choose "
+                "one with --batch"
             )
         if self.tensor_parallel % self.expert_parallel:
             raise ValueError(
