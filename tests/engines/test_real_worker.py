@@ -80,7 +80,14 @@ def write_plan(
 ) -> tuple[Plan, Model, Path]:
     """Write a tiny model's config and a plan for it."""
     path = real_vllm.write_config(folder, architecture)
-    model = open_model(str(path))
+    return write_plan_of(path, *rules, ranks=ranks, **offload)
+
+
+def write_plan_of(
+    path: Path, *rules: Rule, ranks: Ranks = ONE_RANK, **offload: object
+) -> tuple[Plan, Model, Path]:
+    """Write a plan for the model of a config, beside it."""
+    model, folder = open_model(str(path)), path.parent
     plan = make_plan(*rules)
     found = plan.model.model_copy(
         update={"source": str(path), "headers_sha256": model.headers_sha256}
@@ -297,6 +304,25 @@ def test_the_embedding_is_read_in_place(seam: Any, tmp_path: Path) -> None:
     built.lm_head = built.lm_head.tie_weights(built.model.embed_tokens)
     with pytest.raises(ExportError, match="vLLM has tied lm_head to the input embedding"):
         offloader.post_init()
+
+
+@pytest.mark.parametrize("ranks", [Ranks(2), Ranks(2, 2)], ids=lambda ranks: ranks.label)
+def test_the_rows_of_a_rank_are_read_in_place(seam: Any, ranks: Ranks, tmp_path: Path) -> None:
+    """In the first stage, which alone embeds tokens; an odd vocabulary is padded."""
+    path = real_vllm.write_config(tmp_path, "Qwen3ForCausalLM")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
+    *_, path = write_plan_of(path, ranks=ranks, embeddings="host")
+    config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
+    for stage in range(ranks.pipeline):
+        taken = seam.worker.take_plan(config, stage)
+        offloader = seam.worker.PlanOffloader(taken, lambda: built)  # noqa: B023
+        built = build_on_meta(seam, config, offloader, tmp_path, stage)
+        offloader.post_init()
+        moved = {n for n, p in built.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
+        assert moved == ({"model.embed_tokens.weight"} if stage == 0 else set())
+        assert (taken.embedding is not None) == (stage == 0)
+        if taken.embedding is not None:
+            assert taken.embedding.shape[0] == 64
 
 
 class Block(torch.nn.Module):
