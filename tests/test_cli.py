@@ -424,6 +424,7 @@ def test_each_stage_is_shown(cli: CLI, tmp_path: Path) -> None:
     assert cli(*asked, "--pp", 2, "-o", path, "--svg", tmp_path / "plan.svg").code == 0
     out = cli("analyze", *asked[1:], "--pp", 2, "--verbose").out
     assert re.search(r"Each rank *\n.*\n.*\n *0 +18 .*\n *1 +18 ", out)
+    assert "a strip for each stage" in cli("analyze", *asked[1:], "--pp", 2).out
     kept = ("--pp", 2, "--max-ttft", "1s", "--json")
     made = json.loads(cli(*asked, *kept).out)
     assert made["goal"]["max_ttft_s"] == 1

@@ -43,7 +43,9 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     parts: list[RenderableType] = [Group(*head)]
     if plan.offload.rules:
         legend = "Layers, first to last: as high as their share on the GPU"
-        parts.append(Group(Text(legend), draw_layers(model, plan.offload)))
+        legend += ", a strip for each stage" * (len(model.stages) > 1)
+        strips = (draw_layers(stage, plan.offload) for stage in model.stages)
+        parts.append(Group(Text(legend), *strips))
     memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
     parts.append(Group(Text(f"GPU memory, {format_budget(budget)}"), draw_memory(memory, budget)))
     return [*parts, Text(describe_plainly(plan, model))]
