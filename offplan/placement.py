@@ -220,7 +220,7 @@ def place(model: Model, offload: Offload) -> Placement:
         raise PlanError(_describe_unused(min(unused), rules[min(unused)], model))
     streamed = [_spans(slabs, phase) for phase in Phase]
     embedding = model.input_embedding if offload.embeddings == "host" else None
-    if offload.embeddings == "host" and embedding is None:
+    if offload.embeddings == "host" and model.whole.input_embedding is None:
         raise PlanError(
             f"embeddings: host needs an input embedding of its own; that of {model.source} is "
             "tied to the head, or was not found"

@@ -135,10 +135,11 @@ class Goal(Record):
                 f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
                 "name the engine that is to run the plan, --for vllm or --for sglang"
             )
-        if self.pipeline_parallel > 1 and (self.targets or self.objective != "latency"):
+        if self.pipeline_parallel > 1 and self.objective != "latency":
             raise ValueError(
-                f"--pp {self.pipeline_parallel} with targets or the objective throughput: plans of "
-                "several stages are searched by the time of one of them; leave these out"
+                f"--pp {self.pipeline_parallel} with the objective throughput: how many batches "
+                "are under way in several stages is the engine's affair, and not predicted; choose "
+                "one with --batch"
             )
         if self.tensor_parallel % self.expert_parallel:
             raise ValueError(
@@ -376,14 +377,6 @@ class Plan(Record):
                 f"the plan is for {self.goal.ranks.num_gpus} GPUs ({self.goal.ranks.label}) of "
                 f"{self.goal.engine}: offplan's own runtime runs on one; offplan export prints the "
                 "engine's command"
-            )
-
-    def require_one_stage(self, what: str) -> None:
-        """Raise PlanError for a plan of several stages, of which ``what`` shows one alone."""
-        if self.goal.pipeline_parallel > 1:
-            raise PlanError(
-                f"the plan is for {self.goal.pipeline_parallel} stages of layers ({what} shows one "
-                "stage alone, whose times are not the plan's): offplan show says what it predicts"
             )
 
     def locate(self, path: str) -> str:

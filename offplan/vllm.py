@@ -20,6 +20,7 @@ import torch
 from vllm import __version__ as vllm_version
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.offloader import (
     PrefetchOffloader,
@@ -36,6 +37,7 @@ from offplan.engines.taken import Taken, find_taken
 from offplan.errors import DriftError, ExportError
 from offplan.library.planned import open_planned_model
 from offplan.plan import Backend, Plan, load_plan
+from offplan.ranks import Ranks
 
 VERSIONS = {"0.33.0": (0, 33, 0)}
 """Versions of vLLM that this was tried with; others are refused."""
@@ -61,13 +63,13 @@ class Worker(GPUWorker):
         vLLM cannot do, and DriftError where the model was not loaded as the plan says.
         """
         config = self.vllm_config
-        taken = take_plan(config)
+        stages = config.parallel_config.pipeline_parallel_size
+        taken = take_plan(config, get_pp_group().rank_in_group if stages > 1 else 0)
         self._streams = taken.streams
         # Compiled layers hold the waits for their copies, and vLLM keeps them on disk by what its
         # config says: another plan under the same name must not find them.
         config.additional_config["offplan_sha256"] = taken.fingerprint
-        ranks = config.parallel_config.tensor_parallel_size
-        offloader = PlanOffloader(taken, ranks, lambda: self.model_runner.get_model())
+        offloader = PlanOffloader(taken, lambda: self.model_runner.get_model())
         set_offloader(offloader)
         super().load_model(load_dummy_weights=load_dummy_weights)
         offloader.verify()
@@ -91,10 +93,10 @@ class PlanOffloader(PrefetchOffloader):
     vLLM's other offloader moves first.
     """
 
-    def __init__(self, taken: Taken, ranks: int, find_model: Callable[[], torch.nn.Module]) -> None:
-        """``ranks`` is the number of GPUs that divide each layer."""
+    def __init__(self, taken: Taken, find_model: Callable[[], torch.nn.Module]) -> None:
+        """``taken`` is what this rank leaves in host memory."""
         super().__init__(group_size=1, num_in_group=1, prefetch_step=max(1, taken.num_slots))
-        self._taken, self._ranks, self._find_model = taken, ranks, find_model
+        self._taken, self._find_model = taken, find_model
         self._layers: list[torch.nn.Module] = []
         self._embedding: torch.nn.Module | None = None
 
@@ -124,15 +126,8 @@ class PlanOffloader(PrefetchOffloader):
         for name, parameter in self._taken.layers[index].items():
             if name not in held:
                 yield f"layer {index} has no {name}"
-            elif not self._is_share(held[name].nbytes, parameter.nbytes):
-                yield (
-                    f"{name} of layer {index} takes {held[name].nbytes} bytes, expected those of "
-                    f"one in {self._ranks} ranks of {parameter.nbytes}"
-                )
-
-    def _is_share(self, num_bytes: int, whole_bytes: int) -> bool:
-        """Whether one rank may hold so much: its part, or all of what ranks do not divide."""
-        return num_bytes <= whole_bytes <= num_bytes * self._ranks
+            elif (found := held[name].nbytes) != parameter.nbytes:
+                yield f"{name} of layer {index} takes {found} bytes, expected {parameter.nbytes}"
 
     def post_init(self) -> None:
         """Move the embedding, then allocate the ring and start its first copies."""
@@ -157,10 +152,9 @@ class PlanOffloader(PrefetchOffloader):
                     f"vLLM has tied {name} to the input embedding, which the plan has on the host: "
                     "each step would read all of it over the link"
                 )
-        if weight.nbytes * self._ranks < num_bytes:  # a rank may have more: rows are padded
+        if weight.nbytes != num_bytes:
             raise DriftError(
-                f"the input embedding takes {weight.nbytes} bytes in vLLM, expected a share of "
-                f"{num_bytes} over {self._ranks} ranks"
+                f"the input embedding takes {weight.nbytes} bytes in vLLM, expected {num_bytes}"
             )
         UVAOffloader(ALL, {"weight"}).wrap_modules(iter([found]))
         return found
@@ -188,8 +182,8 @@ class PlanOffloader(PrefetchOffloader):
                 if found != (expected := PLACES[wanted.backend] if wanted else RESIDENT):
                     yield f"{name} of layer {index} is {found}, expected {expected}"
         ring_bytes = self.buffer_pool.total_bytes if self.buffer_pool else 0
-        if not self._is_share(ring_bytes, self._taken.ring_bytes):
-            yield f"the ring takes {ring_bytes} bytes, expected {self._taken.ring_bytes} in all"
+        if ring_bytes != self._taken.ring_bytes:
+            yield f"the ring takes {ring_bytes} bytes, expected {self._taken.ring_bytes}"
         if self._taken.embedding is not None:
             moved = self._embedding
             found = "not found" if moved is None else find_place(moved.weight, None, blocks)
@@ -197,8 +191,8 @@ class PlanOffloader(PrefetchOffloader):
                 yield f"the input embedding is {found}, expected {PLACES[Backend.UVA]}"
 
 
-def take_plan(config: VllmConfig) -> Taken:
-    """Read the plan that vLLM was given, and what it takes of vLLM's model.
+def take_plan(config: VllmConfig, stage: int = 0) -> Taken:
+    """Read the plan that vLLM was given, and what it takes of what a rank of a stage builds.
 
     Raises ExportError for what vLLM, as it was started, cannot do, PlanError and DriftError for a
     plan that is not this model's.
@@ -221,7 +215,11 @@ def take_plan(config: VllmConfig) -> Taken:
         is_config = config.load_config.load_format == "dummy"
         source, revision = str(Path(source) / CONFIG_NAME) if is_config else source, None
     model = open_planned_model(plan, open_model(source, revision=revision))
-    taken = find_taken(plan, model, VERSIONS[version])
+    parallel = config.parallel_config
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    divides_experts = parallel.enable_expert_parallel and model.experts is not None
+    ranks = Ranks(tensor, stages, tensor if divides_experts else 1)
+    taken = find_taken(plan, model, VERSIONS[version], ranks, stage)
     require_known_config(config, plan, taken)
     require_whole_graphs(config, taken.streams)
     return taken
@@ -230,12 +228,13 @@ def take_plan(config: VllmConfig) -> Taken:
 def require_known_config(config: VllmConfig, plan: Plan, taken: Taken) -> None:
     """Raise ExportError for what vLLM was asked to do that the plan could not survive."""
     parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
-    ranks, moe_backend = parallel.tensor_parallel_size, config.kernel_config.moe_backend
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    moe_backend = config.kernel_config.moe_backend
     dtype = str(model.dtype).removeprefix("torch.")
     stored = getattr(model.hf_config, "quantization_config", None)
     quantises = model.quantization_config is not None or (model.quantization and stored is None)
     refused = {
-        "more ranks than those of tensor parallelism": parallel.world_size_across_dp != ranks,
+        "data or context parallelism": parallel.world_size_across_dp != ranks,
         "EPLB, which writes experts into slots of the ring": parallel.enable_eplb,
         "micro-batches (DBO)": parallel.use_ubatching,
         "speculative decoding, whose draft has layers of its own": config.speculative_config,

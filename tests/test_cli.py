@@ -418,15 +418,26 @@ def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     assert 2 * data["ranks"][0]["host_memory_bytes"] == taken["host_memory_bytes"]
 
 
-def test_stages_are_not_drawn(cli: CLI, tmp_path: Path) -> None:
+def test_each_stage_is_shown(cli: CLI, tmp_path: Path) -> None:
     path, model = tmp_path / "plan.yaml", "tests/models/qwen3-8b/config.json"
     asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "7GiB", "--for", "vllm")
-    assert cli(*asked, "--pp", 2, "-o", path).code == 0
+    assert cli(*asked, "--pp", 2, "-o", path, "--svg", tmp_path / "plan.svg").code == 0
     out = cli("analyze", *asked[1:], "--pp", 2, "--verbose").out
     assert re.search(r"Each rank *\n.*\n.*\n *0 +18 .*\n *1 +18 ", out)
-    for shown in (("explain", path), ("report", path, "-o", tmp_path / "report.html")):
-        code, _, err = cli(*shown)
-        assert (code, "the plan is for 2 stages" in err) == (2, True)
+    assert "a strip for each stage" in cli("analyze", *asked[1:], "--pp", 2).out
+    kept = ("--pp", 2, "--max-ttft", "1s", "--json")
+    made = json.loads(cli(*asked, *kept).out)
+    assert made["goal"]["max_ttft_s"] == 1
+    assert made["prediction"]["prefill"]["step_s"] <= 1
+    out = cli("explain", path).out
+    for term in ("stages.0.decode.link: ", "stages.1.gpu_memory.ring: ", "stage 0 ", "stage 1 "):
+        assert term in out
+    assert re.search(r"\nprefill.step: .* = the sum of all stages", out)
+    page = tmp_path / "report.html"
+    assert cli("report", path, "-o", page).code == 0
+    for shown in (page.read_text(), (tmp_path / "plan.svg").read_text()):
+        assert "Layers in stage 1" in shown
+        assert "36 layers stay in host memory" in shown
 
 
 def test_export_makes_the_plan_again(cli: CLI, plan_file: Path) -> None:

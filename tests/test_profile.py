@@ -269,8 +269,24 @@ def test_ranks_share_the_link_where_that_was_measured() -> None:
     figure = {"value": rates, "basis": "measured", "source": "a test"}
     machine = MachineProfile.model_validate({**dict(alone), "h2d_concurrent": figure})
     assert (machine.with_ranks(1), alone.with_ranks(2)) == (machine, alone)
+    assert not machine.timed_layers  # kept once it was asked for
     assert (machine.knows_ranks(2), machine.knows_ranks(4)) == (True, False)
     shared = machine.with_ranks(2)
     assert (shared.h2d.value, shared.uva.value) == (20e9, 16e9)
     assert shared.with_ranks(2) == shared
     assert machine.with_ranks(4) == machine
+
+
+def test_ranks_have_the_link_of_as_many_that_copied_at_once() -> None:
+    rates = [
+        {"device": device, "rate": 80e9 / number, "num_gpus": number}
+        for number in (2, 4, 8)
+        for device in range(number)
+    ]
+    figure = {"value": rates, "basis": "measured", "source": "a test"}
+    alone = make_machine(h2d=50e9, uva=40e9)
+    machine = MachineProfile.model_validate({**dict(alone), "h2d_concurrent": figure})
+    assert machine.with_ranks(1) == machine
+    found = [machine.with_ranks(number).h2d.value for number in (2, 3, 4, 8)]
+    assert found == [40e9, 20e9, 20e9, 10e9]  # of three: no faster than four
+    assert (machine.knows_ranks(8), machine.knows_ranks(16)) == (True, False)

@@ -169,6 +169,11 @@ class Model:
         """The model itself, or the one that it is a rank's share of."""
         return self if self.share is None else self.share.whole
 
+    @property
+    def stages(self) -> tuple["Model", ...]:
+        """What a rank of each stage of the pipeline holds; the model itself where it is in one."""
+        return (self,) if self.share is None else self.share.stages or (self,)
+
     @cached_property
     def architecture(self) -> Architecture:
         """The architecture that the config describes, or a rank's part of it."""
@@ -261,10 +266,11 @@ class Model:
         """The input embedding, if it is a tensor of its own; None where the head is tied to it.
 
         Only a few rows of it are read in a pass, so it may as well lie on the host. None where it
-        is stored in another form than its values: it cannot be read by row.
+        is stored in another form than its values: it cannot be read by row. None, too, in a stage
+        of a pipeline that does not hold it.
         """
         named = self._outside_named(INPUT_EMBEDDINGS)
-        if len(named) != 1 or not named[0].form.is_raw or not self.stores_head:
+        if len(named) != 1 or not named[0].form.is_raw or not self.whole.stores_head:
             return None
         return named[0].tensors[0]
 

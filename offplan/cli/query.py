@@ -88,6 +88,7 @@ class Query:
             model,
             workload,
             store=self.store,
+            num_gpus=self.ranks.num_gpus,
             packing=self.packing and self.engine is None,
             on_stage=ProgressBar,
         )

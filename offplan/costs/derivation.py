@@ -1,7 +1,7 @@
 """Where each number of a prediction comes from: its formula, and what goes into it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from offplan.checkpoint.model import Model
@@ -47,7 +47,8 @@ class Term:
     """A number of a prediction."""
 
     path: str
-    """Where it stands in the plan's file, below ``prediction``: ``decode.link``."""
+    """Where it stands in the plan's file, below ``prediction``: ``decode.link``. What is of one
+    stage of a pipeline alone has the stage before it: ``stages.0.decode.link``."""
     value: float
     unit: Unit
     formula: str
@@ -61,7 +62,21 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     ``model`` is as the plan's engine loads it; ``machine`` has the link to the plan's store. Raises
     PlanError for rules that do not fit the model.
     """
-    plan.require_one_stage("a derivation")
+    stages = [_derive_stage(stage, machine, plan) for stage in model.stages]
+    terms = stages[0] if len(stages) == 1 else tuple(_join(stages))
+    prediction = predict(model, machine, plan.workload, plan.budget, plan.offload)
+    objective = Term(
+        "objective",
+        prediction.objective_s,
+        "s",
+        "prefill.step + output tokens x decode.step",
+        (Input("output tokens", plan.workload.output_tokens, "count"),),
+    )
+    return (*terms, objective)
+
+
+def _derive_stage(model: Model, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
+    """Derive what a rank of one stage takes, or the only GPU; of host memory all of the stage."""
     workload, offload = plan.workload, plan.offload
     model = pack_model(model, offload.packing)
     placement = place(model, offload)
@@ -70,20 +85,28 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     compute = ModelCompute(model, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
     step = compute.price(decode_shape(workload))
-    objective = Term(
-        "objective",
-        prediction.objective_s,
-        "s",
-        "prefill.step + output tokens x decode.step",
-        (Input("output tokens", workload.output_tokens, "count"),),
-    )
     return (
         *_derive_memory(model, machine, plan, placement),
         _derive_host_memory(plan, placement),
         *_derive_phase(placement, model, machine, prompt, prompt_schedule, prediction.prefill),
         *_derive_phase(placement, model, machine, step, step_schedule, prediction.decode),
-        objective,
     )
+
+
+def _join(stages: Sequence[tuple[Term, ...]]) -> Iterator[Term]:
+    """Join the stages of a pipeline: one GPU's memory is the most of any, all else adds up."""
+    for number, terms in enumerate(stages):
+        yield from (replace(term, path=f"stages.{number}.{term.path}") for term in terms)
+    totals = [next(t.value for t in terms if t.path == "gpu_memory.total") for terms in stages]
+    hungriest = totals.index(max(totals))
+    for same in zip(*stages, strict=True):
+        path, unit = same[0].path, same[0].unit
+        if path.startswith("gpu_memory."):
+            formula = f"that of stage {hungriest}, whose GPUs hold most"
+            yield Term(path, same[hungriest].value, unit, formula, ())
+        else:
+            inputs = tuple(Input(f"stage {n}", t.value, unit) for n, t in enumerate(same))
+            yield Term(path, sum(t.value for t in same), unit, "the sum of all stages", inputs)
 
 
 def _schedules(placement: Placement, model: Model) -> tuple[Schedule, Schedule]:
@@ -159,7 +182,7 @@ def _derive_memory(
 
 
 def _derive_host_memory(plan: Plan, placement: Placement) -> Term:
-    on_host, num_gpus = plan.offload.store == "host", plan.goal.ranks.num_gpus
+    on_host, num_gpus = plan.offload.store == "host", plan.goal.ranks.tensor
     embedding = placement.host_embedding.nbytes if placement.host_embedding is not None else 0
     slabs = placement.slab_bytes if on_host else 0
     told = "slabs, each tensor on a boundary" if on_host else "slabs on the host"

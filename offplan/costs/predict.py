@@ -66,8 +66,7 @@ def predict(
     share = model.share
     if share is None:
         return _predict_rank(model, machine, workload, budget, offload)
-    stages = share.stages or (model,)
-    predictions = [_predict_rank(each, machine, workload, budget, offload) for each in stages]
+    predictions = [_predict_rank(each, machine, workload, budget, offload) for each in model.stages]
     hungriest = max(predictions, key=lambda each: each.gpu_memory.total_bytes)
     return hungriest.model_copy(
         update={

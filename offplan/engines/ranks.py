@@ -1,11 +1,13 @@
 """What one rank of an engine holds of a model that is divided among several GPUs.
 
 Source: vLLM 0.33.0, ``layers/linear`` (``QKVParallelLinear``), ``layers/vocab_parallel_embedding``,
-``fused_moe/config`` and ``distributed/utils.get_pp_indices``; SGLang 0.5.23, likewise.
+``fused_moe/config``, ``models/gpt_oss`` (``_load_weights_mxfp4``) and
+``distributed/utils.get_pp_indices``; SGLang 0.5.23, likewise.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -45,6 +47,9 @@ REPEATS_NO_HEADS = frozenset(("GptOssForCausalLM",))
 
 Source: ``OAIAttention``, which divides their number by that of the ranks.
 """
+
+MXFP4_BLOCK = 32
+"""Weights that share a scale there; ranks have whole ones of the experts' intermediate size."""
 
 OUT, IN = -2, -1
 """Dimensions of a matrix, [..., out, in]."""
@@ -229,28 +234,53 @@ class Divider:
         turned = parameter.is_fused and self.model.architecture.routing.in_out
         if turned and parameter.form.is_raw and at == axis and num_dims > 1:
             at = IN + OUT - axis
-        size = parameter.shape[at]
-        block = 1
-        if parameter.form.block is not None:
-            block = parameter.form.block[at]
-        if size % (parts * block):
-            of_blocks = f" in blocks of {block}" * (block > 1)
-            self._refuse(
-                f"how {size}{of_blocks} of {parameter.name} of layer {layer.index} are divided"
-            )
+        share = self._divide_size(parameter, at, parts, layer)
 
         def cut(part: Part, tensors: Tensors) -> Tensors:
-            return tuple(_cut(each, parameter, part, at, parts) for each in tensors)
+            return tuple(_cut(each, parameter, part, at, share) for each in tensors)
 
         logical = parameter.logical_shape
         if logical is not None:
-            logical = _divided(logical, at, parts)
+            logical = _scaled(logical, at, share)
         return replace(
             parameter,
             tensors=cut(Part.WEIGHT, parameter.tensors),
             beside=tuple((part, cut(part, tensors)) for part, tensors in parameter.beside),
             logical_shape=logical,
         )
+
+    def _divide_size(self, parameter: Parameter, at: int, parts: int, layer: Layer) -> Fraction:
+        """Return the part of a dimension that the rank of most has, in whole blocks of scales."""
+        size, block, remedy = parameter.shape[at], 1, ""
+        if parameter.form.block is not None:
+            block = parameter.form.block[at]
+        if parameter.is_expert and any(p.form.kind is Kind.MXFP4 for p in layer.parameters):
+            # a row of gate and one of up go with a column of down
+            num_shards = 1 + ("gate_up" in parameter.name)
+            block = MXFP4_BLOCK * num_shards
+            num_blocks, rest = divmod(size, block)
+            most = -(-num_blocks // parts)
+            last_has_some = most * (parts - 1) < num_blocks
+            is_even = not rest and not size % (parts * num_shards)
+            if self._divides_blocks and is_even and last_has_some:
+                return Fraction(most, num_blocks)
+            remedy = f"--ep {self.ranks.tensor}, by which ranks have whole experts, "
+        if size % (parts * block):
+            of_blocks = f" in blocks of {block}" * (block > 1)
+            self._refuse(
+                f"how {size}{of_blocks} of {parameter.name} of layer {layer.index} are divided",
+                remedy,
+            )
+        return Fraction(1, parts)
+
+    @property
+    def _divides_blocks(self) -> bool:
+        """Whether ranks may have unlike numbers of an expert's blocks of scales.
+
+        vLLM rounds its buffers up by enough; some of SGLang's are smaller than the first rank's.
+        """
+        known = not set(self.model.architecture.class_names).isdisjoint(FACTS["unlike_blocks"])
+        return known and self._engine == "vllm"
 
     def _divide_experts(self, layers: Sequence[Layer]) -> Experts | None:
         experts, groups = self.model.experts, self.ranks.expert
@@ -290,24 +320,28 @@ class Divider:
 
     def _divide_rows(self, tensor: TensorInfo) -> TensorInfo:
         """Return a rank's rows of a vocabulary, padded as the engine does."""
-        rows, tensor_ranks = tensor.shape[0], self.ranks.tensor
-        padded = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        if padded % tensor_ranks and self._engine == "sglang":
-            multiple = VOCABULARY_MULTIPLE * tensor_ranks
-            padded = -(-rows // multiple) * multiple
-        if padded % tensor_ranks:
-            self._refuse(f"how the {padded} rows of {tensor.name} are divided")
-        return tensor._replace(shape=(padded // tensor_ranks, *tensor.shape[1:]))
+        tensor_ranks, padded = self.ranks.tensor, pad_rows(tensor)
+        if padded.shape[0] % tensor_ranks and self._engine == "sglang":
+            padded = pad_rows(tensor, VOCABULARY_MULTIPLE * tensor_ranks)
+        if padded.shape[0] % tensor_ranks:
+            self._refuse(f"how the {padded.shape[0]} rows of {tensor.name} are divided")
+        return _divide_dimension(padded, 0, tensor_ranks)
 
     @property
     def _engine(self) -> str:
         return self.engine.partition("==")[0]
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, remedy: str = "") -> NoReturn:
         raise ExportError(
             f"{self.ranks.label}: {what} among ranks is not known, or {self.engine} cannot: choose "
-            "other numbers of them, or plan for one GPU"
+            f"other numbers of them, {remedy}or plan for one GPU"
         )
+
+
+def pad_rows(tensor: TensorInfo, multiple: int = VOCABULARY_MULTIPLE) -> TensorInfo:
+    """Return the rows of a vocabulary as an engine pads them."""
+    rows = -(-tensor.shape[0] // multiple) * multiple
+    return tensor._replace(shape=(rows, *tensor.shape[1:]))
 
 
 def split_layers(num_layers: int, num_stages: int, engine: str) -> list[int]:
@@ -332,7 +366,9 @@ def _find_module(name: str) -> tuple[str, bool]:
     return last.removesuffix("_bias"), last.endswith("_bias")
 
 
-def _cut(tensor: TensorInfo, parameter: Parameter, part: Part, at: int, parts: int) -> TensorInfo:
+def _cut(
+    tensor: TensorInfo, parameter: Parameter, part: Part, at: int, share: Fraction
+) -> TensorInfo:
     """Return a slice of what is stored of a matrix; what is one value for all stays whole."""
     if parameter.form.kind is Kind.MXFP4 and part is Part.WEIGHT:
         at -= 1  # whose rows are stored by blocks
@@ -341,15 +377,17 @@ def _cut(tensor: TensorInfo, parameter: Parameter, part: Part, at: int, parts: i
         if part is not Part.WEIGHT and not is_by_row:
             return tensor
         at = -1
-    return tensor if tensor.shape[at] == 1 else _divide_dimension(tensor, at, parts)
+    is_whole = tensor.shape[at] == 1
+    return tensor if is_whole else tensor._replace(shape=_scaled(tensor.shape, at, share))
 
 
 def _divide_dimension(tensor: TensorInfo, at: int, parts: int) -> TensorInfo:
-    return tensor._replace(shape=_divided(tensor.shape, at, parts))
+    return tensor._replace(shape=_scaled(tensor.shape, at, Fraction(1, parts)))
 
 
-def _divided(shape: tuple[int, ...], at: int, parts: int) -> tuple[int, ...]:
+def _scaled(shape: tuple[int, ...], at: int, share: Fraction) -> tuple[int, ...]:
     sizes = list(shape)
-    assert sizes[at] % parts == 0, "what does not divide was refused"
-    sizes[at] //= parts
+    size = sizes[at] * share
+    assert size.denominator == 1, "what does not divide was refused"
+    sizes[at] = int(size)
     return tuple(sizes)

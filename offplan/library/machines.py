@@ -60,7 +60,7 @@ def measure_here(
     one if left out), with ``packing`` also packed, and how often its products read weights in
     place. Times of layers are kept on disk, and found there where nothing that they depend on has
     changed, unless all is to be measured ``afresh``. ``with_others`` also uses the host's other
-    GPUs: the link while all of them copy, and a second one's memory as a store. The ``device``
+    GPUs: the link while several copy at once, and a second one's memory as a store. The ``device``
     ``cpu`` is measured as one that plays GPU, to try offplan without any. ``on_stage`` hears what
     begins.
 
@@ -137,19 +137,20 @@ def find_machine(
     workload: Workload,
     *,
     store: Store = "host",
+    num_gpus: int = 1,
     packing: bool = True,
     on_stage: Stages = silent,
 ) -> Machine | None:
     """Take the machine of this profile, else the one at hand; None where that has no GPU.
 
-    The host's other GPUs are measured only where the ``store`` is one of them. Raises what
-    ``load_machine`` and ``measure_here`` raise.
+    The host's other GPUs are measured only where the ``store`` is one of them, or the plan is for
+    several. Raises what ``load_machine`` and ``measure_here`` raise.
     """
     if name is not None:
         return load_machine(name)
     if not has_gpu():
         return None
-    others = store == "peer"
+    others = store == "peer" or num_gpus > 1
     return measure_here(model, workload, with_others=others, packing=packing, on_stage=on_stage)
 
 

@@ -19,20 +19,29 @@ _REPEATS = 16
 
 
 def measure_concurrent() -> dict[str, object]:
-    """Measure host to device while all GPUs copy; nothing where there is one, or one is taken."""
+    """Measure host to device while 2, 4, ... and all GPUs copy, the first ones of the host.
+
+    Engines give ranks these. A number of them of which one is taken is left out.
+    """
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    if len(devices) < 2:
-        return {}
-    try:
-        samples = _copy_together(devices)
-    except RuntimeError:  # out of memory, or in use by a process that shares it with none
-        return {}
-    timings = [summarise(column) for column in zip(*samples, strict=True)]
-    rates = [
-        {"device": device.index, "rate": _SHARE_BYTES / timing.seconds, "spread": timing.spread}
-        for device, timing in zip(devices, timings, strict=True)
-    ]
-    return {"h2d_concurrent": table(rates, f"pinned DMA of {len(devices)} GPUs at once")}
+    rates: list[dict[str, object]] = []
+    for number in count_together(len(devices)):
+        try:
+            samples = _copy_together(devices[:number])
+        except RuntimeError:  # out of memory, or in use by a process that shares it with none
+            break
+        for device, column in zip(devices, zip(*samples, strict=True), strict=False):
+            timing = summarise(column)
+            rate = {"rate": _SHARE_BYTES / timing.seconds, "spread": timing.spread}
+            rates.append({"device": device.index, **rate, "num_gpus": number})
+    how = "pinned DMA of so many GPUs at once, each from a block of its own"
+    return {"h2d_concurrent": table(rates, how)} if rates else {}
+
+
+def count_together(num_gpus: int) -> list[int]:
+    """List the numbers of GPUs that copy at once: 2, 4, ... and all."""
+    powers = (2**power for power in range(1, num_gpus.bit_length()))
+    return sorted({*powers, num_gpus} - {0, 1})
 
 
 def _copy_together(devices: list[torch.device]) -> list[list[float]]:

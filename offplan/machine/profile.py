@@ -100,6 +100,8 @@ class DeviceRate(Record):
     rate: LinkRate
     spread: float | None = Field(None, ge=0)
     """(largest - smallest) / median of the samples."""
+    num_gpus: int | None = Field(None, ge=2)
+    """GPUs that copied at once, the first ones of the host; absent where as many as are listed."""
 
 
 class MachineProfile(Record):
@@ -128,7 +130,7 @@ class MachineProfile(Record):
     d2h_curve: Figure[Curve] | None = None
     """Device to host by size, pinned memory."""
     h2d_concurrent: Figure[tuple[DeviceRate, ...]] | None = None
-    """Host to device of every GPU of the host while all of them copy."""
+    """Host to device of each GPU while 2, 4, ... and all GPUs of the host copy at once."""
     peer_curve: Figure[Curve] | None = None
     """Another GPU's memory to this one's by size; the fastest of the others."""
     uva_rereads: Figure[Rereads] | None = None
@@ -206,27 +208,41 @@ class MachineProfile(Record):
             "copy_latency": self.peer_latency or self.copy_latency,
             "host_memory": self.gpu_memory.model_copy(update={"value": room}),
         }
-        return PeerStoreProfile.model_validate({**dict(self), **changes})
+        return PeerStoreProfile.model_validate({**self._figures, **changes})
 
     def with_ranks(self, num_gpus: int) -> "MachineProfile":
         """Return the profile with the link that each GPU has while so many of the host copy.
 
-        It is the slowest one's while all of them copy, where that was measured of as many; else
-        each is taken to have the whole link.
+        It is the slowest one's of as many that copied at once, or of the next larger number that
+        was measured; where none was, each is taken to have the whole link.
         """
-        if num_gpus == 1 or not self.knows_ranks(num_gpus) or self.h2d_concurrent is None:
+        together = [number for number in self.concurrent_rates if number >= num_gpus]
+        if num_gpus == 1 or not together:
             return self
-        rate = min(each.rate for each in self.h2d_concurrent.value)
-        share = min(1.0, rate / self.h2d.value)
+        share = min(1.0, min(self.concurrent_rates[min(together)]) / self.h2d.value)
         changes = {
             "h2d": self.h2d.model_copy(update={"value": share * self.h2d.value}),
             "uva": self.uva.model_copy(update={"value": share * self.uva.value}),
         }
-        return type(self).model_validate({**dict(self), **changes})
+        return type(self).model_validate({**self._figures, **changes})
 
     def knows_ranks(self, num_gpus: int) -> bool:
         """Whether the link was measured while at least so many GPUs of the host copied."""
-        return self.h2d_concurrent is not None and len(self.h2d_concurrent.value) >= num_gpus
+        return any(number >= num_gpus for number in self.concurrent_rates)
+
+    @property
+    def concurrent_rates(self) -> dict[int, list[float]]:
+        """Bytes a second of each GPU, by how many copied at once."""
+        found: dict[int, list[float]] = {}
+        rates = () if self.h2d_concurrent is None else self.h2d_concurrent.value
+        for each in rates:
+            found.setdefault(each.num_gpus or len(rates), []).append(each.rate)
+        return found
+
+    @property
+    def _figures(self) -> dict[str, Any]:
+        """Its fields, without what is kept of them once it was asked for."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
     def copy_seconds(self, num_bytes: int) -> float:
         """Time of one DMA of ``num_bytes`` to the device."""

@@ -143,12 +143,12 @@ def list_rules(space: Space, prices: Prices) -> Rules:
         option,
         tuple(group.patterns for _, group in groups),
         np.searchsorted(option, np.arange(len(sizes))),
-        _sum_up(space, prices, layers, counts, in_bytes=False),
-        _sum_up(space, prices, layers, counts, in_bytes=True),
+        sum_up(space, prices, layers, counts, in_bytes=False),
+        sum_up(space, prices, layers, counts, in_bytes=True),
     )
 
 
-def _sum_up(
+def sum_up(
     space: Space, prices: Prices, layers: Ints, counts: Ints, *, in_bytes: bool
 ) -> LoadTable:
     """Add up contents, [rules, kinds] by number, of so many layers of each kind."""

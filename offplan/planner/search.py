@@ -18,7 +18,7 @@ from offplan.costs.predict import predict
 from offplan.costs.work import makes_values
 from offplan.engines.export import export_check
 from offplan.packing import pack_everything, packable
-from offplan.plan import Offload, Rule
+from offplan.plan import Budget, Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
 from offplan.planner.bounds import Loads, Rules, bound_times, cross, list_rules
 from offplan.planner.in_place import InPlaceRules
@@ -26,6 +26,7 @@ from offplan.planner.limits import check_range
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
 from offplan.planner.space import PREFETCH_STEPS, Room, Space
+from offplan.planner.stages import Stages
 
 MAX_RULES = 2
 """Rules of a plan, at most."""
@@ -111,6 +112,13 @@ class Searcher:
         return list_rules(self.space, self.prices)
 
     @cached_property
+    def stages(self) -> Stages | None:
+        """The other stages of a pipeline, whose times add up; None where there is one."""
+        if self.space.question.goal.pipeline_parallel == 1:
+            return None
+        return Stages(self.space, self.rules)
+
+    @cached_property
     def in_place(self) -> InPlaceRules:
         """Plans that copy nothing."""
         return InPlaceRules(self.space)
@@ -123,20 +131,19 @@ class Searcher:
         return np.array([[one.isdisjoint(other) for other in held] for one in held])
 
     @cached_property
-    def can_export(self) -> Callable[[Offload], bool]:
+    def can_export(self) -> Callable[[Offload, Budget], bool]:
         """Whether an engine's flags can say a plan that fits there; our own runtime takes any."""
         question = self.space.question
         if question.goal.engine is None:
-            return lambda _: True
+            return lambda _, __: True
         say = export_check(question.model, question.goal.engine, question.budget)
 
-        def fits(offload: Offload) -> bool:
+        def fits(offload: Offload, budget: Budget) -> bool:
             said = say(offload)
             has_stages = question.goal.pipeline_parallel > 1
             if said is None or (said.more_gpu_bytes <= 0 and not has_stages):
                 return said is not None
-            workload, budget = question.workload, question.budget
-            taken = predict(question.model, self.space.machine, workload, budget, offload)
+            taken = predict(question.model, self.space.machine, question.workload, budget, offload)
             host = budget.host_memory
             fits_host = host is None or taken.host_memory_bytes <= host
             more = max(0, said.more_gpu_bytes)
@@ -189,7 +196,7 @@ class _Run:
     def __init__(self, searcher: Searcher, room: Room, aim: Aim, limit: float) -> None:
         self.searcher, self.room, self.aim, self.limit = searcher, room, aim, limit
         self.space, self.prices, self.rules = searcher.space, searcher.prices, searcher.rules
-        self.search = Search()
+        self.stages, self.search = searcher.stages, Search()
 
     def try_in_place(self) -> None:
         """Try the plans that copy nothing."""
@@ -197,11 +204,17 @@ class _Run:
             if not self._note(np.array([each.gpu_lack]), np.array([each.host_lack]))[0]:
                 continue
             self.search.num_candidates += 1
-            value = self.aim.values(*np.array(each.times_ps, float).reshape(2, 1))[0]
+            write = partial(self._offload, each.setting, 1, each.rules)
+            prompt_ps, step_ps = each.times_ps[0], Fraction(each.times_ps[1])
+            if self.stages is not None:
+                more = self.stages.price_offload(write(), each.setting)
+                if more is None:
+                    continue
+                prompt_ps, step_ps = prompt_ps + more[0], step_ps + more[1]
+            value = self.aim.values(*np.array([prompt_ps, step_ps], float).reshape(2, 1))[0]
             if value <= self._most and value < NEVER:
                 rank = (len(each.rules), each.link_bytes, 1, each.setting, *each.rank)
-                exact = self.aim.exact(each.times_ps[0], Fraction(each.times_ps[1]))
-                self._offer(exact, rank, partial(self._offload, each.setting, 1, each.rules))
+                self._offer(self.aim.exact(prompt_ps, step_ps), rank, write)
 
     def try_singles(self) -> None:
         """Try the plans of one rule."""
@@ -245,6 +258,9 @@ class _Run:
             first, setting, slots = first[fits], setting[fits], slots[fits]
             loads = Loads(*(column[fits] for column in loads))
             times = bound_times(space, [loads], setting, slots)
+            if self.stages is not None:
+                more = self.stages.bound(first, setting, slots)
+                times = times[0] + more[0], times[1] + more[1]
             traffic = cross([rules.traffic.at(first, setting)], slots, 0)
             rows = space.table.row_bytes[setting]
             link_bytes = [
@@ -387,11 +403,20 @@ class _Run:
         rows, prompt_ps, over, under = self.prices.price(
             candidates, lambda prompt_ps: self.aim.values(prompt_ps, step_ps) <= self._most
         )
-        values = self.aim.values(prompt_ps.astype(float), over / under)
+        elsewhere: list[Fraction] = []
+        if self.stages is not None:
+            taken = self.stages.price(candidates.choose(rows))
+            kept = np.flatnonzero(taken.has_same_flags)
+            rows, over, under = rows[kept], over[kept], under[kept]
+            prompt_ps = prompt_ps[kept] + taken.prompt_ps[kept]
+            elsewhere = [taken.step_ps[number] for number in kept.tolist()]
+        more_ps = np.array([float(each) for each in elsewhere]) if elsewhere else 0.0
+        values = self.aim.values(prompt_ps.astype(float), over / under + more_ps)
         for number in np.argsort(values, kind="stable"):
             if values[number] > self._most * (1 + ROUNDING) or values[number] == NEVER:
                 return
             step = Fraction(int(over[number]), int(under[number]))
+            step += elsewhere[number] if elsewhere else 0
             value, rank = self.aim.exact(int(prompt_ps[number]), step), rank_of(rows[number])
             self._offer(value, rank, partial(self._offload_of, candidates, rows[number]))
 
@@ -433,7 +458,7 @@ class _Run:
         best = self.search.best
         if value < self.limit and (best is None or (value, rank) < best[:2]):
             offload = write()
-            if self.searcher.can_export(offload):
+            if self.searcher.can_export(offload, self.room.budget):
                 self.search.best = Found(value, rank, offload)
 
     def _note(self, gpu_lacks: Floats, host_lacks: Floats) -> NDArray[np.bool_]:

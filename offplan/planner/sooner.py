@@ -25,8 +25,7 @@ def find_sooner(question: Question, result: PlanResult) -> Plan | None:
     goal, fastest = question.goal, result.plan.prediction
     # as people would type it
     wanted_s = float(f"{fastest.prefill.step_s / WORTH_TELLING:.2g}")
-    has_other_goal = goal.targets or goal.objective != "latency" or goal.pipeline_parallel > 1
-    if has_other_goal or wanted_s < result.floor.prefill_s:
+    if goal.targets or goal.objective != "latency" or wanted_s < result.floor.prefill_s:
         return None
     asked = replace(question, goal=goal.model_copy(update={"max_ttft_s": wanted_s}))
     searcher = Searcher(Space(asked))

@@ -10,6 +10,7 @@ take whole parameters in order up to ``max_bytes``, read in place.
 A third rule was found to buy at most 1.5 % (median 0) in 161 cases without targets, less than
 predictions are off by; more where a target or the host's memory is all but out of reach.
 What an engine's flags are to say is one rule with one backend, and no host embedding.
+Of a pipeline it is the space of the hungriest stage; ``planner.stages`` prices the others.
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
@@ -277,6 +278,7 @@ class Room:
     """Bytes of layers' weights that must leave the GPU, the ring's to come on top; may be < 0."""
     host_bytes: NDArray[np.float64]
     """Bytes of slabs of one rank that the store has room for; infinite where it is not limited."""
+    budget: Budget
 
 
 def find_room(space: Space, budget: Budget) -> Room:
@@ -287,4 +289,4 @@ def find_room(space: Space, budget: Budget) -> Room:
     limit = float("inf") if budget.host_memory is None else budget.host_memory
     limit /= space.question.goal.ranks.num_gpus  # all ranks lock as much
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
-    return Room(np.array(lacking), np.array(host, dtype=np.float64))
+    return Room(np.array(lacking), np.array(host, dtype=np.float64), budget)

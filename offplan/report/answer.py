@@ -43,7 +43,9 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     parts: list[RenderableType] = [Group(*head)]
     if plan.offload.rules:
         legend = "Layers, first to last: as high as their share on the GPU"
-        parts.append(Group(Text(legend), draw_layers(model, plan.offload)))
+        legend += ", a strip for each stage" * (len(model.stages) > 1)
+        strips = (draw_layers(stage, plan.offload) for stage in model.stages)
+        parts.append(Group(Text(legend), *strips))
     memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
     parts.append(Group(Text(f"GPU memory, {format_budget(budget)}"), draw_memory(memory, budget)))
     return [*parts, Text(describe_plainly(plan, model))]
@@ -161,9 +163,10 @@ def describe_packing(packing: Packing, model: Model) -> str:
 
 
 def _describe_rule(rule: Rule, model: Model, where: str) -> str:
+    layers = [layer for stage in model.stages for layer in stage.layers]
     taken = [
         layer
-        for layer in model.layers
+        for layer in layers
         if rule.selects_layer(layer.index) and any(rule.matches(p.name) for p in layer.parameters)
     ]
     what, few, experts = (
@@ -180,9 +183,9 @@ def _describe_rule(rule: Rule, model: Model, where: str) -> str:
     reads = _READS[rule.prefill, rule.decode].format(few)
     joint = " " if reads.startswith("and") else ": "
     size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
-    total = len(model.layers)
-    layers = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
-    return f"{size} of {layers} layers stay {where}{joint}{reads}"
+    total = len(layers)
+    told = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
+    return f"{size} of {told} layers stay {where}{joint}{reads}"
 
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:

@@ -1,13 +1,13 @@
 """The machine: each figure with how it was obtained."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.table import Table
 
 from offplan import units
 from offplan.machine.curve import Rereads
-from offplan.machine.profile import DeviceRate, Figure, MachineProfile
+from offplan.machine.profile import Figure, MachineProfile
 from offplan.report.table import make_table
 
 
@@ -58,7 +58,7 @@ def _figures(machine: MachineProfile) -> list[tuple[str, Figure[Any] | None, Cal
         ("context, libraries, graphs", machine.gpu_overhead, units.format_bytes),
         ("the same beside copies", machine.uva_beside_copies, units.format_rate),
         ("re-reads in place", machine.uva_rereads, _show_last_reread),
-        ("host to device, all GPUs", machine.h2d_concurrent, _show_slowest),
+        ("host to device, GPUs at once", machine.h2d_concurrent, lambda _: _show_slowest(machine)),
         ("peer GPU to this one, DMA", machine.peer, units.format_rate),
         ("host memory", machine.host_memory, units.format_bytes),
         ("pinning host memory", machine.pinning, units.format_rate),
@@ -71,5 +71,7 @@ def _show_last_reread(points: Rereads) -> str:
     return f"{points[-1].factor:.3g}x at {points[-1].rows} rows"
 
 
-def _show_slowest(rates: Sequence[DeviceRate]) -> str:
-    return f"{units.format_rate(min(each.rate for each in rates))} the slowest of {len(rates)}"
+def _show_slowest(machine: MachineProfile) -> str:
+    rates = sorted(machine.concurrent_rates.items())
+    told = (f"{units.format_rate(min(each))} the slowest of {number}" for number, each in rates)
+    return "; ".join(told)

@@ -8,7 +8,13 @@ from offplan.costs.lanes import RequestLanes, trace_plan
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan
 from offplan.planner.frontier import Point
-from offplan.report.answer import describe_fit, describe_model, describe_plainly, describe_speed
+from offplan.report.answer import (
+    describe_fit,
+    describe_model,
+    describe_plainly,
+    describe_ranks,
+    describe_speed,
+)
 from offplan.report.bench_file import BenchFile
 from offplan.report.pictures.canvas import Canvas
 from offplan.report.pictures.compared import draw_comparison
@@ -38,12 +44,13 @@ class Portrait:
 
     def say(self) -> list[str]:
         """Answer in sentences: what it is, whether it fits, how fast it is, what lies where."""
-        fit = self.plan.describe_excess()
-        if fit is None and self.machine is not None:
-            fit = describe_fit(self.plan, self.machine)
+        fit, ranks = self.plan.describe_excess(), list[str]()
+        if self.machine is not None:
+            fit = fit or describe_fit(self.plan, self.machine)
+            ranks = describe_ranks(self.plan, self.model, self.machine)
         # a file may say anything
         speed = describe_speed(self.plan) if self.plan.prediction.decode.step_s else None
-        lines = [fit, speed, describe_plainly(self.plan, self.model)]
+        lines = [fit, *ranks, speed, describe_plainly(self.plan, self.model)]
         return [describe_model(self.model), *filter(None, lines)]
 
     def draw(self) -> Iterator[tuple[str, str, Canvas]]:
@@ -53,8 +60,14 @@ class Portrait:
         """
         plan, basis = self.plan, self.plan.prediction.basis
         piles = "First to last, a column each; the one apart is what lies outside of them."
-        yield "Layers", piles, draw_layers(self.model, plan.offload)
-        yield "Memory", "Each bar is as long as its budget, where there is one.", draw_memory(plan)
+        stages = self.model.stages
+        places = [f" in stage {n}" * (len(stages) > 1) for n in range(len(stages))]
+        for where, stage in zip(places, stages, strict=True):
+            yield f"Layers{where}", piles, draw_layers(stage, plan.offload)
+        told = "Each bar is as long as its budget, where there is one."
+        if len(stages) > 1:
+            told += " GPU memory is that of a GPU of the stage that takes most, the host's is all."
+        yield "Memory", told, draw_memory(plan)
         if self.lanes is not None:
             steps = format_seconds(self.lanes.prefill.step_s)
             title = f"A prompt of {plan.workload.prompt_tokens} tokens: {steps}"
@@ -76,7 +89,6 @@ def portray(plan: Plan, model: Model, machine: MachineProfile) -> Portrait:
     Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
     plan's store is not known.
     """
-    plan.require_one_stage("a picture")
     linked = machine.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
     # an engine's queues are not the schedule's
     lanes = trace_plan(plan, model, linked) if plan.goal.engine is None else None

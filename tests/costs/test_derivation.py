@@ -13,6 +13,7 @@ from offplan.library.repricing import price_on
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, load_plan
 from offplan.planner.make import make_plan
+from offplan.ranks import Ranks
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import ROOT
 
@@ -54,15 +55,33 @@ def test_so_is_that_of_a_stored_form(tmp_path: Path, name: str) -> None:
     check(model, question.planned_machine, make_plan(question).plan)
 
 
+@pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(2, 3)], ids=lambda r: r.label)
+def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
+    model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
+    question = ask(
+        model,
+        load_machine("h200-pcie5"),
+        gpu_memory=12 * 2**30 // ranks.num_gpus,
+        engine="vllm",
+        ranks=ranks,
+    )
+    check(question.model, question.planned_machine, make_plan(question).plan)
+
+
 def check(model: Model, machine: MachineProfile, plan: Plan) -> None:
     """Hold each term against what is predicted, to the byte."""
     priced = price_on(plan, model, machine)
     terms = derive_prediction(model, machine, priced)
+    of_stages = [term for term in terms if term.path.startswith("stages.")]
+    terms = tuple(term for term in terms if term not in of_stages)
+    assert len(of_stages) == (len(model.stages) > 1) * len(model.stages) * (len(terms) - 1)
     derived = {term.path: term.value for term in terms}
     figures = list_figures(priced)
     assert figures.pop("peer_memory") == 0
     assert derived == pytest.approx(figures, rel=1e-9)
     sizes = {term.path: term.value for term in terms if term.unit == "bytes"}
     assert sizes == {path: figures[path] for path in sizes}
-    machine_figures = {each.name for term in terms for each in term.inputs if each.source}
+    machine_figures = {
+        each.name for term in (*terms, *of_stages) for each in term.inputs if each.source
+    }
     assert {"h2d", "uva", "copy_latency", "gpu_overhead"} <= machine_figures

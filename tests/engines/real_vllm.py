@@ -228,6 +228,7 @@ def record_moved(config: Any, folder: Path, stage: int = 0) -> list[list[str]]:
             taken[id(module)] = whitelist_param_names
 
     streams = torch.cuda.Stream
+    replaced = prefetch._ModuleOffloader, uva.get_accelerator_view_from_cpu_tensor
     torch.cuda.Stream = object  # type: ignore[assignment, misc]
     prefetch._ModuleOffloader = ModuleOffloader
     uva.get_accelerator_view_from_cpu_tensor = torch.Tensor.to
@@ -249,6 +250,7 @@ def record_moved(config: Any, folder: Path, stage: int = 0) -> list[list[str]]:
         build(config, offloader, folder, stage)
     finally:
         torch.Tensor.to = moves  # type: ignore[method-assign]
+        prefetch._ModuleOffloader, uva.get_accelerator_view_from_cpu_tensor = replaced
     for layer in layers:
         marked = [n for n, p in layer.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")]
         taken.setdefault(id(layer), marked)

@@ -19,73 +19,11 @@ from offplan.ranks import Ranks
 from tests.costs.builders import make_machine
 from tests.engines.builders import make_plan as write_plan
 from tests.engines.builders import prefetch, uva
+from tests.engines.configs import BLOCKS, DENSE, LATENT, MOE, STORED_CODES
 
 MODELS = Path(__file__).parent.parent / "models"
 GIB = 2**30
 SHORT = Workload(prompt_tokens=32, output_tokens=16, context=64)
-DENSE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 5,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-    "vocab_size": 100,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
-MOE = {
-    **DENSE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
-LATENT = {
-    **DENSE,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 16,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
-STORED_CODES = {
-    **DENSE,
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "intermediate_size": 128,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-    "sliding_window": 8,
-    "quantization_config": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
-            *("model.embed_tokens", "lm_head"),
-        ],
-    },
-}
-BLOCKS = {
-    **DENSE,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 32,
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-}
 
 
 def read(folder: Path, config: Mapping[str, Any]) -> Model:
@@ -217,6 +155,16 @@ def test_codes_are_divided_with_their_scales(tmp_path: Path) -> None:
     assert found["mlp.gate_proj.weight"] == [(256, 256), (2, 2)]
 
 
+def test_ranks_have_whole_blocks_of_codes_the_first_ones_more(tmp_path: Path) -> None:
+    """gpt-oss has 90 blocks; here are 7, of which four ranks have 2, 2, 2 and 1."""
+    held = hold(read(tmp_path, {**STORED_CODES, "intermediate_size": 224}), tensor_parallel=4)
+    found = {p.name: [t.shape for t in p.stored] for p in held.layers[0].parameters}
+    assert found["mlp.experts.gate_up_proj"] == [(4, 128, 2, 16), (4, 128, 2)]
+    assert found["mlp.experts.gate_up_proj_bias"] == [(4, 128)]
+    assert found["mlp.experts.down_proj"] == [(4, 64, 2, 16), (4, 64, 2)]
+    assert found["mlp.experts.down_proj_bias"] == [(4, 64)]
+
+
 @pytest.mark.parametrize(
     ("engine", "num_layers", "num_stages", "counts"),
     [
@@ -295,12 +243,22 @@ def test_what_ranks_cannot_divide(
         hold(read(tmp_path, config), **ranks)
 
 
+def test_buffers_that_may_be_too_small_are_refused(tmp_path: Path) -> None:
+    """Some kernels of SGLang's have room for a quarter of 224 columns, and are given 64."""
+    model = read(tmp_path, {**STORED_CODES, "intermediate_size": 224})
+    with pytest.raises(ExportError, match=r"how 224 in blocks of 32 .* --ep 4, by which ranks"):
+        hold(model, "sglang", tensor_parallel=4)
+
+
 @pytest.mark.parametrize(
     ("goal", "why"),
     [
         ({"tensor_parallel": 2}, "--tp 2 without an engine"),
         ({"engine": "vllm", "tensor_parallel": 4, "expert_parallel": 3}, "--ep 3 does not divide"),
-        ({"engine": "vllm", "pipeline_parallel": 2, "max_tpot": 1.0}, "--pp 2 with targets"),
+        (
+            {"engine": "vllm", "pipeline_parallel": 2, "objective": "throughput"},
+            "--pp 2 with the objective throughput",
+        ),
     ],
 )
 def test_goals_that_contradict_themselves(goal: dict[str, Any], why: str) -> None:

@@ -175,15 +175,30 @@ def test_layers_of_stages(num_layers: int, num_stages: int) -> None:
     assert split_layers(num_layers, num_stages, "vllm") == [end - start for start, end in ends]
 
 
-@pytest.mark.parametrize("ranks", [ONE_RANK, Ranks(2), Ranks(2, expert=2)])
-def test_experts_of_mxfp4(ranks: Ranks, tmp_path: Path) -> None:
-    """By Marlin's kernels, which round their sizes up."""
+@pytest.mark.parametrize(
+    "ranks", [ONE_RANK, Ranks(2), Ranks(2, expert=2), Ranks(4), Ranks(8), Ranks(8, expert=8)]
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 96, "intermediate_size": 736},
+        {"hidden_size": 2880, "intermediate_size": 2880},  # gpt-oss': 90 blocks of scales
+    ],
+)
+def test_experts_of_mxfp4(ranks: Ranks, sizes: Mapping[str, int], tmp_path: Path) -> None:
+    """By Marlin's kernels, which round their sizes up; blocks need not divide by the ranks."""
     from tests.engines.real_vllm import parse_command, record_layers, write_config
 
     path = write_config(tmp_path, "GptOssForCausalLM")
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     config = json.loads(path.read_text())
-    config |= {"hidden_size": 96, "intermediate_size": 320}
+    config |= {
+        **sizes,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts": 8,
+    }
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     path.write_text(json.dumps(config))
     model = open_model(str(path))

@@ -18,10 +18,14 @@ import torch
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.engines.export import join_flags
+from offplan.engines.ranks import hold_model
 from offplan.engines.taken import find_taken
+from offplan.engines.vllm import divide_vllm
 from offplan.errors import DriftError, ExportError, OffplanError
-from offplan.placement import place
-from offplan.plan import Backend, Plan, Rule, dump_plan
+from offplan.placement import Placement, place
+from offplan.plan import Backend, Goal, Plan, Rule, dump_plan
+from offplan.ranks import ONE_RANK, Ranks
 from tests.engines import real_vllm
 from tests.engines.builders import make_plan, prefetch, up_to, uva
 
@@ -40,6 +44,7 @@ RULES = {
     "bytes, then layers": (up_to("20KB", "self_attn"), prefetch("mlp", group_size=1)),
     "in place": (uva("self_attn.o_proj", group_size=2),),
 }
+RANKS = (Ranks(2), Ranks(2, expert=2), Ranks(1, 2), Ranks(2, 2))
 AT_NOTHING = {"address": 0, "total_size": 1}
 """A block of memory in which all tensors of the meta device are."""
 SMALL = ("serve", "--max-model-len", "64")
@@ -71,19 +76,36 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def write_plan(
-    folder: Path, architecture: str, *rules: Rule, **offload: object
+    folder: Path, architecture: str, *rules: Rule, ranks: Ranks = ONE_RANK, **offload: object
 ) -> tuple[Plan, Model, Path]:
     """Write a tiny model's config and a plan for it."""
     path = real_vllm.write_config(folder, architecture)
-    model = open_model(str(path))
+    return write_plan_of(path, *rules, ranks=ranks, **offload)
+
+
+def write_plan_of(
+    path: Path, *rules: Rule, ranks: Ranks = ONE_RANK, **offload: object
+) -> tuple[Plan, Model, Path]:
+    """Write a plan for the model of a config, beside it."""
+    model, folder = open_model(str(path)), path.parent
     plan = make_plan(*rules)
     found = plan.model.model_copy(
         update={"source": str(path), "headers_sha256": model.headers_sha256}
     )
     decided = plan.offload.model_copy(update=offload)
-    plan = plan.model_copy(update={"model": found, "offload": decided})
+    goal = Goal() if ranks == ONE_RANK else make_goal(ranks)
+    plan = plan.model_copy(update={"model": found, "offload": decided, "goal": goal})
     (folder / "plan.yaml").write_text(dump_plan(plan))
     return plan, model, folder / "plan.yaml"
+
+
+def make_goal(ranks: Ranks) -> Goal:
+    return Goal(
+        engine="vllm",
+        tensor_parallel=ranks.tensor,
+        pipeline_parallel=ranks.pipeline,
+        expert_parallel=ranks.expert,
+    )
 
 
 def configure(folder: Path, plan: Path | None, *more: str) -> Any:
@@ -92,12 +114,12 @@ def configure(folder: Path, plan: Path | None, *more: str) -> Any:
     return real_vllm.parse_command(words)
 
 
-def build_on_meta(seam: Any, config: Any, offloader: Any, folder: Path) -> Any:
+def build_on_meta(seam: Any, config: Any, offloader: Any, folder: Path, stage: int = 0) -> Any:
     """Build the model, whose tensors stay on the meta device wherever they are moved to."""
     seam.patch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
     seam.patch.setattr(seam.uva, "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
     seam.patch.setattr(seam.prefetch, "_CpuParamOffloader", Recorded)
-    return real_vllm.build(config, offloader, folder)
+    return real_vllm.build(config, offloader, folder, stage)
 
 
 class Recorded:
@@ -115,9 +137,15 @@ def test_the_worker_takes_what_the_placement_has(
     plan, model, path = write_plan(tmp_path, architecture, *rules)
     config = configure(tmp_path, path)
     taken = find_taken(plan, model, (0, 33, 0))
-    offloader = seam.worker.PlanOffloader(taken, 1, lambda: None)
+    offloader = seam.worker.PlanOffloader(taken, lambda: None)
     build_on_meta(seam, config, offloader, tmp_path)
+    hold_against(place(model, plan.offload), offloader, plan.offload.rules)
+
+
+def hold_against(placement: Placement, offloader: Any, rules: tuple[Rule, ...]) -> None:
+    """Hold what an offloader took of the layers against what a placement has."""
     found: dict[Backend, int] = dict.fromkeys(Backend, 0)
+    taken = offloader._taken
     for layer, module in zip(taken.layers, offloader._layers, strict=True):
         of_module = [each for each in offloader.module_offloaders if each.module is module]
         copied = {name for each in of_module for name in each._param_offloaders}
@@ -127,7 +155,7 @@ def test_the_worker_takes_what_the_placement_has(
             found[backend] += sum(dict(module.named_parameters())[n].nbytes for n in names)
     # the bytes are those that the placement itself has, by its own names
     expected = dict.fromkeys(Backend, 0)
-    for slab in place(model, plan.offload).slabs:
+    for slab in placement.slabs:
         for entry in slab.entries:
             expected[entry.decode] += entry.unit.nbytes
     if any(rule.max_bytes is not None for rule in rules):
@@ -145,7 +173,7 @@ def test_what_is_made_of_weights_is_made_of_those_that_moved(seam: Any, tmp_path
 
     plan, model, path = write_plan(tmp_path, "DeepseekV2ForCausalLM", prefetch("kv_b_proj"))
     taken = find_taken(plan, model, (0, 33, 0))
-    offloader = seam.worker.PlanOffloader(taken, 1, lambda: None)
+    offloader = seam.worker.PlanOffloader(taken, lambda: None)
     built = build_on_meta(seam, configure(tmp_path, path), offloader, tmp_path)
     attentions = [m for m in built.modules() if is_deferred_attention_layer(m)]
     assert attentions
@@ -153,20 +181,61 @@ def test_what_is_made_of_weights_is_made_of_those_that_moved(seam: Any, tmp_path
     assert offloader.module_offloaders
 
 
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: ranks.label)
+@pytest.mark.parametrize("rules", [RULES["two backends in one layer"], RULES["in place"]])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"]
+)
+def test_the_worker_of_a_rank_takes_what_its_share_has(
+    seam: Any, architecture: str, rules: tuple[Rule, ...], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Exactly its own bytes, in each stage, whose patterns start anew."""
+    plan, model, path = write_plan(tmp_path, architecture, *rules, ranks=ranks)
+    if ranks.expert > 1 and model.experts is None:
+        with pytest.raises(ExportError, match="has no routed experts"):
+            find_taken(plan, model, (0, 33, 0), ranks)
+        return
+    config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
+    held = hold_model(model, plan.goal, plan.workload)
+    assert held.share is not None
+    for number, stage in enumerate(held.share.stages):
+        offloader = seam.worker.PlanOffloader(seam.worker.take_plan(config, number), lambda: None)
+        build_on_meta(seam, config, offloader, tmp_path, number)
+        hold_against(place(stage, plan.offload), offloader, rules)
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "DeepseekV2ForCausalLM"])
-def test_two_ranks_take_the_same_parameters(seam: Any, architecture: str, tmp_path: Path) -> None:
+def test_each_of_two_ranks_holds_its_share(seam: Any, architecture: str, tmp_path: Path) -> None:
+    """Both are built at once, each by a process of its own."""
     rules = prefetch("mlp", group_size=1), uva("self_attn", group_size=1)
-    plan, model, _ = write_plan(tmp_path, architecture, *rules)
-    taken = find_taken(plan, model, (0, 33, 0))
-    offloader, alone = (seam.worker.PlanOffloader(taken, n, lambda: None) for n in (2, 1))
-    halved = set()
+    plan, model, _ = write_plan(tmp_path, architecture, *rules, ranks=Ranks(2))
+    taken = find_taken(plan, model, (0, 33, 0), Ranks(2))
+    whole = find_taken(plan.model_copy(update={"goal": Goal()}), model, (0, 33, 0))
+    offloader, alone = (seam.worker.PlanOffloader(t, lambda: None) for t in (taken, whole))
     for layers in real_vllm.record_ranks(tmp_path, 2):
         for index, sizes in enumerate(layers):
             held = {name: SimpleNamespace(nbytes=nbytes) for name, nbytes in sizes.items()}
             assert not [*offloader._find_misfits(index, held)]
-            assert "those of one in 1 ranks" in next(alone._find_misfits(index, held))
-            halved |= {n for n, t in taken.layers[index].items() if 2 * sizes[n] == t.nbytes}
-    assert {"mlp.down_proj.weight", "self_attn.o_proj.weight"} <= halved
+            assert next(alone._find_misfits(index, held), None) is not None
+
+
+@pytest.mark.parametrize(
+    ("planned", "started", "message"),
+    [
+        (ONE_RANK, Ranks(2), r"for one GPU, .*--tp 2: .*\(offplan plan \S+ --for vllm --tp 2 "),
+        (Ranks(2), ONE_RANK, "for --tp 2 of vllm, .* one GPU: .*--tensor-parallel-size 2$"),
+        (Ranks(2), Ranks(4), r"for --tp 2 of vllm, .*--tp 4: .*--tensor-parallel-size 2$"),
+        (Ranks(2), Ranks(2, expert=2), r"started on --tp 2 --ep 2: .* --for vllm --tp 2 --ep 2 "),
+        (Ranks(2), Ranks(1, 2), "started on --pp 2: "),
+    ],
+)
+def test_ranks_that_the_plan_is_not_for_are_refused(
+    seam: Any, planned: Ranks, started: Ranks, message: str, tmp_path: Path
+) -> None:
+    *_, path = write_plan(tmp_path, "Qwen3MoeForCausalLM", prefetch("mlp"), ranks=planned)
+    config = configure(tmp_path, path, *join_flags(divide_vllm(started)))
+    with pytest.raises(ExportError, match=message):
+        start(seam, config)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +296,7 @@ def test_where_what_is_read_in_place_lies(seam: Any) -> None:
 def test_the_embedding_is_read_in_place(seam: Any, tmp_path: Path) -> None:
     plan, model, path = write_plan(tmp_path, "Qwen3ForCausalLM", embeddings="host")
     taken = find_taken(plan, model, (0, 33, 0))
-    offloader = seam.worker.PlanOffloader(taken, 1, lambda: built)
+    offloader = seam.worker.PlanOffloader(taken, lambda: built)
     built = build_on_meta(seam, configure(tmp_path, path), offloader, tmp_path)
     offloader.post_init()
     moved = {n for n, p in built.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
@@ -235,6 +304,25 @@ def test_the_embedding_is_read_in_place(seam: Any, tmp_path: Path) -> None:
     built.lm_head = built.lm_head.tie_weights(built.model.embed_tokens)
     with pytest.raises(ExportError, match="vLLM has tied lm_head to the input embedding"):
         offloader.post_init()
+
+
+@pytest.mark.parametrize("ranks", [Ranks(2), Ranks(2, 2)], ids=lambda ranks: ranks.label)
+def test_the_rows_of_a_rank_are_read_in_place(seam: Any, ranks: Ranks, tmp_path: Path) -> None:
+    """In the first stage, which alone embeds tokens; an odd vocabulary is padded."""
+    path = real_vllm.write_config(tmp_path, "Qwen3ForCausalLM")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
+    *_, path = write_plan_of(path, ranks=ranks, embeddings="host")
+    config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
+    for stage in range(ranks.pipeline):
+        taken = seam.worker.take_plan(config, stage)
+        offloader = seam.worker.PlanOffloader(taken, lambda: built)  # noqa: B023
+        built = build_on_meta(seam, config, offloader, tmp_path, stage)
+        offloader.post_init()
+        moved = {n for n, p in built.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
+        assert moved == ({"model.embed_tokens.weight"} if stage == 0 else set())
+        assert (taken.embedding is not None) == (stage == 0)
+        if taken.embedding is not None:
+            assert taken.embedding.shape[0] == 64
 
 
 class Block(torch.nn.Module):
@@ -278,7 +366,7 @@ def run_on_cpu(
     seam.patch.setattr(
         torch.cuda, "memory_snapshot", lambda: [{"address": 0, "total_size": 2**63}], raising=False
     )
-    offloader = seam.worker.PlanOffloader(taken, 1, lambda: None)
+    offloader = seam.worker.PlanOffloader(taken, lambda: None)
     set_offloader(offloader)
     offloader.wrap_modules(iter(layers))
     offloader.post_init()
@@ -354,7 +442,7 @@ def change(name: str, value: object) -> Callable[[Any], None]:
 
 REFUSED = {
     "EPLB": change("parallel_config.enable_eplb", True),
-    "more ranks": change("parallel_config.data_parallel_size", 2),
+    "data or context parallelism": change("parallel_config.data_parallel_size", 2),
     "DBO": change("parallel_config.enable_dbo", True),
     "speculative decoding": change("speculative_config", SimpleNamespace()),
     "LoRA": change("lora_config", SimpleNamespace()),

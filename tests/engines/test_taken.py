@@ -9,7 +9,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.engines.taken import Taken, find_taken
 from offplan.errors import ExportError
 from offplan.forms.form import Form, Kind
-from offplan.plan import Backend, Packing, Plan
+from offplan.plan import Backend, Goal, Packing, Plan
 from tests.engines.builders import (
     deepseek,
     make_plan,
@@ -114,11 +114,20 @@ def test_stores_and_packing_are_refused(message: str, change: dict[str, object])
         take(plan, qwen3())
 
 
-def test_plans_of_ranks_are_refused() -> None:
-    plan = make_plan(prefetch("mlp"))
-    goal = plan.goal.model_copy(update={"engine": "vllm", "tensor_parallel": 2})
-    with pytest.raises(ExportError, match="what one rank of --tp 2 holds"):
-        take(plan.model_copy(update={"goal": goal}), qwen3())
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            "vllm",
+            r"--no-packing --gpu-memory 1GiB\), or start vLLM with --tensor-parallel-size 2$",
+        ),
+        ("sglang", r"for --tp 2 of sglang, .* --gpu-memory 1GiB\)$"),
+    ],
+)
+def test_plans_for_other_ranks_are_refused(engine: str, message: str) -> None:
+    goal = Goal(engine=engine, tensor_parallel=2)
+    with pytest.raises(ExportError, match=message):
+        take(make_plan(prefetch("mlp")).model_copy(update={"goal": goal}), qwen3())
 
 
 def test_forms_are_refused() -> None:

@@ -25,7 +25,11 @@ MEASURED: dict[str, object] = {
     "h2d_curve": [{"bytes": 4096, "rate": 1e9, "spread": 0.01}, {"bytes": 2**20, "rate": 2e9}],
     "h2d_pageable_curve": [{"bytes": 4096, "rate": "10 GB/s"}],
     "d2h_curve": [{"bytes": "4 KiB", "rate": 1e9}],
-    "h2d_concurrent": [{"device": 0, "rate": 1e9}, {"device": 1, "rate": 2e9, "spread": 0.5}],
+    "h2d_concurrent": [
+        {"device": 0, "rate": 1e9, "num_gpus": 2},
+        {"device": 1, "rate": 2e9, "num_gpus": 2, "spread": 0.5},
+        *({"device": number, "rate": 5e8, "num_gpus": 4} for number in range(4)),
+    ],
     "peer": 396e9,
     "peer_latency": "10 us",
     "peer_curve": [{"bytes": 4096, "rate": 1e9}],
@@ -87,7 +91,12 @@ def test_every_figure_is_shown() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(render_machine(with_figures(MEASURED)))
     shown = console.export_text()
-    for text in ("17.5x at 4096 rows", "1 GB/s the slowest of 2", "396 GB/s", "12 GB/s"):
+    for text in (
+        "17.5x at 4096 rows",
+        "1 GB/s the slowest of 2; 500 MB/s the slowest of 4",
+        "396 GB/s",
+        "12 GB/s",
+    ):
         assert text in shown
     assert machine_payload(load_profile("h200-pcie5")).keys() >= MEASURED.keys()
 

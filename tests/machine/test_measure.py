@@ -140,6 +140,47 @@ def test_each_gpu_has_its_rate_beside_the_others(monkeypatch: pytest.MonkeyPatch
     assert concurrent is not None
     assert [each.rate for each in concurrent.value] == [pytest.approx(r) for r in (50e9, 25e9)]
     assert [each.spread for each in concurrent.value] == [0, 0.25]
+    assert [each.num_gpus for each in concurrent.value] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "together"), [(1, []), (2, [2]), (4, [2, 4]), (6, [2, 4, 6]), (8, [2, 4, 8])]
+)
+def test_so_many_gpus_copy_at_once_as_plans_may_be_for(
+    num_gpus: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this host two have the link to themselves, and all beyond share one."""
+    share = measure_others._SHARE_BYTES
+
+    def copy_together(devices: list[torch.device]) -> list[list[float]]:
+        slowed = max(1, len(devices) / 2)
+        return [[slowed * share / 50e9 for _ in devices]] * 3
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(measure_others, "_copy_together", copy_together)
+    found = measure_others.measure_concurrent()
+    if not together:
+        assert found == {}
+        return
+    machine = with_keys(found)
+    assert sorted(machine.concurrent_rates) == together
+    assert machine.h2d_concurrent is not None
+    devices = [(each.num_gpus, each.device) for each in machine.h2d_concurrent.value]
+    assert devices == [(number, device) for number in together for device in range(number)]
+    for number in together:
+        shared = machine.with_ranks(number).h2d.value
+        assert shared == pytest.approx(min(machine.h2d.value, 100e9 / number))
+
+
+def test_gpus_that_are_taken_leave_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_together(devices: list[torch.device]) -> list[list[float]]:
+        if len(devices) > 2:
+            raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
+        return [[0.1, 0.1]] * 3
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(measure_others, "_copy_together", copy_together)
+    assert [*with_keys(measure_others.measure_concurrent()).concurrent_rates] == [2]
 
 
 def test_a_driver_that_refuses_to_pin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from offplan.machine.curve import FIT_FROM_BYTES
 from offplan.machine.measure import measure_machine
+from offplan.machine.measure_others import count_together
 from offplan.machine.profile import MachineProfile, dump_profile, parse_profile
 from offplan.upkeep.local_gpu import find_local_gpu
 
@@ -76,14 +77,28 @@ def test_what_is_measured_is_given_back() -> None:
 def test_other_gpus_are_measured() -> None:
     profile = measured()
     assert profile.h2d_concurrent is not None
-    rates = profile.h2d_concurrent.value
-    assert [each.device for each in rates] == list(range(torch.cuda.device_count()))
-    assert all(1e9 < each.rate < 500e9 for each in rates)
+    rates, count = profile.h2d_concurrent.value, torch.cuda.device_count()
+    assert sorted(profile.concurrent_rates) == count_together(count)
+    for number in count_together(count):
+        assert [each.device for each in rates if each.num_gpus == number] == list(range(number))
+    # with the others copying a GPU has its own link at most
+    assert all(1e9 < each.rate < 1.1 * profile.h2d.value for each in rates)
+    assert all(each.spread is not None for each in rates)
     this = torch.cuda.current_device()
-    if any(torch.cuda.can_device_access_peer(each.device, this) for each in rates[1:]):
+    if any(torch.cuda.can_device_access_peer(other, this) for other in range(count) if other):
         assert profile.peer is not None
         assert profile.peer_latency is not None
         assert profile.peer.value > 1e9
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+def test_plans_of_ranks_have_the_link_that_was_measured() -> None:
+    profile = measured()
+    assert profile.knows_ranks(2)
+    slowest = min(profile.concurrent_rates[2])
+    shared = profile.with_ranks(2)
+    assert shared.h2d.value == pytest.approx(min(slowest, profile.h2d.value))
+    assert shared.uva.value <= profile.uva.value
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")

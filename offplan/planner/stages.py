@@ -1,0 +1,168 @@
+"""What a plan takes in the other stages of a pipeline, whose flags are those of the hungriest one.
+
+A pass goes through one stage after the other, so times add up. The patterns are those that differ
+in the hungriest stage; in each other one they start anew.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.checkpoint.model import Model
+from offplan.costs.predict import price_request
+from offplan.errors import PlanError
+from offplan.placement import place
+from offplan.plan import Offload
+from offplan.planner.aims import Floats
+from offplan.planner.bounds import LoadTable, Rules, bound_times, sum_up
+from offplan.planner.classes import SegmentClass
+from offplan.planner.patterns import list_patterns
+from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
+from offplan.planner.space import Option, Space
+
+
+class Taken(NamedTuple):
+    """What candidates take in all other stages; an entry for each candidate."""
+
+    prompt_ps: Ints
+    step_ps: tuple[Fraction, ...]
+    has_same_flags: NDArray[np.bool_]
+    """Whether each stage has as many slots, and something that the rule takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpace(Space):
+    """The same plans in another stage: rules take of it what the hungriest one's options name."""
+
+    stage: Model
+    hungriest: Space
+
+    @cached_property
+    def model(self) -> Model:
+        """What a rank of the stage holds."""
+        return self.stage
+
+    @cached_property
+    def classes(self) -> tuple[SegmentClass, ...]:
+        """The hungriest stage's."""
+        return self.hungriest.classes
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """The hungriest stage's."""
+        return self.hungriest.options
+
+
+@dataclass
+class StagePrices(Prices):
+    """Prices candidates of the hungriest stage's space in another stage."""
+
+    space: StageSpace
+
+    @cached_property
+    def _layers(self) -> Ints:
+        """Whether each pattern of the hungriest stage selects each layer of this one."""
+        patterns = list_patterns(len(self.space.hungriest.kind_of))
+        sizes, numbers = patterns.group_size[:, None], patterns.num_in_group[:, None]
+        remainders = np.arange(len(self.space.kind_of)) % sizes
+        layers = (remainders >= sizes - numbers).astype(np.int64)
+        return np.vstack([layers, np.zeros_like(layers[:1])])
+
+    def least_loads(self, rules: Rules) -> LoadTable:
+        """Return what no pattern of each of the hungriest stage's rules takes less than here."""
+        kinds = range(len(self.space.units))
+        numbers = np.array(
+            [[self.number(k, (o,)) for k in kinds] for o in range(len(self.space.options))]
+        )
+        sizes = np.array([len(patterns) for patterns in rules.patterns])
+        of_kind = (self._kind_of[:, None] == np.arange(len(kinds))).astype(np.int64)
+        counts = self._layers[np.concatenate(rules.patterns)] @ of_kind
+        layers = numbers[np.repeat(rules.option, sizes)]
+        starts = np.cumsum(sizes) - sizes
+        least = sum_up(self.space, self, layers, counts, in_bytes=False).least_from(starts)
+        return LoadTable(least.plain[:, starts], least.by_setting[..., starts])
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a pipeline but for the hungriest one, which is searched."""
+
+    hungriest: Space
+    rules: Rules
+    """Those of the hungriest stage."""
+
+    @cached_property
+    def _prices(self) -> list[tuple[int, StagePrices]]:
+        """How many stages there are of each that differs in what it costs, and its prices."""
+        question = self.hungriest.question
+        share = question.model.share
+        assert share is not None, "stages are of a pipeline"
+        others = [stage for number, stage in enumerate(share.stages) if number != share.stage]
+        keys = [
+            (tuple(layer.key for layer in each.layers), each.outside_key, each.head is None)
+            for each in others
+        ]
+        unlike = dict(zip(keys, others, strict=True))
+        return [
+            (
+                count,
+                StagePrices(StageSpace(question, stage=unlike[key], hungriest=self.hungriest)),
+            )
+            for key, count in Counter(keys).items()
+        ]
+
+    @cached_property
+    def resident_ps(self) -> Ints:
+        """Picoseconds of prompt and step with all resident, [settings, 2]: no plan takes less."""
+        return np.asarray(sum(n * prices.space.table.resident_ps for n, prices in self._prices))
+
+    @cached_property
+    def _least(self) -> list[LoadTable]:
+        return [prices.least_loads(self.rules) for _, prices in self._prices]
+
+    def bound(self, first: Ints, setting: Ints, num_slots: Ints) -> tuple[Floats, Floats]:
+        """Bound the picoseconds that plans of one rule take here, prompt and step."""
+        prompt_ps, step_ps = np.zeros(len(first)), np.zeros(len(first))
+        for (count, prices), least in zip(self._prices, self._least, strict=True):
+            loads = [least.at(first, setting)]
+            times = bound_times(prices.space, loads, setting, num_slots)
+            prompt_ps, step_ps = prompt_ps + count * times[0], step_ps + count * times[1]
+        return prompt_ps, step_ps
+
+    def price(self, candidates: Candidates) -> Taken:
+        """Price candidates of one rule exactly."""
+        prompt_ps = np.zeros(len(candidates.setting), dtype=np.int64)
+        step_ps = [Fraction(0)] * len(prompt_ps)
+        same = np.ones(len(prompt_ps), dtype=bool)
+        for count, prices in self._prices:
+            _, on_host, num_turns = prices.weigh(candidates)
+            takes = (on_host > 0) | (candidates.first == NO_RULE)
+            same &= takes & (num_turns >= candidates.prefetch_step)
+            _, prompts, over, under = prices.price(candidates, np.isfinite)
+            prompt_ps += count * prompts
+            steps = zip(over.tolist(), under.tolist(), strict=True)
+            step_ps = [
+                sum_ps + count * Fraction(*each)
+                for sum_ps, each in zip(step_ps, steps, strict=True)
+            ]
+        return Taken(prompt_ps, tuple(step_ps), same)
+
+    def price_offload(self, offload: Offload, setting: int) -> tuple[int, Fraction] | None:
+        """Price a decision by its schedules; None where it takes nothing of some stage."""
+        prompt_ps, step_ps = Fraction(0), Fraction(0)
+        for count, prices in self._prices:
+            space = prices.space
+            try:
+                placement = place(space.model, offload)
+            except PlanError:
+                return None
+            prompt = space.settings[setting].prefill
+            times = price_request(placement, space.model, space.machine, prompt, space.decode)
+            prompt_ps += count * times.prefill.step_ps
+            step_ps += count * times.decode.step_ps
+        return int(prompt_ps), step_ps

@@ -1,0 +1,196 @@
+"""Plans of a pipeline: searched by the times of all its stages together."""
+
+import json
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.costs.compute import ModelCompute
+from offplan.costs.predict import predict, price_request
+from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.engines.export import export_check, export_plan
+from offplan.errors import InfeasibleError, OffplanError
+from offplan.placement import place
+from offplan.plan import Backend, Budget, Goal, Offload, Plan, Workload
+from offplan.planner.classes import segment_classes
+from offplan.planner.frontier import find_frontier
+from offplan.planner.make import make_plan
+from offplan.planner.patterns import list_patterns
+from offplan.planner.prices import NO_RULE, Candidates
+from offplan.planner.question import Question
+from offplan.planner.search import Searcher
+from offplan.planner.space import PREFETCH_STEPS, Space, prefill_chunks
+from tests.costs.builders import make_machine, rule
+from tests.engines.configs import DENSE, LATENT, MOE
+
+WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
+MODELS = {"dense": DENSE, "moe": MOE, "latent": LATENT}
+
+
+@cache
+def read(name: str, num_layers: int, folder: Path) -> Model:
+    path = folder / "config.json"
+    config: Mapping[str, Any] = {**MODELS[name], "num_hidden_layers": num_layers}
+    path.write_text(json.dumps(config))
+    return open_model(str(path))
+
+
+def ask(model: Model, share: float, stages: int = 2, **goal: Any) -> Question:
+    """Ask for a plan with room for this share of the hungriest stage's layers."""
+    machine = make_machine(h2d=2e9, uva=1.5e9, gpu_memory=2**40)
+    asked = Goal(engine="vllm", pipeline_parallel=stages, **goal)
+    everything = Question(model, machine, WORKLOAD, Budget(gpu_memory=2**40), asked)
+    nothing = Offload(prefill_chunk=512)
+    taken = predict(everything.model, machine, WORKLOAD, everything.budget, nothing).gpu_memory
+    layers = sum(layer.nbytes for layer in everything.model.layers)
+    margin = taken.overhead_bytes - machine.gpu_overhead.value
+    budget = taken.total_bytes - margin - round((1 - share) * layers)
+    return everything.with_gpu_memory(round(budget / 0.997) + 1)
+
+
+def list_plans(question: Question) -> Iterator[Offload]:
+    """List every plan of one rule and a ring, or of none."""
+    pairs = ((Backend.PREFETCH, PREFETCH_STEPS), (Backend.UVA, (1,)))
+    for chunk in prefill_chunks(WORKLOAD.prompt_tokens):
+        yield Offload(prefill_chunk=chunk)
+        for each, (backend, steps) in product(segment_classes(question.model), pairs):
+            patterns = list_patterns(len(question.model.layers))
+            groups = zip(patterns.group_size.tolist(), patterns.num_in_group.tolist(), strict=True)
+            for group, num_slots in product(groups, steps):
+                said = rule(*each.segments, group=group, prefill=backend, decode=backend)
+                yield Offload(prefetch_step=num_slots, prefill_chunk=chunk, rules=(said,))
+
+
+def find_all(question: Question) -> list[Plan]:
+    """Price those that fit every stage and that vLLM's flags can say."""
+    assert question.goal.engine is not None
+    say = export_check(question.model, question.goal.engine, question.budget)
+    found = []
+    for offload in list_plans(question):
+        try:
+            if (said := say(offload)) is None:
+                continue
+            machine, budget = question.planned_machine, question.budget
+            taken = predict(question.model, machine, WORKLOAD, budget, offload)
+            num_slots = place(question.model, offload).num_slots
+        except OffplanError:
+            continue
+        total = taken.gpu_memory.total_bytes + max(0, said.more_gpu_bytes)
+        if total <= question.budget.gpu_memory and num_slots <= offload.prefetch_step:
+            found.append(question.answer(offload, taken))
+    return found
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+@pytest.mark.parametrize(("name", "num_layers"), [("dense", 7), ("moe", 6), ("latent", 7)])
+def test_no_plan_is_faster_over_all_stages(
+    name: str, num_layers: int, share: float, tmp_path: Path
+) -> None:
+    question = ask(read(name, num_layers, tmp_path), share)
+    everything = find_all(question)
+    plan = make_plan(question).plan
+    least = min(each.prediction.objective_s for each in everything)
+    assert plan.prediction.objective_s <= least
+    if plan.offload.rules and plan.offload.rules[0].max_bytes is None:
+        assert plan.prediction.objective_s == least
+
+
+@pytest.mark.parametrize("part", [0.0, 0.4])
+def test_targets_hold_for_all_stages_together(part: float, tmp_path: Path) -> None:
+    model = read("dense", 7, tmp_path)
+    question = ask(model, 0.5)
+    everything = find_all(question)
+    steps = sorted({each.prediction.decode.step_s for each in everything})
+    limit = steps[0] + part * (steps[-1] - steps[0])
+    goal = question.goal.model_copy(update={"max_tpot_s": limit})
+    asked = Question(model, question.machine, WORKLOAD, question.budget, goal)
+    plan = make_plan(asked).plan
+    kept = [each for each in everything if each.prediction.decode.step_s <= limit]
+    assert plan.prediction.decode.step_s <= limit
+    assert plan.prediction.objective_s <= min(each.prediction.objective_s for each in kept)
+
+
+def test_a_target_out_of_reach_names_memory_that_would_do(tmp_path: Path) -> None:
+    model = read("dense", 7, tmp_path)
+    question = ask(model, 0.5)
+    fastest = min(each.prediction.decode.step_s for each in find_all(question))
+    goal = question.goal.model_copy(update={"max_tpot_s": 0.9 * fastest})
+    asked = Question(model, question.machine, WORKLOAD, question.budget, goal)
+    with pytest.raises(InfeasibleError, match="of GPU memory would do") as error:
+        make_plan(asked)
+    shortfall = error.value.shortfall_bytes
+    assert shortfall is not None
+    enough = make_plan(asked.with_gpu_memory(asked.budget.gpu_memory + shortfall)).plan
+    assert enough.prediction.decode.step_s <= 0.9 * fastest
+
+
+def test_each_budget_of_a_frontier_holds_for_the_engine(tmp_path: Path) -> None:
+    """What vLLM's ring takes beyond ours is counted against the budget that is asked about."""
+    model = read("latent", 7, tmp_path)
+    question = ask(model, 1.0)
+    points = find_frontier(question)
+    assert len({point.plan.prediction.objective_s for point in points}) > 2
+    for point in points:
+        plan = point.plan
+        assert plan.prediction.gpu_memory.total_bytes <= plan.budget.gpu_memory
+        export_plan(plan, model, "vllm")
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("dense", 8), ("latent", 8)])
+def test_other_stages_are_priced_as_their_schedules_are(
+    name: str, num_layers: int, tmp_path: Path
+) -> None:
+    """Many at once, and no bound is above; three stages, two of which may be alike."""
+    question = ask(read(name, num_layers, tmp_path), 0.5, stages=3)
+    searcher = Searcher(Space(question))
+    space, rules, stages = searcher.space, searcher.rules, searcher.stages
+    assert stages is not None
+    rows = [
+        (number, pattern, setting, num_slots)
+        for number, patterns in enumerate(rules.patterns)
+        for pattern in patterns
+        for setting in range(len(space.settings))
+        for num_slots in (PREFETCH_STEPS if rules.times.columns.prompt_turns[number] else (0,))
+    ]
+    number, pattern, setting, num_slots = np.array(rows).T
+    alone = np.full(len(rows), NO_RULE)
+    candidates = Candidates(setting, num_slots, rules.option[number], pattern, alone, alone)
+    taken = stages.price(candidates)
+    bounds = stages.bound(number, setting, num_slots)
+    assert (bounds[0] <= taken.prompt_ps).all()
+    assert all(bound <= step for bound, step in zip(bounds[1], taken.step_ps, strict=True))
+    patterns = list_patterns(len(space.kind_of))
+    for row in np.flatnonzero(taken.has_same_flags)[::7]:
+        option, of = space.options[rules.option[number[row]]], pattern[row]
+        chosen = option.rule(int(patterns.group_size[of]), int(patterns.num_in_group[of]))
+        chunk = space.settings[setting[row]].prefill_chunk
+        steps = max(1, int(num_slots[row]))
+        offload = Offload(prefetch_step=steps, prefill_chunk=chunk, rules=(chosen,))
+        assert (taken.prompt_ps[row], taken.step_ps[row]) == price_others(question, offload)
+        assert stages.price_offload(offload, setting[row]) == price_others(question, offload)
+
+
+def price_others(question: Question, offload: Offload) -> tuple[int, Fraction]:
+    """Picoseconds of prompt and step in all stages but the hungriest."""
+    share = question.model.share
+    assert share is not None
+    prompt_ps, step_ps = 0, Fraction(0)
+    for number, stage in enumerate(share.stages):
+        if number == share.stage:
+            continue
+        compute = ModelCompute(stage, question.planned_machine)
+        prompt = compute.price(*prefill_shapes(WORKLOAD, offload.prefill_chunk))
+        step = compute.price(decode_shape(WORKLOAD))
+        placement = place(stage, offload)
+        times = price_request(placement, stage, question.planned_machine, prompt, step)
+        prompt_ps += int(times.prefill.step_ps)
+        step_ps += times.decode.step_ps
+    return prompt_ps, step_ps
