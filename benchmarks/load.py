@@ -34,10 +34,15 @@ from offplan.runtime.loading.loader import NUM_THREADS, load_weights
 from offplan.runtime.loading.staging import EXTENT_BYTES
 
 SHARD_BYTES = 4 * 10**9
+NUM_VALUES = 8_388_593
+"""A prime, so that no two rows of a matrix are of the same values."""
 
 
-def synthesize(config: Path, folder: Path) -> None:
-    """Write a checkpoint of random bfloat16 values whose shapes are those of ``config``."""
+def synthesize(config: Path, folder: Path, deviation: float = 1.0) -> None:
+    """Write a checkpoint of random bfloat16 values whose shapes are those of ``config``.
+
+    Matrices are of normal values with a standard ``deviation``, vectors (norms) of ones.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(config, folder / "config.json")
     model = open_model(str(config))
@@ -47,8 +52,7 @@ def synthesize(config: Path, folder: Path) -> None:
         if sum(t.nbytes for t in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(tensor)
-    values = torch.randn(EXTENT_BYTES // 2).to(torch.bfloat16)
-    noise = values.view(torch.uint8).numpy().tobytes()
+    noise = to_bytes(torch.randn(NUM_VALUES) * deviation)
     index = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -61,9 +65,20 @@ def synthesize(config: Path, folder: Path) -> None:
         text = json.dumps(header).encode()
         with (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for start in range(0, end, len(noise)):
-                file.write(noise[: end - start])
+            begun = 0
+            for t in shard:
+                if t.dtype == "BF16" and len(t.shape) < 2:
+                    file.write(to_bytes(torch.ones(t.nbytes // 2)))
+                    continue
+                file.write(noise[begun : begun + t.nbytes])
+                for start in range(len(noise) - begun, t.nbytes, len(noise)):
+                    file.write(noise[: t.nbytes - start])
+                begun = (begun + t.nbytes) % len(noise)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def to_bytes(values: torch.Tensor) -> bytes:
+    return values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
 
 
 def read_plainly(files: list[Path], threads: int) -> float:
