@@ -40,7 +40,8 @@ from benchmarks.load import synthesize
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.engines.export import export_plan, join_flags
+from offplan.engines.engine import join_flags
+from offplan.engines.export import export_plan
 from offplan.engines.vllm import serve_vllm
 from offplan.library.sessions import open_session
 from offplan.plan import Plan, load_plan

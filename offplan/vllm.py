@@ -33,7 +33,8 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 from offplan.checkpoint.model import INPUT_EMBEDDINGS
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import CONFIG_NAME
-from offplan.engines.taken import Taken, find_taken
+from offplan.engines.taken import Taken
+from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError
 from offplan.library.planned import open_planned_model
 from offplan.plan import Backend, Plan, load_plan

@@ -453,6 +453,24 @@ def test_export_makes_the_plan_again(cli: CLI, plan_file: Path) -> None:
     assert yaml.safe_load(out)["model"] == str(ROOT / TINY_MOE)
 
 
+def test_a_plan_for_the_worker_is_exported_with_its_file(cli: CLI, tmp_path: Path) -> None:
+    """What no flag can say: the input embedding on the host."""
+    path = tmp_path / "plan.yaml"
+    asked = ("tests/models/qwen3-8b/config.json", "--machine", "rtx4090", "--gpu-memory", "9GiB")
+    assert cli("plan", *asked, "--for", "vllm-worker", "-o", path).code == 0
+    made = load_plan(path)
+    assert (made.offload.embeddings, len(made.offload.rules)) == ("host", 1)
+    code, out, _ = cli("export", path, "--engine", "vllm-worker")
+    assert (code, json.dumps({"offplan": str(path)}) in out) == (0, True)
+    code, out, err = cli("export", path, "--engine", "vllm")
+    assert (code, out) == (2, "")
+    assert "offplan's worker in vLLM runs it as it is: --engine vllm-worker" in err
+    code, _, err = cli("export", path, "--engine", "vllm-worker", "--replan")
+    assert (code, "offplan plan --for vllm-worker" in err) == (2, True)
+    code, _, err = cli("check", path, "--engine", "vllm-worker", "--log", path)
+    assert (code, "only where the plan is in force" in err) == (2, True)
+
+
 def test_a_start_is_held_against_an_export(cli: CLI, plan_file: Path, tmp_path: Path) -> None:
     planned = ("plan", TINY_MOE, *OFFLOADING, "--for", "vllm", "-o", plan_file, "--force")
     assert cli(*planned).code == 0
@@ -468,7 +486,7 @@ def test_a_start_is_held_against_an_export(cli: CLI, plan_file: Path, tmp_path: 
 def test_export_refuses(cli: CLI, plan_file: Path) -> None:
     code, out, err = cli("export", plan_file, "--engine", "llama.cpp")
     assert (code, out) == (2, "")
-    assert "offplan exports to vllm and sglang" in err
+    assert "offplan exports to vllm, vllm-worker, sglang" in err
 
 
 def test_another_model_is_drift(cli: CLI, plan_file: Path) -> None:

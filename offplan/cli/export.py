@@ -42,7 +42,11 @@ def export(
     from offplan.library.exporting import describe_cost, export_here, plan_for
     from offplan.ranks import ONE_RANK, Ranks
 
-    find_engine(engine)
+    if find_engine(engine)[0].is_worker and replan:
+        raise InputError(
+            f"--replan and --engine {engine}: a worker reads the plan from its file; make it with "
+            f"offplan plan --for {engine}, and export that"
+        )
     loaded, found = open_plan(plan, model)
     asked = Ranks(tensor_parallel, pipeline_parallel, expert_parallel)
     ranks = loaded.goal.ranks if asked == ONE_RANK else asked
@@ -57,7 +61,7 @@ def export(
         print_note(f"planned again for {engine}: predicted {describe_cost(loaded, made)}")
         loaded = made
     with waiting("planning"):  # where it is refused, for what it would cost
-        export = export_here(loaded, found, engine)
+        export = export_here(loaded, found, engine, plan)
     version = format_version(export.version)
     if json:
         payload = {

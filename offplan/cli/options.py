@@ -164,7 +164,7 @@ Engine = Annotated[
         metavar="ENGINE",
         parser=str.lower,
         autocompletion=complete_engine,
-        help="Search only plans that this engine's flags can say: vllm, sglang, vllm==0.31.",
+        help="Search only plans that this engine can run: vllm, vllm-worker, sglang, vllm==0.31.",
     ),
 ]
 TensorParallel = Annotated[
@@ -183,7 +183,7 @@ ExportedTo = Annotated[
         metavar="ENGINE",
         parser=str.lower,
         autocompletion=complete_engine,
-        help="Whose command: vllm, sglang, or a version of it, vllm==0.31.",
+        help="Whose command: vllm, vllm-worker, sglang, or a version of it, vllm==0.31.",
     ),
 ]
 Packing = Annotated[

@@ -7,7 +7,7 @@ from offplan.checkpoint.model import Model
 from offplan.engines.names import EngineParameter
 from offplan.errors import ExportError
 from offplan.placement import Placement
-from offplan.plan import Plan, Rule
+from offplan.plan import Offload, Plan, Rule
 from offplan.ranks import Ranks
 
 Version = tuple[int, int, int]
@@ -29,16 +29,15 @@ class Said:
     more_gpu_bytes: int = 0
     """Bytes on the GPU beyond those that offplan's own runtime takes for the rule."""
     pinned_elsewhere: int = 0
-    """Page-locked memory of the other ranks, where there are any."""
+    """Page-locked memory of the other ranks, where there are any, and of the input embedding."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked memory: torch rounds each parameter's up to a power of two.
+        """Page-locked memory, of each parameter by itself."""
+        return sum(page_locked_bytes(each.nbytes) for each in self.moved) + self.pinned_elsewhere
 
-        Source: torch 2.11, ``CachingHostAllocator``.
-        """
-        own = sum(1 << (each.nbytes - 1).bit_length() for each in self.moved if each.nbytes)
-        return own + self.pinned_elsewhere
+
+SayRule = Callable[[Rule, Placement, Model, Version], Said]
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,9 @@ class Engine:
     oldest: Version
     newest: Version
     """The version whose real package the export is held against."""
-    say: Callable[[Rule, Placement, Model, Version], Said]
-    """Says a rule with one backend; raises ExportError for what the flags cannot say."""
+    say: SayRule | None
+    """Says a rule with one backend; raises ExportError for what the flags cannot say. None for a
+    worker in the engine, which reads the plan itself."""
     serve: Callable[[Plan, int | None], Flags]
     """Says the rest of a plan, given the bytes of the GPU where they are known."""
     divide: Callable[[Ranks], Flags]
@@ -66,6 +66,16 @@ class Engine:
     max_bytes_unit: int = 1
     """A rule's ``max_bytes`` is a whole number of these."""
 
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is offplan's worker in the engine, which runs plans that no flags can say."""
+        return self.say is None
+
+    @property
+    def family(self) -> str:
+        """The engine itself, by name, also of a worker in it."""
+        return family_of(self.name)
+
     def parse_version(self, text: str) -> Version:
         """Read ``0.31`` or ``0.31.2``; raises ExportError for a version that is not known."""
         parts = text.split(".")
@@ -79,6 +89,41 @@ class Engine:
                 f"{format_version(self.oldest)} to {format_version(self.newest)}"
             )
         return version
+
+
+def page_locked_bytes(num_bytes: int) -> int:
+    """Bytes that torch page-locks for so many: it rounds up to a power of two.
+
+    Source: torch 2.11, ``CachingHostAllocator``.
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def family_of(name: str) -> str:
+    """Return the name of the engine itself: ``vllm`` of ``vllm-worker==0.33``."""
+    return name.partition("==")[0].removesuffix("-worker")
+
+
+def join_flags(flags: Flags) -> list[str]:
+    """Write options as words of a command line."""
+    return [word for name, values in flags.items() for word in (f"--{name}", *values)]
+
+
+def require_stored_weights(offload: Offload, title: str) -> None:
+    """Raise ExportError unless weights are as they are stored, in host memory where not resident.
+
+    ``title`` is the engine's.
+    """
+    if offload.store == "peer" and offload.rules:
+        raise ExportError(
+            f"{title} offloads to host memory; the plan has a second GPU's memory as its "
+            "store, whose faster link would be lost: plan again with `store: host`"
+        )
+    if offload.packing is not None:
+        raise ExportError(
+            f"{title} holds every weight as it is stored; the plan holds some packed: plan "
+            "again with --for or --no-packing"
+        )
 
 
 def format_version(version: Version) -> str:

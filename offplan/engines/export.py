@@ -1,34 +1,49 @@
 """Plan in, an engine's command out, or a refusal."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from offplan.checkpoint.model import Model, Share
-from offplan.engines.engine import Engine, Flags, Said, Version, format_version
+from offplan.checkpoint.model import Model
+from offplan.engines.engine import (
+    Engine,
+    Flags,
+    Said,
+    SayRule,
+    Version,
+    format_version,
+    join_flags,
+    require_stored_weights,
+)
 from offplan.engines.ranks import hold_model
 from offplan.engines.sglang import MAX_BYTES_UNIT, divide_sglang, say_sglang, serve_sglang
+from offplan.engines.taken import say_to_worker
 from offplan.engines.vllm import divide_vllm, say_vllm, serve_vllm
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
 from offplan.units import format_budget, format_bytes
 
+_VLLM = Engine(
+    name="vllm",
+    title="vLLM",
+    oldest=(0, 25, 0),
+    newest=(0, 33, 0),
+    say=say_vllm,
+    serve=serve_vllm,
+    divide=divide_vllm,
+    command=("vllm", "serve"),
+    image="vllm/vllm-openai",
+    port=8000,
+    bind={"numa-bind": ()},
+)
 ENGINES = {
-    "vllm": Engine(
-        name="vllm",
-        title="vLLM",
-        oldest=(0, 25, 0),
-        newest=(0, 33, 0),
-        say=say_vllm,
-        serve=serve_vllm,
-        divide=divide_vllm,
-        command=("vllm", "serve"),
-        image="vllm/vllm-openai",
-        port=8000,
-        bind={"numa-bind": ()},
+    "vllm": _VLLM,
+    "vllm-worker": replace(
+        _VLLM, name="vllm-worker", title="offplan's worker in vLLM", oldest=(0, 33, 0), say=None
     ),
     "sglang": Engine(
         name="sglang",
@@ -81,24 +96,21 @@ class Export:
         return [*self.engine.command, self.source, *join_flags(self.options)]
 
 
-def join_flags(flags: Flags) -> list[str]:
-    """Write options as words of a command line."""
-    return [word for name, values in flags.items() for word in (f"--{name}", *values)]
-
-
 def export_plan(
     plan: Plan,
     model: Model,
     engine: str,
     *,
+    file: Path | None = None,
     gpu_bytes: int | None = None,
     numa_nodes: int | None = None,
 ) -> Export:
     """Say the plan to an engine, ``vllm`` or with a version, ``vllm==0.31``.
 
-    ``gpu_bytes`` is the memory of the GPU it is to run on, and ``numa_nodes`` the number of NUMA
-    nodes of its host, where they are known. Raises ExportError, naming what would be lost, and
-    PlanError for a plan that is not this model's.
+    ``file`` is the plan's own, which a worker is to read. ``gpu_bytes`` is the memory of the GPU
+    it is to run on, and ``numa_nodes`` the number of NUMA nodes of its host, where they are known.
+    Raises ExportError, naming what would be lost, and PlanError for a plan that is not this
+    model's.
     """
     chosen, version = find_engine(engine)
     if plan.model.dtype not in DTYPES:
@@ -113,13 +125,16 @@ def export_plan(
     planned = hold_model(model, plan.goal, plan.workload)
     more += loaded.loaded_bytes - planned.loaded_bytes
     total = plan.prediction.gpu_memory.total_bytes + more
-    if said.moved and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
+    if said.flags and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
             f"{chosen.title} takes {format_bytes(more)} more of GPU memory for it than offplan's "
             f"own runtime: {format_bytes(total)} of a budget of "
             f"{format_budget(plan.budget.gpu_memory)}"
         )
-    binds = said.moved and plan.goal.ranks.num_gpus > 1 and numa_nodes != 1
+    if chosen.is_worker and said.flags and file is not None:
+        named = {"additional-config": (json.dumps({"offplan": str(file.absolute())}),)}
+        said = replace(said, flags={**said.flags, **named})
+    binds = said.flags and plan.goal.ranks.num_gpus > 1 and numa_nodes != 1
     bound = chosen.bind if binds and numa_nodes is not None else {}
     return Export(
         engine=chosen,
@@ -143,12 +158,11 @@ def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> 
     ``model`` is as the engine loads it. The budget's host memory holds what it page-locks.
     """
     chosen, version = find_engine(engine)
-    rule = _only_rule(offload, chosen)
-    if rule is None:
-        return Said()
-    said = chosen.say(rule, place(model, offload), model, version)
-    if model.share is not None:
-        said = _say_to_ranks(said, rule, offload, model.share, chosen, version)
+    require_stored_weights(offload, chosen.title)
+    if chosen.say is None:
+        said = say_to_worker(offload, model, version)
+    else:
+        said = _say_rule(offload, model, chosen, chosen.say, version)
     if budget.host_memory is not None and said.pinned_bytes > budget.host_memory:
         raise ExportError(
             f"{chosen.title} page-locks {format_bytes(said.pinned_bytes)}, each parameter rounded "
@@ -157,11 +171,19 @@ def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> 
     return said
 
 
-def _say_to_ranks(
-    said: Said, rule: Rule, offload: Offload, share: Share, engine: Engine, version: Version
+def _say_rule(
+    offload: Offload, model: Model, engine: Engine, say: SayRule, version: Version
 ) -> Said:
-    """Say a rule to all ranks, which have the same flags: each stage starts the pattern anew."""
-    each_stage = [engine.say(rule, place(stage, offload), stage, version) for stage in share.stages]
+    """Say a plan's only rule to an engine, and to all ranks of it."""
+    rule = _only_rule(offload, engine)
+    if rule is None:
+        return Said()
+    said = say(rule, place(model, offload), model, version)
+    share = model.share
+    if share is None:
+        return said
+    # they have the same flags, and each stage starts the pattern anew
+    each_stage = [say(rule, place(stage, offload), stage, version) for stage in share.stages]
     if any(stage.flags != said.flags for stage in each_stage):
         told = "; ".join(" ".join(join_flags(stage.flags)) for stage in each_stage)
         raise ExportError(
@@ -180,9 +202,16 @@ def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload
     unlimited = budget.model_copy(update={"host_memory": None})
 
     @cache
-    def say(rules: tuple[Rule, ...], prefetch_step: int, within: Budget) -> Said | None:
-        # no engine's flag says the chunk
-        offload = Offload(prefetch_step=prefetch_step, prefill_chunk=1, rules=rules)
+    def say(rules: tuple[Rule, ...], prefetch_step: int, place: str, within: Budget) -> Said | None:
+        # the chunk is said elsewhere
+        offload = Offload.model_validate(
+            {
+                "prefetch_step": prefetch_step,
+                "prefill_chunk": 1,
+                "embeddings": place,
+                "rules": rules,
+            }
+        )
         try:
             return say_offload(offload, model, engine, within)
         except ExportError:
@@ -195,9 +224,9 @@ def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload
             rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
             for rule in offload.rules
         )
-        if say(of_all, 1, unlimited) is None:
+        if say(of_all, 1, offload.embeddings, unlimited) is None:
             return None
-        return say(offload.rules, offload.prefetch_step, budget)
+        return say(offload.rules, offload.prefetch_step, offload.embeddings, budget)
 
     return check
 
@@ -209,26 +238,9 @@ def find_engine(text: str) -> tuple[Engine, Version]:
     """
     name, _, version = text.partition("==")
     if name not in ENGINES:
-        raise ExportError(f"no engine {name!r}: offplan exports to {' and '.join(ENGINES)}")
+        raise ExportError(f"no engine {name!r}: offplan exports to {', '.join(ENGINES)}")
     engine = ENGINES[name]
     return engine, engine.parse_version(version) if "==" in text else engine.newest
-
-
-def require_stored_weights(offload: Offload, title: str) -> None:
-    """Raise ExportError unless weights are as they are stored, in host memory where not resident.
-
-    ``title`` is the engine's.
-    """
-    if offload.store == "peer" and offload.rules:
-        raise ExportError(
-            f"{title} offloads to host memory; the plan has a second GPU's memory as its "
-            "store, whose faster link would be lost: plan again with `store: host`"
-        )
-    if offload.packing is not None:
-        raise ExportError(
-            f"{title} holds every weight as it is stored; the plan holds some packed: plan "
-            "again with --for or --no-packing"
-        )
 
 
 def _locate(plan: Plan) -> str:
@@ -251,7 +263,7 @@ def _version_notes(engine: Engine, version: Version, said: Said) -> list[str]:
 
 def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) -> list[str]:
     notes = []
-    if said.moved:
+    if said.flags:
         notes.append(
             f"{engine.title} page-locks up to {format_bytes(said.pinned_bytes)} of host memory: "
             "each parameter is rounded up to a power of two"
@@ -300,7 +312,6 @@ def _only_rule(offload: Offload, engine: Engine) -> Rule | None:
         raise ExportError(
             f"{engine.title} keeps the input embedding on the GPU; the plan has it on the host"
         )
-    require_stored_weights(offload, engine.title)
     if len(rules) > 1:
         raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")
     if rules and rules[0].is_mixed:

@@ -6,8 +6,9 @@ from pathlib import Path
 import yaml
 
 from offplan.choices import ExportFormat
-from offplan.engines.engine import format_version
-from offplan.engines.export import Export, join_flags
+from offplan.engines.engine import format_version, join_flags
+from offplan.engines.export import Export
+from offplan.errors import ExportError
 
 CACHE = "/root/.cache/huggingface"
 """Where the engines' images keep what they load from the Hub."""
@@ -28,6 +29,11 @@ def _command(export: Export) -> str:
 def _docker(export: Export) -> str:
     """Write what a shell runs to start the engine in a container of its own image."""
     engine, source = export.engine, Path(export.source)
+    if engine.is_worker:
+        raise ExportError(
+            f"the image {engine.image} has no offplan in it: make one of it with pip install "
+            "'offplan[vllm]', and start what --format command prints"
+        )
     mount = f'"$HOME/.cache/huggingface:{CACHE}"'
     served = export.source
     if source.exists():
@@ -57,10 +63,11 @@ def _lines(start: str, export: Export, *last: str) -> str:
 def _yaml(export: Export) -> str:
     """Write a file for the engine's ``--config``."""
     variables = [f"# needs {name}={value}\n" for name, value in export.said.environment.items()]
-    model = "model" if export.engine.name == "vllm" else "model-path"
+    model = "model" if export.engine.family == "vllm" else "model-path"
     entries: dict[str, object] = {model: export.source}
     for name, values in export.options.items():
-        each = [yaml.safe_load(value) for value in values]
+        # what is JSON stays a word
+        each = [value if value[:1] == "{" else yaml.safe_load(value) for value in values]
         entries[name] = True if not each else each[0] if len(each) == 1 else each
     # vLLM reads a list where an option takes several values, also of one
     for name in ("offload-params", "cpu-offload-params"):
@@ -75,6 +82,6 @@ def _env(export: Export) -> str:
     variables = {
         **export.said.environment,
         "MODEL": export.source,
-        f"{export.engine.name.upper()}_ARGS": shlex.join(join_flags(export.options)),
+        f"{export.engine.family.upper()}_ARGS": shlex.join(join_flags(export.options)),
     }
     return "".join(f"{name}={value}\n" for name, value in variables.items())

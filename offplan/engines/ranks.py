@@ -28,6 +28,7 @@ from offplan.checkpoint.model import (
 )
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
+from offplan.engines.engine import family_of
 from offplan.errors import ExportError
 from offplan.forms.form import Kind, Part
 from offplan.plan import Goal, Workload
@@ -329,7 +330,7 @@ class Divider:
 
     @property
     def _engine(self) -> str:
-        return self.engine.partition("==")[0]
+        return family_of(self.engine)
 
     def _refuse(self, what: str, remedy: str = "") -> NoReturn:
         raise ExportError(

@@ -1,24 +1,25 @@
 """What a plan of any rules takes of vLLM's own parameters, for a worker that offloads by it."""
 
 import hashlib
-import shlex
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offplan import __version__
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.engines.engine import Said, Version
-from offplan.engines.export import join_flags, require_stored_weights
+from offplan.engines.engine import Said, Version, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters
-from offplan.engines.ranks import hold_model, pad_rows
-from offplan.engines.vllm import divide_vllm, find_names, require_forms, slot_bytes
+from offplan.engines.ranks import pad_rows
+from offplan.engines.vllm import find_breakable, find_names, require_forms, slot_bytes
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.placement import Placement, place
-from offplan.plan import PRINTED_TO, Backend, Offload, Plan
-from offplan.ranks import ONE_RANK, Ranks
-from offplan.units import format_budget, format_bytes
+from offplan.plan import Backend, Offload
+from offplan.units import format_bytes
+
+WORKER = "offplan.vllm.Worker"
+"""The class that vLLM is told to start."""
 
 
 @dataclass(frozen=True)
@@ -78,41 +79,57 @@ class Taken:
             yield from (taken for taken in layer.values() if taken.backend is backend)
 
 
-def find_taken(
-    plan: Plan, model: Model, version: Version, ranks: Ranks = ONE_RANK, stage: int = 0
-) -> Taken:
-    """Find what a plan takes of the model as a rank of a stage of some version of vLLM builds it.
+def say_to_worker(offload: Offload, model: Model, version: Version) -> Said:
+    """Say a plan's decision to offplan's worker in vLLM, but for the file that it is to read.
 
-    ``model`` is whole, ``ranks`` are those that vLLM divides it among. Raises ExportError, naming
-    it, for what such a worker cannot do: other ranks than the plan's, phases that read a parameter
-    in different ways, part of what vLLM fuses, other stored forms, packing, another store, and more
-    memory than the budget.
+    ``model`` is as a rank of vLLM holds it. Raises ExportError, naming it, for what the worker
+    cannot do: phases that read a parameter in different ways, part of what vLLM fuses, and other
+    stored forms.
     """
-    _require_ranks(plan, ranks)
-    require_stored_weights(plan.offload, "vLLM")
-    _require_one_backend(plan.offload)
-    goal = plan.goal.model_copy(update={"engine": "vllm"})
-    held = hold_model(model, goal, plan.workload)
-    found = [_StageTaken.find(plan.offload, each, version) for each in held.stages]
-    more = max(each.more_ring_bytes for each in found) + held.loaded_bytes
-    more -= hold_model(model, plan.goal, plan.workload).loaded_bytes
-    _require_budget(plan, more)
-    _require_host_memory(plan, ranks.tensor * sum(each.said.pinned_bytes for each in found))
-    return found[stage].taken
+    if not offload.rules and offload.embeddings == "device":
+        return Said()
+    _require_one_backend(offload)
+    stages = [StageTaken.find(offload, stage, version) for stage in model.stages]
+    own = StageTaken.find(offload, model, version)
+    flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
+    environment: dict[str, str] = {}
+    if any(stage.taken.streams for stage in stages):
+        flags["compilation-config"] = (json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY"}),)
+        if find_breakable(model) is not None:
+            environment = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
+    if any(stage.taken.reads_experts for stage in stages):
+        flags["moe-backend"] = ("triton",)
+    ranks = 1 if model.share is None else model.share.ranks.tensor
+    said = Said(
+        flags,
+        environment,
+        ("vLLM wants offplan beside it: pip install 'offplan[vllm]'",),
+        own.moved,
+        max(stage.more_ring_bytes for stage in stages),
+    )
+    pinned_bytes = ranks * sum(stage.pinned_bytes for stage in stages)
+    return replace(said, pinned_elsewhere=pinned_bytes - said.pinned_bytes)
 
 
 @dataclass(frozen=True)
-class _StageTaken:
+class StageTaken:
     """What a plan takes of what a rank of one stage builds, and what memory that needs."""
 
     taken: Taken
-    said: Said
-    """What moves, as vLLM's parameters."""
+    moved: tuple[EngineParameter, ...]
     more_ring_bytes: int
     """GPU memory of vLLM's ring beyond that of offplan's own."""
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked memory of a rank."""
+        embedding = self.taken.embedding
+        sizes = [each.nbytes for each in self.moved]
+        sizes += [] if embedding is None else [embedding.nbytes]
+        return sum(map(page_locked_bytes, sizes))
+
     @classmethod
-    def find(cls, offload: Offload, model: Model, version: Version) -> "_StageTaken":
+    def find(cls, offload: Offload, model: Model, version: Version) -> "StageTaken":
         """Find it for a rank's share of a model."""
         placement = place(model, offload)
         require_forms(placement, version)
@@ -141,27 +158,8 @@ class _StageTaken:
             ring_bytes=placement.num_slots * slot_bytes(streamed),
             embedding=embedding,
         )
-        said = Said(moved=tuple(each for each, _ in moved))
-        return cls(taken, said, taken.ring_bytes - placement.ring_bytes)
-
-
-def _require_ranks(plan: Plan, ranks: Ranks) -> None:
-    """Refuse ranks that the plan was not made for: what each holds is then another model."""
-    goal = plan.goal
-    engine = (goal.engine or "vllm").partition("==")[0]
-    if goal.ranks == ranks and (ranks == ONE_RANK or engine == "vllm"):
-        return
-    planned = f"{goal.ranks.label} of {engine}" if goal.ranks != ONE_RANK else "one GPU"
-    options = "--for vllm " + ranks.label if ranks != ONE_RANK else "--no-packing"
-    size = format_budget(plan.budget.gpu_memory).replace(" ", "")
-    command = f"offplan plan {shlex.quote(plan.model.source)} {options} --gpu-memory {size}"
-    as_planned = ""
-    if engine == "vllm" and goal.ranks != ONE_RANK:
-        as_planned = f", or start vLLM with {' '.join(join_flags(divide_vllm(goal.ranks)))}"
-    raise ExportError(
-        f"the plan is for {planned}, and vLLM was started on {ranks.label or 'one GPU'}: what each "
-        f"GPU holds is another model then; plan for it ({command}){as_planned}"
-    )
+        parameters = tuple(each for each, _ in moved)
+        return cls(taken, parameters, taken.ring_bytes - placement.ring_bytes)
 
 
 def _require_one_backend(offload: Offload) -> None:
@@ -170,7 +168,7 @@ def _require_one_backend(offload: Offload) -> None:
             raise ExportError(
                 f"rule {number} is {rule.prefill.value} in prefill and {rule.decode.value} in "
                 "decode: vLLM computes both phases with the same tensors, so expected one backend "
-                "in both; plan again with --for vllm"
+                "in both; plan again with --for vllm-worker"
             )
 
 
@@ -204,26 +202,5 @@ def _find_backend(
     said = ", ".join(f"{n} {'resident' if b is None else b.value}" for n, b in found.items())
     raise ExportError(
         f"vLLM holds in one parameter, {each.name} of layer {each.layer}, what the plan has in "
-        f"different places ({said}): expected one place for all; plan again with --for vllm"
+        f"different places ({said}): expected one place for all; plan again with --for vllm-worker"
     )
-
-
-def _require_budget(plan: Plan, more: int) -> None:
-    """Refuse what vLLM's ring, and what it makes of weights (MLA's ``kv_b_proj``), take beyond."""
-    total = plan.prediction.gpu_memory.total_bytes + more
-    if total > plan.budget.gpu_memory * (1 + PRINTED_TO):
-        raise ExportError(
-            f"vLLM takes {format_bytes(more)} more of GPU memory for it than offplan's own "
-            f"runtime: {format_bytes(total)} of a budget of {format_budget(plan.budget.gpu_memory)}"
-            "; plan again with --for vllm, or for less memory"
-        )
-
-
-def _require_host_memory(plan: Plan, pinned_bytes: int) -> None:
-    most = plan.budget.host_memory
-    # as elsewhere, an embedding that is read by row takes none of the budget
-    if most is not None and pinned_bytes > most:
-        raise ExportError(
-            f"vLLM page-locks {format_bytes(pinned_bytes)}, each parameter rounded up to a "
-            f"power of two, of a budget of {format_budget(most)}; plan again with more host memory"
-        )

@@ -196,13 +196,18 @@ def require_forms(placement: Placement, version: Version) -> None:
 
 def _require_whole_graphs(model: Model) -> None:
     """Refuse copies that cross the end of a captured graph. Source: vLLM pull request 51710."""
-    for name in model.architecture.class_names:
-        if name in FACTS["breakable"]:
-            raise ExportError(
-                f"vLLM captures {name} in graphs that end at each attention (breakable CUDA "
-                "graphs), and copies that are under way then end the capture in an error: only "
-                "reading in place (uva) works there"
-            )
+    if (name := find_breakable(model)) is not None:
+        raise ExportError(
+            f"vLLM captures {name} in graphs that end at each "
+            "attention (breakable CUDA graphs), and copies that are under way then end the capture "
+            "in an error: only reading in place (uva) works there"
+        )
+
+
+def find_breakable(model: Model) -> str | None:
+    """Find the name by which vLLM captures a model in graphs that end at each attention."""
+    names = model.architecture.class_names
+    return next((name for name in names if name in FACTS["breakable"]), None)
 
 
 def _require_whole_turns(placement: Placement) -> None:

@@ -1,12 +1,15 @@
 """Plans exported to other engines, as they are or made again so that they can be."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
-from offplan.engines.export import Export, export_plan, find_engine
+from offplan.engines.export import ENGINES, Export, export_plan, find_engine
 from offplan.engines.ranks import hold_model
 from offplan.errors import ExportError, InfeasibleError, InputError, OffplanError, ProfileError
 from offplan.library.asking import ask_again
@@ -19,19 +22,20 @@ from offplan.records import explain
 from offplan.units import format_seconds
 
 
-def export_here(plan: Plan, model: Model, engine: str) -> Export:
+def export_here(plan: Plan, model: Model, engine: str, file: Path) -> Export:
     """Say a plan to an engine, with the GPU's memory and the NUMA nodes that its profile has.
 
-    Raises what ``export_plan`` does; an ExportError also says what making the plan again for the
-    engine costs.
+    ``file`` is the plan's own. Raises what ``export_plan`` does; an ExportError also says what
+    making the plan again for the engine costs, and whether a worker in it would run this one.
     """
     machine = _find_machine(plan)
     gpu_bytes = None if machine is None else machine.gpu_memory.value
     nodes = None if machine is None or machine.numa_nodes is None else machine.numa_nodes.value
     try:
-        export = export_plan(plan, model, engine, gpu_bytes=gpu_bytes, numa_nodes=nodes)
+        export = export_plan(plan, model, engine, file=file, gpu_bytes=gpu_bytes, numa_nodes=nodes)
     except ExportError as error:
-        raise ExportError(f"{error}. {_what_replanning_costs(plan, model, engine)}") from None
+        ways = [_what_replanning_costs(plan, model, engine), *_name_worker(plan, model, engine)]
+        raise ExportError(". ".join([str(error), *ways])) from None
     predicted = _predict(plan, model, engine)
     if predicted is None:
         return export
@@ -76,15 +80,28 @@ def describe_cost(plan: Plan, made: Plan) -> str:
 
 
 def _what_replanning_costs(plan: Plan, model: Model, engine: str) -> str:
-    title = find_engine(engine)[0].title
+    chosen, _ = find_engine(engine)
+    # a worker reads the plan from its file
+    way = f"offplan plan --for {engine} makes" if chosen.is_worker else "--replan exports"
+    told = f"{way} the fastest plan that {chosen.title} can run"
     try:
         made = plan_for(plan, model, engine)
     except InfeasibleError as error:
-        return f"Nor would --replan help: {error}"
+        return f"Nor would planning again for {engine} help: {error}"
     except OffplanError as error:
-        return f"--replan exports the fastest plan that {title} can run, but not here: {error}"
-    cost = describe_cost(plan, made)
-    return f"--replan exports the fastest plan that {title} can run, predicted {cost}"
+        return f"{told}, but not here: {error}"
+    return f"{told}, predicted {describe_cost(plan, made)}"
+
+
+def _name_worker(plan: Plan, model: Model, engine: str) -> Iterator[str]:
+    """Say that a worker in the engine runs what its flags cannot say, where one does."""
+    chosen, _ = find_engine(engine)
+    worker = f"{chosen.family}-worker"
+    if chosen.is_worker or worker not in ENGINES:
+        return
+    with suppress(ExportError):
+        export_plan(plan, model, worker)
+        yield f"{ENGINES[worker].title} runs it as it is: --engine {worker}"
 
 
 def _predict(plan: Plan, model: Model, engine: str) -> Prediction | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from offplan.costs.predict import predict
+from offplan.engines.export import find_engine
 from offplan.errors import PlanError
 from offplan.plan import Backend, Offload, Plan, Prediction, Rule
 from offplan.planner.question import Question
@@ -57,7 +58,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     at = chunks.index(offload.prefill_chunk)
     for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):
         yield f"prefill_chunk {offload.prefill_chunk} -> {chunk}", {"prefill_chunk": chunk}
-    if question.goal.engine is None:
+    engine = question.goal.engine
+    if engine is None or find_engine(engine)[0].is_worker:
         place = "device" if offload.embeddings == "host" else "host"
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
     if offload.packing is not None:
@@ -69,7 +71,7 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"
         yield f"without {name}", {"rules": (*others[0], *others[1])}
-        for step, changes in _rule_steps(rule, one_backend=question.goal.engine is not None):
+        for step, changes in _rule_steps(rule, one_backend=engine is not None):
             changed = {**dict(rule), **changes}
             yield f"{name}: {step}", {"rules": (*others[0], changed, *others[1])}
 

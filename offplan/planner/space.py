@@ -9,7 +9,7 @@ take whole parameters in order up to ``max_bytes``, read in place.
 
 A third rule was found to buy at most 1.5 % (median 0) in 161 cases without targets, less than
 predictions are off by; more where a target or the host's memory is all but out of reach.
-What an engine's flags are to say is one rule with one backend, and no host embedding.
+What an engine is to run is one rule with one backend; its flags say no host embedding.
 Of a pipeline it is the space of the hungriest stage; ``planner.stages`` prices the others.
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
@@ -209,7 +209,8 @@ class Space:
         """The chunks to try, the largest first, with the embedding in either place."""
         model = self.model
         places: tuple[TensorInfo | None, ...] = (None,)
-        if model.input_embedding is not None and self.engine is None:
+        says_place = self.engine is None or self.engine.is_worker
+        if model.input_embedding is not None and says_place:
             places = (None, model.input_embedding)
         sizes = prefill_chunks(self.question.workload.prompt_tokens)
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]

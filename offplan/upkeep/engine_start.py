@@ -39,6 +39,11 @@ def read_start(engine: str, log: Path | None, url: str | None) -> Startup:
     Raises InputError for what is no such log, and for a server that does not say.
     """
     chosen, _ = find_engine(engine)
+    if chosen.is_worker:
+        raise InputError(
+            f"{chosen.title} lets it start only where the plan is in force, and says so in the "
+            "log: there is nothing to check"
+        )
     if log is not None:
         startup = read_log(chosen.name, read_text(log, "log", MOST_LOG_BYTES, InputError))
         if startup.loaded_bytes is None:

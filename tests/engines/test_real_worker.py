@@ -18,10 +18,11 @@ import torch
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.engines.export import join_flags
+from offplan.engines.export import export_plan, join_flags
+from offplan.engines.formats import render_export
 from offplan.engines.ranks import hold_model
-from offplan.engines.taken import find_taken
 from offplan.engines.vllm import divide_vllm
+from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError, OffplanError
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Plan, Rule, dump_plan
@@ -222,10 +223,10 @@ def test_each_of_two_ranks_holds_its_share(seam: Any, architecture: str, tmp_pat
 @pytest.mark.parametrize(
     ("planned", "started", "message"),
     [
-        (ONE_RANK, Ranks(2), r"for one GPU, .*--tp 2: .*\(offplan plan \S+ --for vllm --tp 2 "),
+        (ONE_RANK, Ranks(2), r"for one GPU, .*--tp 2: .*\(offplan plan \S+ --for vllm-worker --tp 2 "),
         (Ranks(2), ONE_RANK, "for --tp 2 of vllm, .* one GPU: .*--tensor-parallel-size 2$"),
         (Ranks(2), Ranks(4), r"for --tp 2 of vllm, .*--tp 4: .*--tensor-parallel-size 2$"),
-        (Ranks(2), Ranks(2, expert=2), r"started on --tp 2 --ep 2: .* --for vllm --tp 2 --ep 2 "),
+        (Ranks(2), Ranks(2, expert=2), r"started on --tp 2 --ep 2: .* --for vllm-worker --tp 2 --ep 2 "),
         (Ranks(2), Ranks(1, 2), "started on --pp 2: "),
     ],
 )
@@ -525,6 +526,22 @@ def test_vllm_reads_the_command_that_the_docs_have(seam: Any, tmp_path: Path) ->
     assert config.parallel_config.worker_cls == "offplan.vllm.Worker"
     assert config.additional_config == {"offplan": "plan.yaml"}
     assert f"vLLM {', '.join(seam.worker.VERSIONS)}, on the CPU" in text
+
+
+def test_vllm_reads_the_command_that_is_exported(seam: Any, tmp_path: Path) -> None:
+    plan, model, path = write_plan(tmp_path, "Qwen3ForCausalLM", prefetch("mlp"), uva("o_proj"))
+    short = plan.workload.model_copy(update={"context": 64, "prompt_tokens": 32})
+    plan = plan.model_copy(update={"workload": short})
+    export = export_plan(plan, model, "vllm-worker", file=path)
+    config = real_vllm.parse_command([*export.command[1:], "--load-format", "dummy"])
+    assert config.parallel_config.worker_cls == "offplan.vllm.Worker"
+    taken = seam.worker.take_plan(config)
+    assert taken == find_taken(plan, model, (0, 33, 0))
+    file = tmp_path / "serve.yaml"
+    file.write_text(render_export(export, "yaml"))
+    assert real_vllm.parse_command(["serve", "--config", str(file)]).additional_config == {
+        "offplan": str(path)
+    }
 
 
 def test_the_versions_are_those_of_the_extra(seam: Any) -> None:

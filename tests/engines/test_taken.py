@@ -1,12 +1,18 @@
 """What a plan takes of vLLM's own parameters, and what a worker there refuses."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.engines.taken import Taken, find_taken
+from offplan.engines.export import export_plan
+from offplan.engines.formats import render_export
+from offplan.engines.taken import Taken
+from offplan.engines.worker import find_taken
 from offplan.errors import ExportError
 from offplan.forms.form import Form, Kind
 from offplan.plan import Backend, Goal, Packing, Plan
@@ -81,9 +87,33 @@ def test_the_embedding_on_the_host() -> None:
     head = model.outside[0]._replace(name="lm_head.weight")
     model = replace(model, outside=(*model.outside, head))
     offload = make_plan().offload.model_copy(update={"embeddings": "host"})
-    taken = take(make_plan().model_copy(update={"offload": offload}), model)
+    plan = make_plan().model_copy(update={"offload": offload})
+    taken = take(plan, model)
     assert taken.embedding == model.outside[0]
     assert "by row" in taken.describe()
+    assert export_plan(plan, model, "vllm-worker").said.pinned_bytes == 2 * KIB**2
+
+
+def test_a_worker_is_started_with_the_plan_and_what_it_needs(tmp_path: Path) -> None:
+    """Graphs in one piece where anything streams, kernels that read experts in place once."""
+    export = export_plan(
+        make_plan(prefetch("self_attn"), uva("experts")), deepseek(), "vllm-worker", file=tmp_path
+    )
+    assert export.command[-8:] == [
+        *("--worker-cls", "offplan.vllm.Worker"),
+        *("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'),
+        *("--moe-backend", "triton"),
+        *("--additional-config", json.dumps({"offplan": str(tmp_path)})),
+    ]
+    assert "pip install 'offplan[vllm]'" in export.notes[0]
+    read = export_plan(make_plan(uva("mlp")), qwen3(), "vllm-worker", file=tmp_path)
+    assert "compilation-config" not in read.options
+    nothing = export_plan(make_plan(), qwen3(), "vllm-worker", file=tmp_path)
+    assert not nothing.flags
+    with pytest.raises(ExportError, match="has no offplan in it"):
+        render_export(export, "docker")
+    said = yaml.safe_load(render_export(export, "yaml"))
+    assert json.loads(said["additional-config"]) == {"offplan": str(tmp_path)}
 
 
 REFUSED = {
@@ -119,7 +149,7 @@ def test_stores_and_packing_are_refused(message: str, change: dict[str, object])
     [
         (
             "vllm",
-            r"--no-packing --gpu-memory 1GiB\), or start vLLM with --tensor-parallel-size 2$",
+            r"--for vllm-worker --gpu-memory 1GiB\), or start vLLM with --tensor-parallel-size 2$",
         ),
         ("sglang", r"for --tp 2 of sglang, .* --gpu-memory 1GiB\)$"),
     ],

@@ -140,7 +140,7 @@ def test_packing_is_refused(engine: str) -> None:
 
 
 def test_unknown_engine() -> None:
-    with pytest.raises(ExportError, match="vllm and sglang"):
+    with pytest.raises(ExportError, match="vllm, vllm-worker, sglang"):
         export_plan(make_plan(), qwen3(), "tgi")
 
 

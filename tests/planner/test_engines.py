@@ -22,7 +22,7 @@ from tests.planner.cases import ask
 
 @settings(max_examples=15)
 @given(
-    st.sampled_from(["vllm", "sglang"]),
+    st.sampled_from(["vllm", "vllm-worker", "sglang"]),
     st.sampled_from([deepseek(), qwen3()]),
     st.floats(0.1, 1.0),
     st.sampled_from([1e8, 5e9, 50e9]),
@@ -44,7 +44,7 @@ def test_a_plan_for_an_engine_can_be_exported(
     assert f"only plans that {engine} can run were searched" in explain_plan(result)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", "vllm-worker", "sglang"])
 @pytest.mark.parametrize(("share", "h2d"), [(0.5, 1e9), (0.8, 1e9), (0.8, 50e9)])
 def test_the_fastest_of_an_engine_is_found(engine: str, share: float, h2d: float) -> None:
     """As if every plan of one rule were looked at, and those left out that do not export."""
