@@ -63,6 +63,8 @@ def seam(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_, **__: None
 
+    # vLLM sets it for the whole process once it has met a model that wants it
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
