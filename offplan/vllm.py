@@ -235,7 +235,8 @@ def require_known_config(config: VllmConfig, plan: Plan, taken: Taken) -> None:
     stored = getattr(model.hf_config, "quantization_config", None)
     quantises = model.quantization_config is not None or (model.quantization and stored is None)
     refused = {
-        "data or context parallelism": parallel.world_size_across_dp != ranks,
+        "data or context parallelism": parallel.world_size_across_dp != ranks
+        or parallel.decode_context_parallel_size > 1,
         "EPLB, which writes experts into slots of the ring": parallel.enable_eplb,
         "micro-batches (DBO)": parallel.use_ubatching,
         "speculative decoding, whose draft has layers of its own": config.speculative_config,

@@ -400,7 +400,7 @@ def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     code, _, err = cli("replan", path)
     assert (code, "nothing changes" in err) == (0, True)
     assert "on 2 GPUs (--tp 2 --ep 2)" in cli("show", path).out
-    assert "x GPUs" in cli("explain", path).out
+    assert "x ranks" in cli("explain", path).out
     code, _, err = cli("run", path)
     assert (code, "offplan's own runtime runs on one" in err) == (2, True)
     code, _, err = cli("export", path, "--engine", "vllm", "--tp", 4)

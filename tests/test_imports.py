@@ -20,7 +20,7 @@ ARROWS = {
     "hostmem": ["errors", "units"],
     "forms": ["errors"],
     "checkpoint": ["errors", "units", "progress", "files", "forms", "ranks"],
-    "machine": ["records", "progress", "files", "hostmem", "choices"],
+    "machine": ["records", "progress", "files", "hostmem", "choices", "ranks"],
     "segments": [],
     "ranks": [],
     "plan": ["records", "segments", "choices", "ranks"],

@@ -19,6 +19,7 @@ from offplan.machine.profile import (
     parse_profile,
     profile_schema,
 )
+from offplan.ranks import Ranks
 from offplan.records import load_yaml
 from tests.costs.builders import make_machine
 
@@ -275,6 +276,9 @@ def test_ranks_share_the_link_where_that_was_measured() -> None:
     assert (shared.h2d.value, shared.uva.value) == (20e9, 16e9)
     assert shared.with_ranks(2) == shared
     assert machine.with_ranks(4) == machine
+    assert machine.with_link("host", Ranks(2, 2)) == shared
+    # a token passes one stage after the other
+    assert machine.with_link("host", Ranks(1, 2)) == machine
 
 
 def test_ranks_have_the_link_of_as_many_that_copied_at_once() -> None:

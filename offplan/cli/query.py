@@ -88,7 +88,7 @@ class Query:
             model,
             workload,
             store=self.store,
-            num_gpus=self.ranks.num_gpus,
+            num_gpus=self.ranks.tensor,
             packing=self.packing and self.engine is None,
             on_stage=ProgressBar,
         )

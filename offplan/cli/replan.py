@@ -66,7 +66,7 @@ def replan(
             found,
             old.workload,
             store=old.offload.store,
-            num_gpus=old.goal.ranks.num_gpus,
+            num_gpus=old.goal.ranks.tensor,
             packing=old.goal.packing,
             on_stage=ProgressBar,
         )

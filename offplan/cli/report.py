@@ -54,6 +54,11 @@ def report(
         raise InputError("name the page to write: -o report.html")
     check_writable(output, trace, force=force)
     notes, loaded = [], load_plan(plan)
+    if trace is not None and loaded.goal.engine is not None:
+        raise InputError(
+            f"{trace} was not written: {loaded.goal.engine} runs the plan by rules of its own, "
+            "which are not drawn; leave out --trace"
+        )
     if machine is None and loaded.machine.profile is None:
         priced, found = open_plan(plan, model)
         portrait = Portrait(priced, hold_model(found, priced.goal, priced.workload))

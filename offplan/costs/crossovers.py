@@ -6,6 +6,7 @@ from functools import partial
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
+from offplan.costs.engine_times import copies_in_place
 from offplan.costs.link import uva_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_from_powers
@@ -56,10 +57,11 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
     hides = partial(computes_enough, Phase.PREFILL, "prompt_tokens")
     moves = plan.prediction.decode.link_bytes > 0
     wins = _streaming_wins(model, machine, plan.workload)
+    reads = machine.store == "host" and not copies_in_place(model)
     streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
     return Crossovers(
         compute_bound_batch=least_from_powers(computes, MOST_BATCH) if moves else None,
-        streaming_batch=least_from_powers(wins, MOST_BATCH) if machine.store == "host" else None,
+        streaming_batch=least_from_powers(wins, MOST_BATCH) if reads else None,
         hiding_prompt=least_from_powers(hides, MOST_PROMPT) if streams else None,
     )
 

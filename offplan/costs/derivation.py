@@ -182,16 +182,16 @@ def _derive_memory(
 
 
 def _derive_host_memory(plan: Plan, placement: Placement) -> Term:
-    on_host, num_gpus = plan.offload.store == "host", plan.goal.ranks.tensor
+    on_host, num_ranks = plan.offload.store == "host", plan.goal.ranks.tensor
     embedding = placement.host_embedding.nbytes if placement.host_embedding is not None else 0
     slabs = placement.slab_bytes if on_host else 0
     told = "slabs, each tensor on a boundary" if on_host else "slabs on the host"
     formula = "slabs + embedding on the host"
     inputs = [Input(told, slabs, "bytes"), Input("embedding on the host", embedding, "bytes")]
-    if num_gpus > 1:
-        formula = f"({formula}) x GPUs"
-        inputs.append(Input("GPUs", num_gpus, "count"))
-    return Term("host_memory", num_gpus * (slabs + embedding), "bytes", formula, tuple(inputs))
+    if num_ranks > 1:
+        formula = f"({formula}) x ranks"
+        inputs.append(Input("ranks", num_ranks, "count"))
+    return Term("host_memory", num_ranks * (slabs + embedding), "bytes", formula, tuple(inputs))
 
 
 def _derive_phase(

@@ -296,8 +296,9 @@ def _binding_notes(engine: Engine, numa_nodes: int | None) -> list[str]:
     if numa_nodes is not None:
         return [
             f"{option} binds each rank to the NUMA node of its GPU: numactl must be installed, a "
-            "container allowed to set memory policies (SYS_NICE), and each node have room for what "
-            "its ranks page-lock"
+            "container allowed to set memory policies (SYS_NICE) and to use all cores (else name "
+            "the nodes with --numa-bind-nodes), and each node have room for what its ranks "
+            "page-lock"
         ]
     return [
         f"how many NUMA nodes the host has is not known here: on one of several add {option}, so "

@@ -71,12 +71,10 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
 
 
 def describe_cost(plan: Plan, made: Plan) -> str:
-    """Say what a request takes on the engine that a plan was made for, beside the plan itself.
-
-    The plan is one of offplan's own runtime.
-    """
+    """Say what a request takes on the engine that a plan was made for, beside the plan itself."""
     share = made.prediction.objective_s / plan.prediction.objective_s - 1
-    return f"{100 * abs(share):.1f} % {'longer' if share >= 0 else 'shorter'} a request"
+    beside = "" if plan.goal.engine is None else f" than what {plan.goal.engine} takes for the plan"
+    return f"{100 * abs(share):.1f} % {'longer' if share >= 0 else 'shorter'} a request{beside}"
 
 
 def _what_replanning_costs(plan: Plan, model: Model, engine: str) -> str:
@@ -111,7 +109,7 @@ def _predict(plan: Plan, model: Model, engine: str) -> Prediction | None:
         return None
     goal = plan.goal.model_copy(update={"engine": engine})
     held = hold_model(model, goal, plan.workload)
-    linked = machine.with_ranks(goal.ranks.num_gpus)
+    linked = machine.with_link("host", goal.ranks)
     return predict(held, linked, plan.workload, plan.budget, plan.offload)
 
 

@@ -83,7 +83,7 @@ def open_planned_machine(plan: Plan) -> MachineProfile | None:
     profile = open_planned_profile(plan)
     if profile is None:
         return None
-    return profile.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
+    return profile.with_link(plan.offload.store, plan.goal.ranks)
 
 
 def _locate(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from offplan.machine.assumed import change_figures, complete_figures
 from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
 from offplan.machine.name import MachineName, parse_name
 from offplan.machine.name import shipped_profiles as shipped_profiles
+from offplan.ranks import Ranks
 from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml, read_text
 
 PROFILE_VERSION = 1
@@ -209,6 +210,14 @@ class MachineProfile(Record):
             "host_memory": self.gpu_memory.model_copy(update={"value": room}),
         }
         return PeerStoreProfile.model_validate({**self._figures, **changes})
+
+    def with_link(self, store: Store, ranks: Ranks) -> "MachineProfile":
+        """Return the profile with the link that each rank has to a plan's store.
+
+        Those of one stage copy at once. A token passes one stage after the other, and copies end
+        with the pass. Raises ProfileError where the link to the store is not known.
+        """
+        return self.with_store(store).with_ranks(ranks.tensor)
 
     def with_ranks(self, num_gpus: int) -> "MachineProfile":
         """Return the profile with the link that each GPU has while so many of the host copy.

@@ -72,7 +72,8 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     missing = max(0, min(lacking for each, lacking in pairs if each.embeddings == "device"))
     prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
-    return find_floor(space.model, space.machine, space.question.workload, missing, fastest)
+    others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
+    return find_floor(space.model, space.machine, space.question.workload, missing, fastest, others)
 
 
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:

@@ -36,14 +36,14 @@ class Question:
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
-        if engine is not None:
-            try:
+        try:
+            if engine is not None:
                 find_engine(engine)
-                held = hold_model(self.model, self.goal, self.workload)
-            except ExportError as error:
-                raise InputError(f"--for {engine}: {error}") from None
-            # frozen, but not yet seen by anybody
-            object.__setattr__(self, "model", held)
+            held = hold_model(self.model, self.goal, self.workload)
+        except ExportError as error:
+            raise InputError(f"--for {engine}: {error}") from None
+        # frozen, but not yet seen by anybody
+        object.__setattr__(self, "model", held)
         if engine is not None and self.store != "host":
             raise InputError(
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
@@ -59,7 +59,7 @@ class Question:
     @cached_property
     def planned_machine(self) -> MachineProfile:
         """The machine's profile with the link to the store as its link, all ranks using theirs."""
-        return self.machine.with_store(self.store).with_ranks(self.goal.ranks.num_gpus)
+        return self.machine.with_link(self.store, self.goal.ranks)
 
     @property
     def may_pack(self) -> bool:

@@ -280,6 +280,7 @@ class Room:
     host_bytes: NDArray[np.float64]
     """Bytes of slabs of one rank that the store has room for; infinite where it is not limited."""
     budget: Budget
+    """The budget itself."""
 
 
 def find_room(space: Space, budget: Budget) -> Room:
@@ -288,6 +289,6 @@ def find_room(space: Space, budget: Budget) -> Room:
     lacking = [each.device_bytes + overhead - budget.gpu_memory for each in space.settings]
     on_host = space.machine.store == "host"  # an embedding is, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory
-    limit /= space.question.goal.ranks.num_gpus  # all ranks lock as much
+    limit /= space.question.goal.ranks.num_gpus  # no rank locks more than the hungriest
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
     return Room(np.array(lacking), np.array(host, dtype=np.float64), budget)

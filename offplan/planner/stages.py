@@ -117,9 +117,11 @@ class Stages:
         ]
 
     @cached_property
-    def resident_ps(self) -> Ints:
-        """Picoseconds of prompt and step with all resident, [settings, 2]: no plan takes less."""
-        return np.asarray(sum(n * prices.space.table.resident_ps for n, prices in self._prices))
+    def fastest_ps(self) -> tuple[int, int]:
+        """Picoseconds of prompt and step with all resident: no plan takes less."""
+        times = sum(n * prices.space.table.resident_ps.min(axis=0) for n, prices in self._prices)
+        prompt_ps, step_ps = np.asarray(times).tolist()
+        return prompt_ps, step_ps
 
     @cached_property
     def _least(self) -> list[LoadTable]:

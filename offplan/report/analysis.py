@@ -47,7 +47,7 @@ class Analysis:
         if self.result is None or self.machine is None:
             return None
         plan = self.result.plan
-        linked = self.machine.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
+        linked = self.machine.with_link(plan.offload.store, plan.goal.ranks)
         return find_crossovers(self.model, linked, plan)
 
 

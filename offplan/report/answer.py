@@ -100,9 +100,9 @@ def describe_ranks(plan: Plan, model: Model, machine: MachineProfile) -> list[st
         f"{weights}{of_stage}; host memory is that of all together.",
         "Not counted: what GPUs send each other, in time and in buffers.",
     ]
-    if not machine.knows_ranks(ranks.num_gpus):
+    if ranks.tensor > 1 and not machine.knows_ranks(ranks.tensor):
         told.append(
-            f"Each is taken to have the whole link while {ranks.num_gpus} copy at once: offplan "
+            f"Each is taken to have the whole link while {ranks.tensor} copy at once: offplan "
             "measure on a host with as many GPUs finds what it has."
         )
     if ranks.expert > 1:

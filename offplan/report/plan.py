@@ -81,10 +81,9 @@ def describe_gap(result: PlanResult) -> str:
     prediction, floor_s = result.plan.prediction, result.floor.objective_s
     steps = result.plan.workload.output_tokens
     bound_s = prediction.prefill.bound_s + steps * prediction.decode.bound_s
-    of_stage = " in one stage" * (result.plan.goal.pipeline_parallel > 1)
     return (
         f"Bound of its bytes {format_seconds(bound_s)} (x{prediction.objective_s / bound_s:.3f}); "
-        f"floor of any plan{of_stage} {format_seconds(floor_s)} (x{result.gap:.3f})"
+        f"floor of any plan {format_seconds(floor_s)} (x{result.gap:.3f})"
         f"{'; all estimated' * (prediction.basis == 'estimated')}."
     )
 

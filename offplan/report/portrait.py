@@ -89,7 +89,7 @@ def portray(plan: Plan, model: Model, machine: MachineProfile) -> Portrait:
     Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
     plan's store is not known.
     """
-    linked = machine.with_store(plan.offload.store).with_ranks(plan.goal.ranks.num_gpus)
+    linked = machine.with_link(plan.offload.store, plan.goal.ranks)
     # an engine's queues are not the schedule's
     lanes = trace_plan(plan, model, linked) if plan.goal.engine is None else None
     return Portrait(plan, model, machine, lanes)

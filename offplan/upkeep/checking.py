@@ -185,9 +185,9 @@ def _check_link(plan: Plan, on_stage: Stages) -> Iterator[Finding]:
     """Measure the link, and hold its rates against the plan's."""
     store = plan.offload.store
     here = measure_here(
-        with_others=store == "peer" or plan.goal.ranks.num_gpus > 1, on_stage=on_stage
+        with_others=store == "peer" or plan.goal.ranks.tensor > 1, on_stage=on_stage
     ).profile
-    machine = here.with_store(store).with_ranks(plan.goal.ranks.num_gpus)
+    machine = here.with_link(store, plan.goal.ranks)
     rates = (("h2d", plan.machine.h2d, machine.h2d), ("uva", plan.machine.uva, machine.uva))
     for name, planned, measured in rates:
         ratio = measured.value / planned

@@ -225,10 +225,18 @@ def test_each_of_two_ranks_holds_its_share(seam: Any, architecture: str, tmp_pat
 @pytest.mark.parametrize(
     ("planned", "started", "message"),
     [
-        (ONE_RANK, Ranks(2), r"for one GPU, .*--tp 2: .*\(offplan plan \S+ --for vllm-worker --tp 2 "),
+        (
+            ONE_RANK,
+            Ranks(2),
+            r"for one GPU, .*--tp 2: .*\(offplan plan \S+ --for vllm-worker --tp 2 ",
+        ),
         (Ranks(2), ONE_RANK, "for --tp 2 of vllm, .* one GPU: .*--tensor-parallel-size 2$"),
         (Ranks(2), Ranks(4), r"for --tp 2 of vllm, .*--tp 4: .*--tensor-parallel-size 2$"),
-        (Ranks(2), Ranks(2, expert=2), r"started on --tp 2 --ep 2: .* --for vllm-worker --tp 2 --ep 2 "),
+        (
+            Ranks(2),
+            Ranks(2, expert=2),
+            r"started on --tp 2 --ep 2: .* --for vllm-worker --tp 2 --ep 2 ",
+        ),
         (Ranks(2), Ranks(1, 2), "started on --pp 2: "),
     ],
 )
@@ -446,6 +454,7 @@ def change(name: str, value: object) -> Callable[[Any], None]:
 REFUSED = {
     "EPLB": change("parallel_config.enable_eplb", True),
     "data or context parallelism": change("parallel_config.data_parallel_size", 2),
+    "or context parallelism": change("parallel_config.decode_context_parallel_size", 2),
     "DBO": change("parallel_config.enable_dbo", True),
     "speculative decoding": change("speculative_config", SimpleNamespace()),
     "LoRA": change("lora_config", SimpleNamespace()),

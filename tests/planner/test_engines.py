@@ -63,6 +63,14 @@ def test_the_fastest_of_an_engine_is_found(engine: str, share: float, h2d: float
     assert plan.prediction.objective_s == pytest.approx(min(kept), rel=1e-12)
 
 
+def test_a_question_of_no_engine_asks_of_the_model_as_run_loads_it() -> None:
+    asked = ask(qwen3(), make_machine(), 0.5, goal=Goal(engine="vllm"))
+    plain, again = replace(asked, goal=Goal()), ask(qwen3(), make_machine(), 0.5)
+    assert (asked.model.loaded_by, plain.model.loaded_by) == ("vllm", None)
+    decided = make_plan(replace(plain, budget=again.budget)).plan
+    assert decided.prediction == make_plan(again).plan.prediction
+
+
 def test_what_an_engine_page_locks_is_within_the_budget() -> None:
     """Parameters of 6 KiB are page-locked as 8: host memory for the former is not enough."""
     asked = ask(qwen3(), make_machine(), 0.5, goal=Goal(engine="vllm"))

@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, InputError, MemoryLimitError, OffplanError
+from offplan.placement import Phase
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.memory import store
@@ -180,6 +181,22 @@ def test_rows_of_an_embedding_on_the_host_cross_the_link(
         assert measured.prefill_link_bytes == num_rows * row_bytes
         assert measured.decode_link_bytes == (NUM_TOKENS - 1) * row_bytes
         assert session.link.bytes_moved == 0
+
+
+def test_the_model_is_set_up_where_it_runs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the phase of each pass that runs it, and for none that was captured."""
+    with open_session(checkpoint, offload()) as session, torch.inference_mode():
+        entered: list[Phase] = []
+        monkeypatch.setattr(session.loaded, "enter_phase", entered.append)
+        logits = session.prefill(PROMPT)
+        session.decode(PROMPT[:, :1])
+        assert entered == [Phase.PREFILL, Phase.DECODE]
+        # as what was captured is replayed
+        monkeypatch.setattr(session.runner._passes, "run", lambda *_, **__: logits)
+        session.decode(PROMPT[:, :1])
+        assert len(entered) == 2
 
 
 def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
