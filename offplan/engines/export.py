@@ -9,8 +9,15 @@ from pathlib import Path
 from offplan.checkpoint.model import Model, Share
 from offplan.engines.engine import Engine, Flags, Said, Version, format_version
 from offplan.engines.ranks import hold_model
-from offplan.engines.sglang import MAX_BYTES_UNIT, divide_sglang, say_sglang, serve_sglang
-from offplan.engines.vllm import divide_vllm, say_vllm, serve_vllm
+from offplan.engines.sglang import (
+    MAX_BYTES_UNIT,
+    divide_sglang,
+    grow_sglang,
+    say_sglang,
+    serve_sglang,
+    stay_sglang,
+)
+from offplan.engines.vllm import divide_vllm, grow_vllm, say_vllm, serve_vllm, stay_vllm
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
@@ -23,6 +30,8 @@ ENGINES = {
         oldest=(0, 25, 0),
         newest=(0, 33, 0),
         say=say_vllm,
+        stay=stay_vllm,
+        grow=grow_vllm,
         serve=serve_vllm,
         divide=divide_vllm,
         command=("vllm", "serve"),
@@ -36,6 +45,8 @@ ENGINES = {
         oldest=(0, 5, 23),
         newest=(0, 5, 23),
         say=say_sglang,
+        stay=stay_sglang,
+        grow=grow_sglang,
         serve=serve_sglang,
         divide=divide_sglang,
         command=("python3", "-m", "sglang.launch_server", "--model-path"),
@@ -113,7 +124,7 @@ def export_plan(
     planned = hold_model(model, plan.goal, plan.workload)
     more += loaded.loaded_bytes - planned.loaded_bytes
     total = plan.prediction.gpu_memory.total_bytes + more
-    if said.moved and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
+    if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
             f"{chosen.title} takes {format_bytes(more)} more of GPU memory for it than offplan's "
             f"own runtime: {format_bytes(total)} of a budget of "
@@ -145,7 +156,9 @@ def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> 
     chosen, version = find_engine(engine)
     rule = _only_rule(offload, chosen)
     if rule is None:
-        return Said()
+        stages = (model,) if model.share is None else model.share.stages
+        stay = (chosen.stay(stage, version) for stage in stages)
+        return max(stay, key=lambda said: said.more_gpu_bytes)
     said = chosen.say(rule, place(model, offload), model, version)
     if model.share is not None:
         said = _say_to_ranks(said, rule, offload, model.share, chosen, version)

@@ -12,7 +12,7 @@ from offplan.engines.engine import Said, Version
 from offplan.engines.export import join_flags, require_stored_weights
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.ranks import hold_model, pad_rows
-from offplan.engines.vllm import divide_vllm, find_names, require_forms, slot_bytes
+from offplan.engines.vllm import divide_vllm, find_names, require_forms, slot_bytes, stay_vllm
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.placement import Placement, place
@@ -94,7 +94,7 @@ def find_taken(
     goal = plan.goal.model_copy(update={"engine": "vllm"})
     held = hold_model(model, goal, plan.workload)
     found = [_StageTaken.find(plan.offload, each, version) for each in held.stages]
-    more = max(each.more_ring_bytes for each in found) + held.loaded_bytes
+    more = max(each.more_gpu_bytes for each in found) + held.loaded_bytes
     more -= hold_model(model, plan.goal, plan.workload).loaded_bytes
     _require_budget(plan, more)
     _require_host_memory(plan, ranks.tensor * sum(each.said.pinned_bytes for each in found))
@@ -108,8 +108,8 @@ class _StageTaken:
     taken: Taken
     said: Said
     """What moves, as vLLM's parameters."""
-    more_ring_bytes: int
-    """GPU memory of vLLM's ring beyond that of offplan's own."""
+    more_gpu_bytes: int
+    """GPU memory of vLLM's ring, and of experts that stay, beyond that of offplan's own."""
 
     @classmethod
     def find(cls, offload: Offload, model: Model, version: Version) -> "_StageTaken":
@@ -142,7 +142,8 @@ class _StageTaken:
             embedding=embedding,
         )
         said = Said(moved=tuple(each for each, _ in moved))
-        return cls(taken, said, taken.ring_bytes - placement.ring_bytes)
+        more = taken.ring_bytes - placement.ring_bytes
+        return cls(taken, said, more + stay_vllm(model, version).more_gpu_bytes)
 
 
 def _require_ranks(plan: Plan, ranks: Ranks) -> None:
@@ -209,7 +210,7 @@ def _find_backend(
 
 
 def _require_budget(plan: Plan, more: int) -> None:
-    """Refuse what vLLM's ring, and what it makes of weights (MLA's ``kv_b_proj``), take beyond."""
+    """Refuse what vLLM's ring, and what it makes of weights, take beyond."""
     total = plan.prediction.gpu_memory.total_bytes + more
     if total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
