@@ -279,6 +279,15 @@ class Space:
         version = find_engine(str(self.question.goal.engine))[1]
         return self.engine.stay(self.model, version).more_gpu_bytes - self.grown_bytes
 
+    @cached_property
+    def kept_by(self) -> NDArray[np.int64]:
+        """The same for rules of each option: nothing where one takes any of these, [options]."""
+        return np.array([self.kept_bytes * self._takes_none(each) for each in self.options])
+
+    def _takes_none(self, option: Option) -> bool:
+        units = chain(*self.taken[option.segment_class])
+        return not any(tensor.name in self._growth for unit in units for tensor in unit.tensors)
+
     def reading_ps(self, num_bytes: int) -> int:
         """Picoseconds that kernels take to read so many bytes in place."""
         return to_ps(num_bytes / self.machine.uva.value)
