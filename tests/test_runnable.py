@@ -12,6 +12,7 @@ from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
+from tests.engines.configs import STORED_CODES
 
 
 @pytest.fixture
@@ -45,6 +46,14 @@ def test_that_a_model_runs_is_kept_and_obstacles_are_not(
 
 def test_a_process_of_its_own_says_the_same(both_ways: Path) -> None:
     model = open_model(str(both_ways))
+    assert runnable._ask_process(model) == find_obstacle(model)
+
+
+def test_a_process_is_asked_of_a_quantised_model_that_was_planned(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(STORED_CODES))
+    model = open_model(str(path))
+    assert model.architecture.quantisation is not None  # it holds a function from now on
     assert runnable._ask_process(model) == find_obstacle(model)
 
 

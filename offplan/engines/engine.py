@@ -52,6 +52,10 @@ class Engine:
     say: SayRule | None
     """Says a rule with one backend; raises ExportError for what the flags cannot say. None for a
     worker in the engine, which reads the plan itself."""
+    stay: Callable[[Model, Version], Said]
+    """Says what the weights of a plan without rules take; no name needs to be known for it."""
+    grow: Callable[[Model], Mapping[EngineParameter, EngineParameter]]
+    """Parameters that are larger on the GPU than they are stored, as the least they are there."""
     serve: Callable[[Plan, int | None], Flags]
     """Says the rest of a plan, given the bytes of the GPU where they are known."""
     divide: Callable[[Ranks], Flags]

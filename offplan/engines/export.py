@@ -19,9 +19,16 @@ from offplan.engines.engine import (
     require_stored_weights,
 )
 from offplan.engines.ranks import hold_model
-from offplan.engines.sglang import MAX_BYTES_UNIT, divide_sglang, say_sglang, serve_sglang
+from offplan.engines.sglang import (
+    MAX_BYTES_UNIT,
+    divide_sglang,
+    grow_sglang,
+    say_sglang,
+    serve_sglang,
+    stay_sglang,
+)
 from offplan.engines.taken import say_to_worker
-from offplan.engines.vllm import divide_vllm, say_vllm, serve_vllm
+from offplan.engines.vllm import divide_vllm, grow_vllm, say_vllm, serve_vllm, stay_vllm
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
@@ -33,6 +40,8 @@ _VLLM = Engine(
     oldest=(0, 25, 0),
     newest=(0, 33, 0),
     say=say_vllm,
+    stay=stay_vllm,
+    grow=grow_vllm,
     serve=serve_vllm,
     divide=divide_vllm,
     command=("vllm", "serve"),
@@ -51,6 +60,8 @@ ENGINES = {
         oldest=(0, 5, 23),
         newest=(0, 5, 23),
         say=say_sglang,
+        stay=stay_sglang,
+        grow=grow_sglang,
         serve=serve_sglang,
         divide=divide_sglang,
         command=("python3", "-m", "sglang.launch_server", "--model-path"),
@@ -125,7 +136,7 @@ def export_plan(
     planned = hold_model(model, plan.goal, plan.workload)
     more += loaded.loaded_bytes - planned.loaded_bytes
     total = plan.prediction.gpu_memory.total_bytes + more
-    if said.flags and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
+    if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
             f"{chosen.title} takes {format_bytes(more)} more of GPU memory for it than offplan's "
             f"own runtime: {format_bytes(total)} of a budget of "
@@ -159,6 +170,11 @@ def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> 
     """
     chosen, version = find_engine(engine)
     require_stored_weights(offload, chosen.title)
+    if not offload.rules and offload.embeddings == "device":
+        return max(
+            (chosen.stay(stage, version) for stage in model.stages),
+            key=lambda said: said.more_gpu_bytes,
+        )
     if chosen.say is None:
         said = say_to_worker(offload, model, version)
     else:
@@ -176,8 +192,6 @@ def _say_rule(
 ) -> Said:
     """Say a plan's only rule to an engine, and to all ranks of it."""
     rule = _only_rule(offload, engine)
-    if rule is None:
-        return Said()
     said = say(rule, place(model, offload), model, version)
     share = model.share
     if share is None:
@@ -307,7 +321,7 @@ def _binding_notes(engine: Engine, numa_nodes: int | None) -> list[str]:
     ]
 
 
-def _only_rule(offload: Offload, engine: Engine) -> Rule | None:
+def _only_rule(offload: Offload, engine: Engine) -> Rule:
     rules = offload.rules
     if offload.embeddings == "host":
         raise ExportError(
@@ -315,9 +329,9 @@ def _only_rule(offload: Offload, engine: Engine) -> Rule | None:
         )
     if len(rules) > 1:
         raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")
-    if rules and rules[0].is_mixed:
+    if rules[0].is_mixed:
         raise ExportError(
             f"{engine.title} has one backend for both phases; the plan has "
             f"{rules[0].prefill.value} in prefill and {rules[0].decode.value} in decode"
         )
-    return rules[0] if rules else None
+    return rules[0]

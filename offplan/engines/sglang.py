@@ -3,8 +3,11 @@
 Source: SGLang 0.5.23, ``srt/utils/offloader.py`` and ``models/deepseek_v2.py``.
 """
 
+from collections.abc import Mapping
+
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Flags, Said, Version, first_layers
+from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
@@ -57,6 +60,25 @@ def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version)
         flags["disable-shared-experts-fusion"] = ()
     notes = ("SGLang's captured decode steps copy and compute in turns: neither hides the other",)
     return Said(flags, notes=notes, moved=moved, more_gpu_bytes=more)
+
+
+def stay_sglang(model: Model, version: Version) -> Said:
+    """Say what weights take that no rule moves.
+
+    Where ranks have whole experts no kernel for their codes is chosen but on Blackwell: they are
+    expanded. Source: ``arg_groups/model_overrides/gpt_oss.py``.
+    """
+    return keep_experts(engine_parameters(model, {}), _find_kernels(model))
+
+
+def grow_sglang(model: Model) -> Mapping[EngineParameter, EngineParameter]:
+    """Lay out experts as ``stay_sglang`` counts them: none of them moves."""
+    return lay_out_experts(engine_parameters(model, {}), _find_kernels(model))
+
+
+def _find_kernels(model: Model) -> Kernels:
+    has_whole = model.share is not None and model.share.ranks.expert > 1
+    return Kernels(code_growth=4 if has_whole else 1)
 
 
 def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:

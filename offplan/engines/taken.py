@@ -11,7 +11,13 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.engine import Said, Version, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.ranks import pad_rows
-from offplan.engines.vllm import find_breakable, find_names, require_forms, slot_bytes
+from offplan.engines.vllm import (
+    find_breakable,
+    find_names,
+    require_forms,
+    slot_bytes,
+    stay_vllm,
+)
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.placement import Placement, place
@@ -86,8 +92,6 @@ def say_to_worker(offload: Offload, model: Model, version: Version) -> Said:
     cannot do: phases that read a parameter in different ways, part of what vLLM fuses, and other
     stored forms.
     """
-    if not offload.rules and offload.embeddings == "device":
-        return Said()
     _require_one_backend(offload)
     stages = [StageTaken.find(offload, stage, version) for stage in model.stages]
     own = StageTaken.find(offload, model, version)
@@ -105,7 +109,7 @@ def say_to_worker(offload: Offload, model: Model, version: Version) -> Said:
         environment,
         ("vLLM wants offplan beside it: pip install 'offplan[vllm]'",),
         own.moved,
-        max(stage.more_ring_bytes for stage in stages),
+        max(stage.more_gpu_bytes for stage in stages),
     )
     pinned_bytes = ranks * sum(stage.pinned_bytes for stage in stages)
     return replace(said, pinned_elsewhere=pinned_bytes - said.pinned_bytes)
@@ -117,8 +121,8 @@ class StageTaken:
 
     taken: Taken
     moved: tuple[EngineParameter, ...]
-    more_ring_bytes: int
-    """GPU memory of vLLM's ring beyond that of offplan's own."""
+    more_gpu_bytes: int
+    """GPU memory of vLLM's ring, and of experts that stay, beyond that of offplan's own."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -158,8 +162,8 @@ class StageTaken:
             ring_bytes=placement.num_slots * slot_bytes(streamed),
             embedding=embedding,
         )
-        parameters = tuple(each for each, _ in moved)
-        return cls(taken, parameters, taken.ring_bytes - placement.ring_bytes)
+        more = taken.ring_bytes - placement.ring_bytes + stay_vllm(model, version).more_gpu_bytes
+        return cls(taken, tuple(each for each, _ in moved), more)
 
 
 def _require_one_backend(offload: Offload) -> None:

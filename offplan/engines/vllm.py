@@ -5,7 +5,6 @@ Source: vLLM 0.25.0 to 0.33.0, ``config/offload.py``, ``model_executor/offloader
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Flags, Said, Version, first_layers
+from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
 from offplan.errors import ExportError
@@ -48,10 +48,13 @@ that is read in place is then no longer in host memory. Source: ``device_loading
 MARLIN: Version = (0, 33, 0)
 """Since it, as far as is known, experts of MXFP4 stay parameters with these kernels. Those of
 others are taken out of the model, and an offloader lets them go."""
-MARLIN_MULTIPLES = (256, 128)
-"""Numbers that hidden and intermediate size are rounded up to a multiple of there.
+MARLIN_KERNELS = Kernels(gate_up=128, down=128, bias_growth=1)
+"""Source: ``mxfp4_round_up_hidden_size_and_intermediate_size``."""
+ANY_KERNELS = Kernels(gate_up=128)
+"""The most that kernels which vLLM chooses by itself on NVIDIA GPUs make of experts.
 
-Source: ``mxfp4_round_up_hidden_size_and_intermediate_size``.
+Marlin's and TensorRT-LLM's round down by 128, Triton's for Blackwell by 256 (``blackwell_value``);
+all but Marlin's widen biases.
 """
 BLOCK_TOKENS = 128
 """Tokens in a block of the KV cache, at most. Source: ``CutlassMLABackend``."""
@@ -65,6 +68,7 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
     parameters = tuple(engine_parameters(model, find_names(model)))
     require_forms(placement, version)
     segments = engine_segments(rule, parameters)
+    stay = stay_vllm(model, version)
     taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if version < HEEDS_OFFLOADING else {}
     if rule.decode is Backend.PREFETCH:
@@ -78,16 +82,17 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
             offload_prefetch_step=placement.num_slots,
         )
         moved = [each for each in taken if rule.selects_layer(each.layer)]
-        more = 0
         if segments:
             flags["offload-params"] = tuple(segments)
-        if any(each.parameters[0].form.kind is Kind.MXFP4 for each in moved):
+        laid_out = lay_out_experts(parameters, MARLIN_KERNELS)
+        if laid_out.keys().isdisjoint(moved):
+            more, notes = stay.more_gpu_bytes, stay.notes
+        else:
             flags["moe-backend"] = ("marlin",)
-            wider = {each: _as_marlin(each) for each in parameters}
-            more = sum(wider[each].nbytes - each.nbytes for each in set(parameters) - set(moved))
-            moved = [wider[each] for each in moved]
+            more = sum(laid_out[each].nbytes - each.nbytes for each in laid_out.keys() - set(moved))
+            moved, notes = [laid_out.get(each, each) for each in moved], ()
         more += placement.num_slots * slot_bytes(moved) - placement.ring_bytes
-        return Said(flags, environment, moved=tuple(moved), more_gpu_bytes=more)
+        return Said(flags, environment, notes, tuple(moved), more)
     if model.towers and version >= TOWERS_FIRST:
         raise ExportError(
             "vLLM reads the towers' parameters in place before those of layers: the bytes that "
@@ -107,7 +112,19 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
             )
         # the kernels of other backends want weights laid out anew, or read them more than once
         flags["moe-backend"] = ("triton",)
-    return Said(flags, environment, _overshoot_notes(moved, num_bytes), tuple(moved))
+    notes = (*_overshoot_notes(moved, num_bytes), *stay.notes)
+    return Said(flags, environment, notes, tuple(moved), stay.more_gpu_bytes)
+
+
+def grow_vllm(model: Model) -> Mapping[EngineParameter, EngineParameter]:
+    """Lay out experts as they are where some of them move: no other kernels make less of them."""
+    return lay_out_experts(engine_parameters(model, {}), MARLIN_KERNELS)
+
+
+def stay_vllm(model: Model, version: Version) -> Said:
+    """Say what weights take that no rule moves."""
+    kernels = ANY_KERNELS if version >= MARLIN else Kernels()
+    return keep_experts(engine_parameters(model, {}), kernels)
 
 
 def serve_vllm(plan: Plan, gpu_bytes: int | None) -> Flags:
@@ -159,23 +176,6 @@ def find_names(model: Model) -> Mapping[str, str]:
         f"it is not known how vLLM builds {', '.join(found) or model.model_type}, or it builds it "
         "in a way that offloads nothing: no rule can be said of it"
     )
-
-
-def _as_marlin(each: EngineParameter) -> EngineParameter:
-    """Return an engine's parameter as Marlin's kernels have it, if it holds experts of MXFP4."""
-    first = each.parameters[0]
-    if not first.is_expert or first.form.kind is not Kind.MXFP4:
-        return each
-    *_, rows, columns = first.shape
-    is_output = ".w2_" in each.name
-    hidden, other = (rows, columns) if is_output else (columns, rows)
-    shards = 1 if is_output else 2 // len(each.parameters)
-    intermediate = other // shards
-    rounded = [
-        -(-size // n) * n for size, n in zip((hidden, intermediate), MARLIN_MULTIPLES, strict=True)
-    ]
-    factor = rounded[0] * rounded[1], hidden * intermediate
-    return replace(each, nbytes=each.nbytes * factor[0] // factor[1])
 
 
 def require_forms(placement: Placement, version: Version) -> None:

@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
@@ -56,9 +57,11 @@ def check_before_fetching(model: Model) -> None:
 
 def _ask_process(model: Model) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
+    # without what was worked out of its config, which may hold functions that cannot be pickled
+    asked = pickle.dumps(replace(model))
     try:
         done = subprocess.run(
-            command, input=pickle.dumps(model), capture_output=True, timeout=_PATIENCE_S, check=True
+            command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
         )
         reason: str | None = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:

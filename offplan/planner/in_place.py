@@ -42,9 +42,10 @@ class InPlaceRules:
 
         More of it would only move more bytes, so no other ``max_bytes`` can be better.
         """
+        kept_bytes = self.space.kept_bytes
         for setting in range(len(self.space.settings)):
             yield self._plan(room, setting, None)
-            for option in self._sums if room.lacking_bytes[setting] > 0 else ():
+            for option in self._sums if room.lacking_bytes[setting] + kept_bytes > 0 else ():
                 yield self._plan(room, setting, option)
 
     @cached_property
@@ -70,9 +71,10 @@ class InPlaceRules:
         rules: tuple[Rule, ...] = ()
         rank: tuple[object, ...] = ()
         host_bytes = off_gpu = copied = 0
+        needed = int(room.lacking_bytes[setting]) + space.kept_bytes
         if option is not None:
             copied = self._copied_bytes(option)
-            rule, num_units = self._take(option, int(room.lacking_bytes[setting]) + copied)
+            rule, num_units = self._take(option, needed + copied)
             rules, rank = (rule,), (*option.rank, rule.max_bytes)
             off_gpu = self._sums[option][num_units - 1]
             for (kind, of_layer), count in self._layers(option, num_units).items():
@@ -92,7 +94,7 @@ class InPlaceRules:
             rank,
             times_ps=(times[0], times[1]),
             link_bytes=sum(w * each for w, each in zip(space.weights, crossing, strict=True)),
-            gpu_lack=float(room.lacking_bytes[setting] + copied - off_gpu),
+            gpu_lack=float(needed + copied - off_gpu),
             host_lack=float(host_bytes - room.host_bytes[setting]),
         )
 

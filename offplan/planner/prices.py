@@ -115,7 +115,7 @@ class Prices:
         prompt_reads = space.prompt_read_bytes(in_prefill)
         step_read = space.step_read_bytes(in_decode)
         content = Content(
-            unit_bytes=sum(unit.nbytes for unit, _ in chosen),
+            unit_bytes=sum(space.gpu_bytes(unit.tensors) for unit, _ in chosen),
             slab_bytes=slab.nbytes,
             prompt_bytes=sizes[0],
             step_bytes=sizes[1],

@@ -251,7 +251,7 @@ class _Run:
             loads = rules.times.at(first, setting)
             off_gpu = loads.unit_bytes - num_slots * loads.slot_bytes
             fits = self._note(
-                self.room.lacking_bytes[setting] - off_gpu,
+                self.room.lacking_bytes[setting] + space.kept_by[rules.option[first]] - off_gpu,
                 loads.slab_bytes - self.room.host_bytes[setting],
             )
             self.search.num_candidates += sum(len(rules.patterns[rule]) for rule in first[fits])

@@ -14,8 +14,9 @@ Of a pipeline it is the space of the hungriest stage; ``planner.stages`` prices 
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -249,6 +250,45 @@ class Space:
             prefill=prompt,
         )
 
+    @cached_property
+    def _growth(self) -> dict[str, Fraction]:
+        """Times that tensors grow on the GPU of an engine, by their names; others do not."""
+        grown = {} if self.engine is None else self.engine.grow(self.model)
+        return {
+            tensor.name: Fraction(after.nbytes, before.nbytes)
+            for before, after in grown.items()
+            for tensor in before.tensors
+        }
+
+    def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
+        """Bytes that tensors of the layers take at least on the GPU."""
+        return int(sum(each.nbytes * self._growth.get(each.name, 1) for each in tensors))
+
+    @cached_property
+    def grown_bytes(self) -> int:
+        """Bytes by which the layers are larger at least on the GPU than they are stored."""
+        if not self._growth:
+            return 0
+        tensors = [t for layer in self.model.layers for p in layer.parameters for t in p.stored]
+        return self.gpu_bytes(tensors) - sum(tensor.nbytes for tensor in tensors)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes by which they are larger where none of these moves, beyond the least."""
+        if self.engine is None or not self._growth:
+            return 0
+        version = find_engine(str(self.question.goal.engine))[1]
+        return self.engine.stay(self.model, version).more_gpu_bytes - self.grown_bytes
+
+    @cached_property
+    def kept_by(self) -> NDArray[np.int64]:
+        """The same for rules of each option: nothing where one takes any of these, [options]."""
+        return np.array([self.kept_bytes * self._takes_none(each) for each in self.options])
+
+    def _takes_none(self, option: Option) -> bool:
+        units = chain(*self.taken[option.segment_class])
+        return not any(tensor.name in self._growth for unit in units for tensor in unit.tensors)
+
     def reading_ps(self, num_bytes: int) -> int:
         """Picoseconds that kernels take to read so many bytes in place."""
         return to_ps(num_bytes / self.machine.uva.value)
@@ -286,7 +326,8 @@ class Room:
 def find_room(space: Space, budget: Budget) -> Room:
     """Find what a budget leaves for the layers."""
     overhead = overhead_bytes(space.machine, budget)
-    lacking = [each.device_bytes + overhead - budget.gpu_memory for each in space.settings]
+    taken = overhead + space.grown_bytes
+    lacking = [each.device_bytes + taken - budget.gpu_memory for each in space.settings]
     on_host = space.machine.store == "host"  # an embedding is, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory
     limit /= space.question.goal.ranks.num_gpus  # no rank locks more than the hungriest

@@ -117,7 +117,7 @@ def build(
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
-    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import map_mxfp4_backend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.quantization import mxfp4
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -138,7 +138,9 @@ def build(
         return UnquantizedMoeBackend.TRITON, None  # which has no say in names, and needs a GPU
 
     experts.select_unquantized_moe_backend = select_backend
-    mxfp4.select_mxfp4_moe_backend = lambda *_, **__: (Mxfp4MoeBackend.MARLIN, None)
+    chosen = config.kernel_config.moe_backend
+    backend = map_mxfp4_backend("marlin" if chosen == "auto" else chosen)[0]  # on any GPU's behalf
+    mxfp4.select_mxfp4_moe_backend = lambda *_, **__: (backend, None)
     CpuPlatform.get_attn_backend_cls = classmethod(get_attention)
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
@@ -156,6 +158,30 @@ def build(
         finally:
             torch.set_default_dtype(torch.float32)
             set_offloader(None)
+
+
+def lay_out_by_triton(num_rows: int, num_columns: int) -> list[int]:
+    """Bytes of a matrix of MXFP4 and its scales in Triton's layouts for Hopper and Blackwell."""
+    from vllm.utils.import_utils import import_triton_kernels
+
+    import_triton_kernels()
+    from triton_kernels.tensor_details import layout
+
+    codes = torch.zeros(1, num_rows, num_columns // 2, dtype=torch.uint8)
+    scales = torch.zeros(1, num_rows, num_columns // 32, dtype=torch.uint8)
+    padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))  # on Hopper, by vLLM
+    hopper, values = layout.HopperMXScaleLayout, layout.HopperMXValueLayout
+    laid_out = (
+        (values(codes.mT.shape, mx_axis=1), codes, hopper(padded.mT.shape, mx_axis=1), padded),
+        (
+            *(layout.BlackwellMXValueLayout(codes.mT.shape), codes),
+            *(layout.BlackwellMXScaleLayout(scales.mT.shape), scales),
+        ),
+    )
+    return [
+        of_codes.swizzle_data(each.mT).nbytes + of_scales.swizzle_data(beside.mT).nbytes
+        for of_codes, each, of_scales, beside in laid_out
+    ]
 
 
 def become_rank(parallel_config: Any, stage: int) -> None:

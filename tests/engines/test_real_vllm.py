@@ -13,11 +13,12 @@ from offplan.engines import vllm
 from offplan.engines.engine import format_version
 from offplan.engines.export import ENGINES, export_plan, find_engine
 from offplan.engines.formats import render_export
+from offplan.engines.mxfp4 import lay_out_experts
 from offplan.engines.names import engine_parameters
 from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, hold_model, split_layers
 from offplan.errors import ExportError
 from offplan.placement import Phase, place
-from offplan.plan import Backend, Goal, Offload, Plan, Rule
+from offplan.plan import Backend, Budget, Goal, Offload, Plan, Rule
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.schedule import Copy, build_repeated_pass
 from tests.costs.builders import dense_model
@@ -175,6 +176,7 @@ def test_layers_of_stages(num_layers: int, num_stages: int) -> None:
     assert split_layers(num_layers, num_stages, "vllm") == [end - start for start, end in ends]
 
 
+@pytest.mark.parametrize("kernels", ["", "triton", "flashinfer_trtllm", "flashinfer_cutlass"])
 @pytest.mark.parametrize(
     "ranks", [ONE_RANK, Ranks(2), Ranks(2, expert=2), Ranks(4), Ranks(8), Ranks(8, expert=8)]
 )
@@ -185,11 +187,57 @@ def test_layers_of_stages(num_layers: int, num_stages: int) -> None:
         {"hidden_size": 2880, "intermediate_size": 2880},  # gpt-oss': 90 blocks of scales
     ],
 )
-def test_experts_of_mxfp4(ranks: Ranks, sizes: Mapping[str, int], tmp_path: Path) -> None:
-    """By Marlin's kernels, which round their sizes up; blocks need not divide by the ranks."""
-    from tests.engines.real_vllm import parse_command, record_layers, write_config
+def test_experts_of_mxfp4(
+    kernels: str, ranks: Ranks, sizes: Mapping[str, int], tmp_path: Path
+) -> None:
+    """Kernels round sizes up: Marlin's, where some move, by these bytes; others by no more.
 
-    path = write_config(tmp_path, "GptOssForCausalLM")
+    Blocks need not divide by the ranks.
+    """
+    from tests.engines.real_vllm import lay_out_by_triton, parse_command, record_layers
+
+    path = write_gpt_oss(tmp_path, sizes)
+    model = open_model(str(path))
+    goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, expert_parallel=ranks.expert)
+    rules = [] if kernels else [prefetch("experts", group_size=2, num_in_group=1)]
+    plan = with_source(make_plan(*rules, prefetch_step=1), path, model)
+    plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=2**40)})
+    held = hold_model(model, goal, plan.workload)
+    export = export_plan(plan, model, "vllm")
+    chosen = ["--moe-backend", kernels] if kernels else []
+    real = record_layers(parse_command([*export.command[1:], *chosen]), tmp_path)
+    laid_out = lay_out_experts(
+        engine_parameters(held, {}), vllm.ANY_KERNELS if kernels else vllm.MARLIN_KERNELS
+    )
+    assert len(laid_out) == 6 * len(real)
+    stored = sum(each.nbytes for each in laid_out)
+    if kernels:
+        assert export.said.more_gpu_bytes == sum(e.nbytes for e in laid_out.values()) - stored
+    else:
+        moved = {(each.layer, each.name): each.nbytes for each in export.said.moved}
+        assert len(moved) == 6 * (len(real) // 2)
+        assert all(real[layer][name] == nbytes for (layer, name), nbytes in moved.items())
+    for each in laid_out.values():
+        nbytes = real[each.layer][each.name]
+        if not kernels:
+            assert each.nbytes == nbytes
+        else:  # most widen biases once they are loaded
+            assert each.nbytes >= nbytes * (1 + each.name.endswith("_bias"))
+    if kernels == "triton":
+        found = {each.name.rpartition(".")[2]: each.nbytes for each in laid_out.values()}
+        num_experts = 8 // ranks.expert
+        hidden = sizes["hidden_size"]
+        size = -(-sizes["intermediate_size"] * ranks.expert // ranks.tensor // 64) * 64
+        for name, shape in (("w13_weight", (2 * size, hidden)), ("w2_weight", (hidden, size))):
+            most = (found[name] + found[f"{name}_scale"]) // num_experts
+            assert max(lay_out_by_triton(*shape)) <= most
+
+
+def write_gpt_oss(folder: Path, sizes: Mapping[str, int]) -> Path:
+    """Write the config of a tiny gpt-oss of eight experts, stored as MXFP4."""
+    from tests.engines.real_vllm import write_config
+
+    path = write_config(folder, "GptOssForCausalLM")
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     config = json.loads(path.read_text())
     config |= {
@@ -201,15 +249,7 @@ def test_experts_of_mxfp4(ranks: Ranks, sizes: Mapping[str, int], tmp_path: Path
     }
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     path.write_text(json.dumps(config))
-    model = open_model(str(path))
-    goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, expert_parallel=ranks.expert)
-    plan = with_source(make_plan(prefetch("experts", group_size=1), prefetch_step=1), path, model)
-    export = export_plan(plan.model_copy(update={"goal": goal}), model, "vllm")
-    said = export.said
-    real = record_layers(parse_command(export.command[1:]), tmp_path)
-    moved = {(p.layer, p.name): p.nbytes for p in said.moved if "bias" not in p.name}
-    assert len(moved) == 4 * len(real)
-    assert all(real[layer][name] == nbytes for (layer, name), nbytes in moved.items())
+    return path
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -1,12 +1,15 @@
 """Plans that an engine's flags can say."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan, say_offload
 from offplan.errors import ExportError, InfeasibleError
@@ -16,6 +19,7 @@ from offplan.planner.question import Question
 from offplan.report.why import explain_plan
 from tests.costs.builders import make_machine
 from tests.engines.builders import deepseek, qwen3
+from tests.engines.configs import STORED_CODES
 from tests.planner.brute_force import BruteForce
 from tests.planner.cases import ask
 
@@ -69,6 +73,26 @@ def test_a_question_of_no_engine_asks_of_the_model_as_run_loads_it() -> None:
     assert (asked.model.loaded_by, plain.model.loaded_by) == ("vllm", None)
     decided = make_plan(replace(plain, budget=again.budget)).plan
     assert decided.prediction == make_plan(again).plan.prediction
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0, 1.2, 1.4])
+def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_path: Path) -> None:
+    """Of 224 by 224, stored as MXFP4, it makes 256 by 256: 1.31 times as much."""
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 224, "intermediate_size": 224, "num_hidden_layers": 2}
+    types = STORED_CODES["layer_types"][:2]
+    path.write_text(json.dumps({**STORED_CODES, **sizes, "layer_types": types}))
+    model, machine = open_model(str(path)), make_machine(h2d=5e9, uva=4e9)
+    question = ask(model, machine, share, goal=Goal(engine="vllm"))
+    kept = [
+        each.objective_s
+        for each in BruteForce(question, (600, 512)).singles
+        if can_say(each.offload, question)
+    ]
+    result = make_plan(question)
+    assert export_plan(result.plan, model, "vllm").engine.name == "vllm"
+    assert result.plan.prediction.objective_s <= min(kept, default=float("inf")) * (1 + 1e-12)
+    assert bool(result.plan.offload.rules) == (share < 1.3)
 
 
 def test_what_an_engine_page_locks_is_within_the_budget() -> None:
