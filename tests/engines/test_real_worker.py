@@ -245,6 +245,7 @@ def test_ranks_that_the_plan_is_not_for_are_refused(
 ) -> None:
     *_, path = write_plan(tmp_path, "Qwen3MoeForCausalLM", prefetch("mlp"), ranks=planned)
     config = configure(tmp_path, path, *join_flags(divide_vllm(started)))
+    seam.patch.setattr(seam.worker, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     with pytest.raises(ExportError, match=message):
         start(seam, config)
 
