@@ -133,15 +133,17 @@ def build_pass(
     return Schedule(phase, tuple(operations), ring, tuple(contents))
 
 
-def build_repeated_pass(placement: Placement, num_layers: int, phase: Phase) -> Schedule:
+def build_repeated_pass(
+    placement: Placement, num_layers: int, phase: Phase, *, finds_first: bool = True
+) -> Schedule:
     """Order a pass among passes of the same phase, by an engine that copies after each layer.
 
-    It finds the first spans in the slots, and leaves them there. As many copies follow as layers
-    stream, whatever a slot already holds.
+    It finds the first spans in the slots, or with ``finds_first`` false copies them too, and leaves
+    them there. As many copies follow as layers stream, whatever a slot already holds.
     Source: vLLM 0.33, ``offloader.prefetch._get_next_prefetch_index``.
     """
     spans, empty = placement.spans(phase)[: placement.num_slots], empty_ring(placement)
-    ring = (*spans, *empty[len(spans) :])
+    ring = (*spans, *empty[len(spans) :]) if finds_first else empty
     return build_pass(placement, num_layers, phase, ring, phase, copies_again=True)
 
 

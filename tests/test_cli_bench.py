@@ -9,7 +9,7 @@ import pytest
 
 from offplan.errors import MemoryLimitError
 from offplan.runtime.measuring import versus
-from tests.cli import CLI, RULES, TINY_MOE, write_plan
+from tests.cli import CLI, ROOT, RULES, TINY_MOE, write_plan
 
 QUICK = ("--device", "cpu", "--steps", 2, "--repeats", 1)
 
@@ -50,6 +50,24 @@ def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
     assert data["measured"]["gpu_memory"]["total_bytes"] is None
     assert data["measured"]["host_memory"]["process_bytes"] > 2**20
     assert data["vs"] == {}
+
+
+def test_a_plan_for_an_engine_is_predicted_as_it_runs_here(cli: CLI, tmp_path: Path) -> None:
+    text = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8").replace("tiny-moe", str(TINY_MOE))
+    plan, found = tmp_path / "plan.yaml", tmp_path / "bench.json"
+    plan.write_text(text.replace("{objective: latency}", "{objective: latency, engine: vllm}"))
+    assert cli("replan", plan, "-o", plan, "--force", "--accept-drift").code == 0
+    for command in (("run", plan, "--max-new-tokens", 2), ("bench", plan, *QUICK, "--json")):
+        code, out, err = cli(*command, "--device", "cpu")
+        assert (code, "for vllm: predicted and run by offplan's own runtime" in err) == (0, True)
+    found.write_text(out)
+    page = tmp_path / "page.html"
+    assert cli("report", plan, "--bench", found, "-o", page).code == 0
+    assert "The plan is for vllm; offplan" in page.read_text("utf-8")
+    other = json.loads(out) | {"batch": 2}
+    found.write_text(json.dumps(other))
+    code, _, err = cli("report", plan, "--bench", found, "-o", page, "--force")
+    assert (code, "it ran batch 2" in err) == (2, True)
 
 
 def test_bytes_moved_are_those_predicted(cli: CLI) -> None:

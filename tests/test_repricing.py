@@ -9,8 +9,8 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.library.planned import open_planned_model
-from offplan.library.repricing import list_changes, price_again
-from offplan.plan import Plan, dump_plan, load_plan
+from offplan.library.repricing import list_changes, price_again, price_as_run
+from offplan.plan import Goal, Plan, dump_plan, load_plan
 from tests.cli import CLI, ROOT, TINY_MOE
 
 PLAN = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
@@ -51,6 +51,21 @@ def test_a_plan_of_a_hub_id_passes_with_a_copy(name: str) -> None:
         measured = plan.machine.model_copy(update={"profile": None})
         plan = plan.model_copy(update={"machine": measured})
         assert price_again(plan, open_planned_model(plan, config)) is plan
+
+
+def test_what_runs_here_is_predicted_as_it_runs_here(model: Model, tmp_path: Path) -> None:
+    """A plan for an engine is, unless its profile is gone; others are as they were made."""
+    plain = price_again(edited(tmp_path, ROOMY), model)
+    assert price_as_run(plain, model) is plain
+    theirs = price_again(plain.model_copy(update={"goal": Goal(engine="vllm")}), model)
+    assert theirs.prediction != plain.prediction
+    ours = price_as_run(theirs, model)
+    assert ours.goal.engine is None
+    assert list_changes(plain, ours) == []
+    assert price_again(ours, model) is ours
+    gone = plain.machine.model_copy(update={"profile": None})
+    theirs = theirs.model_copy(update={"machine": gone})
+    assert price_as_run(theirs, model) is theirs
 
 
 EDITS = {

@@ -25,11 +25,10 @@ def bench(
     json: options.Json = False,
 ) -> None:
     """Measure a plan's workload: time, bytes moved, stalls and memory, beside the prediction."""
-    from offplan.cli.planning import open_plan
+    from offplan.cli.planning import open_plan_to_run
 
     # before torch is imported, which takes seconds: the mistakes that need none
-    loaded, found = open_plan(plan, model)
-    loaded.require_one_gpu()
+    loaded, found = open_plan_to_run(plan, model)
 
     with waiting("starting torch"):
         from offplan.library.benchmark import bench_plan

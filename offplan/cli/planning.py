@@ -10,7 +10,7 @@ from offplan.cli.options import LONGEST
 from offplan.cli.output import ProgressBar, print_note, save_file
 from offplan.errors import InputError
 from offplan.library.planned import open_planned_model
-from offplan.library.repricing import list_changes, price_again
+from offplan.library.repricing import list_changes, price_again, price_as_run
 from offplan.machine.name import parse_name
 from offplan.plan import Plan, Workload, dump_plan, load_plan
 from offplan.planner.context import find_longest_context
@@ -45,6 +45,19 @@ def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
         why = "was edited, or made by another version, and is priced again"
         print_note(f"{path} {why}: {'; '.join(changes)}")
     return priced, found
+
+
+def open_plan_to_run(path: Path, model: str | None) -> tuple[Plan, Model]:
+    """Do what ``open_plan`` does, with the prediction that offplan's own runtime has.
+
+    Raises PlanError for a plan of several GPUs.
+    """
+    plan, found = open_plan(path, model)
+    plan.require_one_gpu()
+    own = price_as_run(plan, found)
+    if own is not plan:
+        print_note(f"{path} is for {plan.goal.engine}: predicted and run by offplan's own runtime")
+    return own, found
 
 
 def save_plan(path: Path, plan: Plan, *, force: bool) -> None:

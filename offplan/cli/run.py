@@ -78,7 +78,7 @@ def run(
 ) -> None:
     """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
     from offplan.cli.lines import Results, read_lines
-    from offplan.cli.planning import open_plan
+    from offplan.cli.planning import open_plan_to_run
 
     # before torch is imported, which takes seconds: the mistakes that need none
     is_prompted = bool(prompt or prompt_file or prompts)
@@ -94,8 +94,7 @@ def run(
         }
     )
     lines = [] if prompts is None else read_lines(prompts)
-    loaded, found = open_plan(plan, model)
-    loaded.require_one_gpu()
+    loaded, found = open_plan_to_run(plan, model)
 
     with waiting("starting torch"):
         from offplan.cli.asked import Asked, list_prompts, read_sampling

@@ -6,7 +6,7 @@ from functools import partial
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.engine_times import copies_in_place
+from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.link import uva_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_from_powers
@@ -57,7 +57,8 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
     hides = partial(computes_enough, Phase.PREFILL, "prompt_tokens")
     moves = plan.prediction.decode.link_bytes > 0
     wins = _streaming_wins(model, machine, plan.workload)
-    reads = machine.store == "host" and not copies_in_place(model)
+    engine = engine_runtime(model)
+    reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
     streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
     return Crossovers(
         compute_bound_batch=least_from_powers(computes, MOST_BATCH) if moves else None,
@@ -85,7 +86,7 @@ def _streaming_wins(
         read = sum(uva_bytes(machine, units, model.experts, batch) for units in offloaded)
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = to_seconds(compute.price(shape).resident_ps)
-        in_turns = model.loaded_by is not None
+        in_turns = engine_runtime(model) is not None
         streaming_s = resident_s + copies_s if in_turns else max(resident_s, copies_s)
         return streaming_s < resident_s + read / machine.uva.value
 

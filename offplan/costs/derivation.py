@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
-from offplan.costs.engine_times import copies_in_place, engine_pass_times
+from offplan.costs.engine_runtime import engine_runtime
+from offplan.costs.engine_times import build_engine_pass, engine_pass_times
 from offplan.costs.memory import MARGIN, phase_bytes, scratch_bytes
+from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
@@ -15,7 +17,7 @@ from offplan.machine.profile import Figure, MachineProfile
 from offplan.packing import is_packed, pack_model
 from offplan.placement import Phase, Placement, place
 from offplan.plan import PhasePrediction, Plan
-from offplan.schedule import Copy, Schedule, build_repeated_pass, build_steady_request
+from offplan.schedule import Copy, Schedule, build_steady_request
 
 Unit = Literal["bytes", "s", "bytes_per_s", "flops_per_s", "count"]
 
@@ -112,8 +114,9 @@ def _join(stages: Sequence[tuple[Term, ...]]) -> Iterator[Term]:
 def _schedules(placement: Placement, model: Model) -> tuple[Schedule, Schedule]:
     """Return the schedules of a prompt and of a decode step; on engines that of one chunk."""
     num_layers = len(model.layers)
-    if model.loaded_by is not None:
-        prompt, step = (build_repeated_pass(placement, num_layers, phase) for phase in Phase)
+    engine = engine_runtime(model)
+    if engine is not None:
+        prompt, step = (build_engine_pass(engine, placement, num_layers, each) for each in Phase)
         return prompt, step
     request = build_steady_request(placement, num_layers)
     return request.prefill, request.decode
@@ -203,11 +206,15 @@ def _derive_phase(
     prediction: PhasePrediction,
 ) -> Iterator[Term]:
     phase = schedule.phase.value
-    times = engine_pass_times(placement, model, machine, priced)
-    num_passes = 1 if model.loaded_by is None else len(priced.shapes)
+    engine = engine_runtime(model)
+    if engine is None:
+        num_passes, times = 1, pass_times(placement, model, machine, priced)
+    else:
+        num_passes = len(priced.shapes)
+        times = engine_pass_times(engine, placement, model, machine, priced)
     num_copies = sum(isinstance(operation, Copy) for operation in schedule.operations)
     copied_bytes, read_bytes = num_passes * schedule.link_bytes, times.uva_bytes
-    if copies_in_place(model):
+    if engine is not None and engine.copies_in_place:
         num_copies += sum(slab.span(schedule.phase) is None for slab in placement.slabs)
         copied_bytes, read_bytes = copied_bytes + read_bytes, 0
     layers_s, outside_s = to_seconds(sum(priced.layer_ps)), to_seconds(priced.outside_ps)
@@ -237,11 +244,14 @@ def _derive_phase(
     )
     streamed = Input("streamed", copied_bytes, "bytes")
     in_place = Input("read in place", read_bytes, "bytes")
+    is_step = schedule.phase is Phase.DECODE
+    repeats = engine is not None and engine.copies_first_again and is_step and schedule.link_bytes
+    again = " (those copied ahead twice)" if repeats else ""
     yield Term(
         f"{phase}.link_bytes",
         streamed.value + in_place.value,
         "bytes",
-        "streamed + read in place, re-reads included",
+        f"streamed{again} + read in place, re-reads included",
         (streamed, in_place),
     )
     yield Term(
@@ -258,14 +268,14 @@ def _derive_phase(
             _figure(machine, "uva", "bytes_per_s"),
         ),
     )
-    is_own_prompt = schedule.phase is Phase.PREFILL and model.loaded_by is None
+    is_own_prompt = schedule.phase is Phase.PREFILL and engine is None
     waited = " of what the prompt waits for" if is_own_prompt else ""
     yield Term(f"{phase}.bound", prediction.bound_s, "s", f"max(compute, link{waited})", ())
     yield Term(
         f"{phase}.step",
         prediction.step_s,
         "s",
-        _STEPS[model.loaded_by is not None, schedule.phase],
+        _STEPS[engine is not None, schedule.phase],
         (
             Input("operations", len(schedule.operations), "count"),
             Input("reading beside copies takes, as a multiple", times.uva_slowdown, "count"),

@@ -11,7 +11,15 @@ offplan's own copies go on from one pass to the next. An engine's end before the
   SGLang's code says so. vLLM's events would let layers run meanwhile, but three plans of Qwen3-8B
   took 1.03 to 1.07 of what that gives on an H200, and 1.000 to 1.013 of the sum, so the sum
   is taken; what keeps vLLM from it is not known;
-- SGLang copies what is to be read in place, each layer before it runs.
+- SGLang copies what is to be read in place, each layer before it runs;
+- one slot of SGLang's ring holds the layer that has run while the next copy is under way. Its
+  prompts copy as many layers ahead as there are others (one where there is no other), which is the
+  ``prefetch_step`` that its command has;
+- SGLang's captured steps copy so many first layers twice: before they run, since a graph takes
+  nothing that was copied outside it, and after the last layers, as for a next pass.
+
+What SGLang copies after a pass's last layers is taken in the order of a ring, of which its own is a
+rotation: where layers differ in size, the pass may end a part of a copy sooner or later.
 
 Source: vLLM 0.25.1 and 0.33, ``PrefetchOffloader`` (``_wait_for_layer``, ``_start_prefetch``,
 ``join_after_forward``, ``sync_prev_onload``); SGLang 0.5.23, ``_ModuleOffloader``, ``OffloaderV1``.
@@ -22,6 +30,7 @@ from fractions import Fraction
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import PassCompute
+from offplan.costs.engine_runtime import EngineRuntime
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PassTimes, PhaseTimes, Time, run_step, to_ps
 from offplan.machine.profile import MachineProfile
@@ -29,20 +38,19 @@ from offplan.placement import Phase, Placement
 from offplan.schedule import Copy, Schedule, build_repeated_pass
 
 
-def copies_in_place(model: Model) -> bool:
-    """Whether the engine that loads a model copies what it is told to read in place."""
-    return model.loaded_by == "sglang"
-
-
 def price_engine_prompt(
-    placement: Placement, model: Model, machine: MachineProfile, prompt: PassCompute
+    engine: EngineRuntime,
+    placement: Placement,
+    model: Model,
+    machine: MachineProfile,
+    prompt: PassCompute,
 ) -> PhaseTimes:
     """Price a prompt: a pass for each chunk, which are taken to be alike.
 
     ``model`` is as the engine loads it.
     """
-    times = engine_pass_times(placement, model, machine, prompt)
-    schedule = build_repeated_pass(placement, len(model.layers), Phase.PREFILL)
+    times = engine_pass_times(engine, placement, model, machine, prompt)
+    schedule = build_engine_pass(engine, placement, len(model.layers), Phase.PREFILL)
     num_passes, step_ps = len(prompt.shapes), times.resident_ps + sum(times.uva_ps)
     if schedule.link_bytes:
         of_one = replace(
@@ -51,28 +59,45 @@ def price_engine_prompt(
             uva_ps=tuple(-(-each // num_passes) for each in times.uva_ps),
             outside_ps=0,
         )
-        state: list[Time] = [0] * (2 + placement.num_slots)
+        state: list[Time] = [0] * (2 + len(schedule.before))
         run_step(schedule, of_one, state)
         step_ps = num_passes * int(max(state[:2])) + times.outside_ps
     return _sum_up(schedule, times, num_passes, step_ps)
 
 
 def price_engine_step(
-    placement: Placement, model: Model, machine: MachineProfile, step: PassCompute
+    engine: EngineRuntime,
+    placement: Placement,
+    model: Model,
+    machine: MachineProfile,
+    step: PassCompute,
 ) -> PhaseTimes:
     """Price a decode step, in which copies and compute take turns."""
-    times = engine_pass_times(placement, model, machine, step)
-    schedule = build_repeated_pass(placement, len(model.layers), Phase.DECODE)
+    times = engine_pass_times(engine, placement, model, machine, step)
+    schedule = build_engine_pass(engine, placement, len(model.layers), Phase.DECODE)
     taken = _sum_up(schedule, times, 1, 0)
     return replace(taken, step_ps=Fraction(taken.compute_ps + taken.link_ps))
 
 
+def build_engine_pass(
+    engine: EngineRuntime, placement: Placement, num_layers: int, phase: Phase
+) -> Schedule:
+    """Order a pass by an engine: of a prompt that of one chunk, of decode that of one step."""
+    ahead = replace(placement, num_slots=max(1, placement.num_slots - engine.held_slots))
+    finds_first = phase is Phase.PREFILL or not engine.copies_first_again
+    return build_repeated_pass(ahead, num_layers, phase, finds_first=finds_first)
+
+
 def engine_pass_times(
-    placement: Placement, model: Model, machine: MachineProfile, priced: PassCompute
+    engine: EngineRuntime,
+    placement: Placement,
+    model: Model,
+    machine: MachineProfile,
+    priced: PassCompute,
 ) -> PassTimes:
     """Find what each operation takes; what is copied before each use counts as read in place."""
     times = pass_times(placement, model, machine, priced)
-    if not copies_in_place(model):
+    if not engine.copies_in_place:
         return times
     num_passes, phase = len(priced.shapes), priced.shapes[0].phase
     copied = {s.layer: s.nbytes for s in placement.slabs if s.span(phase) is None}

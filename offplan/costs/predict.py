@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute, PassCompute
+from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import price_engine_prompt, price_engine_step
 from offplan.costs.memory import predict_gpu_memory
 from offplan.costs.pass_times import pass_times
@@ -38,10 +39,11 @@ def price_request(
     decode: PassCompute,
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model."""
-    if model.loaded_by is not None:
+    engine = engine_runtime(model)
+    if engine is not None:
         return RequestTimes(
-            price_engine_prompt(placement, model, machine, prefill),
-            price_engine_step(placement, model, machine, decode),
+            price_engine_prompt(engine, placement, model, machine, prefill),
+            price_engine_step(engine, placement, model, machine, decode),
         )
     request = build_steady_request(placement, len(model.layers))
     return RequestTimes(

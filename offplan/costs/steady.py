@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.costs.engine_runtime import EngineRuntime
 from offplan.costs.timeline import largest_cycle_mean
 
 Ints = NDArray[np.int64]
@@ -46,6 +47,11 @@ class PassTable:
     def __getitem__(self, rows: Ints) -> "PassTable":
         """Select candidates."""
         return PassTable(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def on_engine(self, engine: EngineRuntime) -> "PassTable":
+        """Return the same with the slots that an engine fills ahead."""
+        ahead = np.maximum(1, self.num_slots[:, 0] - engine.held_slots)
+        return replace(self, prefetch_step=ahead)
 
     @cached_property
     def streams(self) -> Bools:
@@ -119,7 +125,7 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     return _run_pass(prompt, refills, slowdown, moments, drains=True)[:, 0]
 
 
-def engine_prompt_ps(prompt: PassTable, num_passes: Ints) -> Ints:
+def engine_prompt_ps(engine: EngineRuntime, prompt: PassTable, num_passes: Ints) -> Ints:
     """Time of prompts on an engine, of so many passes each: as ``price_engine_prompt`` has it.
 
     What a candidate streams it does not read in place. Returns picoseconds, [candidates].
@@ -128,7 +134,7 @@ def engine_prompt_ps(prompt: PassTable, num_passes: Ints) -> Ints:
     rows = np.flatnonzero(prompt.streams.any(axis=1))
     if not len(rows):
         return total
-    prompt, passes = prompt[rows], num_passes[rows]
+    prompt, passes = prompt[rows].on_engine(engine), num_passes[rows]
     of_one = replace(
         prompt,
         compute_ps=-(-prompt.compute_ps // passes[:, None]),
@@ -143,9 +149,12 @@ def engine_prompt_ps(prompt: PassTable, num_passes: Ints) -> Ints:
     return total
 
 
-def engine_step_ps(step: PassTable) -> Ints:
+def engine_step_ps(engine: EngineRuntime, step: PassTable) -> Ints:
     """Time of decode steps on an engine: as ``price_engine_step`` has it, [candidates]."""
-    copied = np.where(step.streams, step.copy_ps, 0).sum(axis=1)
+    step = step.on_engine(engine)
+    is_first = step.streams & (step.turn < step.num_slots)
+    times_copied = step.streams.astype(np.int64) + (is_first & engine.copies_first_again)
+    copied = (times_copied * step.copy_ps).sum(axis=1)
     total: Ints = step.compute_ps.sum(axis=1) + step.read_ps.sum(axis=1) + copied + step.outside_ps
     return total
 

@@ -39,6 +39,19 @@ def price_again(plan: Plan, model: Model) -> Plan:
     return priced
 
 
+def price_as_run(plan: Plan, model: Model) -> Plan:
+    """Return a plan as offplan's own runtime runs it, which is what can be measured here.
+
+    A plan made for an engine loses that engine, and gets the prediction that its decision has
+    without. It comes back as it is where the profile that it was made from is not there any more.
+    """
+    machine = None if plan.goal.engine is None else _find_machine(plan)
+    if machine is None:
+        return plan
+    own = plan.model_copy(update={"goal": plan.goal.model_copy(update={"engine": None})})
+    return price_on(own, model, machine)
+
+
 def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction | None:
     """Predict what a plan's decision takes for another workload than the plan's.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offplan.costs.engine_runtime import engine_runtime
 from offplan.planner.aims import Floats
 from offplan.planner.patterns import group_patterns
 from offplan.planner.prices import Ints, Prices
@@ -45,6 +46,8 @@ class Loads(NamedTuple):
     step_turns: Floats
     step_copied: Floats
     step_largest: Floats
+    step_smallest: Floats
+    """The smallest copy of one layer."""
     step_read: Floats
     step_spared: Floats
     """The most that a slot may hold of what decode reads of one layer: what prefill left there."""
@@ -62,7 +65,7 @@ class LoadTable:
     """The loads of all rules, in all settings."""
 
     plain: Floats
-    """Figures that hold in every setting, [12, rules], in the order of ``Loads``."""
+    """Figures that hold in every setting, [13, rules], in the order of ``Loads``."""
     by_setting: Floats
     """Figures that depend on the setting, [2, settings, rules]."""
 
@@ -160,6 +163,11 @@ def sum_up(
     def most(column: Ints) -> Floats:
         return np.asarray(np.where(counts > 0, column[layers], 0).max(axis=-1), np.float64)
 
+    def smallest(column: Ints) -> Floats:
+        streams = (counts > 0) & (column[layers] > 0)
+        least = np.where(streams, column[layers], np.iinfo(np.int64).max).min(axis=-1)
+        return np.asarray(np.where(streams.any(axis=-1), least, 0), np.float64)
+
     def turns(span_bytes: Ints, each: Ints | int = 1) -> Floats:
         return np.asarray((each * counts * (span_bytes[layers] > 0)).sum(axis=-1), np.float64)
 
@@ -175,6 +183,7 @@ def sum_up(
         most(np.maximum(prompt_span, step_span)),
         *(turns(prompt_span), total(copies[0]) - start_ps * turns(prompt_span), most(copies[0])),
         *(turns(step_span), total(copies[1]) - start_ps * turns(step_span), most(copies[1])),
+        smallest(copies[1]),
         *(total(reads), most(np.where(prompt_span > 0, reads, 0))),
         turns(step_span, np.array(space.decode.layer_ps)[example]),
     )
@@ -241,7 +250,8 @@ def bound_times(
         step_read = np.maximum(0, step_read - layers * (byte_ps + ROUNDING_PS))
         prompt_copied = np.maximum(0, prompt_copied - layers * ROUNDING_PS)
         step_copied = np.maximum(0, step_copied - layers * ROUNDING_PS)
-    if space.engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
+    engine = engine_runtime(space.model)
+    if engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
         prompt_copied = table.num_chunks[setting] * prompt_copied
     copies, in_turns = step_copied > 0, num_slots == 1
     prompt_turns = np.maximum.reduce([rule.prompt_compute for rule in rules]) * in_turns
@@ -250,6 +260,10 @@ def bound_times(
     prompt_ps = np.maximum(resident_ps[:, 0], prompt_copied + prompt_turns + outside_ps)
     slowly_ps = np.where(copies, np.floor((space.slowdown - 1) * step_read), 0)
     step_ps = np.maximum(resident_ps[:, 1] + slowly_ps, step_copied + step_turns)
-    if space.engine is not None:
+    if engine is not None:
         step_ps = resident_ps[:, 1] + step_copied
+        if engine.copies_first_again:  # at least those of as many of the smallest
+            (rule,) = rules  # no engine's plan has more
+            ahead = np.minimum(np.maximum(1, num_slots - engine.held_slots), rule.step_turns)
+            step_ps = step_ps + ahead * rule.step_smallest
     return prompt_ps + prompt_read + row_ps[:, 0], step_ps + step_read + row_ps[:, 1]

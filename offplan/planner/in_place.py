@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from offplan.costs.engine_times import copies_in_place
+from offplan.costs.engine_runtime import engine_runtime
 from offplan.placement import build_slab
 from offplan.plan import Backend, Rule
 from offplan.planner.space import Option, Room, Space
@@ -112,7 +112,8 @@ class InPlaceRules:
 
     def _copied_bytes(self, option: Option) -> int:
         """Bytes of the largest layer that an option takes, for an engine that copies such."""
-        if not copies_in_place(self.space.model):
+        engine = engine_runtime(self.space.model)
+        if engine is None or not engine.copies_in_place:
             return 0
         taken = self.space.taken[option.segment_class]
         return max(sum(unit.nbytes for unit in units) for units in taken)

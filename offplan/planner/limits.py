@@ -3,6 +3,7 @@
 from collections import Counter
 from math import ceil
 
+from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.steady import NUM_STEPS
 from offplan.costs.timeline import to_ps
 from offplan.errors import InputError
@@ -21,8 +22,8 @@ def check_range(space: Space) -> None:
     question, settings = space.question, space.settings
     prompt_bytes, step_bytes = [0] * len(settings), space.model.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(step_bytes)) + len(space.kind_of) * space.start_ps
-    if space.engine is not None:  # which copies for each chunk
-        copies_ps *= int(space.table.num_chunks.max())
+    if engine_runtime(space.model) is not None:  # for each chunk, and in a step at most twice
+        copies_ps *= max(2, int(space.table.num_chunks.max()))
     for kind, count in Counter(space.kind_of).items():
         units = space.units[kind]
         step_bytes += count * space.step_read_bytes(units)

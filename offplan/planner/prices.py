@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.steady import (
     PassTable,
     engine_prompt_ps,
@@ -202,11 +203,12 @@ class Prices:
             prefetch_step=candidates.prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
-        if space.engine is not None:
-            prompts_ps = engine_prompt_ps(prompt, table.num_chunks[setting])
+        engine = engine_runtime(space.model)
+        if engine is not None:
+            prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
         else:
             prompts_ps = prompt_ps(prompt, step, space.slowdown)
         rows = np.flatnonzero(wanted(prompts_ps.astype(float)))
-        if space.engine is not None:
-            return rows, prompts_ps[rows], engine_step_ps(step[rows]), np.ones_like(rows)
+        if engine is not None:
+            return rows, prompts_ps[rows], engine_step_ps(engine, step[rows]), np.ones_like(rows)
         return rows, prompts_ps[rows], *step_ps(step[rows], space.slowdown)

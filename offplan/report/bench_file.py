@@ -80,7 +80,8 @@ class BenchFile(_Part):
 def load_bench(path: Path, plan: Plan) -> BenchFile:
     """Read the result of a plan's benchmark.
 
-    Raises InputError for a file that is none, and for a benchmark of another plan.
+    Raises InputError for a file that is none, and for a benchmark of another plan; where the plan
+    is for an engine, only another workload tells.
     """
     text = read_text(path, "result of bench --json", _MOST_BYTES, InputError)
     try:
@@ -88,11 +89,19 @@ def load_bench(path: Path, plan: Plan) -> BenchFile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not what bench --json prints: {error}") from None
     found = BenchFile.check(data, str(path), "result of bench --json", InputError)
-    for phase in ("prefill", "decode"):
+    # where the plan is for an engine, the benchmark was predicted as offplan's own runtime runs it
+    for phase in ("prefill", "decode") if plan.goal.engine is None else ():
         took, ours = getattr(found.predicted, phase).step_s, getattr(plan.prediction, phase).step_s
         if abs(took - ours) > PRINTED_TO * ours:
             raise InputError(
                 f"{path} is of another plan: it was predicted {format_seconds(took)} for {phase}, "
                 f"this plan {format_seconds(ours)}: measure this one (offplan bench --json)"
             )
+    work = plan.workload
+    if plan.goal.engine and (found.batch, found.prompt_tokens) != (work.batch, work.prompt_tokens):
+        raise InputError(
+            f"{path} is of another plan: it ran batch {found.batch} and {found.prompt_tokens} "
+            f"prompt tokens, this plan is for {work.batch} and {work.prompt_tokens}: measure this "
+            "one (offplan bench --json)"
+        )
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from offplan.checkpoint.model import Model
 from offplan.costs.lanes import RequestLanes, trace_plan
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan
+from offplan.plan import Goal, Plan
 from offplan.planner.frontier import Point
 from offplan.report.answer import (
     describe_fit,
@@ -79,8 +79,12 @@ class Portrait:
             told = f"Tokens a second, prompt included, by GPU memory (logarithmic; {basis})."
             yield "What more memory buys", told, draw_frontier(self.frontier, plan)
         if self.bench is not None:
-            told = " ".join([f"On {self.bench.device}.", *list_differences(plan, self.bench)])
-            yield "Predicted and measured", told, draw_comparison(self.bench)
+            lines = [f"On {self.bench.device}."]
+            if plan.goal.engine is not None:  # the benchmark has a prediction of its own
+                lines.append(f"The plan is for {plan.goal.engine}; offplan's own runtime ran it.")
+                plan = plan.model_copy(update={"goal": Goal()})
+            lines += list_differences(plan, self.bench)
+            yield "Predicted and measured", " ".join(lines), draw_comparison(self.bench)
 
 
 def portray(plan: Plan, model: Model, machine: MachineProfile) -> Portrait:

@@ -95,7 +95,10 @@ def list_differences(plan: Plan, result: "RunResult | BenchResult | BenchFile") 
     if result.device != plan.machine.name:
         lines.append(f"Predicted for {plan.machine.name}; ran on {result.device}.")
     if plan.goal.engine is not None:
-        lines.append(f"Predicted as {plan.goal.engine} runs it; ran by offplan's own runtime.")
+        lines.append(
+            f"Predicted as {plan.goal.engine} runs it, the plan's profile not being here; ran by "
+            "offplan's own runtime: ratios of times say nothing."
+        )
     if (workload.batch, workload.prompt_tokens) != (result.batch, result.prompt_tokens):
         lines.append(
             f"Predicted for batch {workload.batch} and {workload.prompt_tokens} prompt tokens; "

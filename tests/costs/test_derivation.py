@@ -55,6 +55,17 @@ def test_so_is_that_of_a_stored_form(tmp_path: Path, name: str) -> None:
     check(model, question.planned_machine, make_plan(question).plan)
 
 
+def test_so_is_what_sglang_copies_twice() -> None:
+    model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
+    question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine="sglang")
+    plan = make_plan(question).plan
+    check(question.model, question.planned_machine, plan)
+    terms = derive_prediction(question.model, question.planned_machine, plan)
+    formulas = {term.path: term.formula for term in terms}
+    assert "those copied ahead twice" in formulas["decode.link_bytes"]
+    assert "twice" not in formulas["prefill.link_bytes"]
+
+
 @pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(2, 3)], ids=lambda r: r.label)
 def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
     model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))

@@ -47,6 +47,18 @@ def test_a_step_copies_and_computes_in_turns(engine: str, slots: int) -> None:
     assert step.step_s > on(None, every(2, slots=slots)).decode.step_s
 
 
+@pytest.mark.parametrize(("slots", "ahead"), [(1, 1), (2, 1), (3, 2)])
+def test_sglang_copies_less_ahead_and_that_twice_in_a_step(slots: int, ahead: int) -> None:
+    """Of four layers; a prompt is alike where vLLM has as many slots as SGLang copies ahead."""
+    plan, alike = every(2, slots=slots), every(2, slots=ahead)
+    assert on("sglang", plan).prefill == on("vllm", alike).prefill
+    ours, theirs = on("sglang", plan).decode, on("vllm", plan).decode
+    layers = NUM_LAYERS // 2
+    assert ours.link_bytes * layers == theirs.link_bytes * (layers + ahead)
+    assert ours.link_s == pytest.approx(theirs.link_s * (layers + ahead) / layers)
+    assert ours.compute_s == theirs.compute_s
+
+
 def test_a_layer_waits_for_its_copy_and_is_followed_by_that_of_another() -> None:
     """Three layers, two slots: what a slot holds at the end is copied, whether or not it changed.
 

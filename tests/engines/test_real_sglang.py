@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from offplan.checkpoint.open import open_model
+from offplan.costs.engine_runtime import engine_runtime
+from offplan.costs.engine_times import build_engine_pass
 from offplan.engines.engine import format_version
 from offplan.engines.export import ENGINES, Export, export_plan
 from offplan.engines.formats import render_export
 from offplan.engines.ranks import split_layers
 from offplan.engines.sglang import PREFETCHING_CLASSES
-from offplan.plan import Goal
+from offplan.placement import Phase, place
+from offplan.plan import Goal, Offload, Rule
+from offplan.schedule import Copy
+from tests.costs.builders import dense_model
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
 
 pytestmark = [
@@ -74,6 +79,36 @@ def test_layers_of_stages(num_layers: int, num_stages: int) -> None:
 
     ends = [get_pp_indices(num_layers, number, num_stages) for number in range(num_stages)]
     assert split_layers(num_layers, num_stages, "sglang") == [end - start for start, end in ends]
+
+
+@pytest.mark.parametrize(("num_layers", "num_slots"), [(2, 1), (4, 1), (4, 2), (6, 3), (7, 5)])
+def test_copies_are_those_that_are_priced(num_layers: int, num_slots: int) -> None:
+    """In order but for those after the last layers, and those that a step begins with."""
+    from tests.engines.real_sglang import copied_layers
+
+    step = max(1, num_slots - 1)
+    model = dense_model(num_layers).as_loaded_by("sglang")
+    rule = Rule(group_size=1, num_in_group=1, prefill="prefetch", decode="prefetch")
+    placement = place(model, Offload(prefetch_step=num_slots, prefill_chunk=1, rules=(rule,)))
+    runtime = engine_runtime(model)
+    assert runtime is not None
+    prompt, decode = (
+        [op.span.layer for op in each.operations if isinstance(op, Copy)]
+        for each in (build_engine_pass(runtime, placement, num_layers, way) for way in Phase)
+    )
+    eager, captured = copied_layers(num_layers, step)
+    awaited = num_layers - step
+    assert eager == [(turn + step) % num_layers for turn in range(num_layers)]
+    assert prompt[:awaited] == eager[:awaited]
+    assert sorted(prompt) == sorted(eager)
+    assert len(captured) == num_layers + step
+    assert sorted(decode) == sorted(captured)
+
+
+def test_a_captured_step_copies_its_first_layer_before_and_after() -> None:
+    from tests.engines.real_sglang import copied_layers
+
+    assert copied_layers(4, 1)[1] == [0, 1, 2, 3, 0]
 
 
 def config(export: Export, folder: Path) -> list[str]:

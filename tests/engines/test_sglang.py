@@ -3,9 +3,13 @@
 import pytest
 
 from offplan.checkpoint.model import Model
+from offplan.costs.engine_runtime import engine_runtime
+from offplan.costs.engine_times import build_engine_pass
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
+from offplan.placement import Phase, place
 from offplan.plan import Plan
+from offplan.schedule import Copy
 from tests.engines.builders import (
     KIB,
     NUM_EXPERTS,
@@ -33,6 +37,20 @@ def test_one_slot_is_two_there() -> None:
     said = export_plan(make_plan(prefetch("experts"), prefetch_step=1), deepseek(), "sglang").said
     assert said.flags["offload-prefetch-step"] == ("1",)
     assert said.more_gpu_bytes == 3 * NUM_EXPERTS * 2 * KIB
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_the_step_is_the_one_that_is_priced(num_slots: int) -> None:
+    """Of a captured step's copies there are so many more than layers."""
+    plan = make_plan(prefetch("experts", group_size=1, num_in_group=1), prefetch_step=num_slots)
+    model = deepseek(5).as_loaded_by("sglang")
+    placement, runtime = place(model, plan.offload), engine_runtime(model)
+    assert runtime is not None
+    priced = build_engine_pass(runtime, placement, len(model.layers), Phase.DECODE)
+    num_copies = sum(isinstance(operation, Copy) for operation in priced.operations)
+    step = num_copies - len(placement.spans(Phase.DECODE))
+    flags = export_plan(plan, model, "sglang").said.flags
+    assert flags["offload-prefetch-step"] == (str(step),)
 
 
 def test_max_bytes() -> None:
