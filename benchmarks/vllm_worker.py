@@ -4,7 +4,7 @@
     python -m benchmarks.vllm_worker FOLDER --synthesize CONFIG_JSON
 
 FOLDER is a checkpoint; ``--synthesize`` writes one there, of random values. ``--plan`` is what
-vLLM's worker and offplan run, made with ``--no-packing`` for one sequence; ``--flags-plan``, made
+vLLM's worker and offplan run, made ``--for vllm-worker`` for one sequence; ``--flags-plan``, made
 with ``--for vllm``, is what vLLM's flags say. Needs a CUDA device and vLLM.
 
 Each way runs in a process of its own. All are given the same prompt and take the likeliest tokens;
@@ -48,6 +48,7 @@ from offplan.plan import Plan, load_plan
 from offplan.runtime.generate import generate
 
 WAYS = ("resident", "flags", "worker", "offplan")
+EXPORTED = {"flags": "vllm", "worker": "vllm-worker"}
 WHOLE_GRAPHS = '{"cudagraph_mode": "FULL_DECODE_ONLY"}'
 DEVIATION = 0.02
 """Standard deviation of the values of a model that nobody has trained yet: Qwen3's."""
@@ -70,11 +71,8 @@ def say_way(way: str, plan: Path, flags_plan: Path | None, folder: Path, more: s
     words += ["--compilation-config", WHOLE_GRAPHS]
     if model.experts is not None:
         words += ["--moe-backend", "triton"]
-    if way == "flags":
-        words += export_plan(chosen, model, "vllm").flags
-    if way == "worker":
-        words += ["--worker-cls", "offplan.vllm.Worker"]
-        words += ["--additional-config", json.dumps({"offplan": str(plan.resolve())})]
+    if way in EXPORTED:
+        words += export_plan(chosen, model, EXPORTED[way], file=plan).flags
     return words + shlex.split(more)
 
 
