@@ -1,9 +1,9 @@
 """What exporters have in common: an engine, its versions, and what is said to it."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from offplan.checkpoint.model import Model
+from offplan.checkpoint.model import Model, Share
 from offplan.engines.names import EngineParameter
 from offplan.errors import ExportError
 from offplan.placement import Placement
@@ -35,6 +35,23 @@ class Said:
     def pinned_bytes(self) -> int:
         """Page-locked memory, of each parameter by itself."""
         return sum(page_locked_bytes(each.nbytes) for each in self.moved) + self.pinned_elsewhere
+
+
+def join_stages(stages: Sequence[Said], share: Share | None) -> Said:
+    """Return what is said to the stage that is planned for, with the memory that all of them take.
+
+    GPU memory is that of the stage that takes most, page-locked memory that of all ranks.
+    """
+    if share is None:
+        (only,) = stages
+        return only
+    own = stages[share.stage]
+    pinned_bytes = share.ranks.tensor * sum(stage.pinned_bytes for stage in stages)
+    return replace(
+        own,
+        more_gpu_bytes=max(stage.more_gpu_bytes for stage in stages),
+        pinned_elsewhere=pinned_bytes - own.pinned_bytes + own.pinned_elsewhere,
+    )
 
 
 SayRule = Callable[[Rule, Placement, Model, Version], Said]

@@ -16,6 +16,7 @@ from offplan.engines.engine import (
     Version,
     format_version,
     join_flags,
+    join_stages,
     require_stored_weights,
 )
 from offplan.engines.ranks import hold_model
@@ -192,22 +193,17 @@ def _say_rule(
 ) -> Said:
     """Say a plan's only rule to an engine, and to all ranks of it."""
     rule = _only_rule(offload, engine)
-    said = say(rule, place(model, offload), model, version)
-    share = model.share
-    if share is None:
-        return said
-    # they have the same flags, and each stage starts the pattern anew
-    each_stage = [say(rule, place(stage, offload), stage, version) for stage in share.stages]
-    if any(stage.flags != said.flags for stage in each_stage):
-        told = "; ".join(" ".join(join_flags(stage.flags)) for stage in each_stage)
+    # each stage starts the pattern anew
+    stages = [say(rule, place(stage, offload), stage, version) for stage in model.stages]
+    said = join_stages(stages, model.share)
+    if any(stage.flags != said.flags for stage in stages):
+        assert model.share is not None, "one stage has the same flags as itself"
+        told = "; ".join(" ".join(join_flags(stage.flags)) for stage in stages)
         raise ExportError(
-            f"{share.ranks.label}: {engine.title} gives all stages of a pipeline the same flags, "
-            f"and the plan needs others in each ({told})"
+            f"{model.share.ranks.label}: {engine.title} gives all stages of a pipeline the same "
+            f"flags, and the plan needs others in each ({told})"
         )
-    pinned_bytes = share.ranks.tensor * sum(stage.pinned_bytes for stage in each_stage)
-    more = max(stage.more_gpu_bytes for stage in each_stage)
-    elsewhere = pinned_bytes - said.pinned_bytes
-    return replace(said, more_gpu_bytes=more, pinned_elsewhere=elsewhere)
+    return said
 
 
 def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload], Said | None]:
@@ -216,16 +212,7 @@ def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload
     unlimited = budget.model_copy(update={"host_memory": None})
 
     @cache
-    def say(rules: tuple[Rule, ...], prefetch_step: int, place: str, within: Budget) -> Said | None:
-        # the chunk is said elsewhere
-        offload = Offload.model_validate(
-            {
-                "prefetch_step": prefetch_step,
-                "prefill_chunk": 1,
-                "embeddings": place,
-                "rules": rules,
-            }
-        )
+    def say(offload: Offload, within: Budget) -> Said | None:
         try:
             return say_offload(offload, model, engine, within)
         except ExportError:
@@ -238,9 +225,10 @@ def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload
             rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
             for rule in offload.rules
         )
-        if say(of_all, 1, offload.embeddings, unlimited) is None:
+        asked = offload.model_copy(update={"prefill_chunk": 1})  # which is said elsewhere
+        if say(asked.model_copy(update={"rules": of_all, "prefetch_step": 1}), unlimited) is None:
             return None
-        return say(offload.rules, offload.prefetch_step, offload.embeddings, budget)
+        return say(asked, budget)
 
     return check
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from offplan import __version__
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.engines.engine import Said, Version, page_locked_bytes
+from offplan.engines.engine import Said, Version, join_stages, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.ranks import pad_rows
 from offplan.engines.vllm import (
@@ -94,7 +94,6 @@ def say_to_worker(offload: Offload, model: Model, version: Version) -> Said:
     """
     _require_one_backend(offload)
     stages = [StageTaken.find(offload, stage, version) for stage in model.stages]
-    own = StageTaken.find(offload, model, version)
     flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
     environment: dict[str, str] = {}
     if any(stage.taken.streams for stage in stages):
@@ -103,34 +102,21 @@ def say_to_worker(offload: Offload, model: Model, version: Version) -> Said:
             environment = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
     if any(stage.taken.reads_experts for stage in stages):
         flags["moe-backend"] = ("triton",)
-    ranks = 1 if model.share is None else model.share.ranks.tensor
-    said = Said(
-        flags,
-        environment,
-        ("vLLM wants offplan beside it: pip install 'offplan[vllm]'",),
-        own.moved,
-        max(stage.more_gpu_bytes for stage in stages),
+    return replace(
+        join_stages([stage.said for stage in stages], model.share),
+        flags=flags,
+        environment=environment,
+        notes=("vLLM wants offplan beside it: pip install 'offplan[vllm]'",),
     )
-    pinned_bytes = ranks * sum(stage.pinned_bytes for stage in stages)
-    return replace(said, pinned_elsewhere=pinned_bytes - said.pinned_bytes)
 
 
 @dataclass(frozen=True)
 class StageTaken:
-    """What a plan takes of what a rank of one stage builds, and what memory that needs."""
+    """What a plan takes of what a rank of one stage builds."""
 
     taken: Taken
-    moved: tuple[EngineParameter, ...]
-    more_gpu_bytes: int
-    """GPU memory of vLLM's ring, and of experts that stay, beyond that of offplan's own."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked memory of a rank."""
-        embedding = self.taken.embedding
-        sizes = [each.nbytes for each in self.moved]
-        sizes += [] if embedding is None else [embedding.nbytes]
-        return sum(map(page_locked_bytes, sizes))
+    said: Said
+    """What moves, and the memory that this takes beyond what offplan's own runtime takes."""
 
     @classmethod
     def find(cls, offload: Offload, model: Model, version: Version) -> "StageTaken":
@@ -162,8 +148,13 @@ class StageTaken:
             ring_bytes=placement.num_slots * slot_bytes(streamed),
             embedding=embedding,
         )
-        more = taken.ring_bytes - placement.ring_bytes + stay_vllm(model, version).more_gpu_bytes
-        return cls(taken, tuple(each for each, _ in moved), more)
+        more_ring = taken.ring_bytes - placement.ring_bytes
+        said = Said(
+            moved=tuple(each for each, _ in moved),
+            more_gpu_bytes=more_ring + stay_vllm(model, version).more_gpu_bytes,
+            pinned_elsewhere=0 if embedding is None else page_locked_bytes(embedding.nbytes),
+        )
+        return cls(taken, said)
 
 
 def _require_one_backend(offload: Offload) -> None:

@@ -198,9 +198,9 @@ def _require_whole_graphs(model: Model) -> None:
     """Refuse copies that cross the end of a captured graph. Source: vLLM pull request 51710."""
     if (name := find_breakable(model)) is not None:
         raise ExportError(
-            f"vLLM captures {name} in graphs that end at each "
-            "attention (breakable CUDA graphs), and copies that are under way then end the capture "
-            "in an error: only reading in place (uva) works there"
+            f"vLLM captures {name} in graphs that end at each attention (breakable CUDA graphs), "
+            "and copies that are under way then end the capture in an error: only reading in "
+            "place (uva) works there"
         )
 
 
