@@ -73,13 +73,14 @@ class Part(str, Enum):
     """What else bitsandbytes keeps: its parameters as JSON, or the name of a layout."""
     EXPONENT = "exponent"
     """Of packed values [..., out, in / 2]: how far below the row's BASE the biased exponents of
-    weights j (the low half of a byte) and j + in / 2 (the high half) are, 0 to 14; 15 for a weight
-    that PATCHES has instead, whose byte in WEIGHT is 0."""
+    weights j (the low half of a byte) and j + in / 2 (the high half) are, 0 to 14; 15 for a zero
+    farther below, and for a weight that PATCHES has instead, whose byte in WEIGHT is 0."""
     BASE = "base"
     """The largest biased exponent of each row of packed values: uint8 [..., out, 1]."""
     PATCHES = "patches"
-    """Packed values that are too small for their row's codes: int32 [..., reserve, 2], by row, then
-    column, of each matrix: row * in + column, and the bits of the bfloat16. The rest is unused."""
+    """Packed values, not zero, that are too small for their row's codes: int32 [..., reserve, 2],
+    by row, then column, of each matrix: row * in + column, and the bits of the bfloat16. The rest
+    is unused."""
     PATCH_BLOCKS = "patch_blocks"
     """Where the PATCHES of each 64 rows begin and end: int32 [..., out / 64, 2]."""
 

@@ -19,20 +19,34 @@ _MOST_POWER = tl.constexpr(126)
 
 
 @triton.jit
-def pair_bits(words, exponents, top, half: tl.constexpr, part: tl.constexpr):  # type: ignore[no-untyped-def]
+def pair_codes(exponents, half: tl.constexpr, part: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes of weights ``part`` (0 or 1) and ``part`` + 2, as low bits of exponents."""
+    if 8 * part + 4 * half < 7:
+        codes = exponents << (7 - 8 * part - 4 * half)
+    else:
+        codes = exponents >> (8 * part + 4 * half - 7)
+    return codes & 0x07800780
+
+
+@triton.jit
+def pair_bits(words, codes, top, part: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return weights ``part`` (0 or 1) and ``part`` + 2 of a half's words: two bfloat16 in a word.
 
-    ``top`` is the exponent that code 0 stands for, [rows]; eight operations make two weights.
+    ``codes`` are theirs, ``top`` is the exponent that code 0 stands for, [rows]; with those of
+    ``pair_codes`` eight operations make two weights.
     """
     if part == 0:
         both = ((words << 8) & -0x7FFF8000) | (words & 0x007F007F)
     else:
         both = (words & -0x7FFF8000) | ((words >> 8) & 0x007F007F)
-    if 8 * part + 4 * half < 7:
-        codes = exponents << (7 - 8 * part - 4 * half)
-    else:
-        codes = exponents >> (8 * part + 4 * half - 7)
-    return both + ((top * 0x00800080)[:, None] - (codes & 0x07800780))
+    return both + ((top * 0x00800080)[:, None] - codes)
+
+
+@triton.jit
+def zero_escapes(both, codes, top):  # type: ignore[no-untyped-def]
+    """Return two bfloat16 of a word with the exponent of an escape, ``top`` - 15, made 0."""
+    is_escape = ((codes + 0x00800080) >> 4) & 0x00800080
+    return both - is_escape * (top - _ESCAPE)[:, None]
 
 
 @triton.jit
@@ -144,7 +158,7 @@ def multiply(  # type: ignore[no-untyped-def]
         for half in tl.static_range(2):
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
             for part in tl.static_range(2):
-                both = pair_bits(words, codes, top, half, part)
+                both = pair_bits(words, pair_codes(codes, half, part), top, part)
                 at = inputs + (4 * half + part) * part_elements + k[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
                 u = tl.load(at + 2 * part_elements, mask=is_input, other=0.0)
@@ -220,7 +234,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
         for half in tl.static_range(2):
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
             for part in tl.static_range(2):
-                low, high = widen(pair_bits(words, codes, top, half, part))
+                low, high = widen(pair_bits(words, pair_codes(codes, half, part), top, part))
                 at = inputs + (4 * half + part) * part_elements + k
                 # weights are as small as 2**-126: their products must be no subnormal numbers
                 v = tl.load(at, mask=inside, other=0.0).to(tl.float32) * 2.0**64
@@ -274,8 +288,9 @@ def expand(  # type: ignore[no-untyped-def]
         for half in tl.static_range(2):
             at = rows + half * row_words + k
             words = tl.load(weight + at, mask=is_word, other=0)
-            even = pair_bits(words, codes, top, half, 0)
-            odd = pair_bits(words, codes, top, half, 1)
+            low, high = pair_codes(codes, half, 0), pair_codes(codes, half, 1)
+            even = zero_escapes(pair_bits(words, low, top, 0), low, top)
+            odd = zero_escapes(pair_bits(words, high, top, 1), high, top)
             both = tl.join((even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536))
             where = out + 2 * at[:, :, None] + tl.arange(0, 2)[None, None, :]
             tl.store(where, both, mask=is_word[:, :, None])

@@ -7,12 +7,12 @@ from offplan.runtime.forms.reference import ESCAPE, Parts
 
 
 class TooManyEscapes(ValueError):
-    """A matrix has more weights that are too small for their row's codes than are reserved for."""
+    """A matrix has more weights, zeros apart, that no code of their row reaches than have room."""
 
     def __init__(self, num_escapes: int, reserve: int) -> None:
         super().__init__(
-            f"found {num_escapes} weights whose exponents are {ESCAPE} or more below their row's "
-            f"largest, expected at most {reserve}"
+            f"found {num_escapes} weights other than zero whose exponents are {ESCAPE} or more "
+            f"below their row's largest, expected at most {reserve}"
         )
         self.num_escapes = num_escapes
         self.reserve = reserve
@@ -30,7 +30,8 @@ def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:
     exponents = (high << 1).bitwise_or_(low >> 7)
     base = exponents.amax(1, keepdim=True)
     codes = torch.sub(base, exponents, out=exponents)
-    escapes = codes >= ESCAPE
+    # zeros among them keep their sign, and need no patch
+    escapes = (codes >= ESCAPE).logical_and_(values.view(torch.int16) << 1)
     codes.clamp_(max=ESCAPE)
     weight.masked_fill_(escapes, 0)
     places = escapes.view(-1).nonzero().view(-1)

@@ -24,7 +24,7 @@ Source: GPTQModel, ``convert_gptq_v1_to_v2_format_module``.
 
 
 ESCAPE = 15
-"""The code of packed weights that have no other: PATCHES have them."""
+"""The code of packed weights that have no other: zeros, and what PATCHES have."""
 
 
 def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
@@ -72,8 +72,9 @@ def _expand_packed(parts: Parts) -> torch.Tensor:
     """Return packed values, bfloat16 of [..., out, in], bit for bit."""
     weight, base, halves = (parts[part] for part in (Part.WEIGHT, Part.BASE, Part.EXPONENT))
     codes = torch.cat((halves & 0xF, halves >> 4), -1).short()
+    exponents = (base.short() - codes).where(codes != ESCAPE, 0)
     bits = weight.short()
-    bits = ((bits & 0x80) << 8) | (bits & 0x7F) | ((base.short() - codes) << 7)
+    bits = ((bits & 0x80) << 8) | (bits & 0x7F) | (exponents << 7)
     reserve, num_weights = parts[Part.PATCHES].shape[-2], weight.shape[-2] * weight.shape[-1]
     places, patch_bits = parts[Part.PATCHES].view(-1, reserve, 2).unbind(-1)
     # a pass that only allocates may find a slot of the ring not yet filled
