@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from offplan.costs.predict import predict
 from offplan.engines.export import find_engine
 from offplan.errors import PlanError
-from offplan.plan import Backend, Offload, Plan, Prediction, Rule
+from offplan.plan import Backend, Offload, Packing, Plan, Prediction, Rule
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
 from offplan.units import format_bytes
@@ -67,6 +67,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
         if offload.packing.output_head:
             layers_alone = offload.packing.model_copy(update={"output_head": False})
             yield "output_head true -> false", {"packing": layers_alone}
+        for step, changes in _pattern_steps(offload.packing):
+            yield f"packing: {step}", {"packing": {**dict(offload.packing), **changes}}
     for number, rule in enumerate(offload.rules):
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"
@@ -83,14 +85,19 @@ def _rule_steps(rule: Rule, *, one_backend: bool) -> Iterator[tuple[str, dict[st
             told = f"max_bytes {format_bytes(rule.max_bytes)} -> {format_bytes(size)}"
             yield told, {"max_bytes": size}
         return
-    for knob in ("num_in_group", "group_size"):
-        old = getattr(rule, knob)
-        for new in (old - 1, old + 1):
-            yield f"{knob} {old} -> {new}", {knob: new}
+    yield from _pattern_steps(rule)
     for phases in [("prefill", "decode")] if one_backend else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
         other = Backend.UVA if way is Backend.PREFETCH else Backend.PREFETCH
         yield f"{' and '.join(phases)} {way.value} -> {other.value}", dict.fromkeys(phases, other)
+
+
+def _pattern_steps(pattern: Rule | Packing) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the steps of a group pattern, and the key that each changes."""
+    for knob in ("num_in_group", "group_size"):
+        old = getattr(pattern, knob)
+        for new in (old - 1, old + 1):
+            yield f"{knob} {old} -> {new}", {knob: new}
 
 
 def _refuse(plan: Plan) -> str | None:

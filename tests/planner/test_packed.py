@@ -8,6 +8,7 @@ from offplan.packing import pack_everything, pack_model
 from offplan.plan import Goal, Offload, Packing, Workload
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
+from offplan.planner.neighbours import find_neighbours
 from offplan.planner.patterns import list_patterns
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
@@ -49,7 +50,8 @@ def test_engines_and_the_cpu_pack_nothing() -> None:
 
 def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
     model = dense_model(9)
-    found = make_plan(ask(model, MACHINE, 0.98, goal=Goal())).plan
+    question = ask(model, MACHINE, 0.98, goal=Goal())
+    found = make_plan(question).plan
     assert found.offload.rules == ()
     patterns = list_patterns(len(model.layers))
     fitting = []
@@ -61,6 +63,12 @@ def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
             if each.gpu_memory.total_bytes <= found.budget.gpu_memory:
                 fitting.append(each.objective_s)
     assert found.prediction.objective_s == pytest.approx(min(fitting), rel=1e-12)
+    steps = {each.change: each for each in find_neighbours(question, found)}
+    packing = found.offload.packing
+    assert packing is not None
+    size = packing.group_size
+    assert steps[f"packing: group_size {size} -> {size + 1}"].refusal == "GPU memory"
+    assert steps["without packing"].refusal == "GPU memory"
 
 
 def test_measured_times_of_packed_layers_decide() -> None:
