@@ -30,6 +30,8 @@ class Said:
     """Bytes on the GPU beyond those that offplan's own runtime takes for the rule."""
     pinned_elsewhere: int = 0
     """Page-locked memory of the other ranks, where there are any, and of the input embedding."""
+    stages: tuple["Said", ...] = ()
+    """What is said to each stage of a pipeline; none where there is one."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -51,6 +53,7 @@ def join_stages(stages: Sequence[Said], share: Share | None) -> Said:
         own,
         more_gpu_bytes=max(stage.more_gpu_bytes for stage in stages),
         pinned_elsewhere=pinned_bytes - own.pinned_bytes + own.pinned_elsewhere,
+        stages=tuple(stages),
     )
 
 
