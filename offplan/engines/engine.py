@@ -100,6 +100,17 @@ class Engine:
         """The engine itself, by name, also of a worker in it."""
         return family_of(self.name)
 
+    def round_up(self, offload: Offload) -> Offload:
+        """Return a decision with as many bytes in each ``max_bytes`` as the engine is told."""
+        unit = self.max_bytes_unit
+        rules = (
+            rule.model_copy(update={"max_bytes": -(-rule.max_bytes // unit) * unit})
+            if rule.max_bytes
+            else rule
+            for rule in offload.rules
+        )
+        return offload.model_copy(update={"rules": tuple(rules)})
+
     def parse_version(self, text: str) -> Version:
         """Read ``0.31`` or ``0.31.2``; raises ExportError for a version that is not known."""
         parts = text.split(".")

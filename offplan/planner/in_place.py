@@ -103,9 +103,9 @@ class InPlaceRules:
         sums = self._sums[option]
         last = bisect_left(sums, min(needed, sums[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
-        if self.space.engine is not None:
-            multiple = self.space.engine.max_bytes_unit
-            max_bytes = -(-max_bytes // multiple) * multiple
+        unit = 1 if self.space.engine is None else self.space.engine.max_bytes_unit
+        if unit > 1:  # and the engine may take no more than it is told
+            max_bytes = -(-max(max_bytes, needed) // unit) * unit
             last = bisect_left(sums, min(max_bytes, sums[-1]))
         rule = option.rule(1, 1).model_dump(exclude={"group_size", "num_in_group"})
         return Rule(**{**rule, "max_bytes": max_bytes}), last + 1

@@ -1,25 +1,34 @@
 """SGLang's flags, and what it cannot be told."""
 
+from pathlib import Path
+
 import pytest
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
 from offplan.placement import Phase, place
-from offplan.plan import Plan
+from offplan.plan import Budget, Plan
 from offplan.schedule import Copy
 from tests.engines.builders import (
     KIB,
+    MLA,
     NUM_EXPERTS,
     deepseek,
+    dense_names,
+    make_model,
     make_plan,
     prefetch,
     qwen3,
     up_to,
     uva,
 )
+
+MODELS = Path(__file__).parent.parent / "models"
+GIB = 2**30
 
 
 def test_prefetch() -> None:
@@ -59,6 +68,37 @@ def test_max_bytes() -> None:
     assert export.flags == ["--cpu-offload-gb", "1"]
     assert export.said.more_gpu_bytes == 10 * 2 * KIB
     assert "does not read" in export.notes[0]
+
+
+@pytest.mark.parametrize(("max_bytes", "gib"), [("6GiB", 6), ("6.5GiB", 7)])
+def test_whole_gib_are_those_of_the_rule(max_bytes: str, gib: int) -> None:
+    """It takes 6.03 and 6.56 GiB; what it takes beyond what SGLang is told may stay on the GPU."""
+    model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
+    plan = make_plan(up_to(max_bytes))
+    plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
+    said = export_plan(plan, model, "sglang").said
+    assert said.flags["cpu-offload-gb"] == (str(gib),)
+    layer_bytes = model.layers[0].nbytes
+    taken_bytes = sum(slab.nbytes for slab in place(model, plan.offload).slabs)
+    assert said.more_gpu_bytes == layer_bytes + taken_bytes - gib * GIB
+    assert gib * GIB <= sum(each.nbytes for each in said.moved) < gib * GIB + layer_bytes
+    assert sum(each.nbytes for each in said.moved if each.layer == 0) == layer_bytes
+
+
+def test_no_gib_reaches_the_experts() -> None:
+    """The rule takes part of the first layer, which has none; the first GiB would take all."""
+    model = open_model(str(MODELS / "deepseek-v2-lite" / "config.json"))
+    with pytest.raises(ExportError, match="copies all routed experts of layer 1"):
+        export_plan(make_plan(up_to("100MiB")), model, "sglang")
+
+
+def test_kv_b_proj_stays_on_the_gpu() -> None:
+    """SGLang makes matrices of it there."""
+    model = make_model("MiniCPM3ForCausalLM", [dense_names(MLA)] * 2)
+    said = export_plan(make_plan(up_to("1GiB")), model, "sglang").said
+    assert not any("kv_b_proj" in each.name for each in said.moved)
+    kept = 2 * 2 * KIB
+    assert said.more_gpu_bytes == (model.layers[0].nbytes - kept // 2) + kept
 
 
 def test_nothing_offloaded() -> None:
