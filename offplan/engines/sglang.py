@@ -24,6 +24,11 @@ PREFETCHING_CLASSES = (
 """Model classes that tell SGLang's prefetching offloader what to move; others raise."""
 FORMS = {Kind.RAW, Kind.FP8_BLOCK}
 """Stored forms of experts whose weights are known to move; their scales stay on the GPU."""
+EAGER_PROMPTS: Flags = {"disable-prefill-cuda-graph": ()}
+"""Prompts compute beside copies only where they are not captured, and SGLang captures them, in
+breakable graphs. Source: ``model_executor/cuda_graph_config.py``, ``_ModuleOffloader``."""
+NUM_POOLS = 2
+"""Pools of GPU memory that hold copies: that of prompts, and that of captured steps."""
 MAX_BYTES_UNIT = 2**30
 """``--cpu-offload-gb`` is a whole number of these."""
 
@@ -51,11 +56,13 @@ def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version)
         "offload-group-size": (str(rule.group_size),),
         "offload-num-in-group": (str(rule.num_in_group),),
         "offload-prefetch-step": (str(step),),
+        **EAGER_PROMPTS,
     }
     taken = [p for p in parameters if rule.selects_layer(p.layer) and p.parameters[0].is_expert]
     moved = tuple(each for each in taken if each.name.endswith("_weight"))
     scale_bytes = sum(each.nbytes for each in taken) - sum(each.nbytes for each in moved)
-    more = (step + 1 - placement.num_slots) * placement.slot_bytes + scale_bytes
+    num_copies = NUM_POOLS * (step + 1)
+    more = (num_copies - placement.num_slots) * placement.slot_bytes + scale_bytes
     if any("shared_expert" in name for layer in model.layers for name in layer.segments):
         # or the shared expert is one more of those that are routed, and moves with them
         flags["disable-shared-experts-fusion"] = ()
@@ -126,8 +133,9 @@ def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParam
             f"{format_bytes(more)} more than the plan says may lie on the host"
         )
     largest = max(sum(p.nbytes for p in moved if p.layer == q.layer) for q in moved)
-    more = largest + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
-    return Said({"cpu-offload-gb": (str(gib),)}, {}, tuple(notes), tuple(moved), more)
+    more = NUM_POOLS * largest + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
+    flags = {"cpu-offload-gb": (str(gib),), **EAGER_PROMPTS}
+    return Said(flags, {}, tuple(notes), tuple(moved), more)
 
 
 def _require_copyable(moved: list[EngineParameter]) -> None:

@@ -49,7 +49,8 @@ def test_the_command_of_sglang() -> None:
         "python3 -m sglang.launch_server --model-path test/model --dtype bfloat16 "
         "--context-length 4096 --max-running-requests 1 --chunked-prefill-size 512 "
         "--max-total-tokens 4096 --mem-fraction-static 0.2500 --offload-group-size 2 "
-        "--offload-num-in-group 1 --offload-prefetch-step 1 --disable-shared-experts-fusion"
+        "--offload-num-in-group 1 --offload-prefetch-step 1 --disable-prefill-cuda-graph "
+        "--disable-shared-experts-fusion"
     )
 
 

@@ -32,20 +32,20 @@ GIB = 2**30
 
 
 def test_prefetch() -> None:
-    """Of its copies there is one more than its step."""
+    """Of its copies there is one more than its step, and as many in the pool of captured steps."""
     export = export_plan(make_plan(prefetch("experts"), prefetch_step=2), deepseek(), "sglang")
     assert " ".join(export.flags) == (
         "--offload-group-size 2 --offload-num-in-group 1 --offload-prefetch-step 1 "
-        "--disable-shared-experts-fusion"
+        "--disable-prefill-cuda-graph --disable-shared-experts-fusion"
     )
-    assert export.said.more_gpu_bytes == 0
+    assert export.said.more_gpu_bytes == 2 * 3 * NUM_EXPERTS * 2 * KIB
     assert "copy and compute in turns" in export.notes[0]
 
 
 def test_one_slot_is_two_there() -> None:
     said = export_plan(make_plan(prefetch("experts"), prefetch_step=1), deepseek(), "sglang").said
     assert said.flags["offload-prefetch-step"] == ("1",)
-    assert said.more_gpu_bytes == 3 * NUM_EXPERTS * 2 * KIB
+    assert said.more_gpu_bytes == 3 * 3 * NUM_EXPERTS * 2 * KIB
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
@@ -63,10 +63,10 @@ def test_the_step_is_the_one_that_is_priced(num_slots: int) -> None:
 
 
 def test_max_bytes() -> None:
-    """As many whole GiB as hold what the rule takes, and the largest layer once more."""
+    """As many GiB as hold what the rule takes, and the largest layer, in both pools, once more."""
     export = export_plan(make_plan(up_to("7GiB")), qwen3(), "sglang")
-    assert export.flags == ["--cpu-offload-gb", "1"]
-    assert export.said.more_gpu_bytes == 10 * 2 * KIB
+    assert export.flags == ["--cpu-offload-gb", "1", "--disable-prefill-cuda-graph"]
+    assert export.said.more_gpu_bytes == 2 * 10 * 2 * KIB
     assert "does not read" in export.notes[0]
 
 
@@ -80,7 +80,7 @@ def test_whole_gib_are_those_of_the_rule(max_bytes: str, gib: int) -> None:
     assert said.flags["cpu-offload-gb"] == (str(gib),)
     layer_bytes = model.layers[0].nbytes
     taken_bytes = sum(slab.nbytes for slab in place(model, plan.offload).slabs)
-    assert said.more_gpu_bytes == layer_bytes + taken_bytes - gib * GIB
+    assert said.more_gpu_bytes == 2 * layer_bytes + taken_bytes - gib * GIB
     assert gib * GIB <= sum(each.nbytes for each in said.moved) < gib * GIB + layer_bytes
     assert sum(each.nbytes for each in said.moved if each.layer == 0) == layer_bytes
 
@@ -98,7 +98,7 @@ def test_kv_b_proj_stays_on_the_gpu() -> None:
     said = export_plan(make_plan(up_to("1GiB")), model, "sglang").said
     assert not any("kv_b_proj" in each.name for each in said.moved)
     kept = 2 * 2 * KIB
-    assert said.more_gpu_bytes == (model.layers[0].nbytes - kept // 2) + kept
+    assert said.more_gpu_bytes == 2 * (model.layers[0].nbytes - kept // 2) + kept
 
 
 def test_nothing_offloaded() -> None:

@@ -105,7 +105,7 @@ def test_another_version_than_it_was_exported_for() -> None:
 
 def test_sglang() -> None:
     model, plan = large(deepseek()), make_plan(prefetch("experts"), prefetch_step=2)
-    plan = plan.model_copy(update={"budget": Budget(gpu_memory=4 * GIB)})
+    plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
     said = export_plan(plan, model, "sglang==0.5.23").said
     moved = sum(each.nbytes for each in said.moved) / GIB
     weights = model.as_loaded_by("sglang").loaded_bytes / GIB
