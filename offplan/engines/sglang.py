@@ -90,7 +90,12 @@ def _find_kernels(model: Model) -> Kernels:
 
 
 def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
-    """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget."""
+    """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget.
+
+    Weights, copies ahead and cache are a share of what was free before the weights were loaded,
+    and overhead is most of what was not; ``max-total-tokens`` ends the cache where there is more.
+    Source: ``_profile_available_bytes``.
+    """
     work, memory = plan.workload, plan.prediction.gpu_memory
     flags = {
         "dtype": plan.model.dtype,
@@ -100,8 +105,8 @@ def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
         "max-total-tokens": work.batch * work.context,
     }
     if gpu_bytes is not None:
-        rest = memory.activation_bytes + memory.overhead_bytes
-        share = max(1, (plan.budget.gpu_memory - rest) * 10**4 // gpu_bytes) / 10**4
+        static = plan.budget.gpu_memory - memory.activation_bytes - memory.overhead_bytes
+        share = max(1, -(-static * 10**4 // (gpu_bytes - memory.overhead_bytes))) / 10**4
         flags["mem-fraction-static"] = f"{min(share, 0.9999):.4f}"
     return {name: (str(value),) for name, value in flags.items()}
 
