@@ -100,11 +100,12 @@ def build_pass(
     next_phase: Phase,
     *,
     copies_again: bool = False,
+    in_order: bool = False,
 ) -> Schedule:
     """Order the operations of one pass that is followed by a pass of ``next_phase``.
 
     With ``copies_again`` every layer that streams is followed by a copy, also of what its slot
-    already holds.
+    already holds; with ``in_order`` the last ones by the next pass's first in their order.
     """
     spans, following = placement.spans(phase), placement.spans(next_phase)[: placement.num_slots]
     num_slots = min(placement.num_slots, len(spans))
@@ -128,23 +129,31 @@ def build_pass(
         operations += [Wait(slot, spans[turn]), Compute(layer)]
         if later < len(spans):
             fill(slot, spans[later], again=copies_again)
-        elif slot < len(following):
-            fill(slot, following[slot], again=copies_again)
+        elif (first := later - len(spans) if in_order else slot) < len(following):
+            fill(slot, following[first], again=copies_again)
     return Schedule(phase, tuple(operations), ring, tuple(contents))
 
 
 def build_repeated_pass(
-    placement: Placement, num_layers: int, phase: Phase, *, finds_first: bool = True
+    placement: Placement,
+    num_layers: int,
+    phase: Phase,
+    *,
+    finds_first: bool = True,
+    in_order: bool = False,
 ) -> Schedule:
     """Order a pass among passes of the same phase, by an engine that copies after each layer.
 
     It finds the first spans in the slots, or with ``finds_first`` false copies them too, and leaves
-    them there. As many copies follow as layers stream, whatever a slot already holds.
+    them there; ``in_order`` is that of ``build_pass``. As many copies follow as layers stream,
+    whatever a slot already holds.
     Source: vLLM 0.33, ``offloader.prefetch._get_next_prefetch_index``.
     """
     spans, empty = placement.spans(phase)[: placement.num_slots], empty_ring(placement)
     ring = (*spans, *empty[len(spans) :]) if finds_first else empty
-    return build_pass(placement, num_layers, phase, ring, phase, copies_again=True)
+    return build_pass(
+        placement, num_layers, phase, ring, phase, copies_again=True, in_order=in_order
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offplan.errors import MemoryLimitError
+from offplan.plan import load_plan
 from offplan.runtime.measuring import versus
 from tests.cli import CLI, ROOT, RULES, TINY_MOE, write_plan
 
@@ -42,7 +43,7 @@ def test_the_report(cli: CLI) -> None:
 def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
     data = bench(cli, "plans/tiny-moe.yaml")
     facts = ["device", "batch", "prompt_tokens", "num_steps", "num_repeats"]
-    assert list(data) == ["offplan", *facts, "predicted", "measured", "vs"]
+    assert list(data) == ["offplan", *facts, "plan", "runtime", "predicted", "measured", "vs"]
     for side in ("predicted", "measured"):
         for phase in ("decode", "prefill"):
             assert data[side][phase].keys() >= {"step_s", "link_bytes", "stall_s", "bound_s"}
@@ -63,11 +64,24 @@ def test_a_plan_for_an_engine_is_predicted_as_it_runs_here(cli: CLI, tmp_path: P
     found.write_text(out)
     page = tmp_path / "page.html"
     assert cli("report", plan, "--bench", found, "-o", page).code == 0
-    assert "The plan is for vllm; offplan" in page.read_text("utf-8")
-    other = json.loads(out) | {"batch": 2}
-    found.write_text(json.dumps(other))
+    text = page.read_text("utf-8")
+    for told in ("The plan is for vllm; offplan", "predicted (offplan)", "measured (offplan)"):
+        assert told in text
+    # what was run is another decision
+    data = json.loads(out)
+    data["plan"]["offload"]["prefetch_step"] += 1
+    found.write_text(json.dumps(data))
     code, _, err = cli("report", plan, "--bench", found, "-o", page, "--force")
-    assert (code, "it ran batch 2" in err) == (2, True)
+    assert (code, "its decision is another" in err) == (2, True)
+    # where the profile is not there, the prediction is the engine's
+    data = json.loads(out) | {"runtime": {"predicted": "vllm", "measured": "offplan"}}
+    for phase in ("prefill", "decode"):
+        step_s = getattr(load_plan(plan).prediction, phase).step_s
+        data["predicted"][phase]["step_s"] = step_s
+    found.write_text(json.dumps(data))
+    assert cli("report", plan, "--bench", found, "-o", page, "--force").code == 0
+    assert "predicted (vllm)" in page.read_text("utf-8")
+    assert "ratios of times say nothing" in page.read_text("utf-8")
 
 
 def test_bytes_moved_are_those_predicted(cli: CLI) -> None:

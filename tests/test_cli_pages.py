@@ -49,13 +49,19 @@ class Page(HTMLParser):
 
 def write_bench(path: Path, **changes: Any) -> Path:
     """Write what ``bench --json`` would print where everything takes twice the prediction."""
-    prediction = load_plan(PLAN).prediction.model_dump(mode="json")
+    plan = load_plan(PLAN)
+    prediction = plan.prediction.model_dump(mode="json")
     predicted = {key: prediction[key] for key in ("decode", "prefill", "gpu_memory")}
     measured: dict[str, Any] = json.loads(json.dumps(predicted))
     for phase in ("decode", "prefill"):
         measured[phase]["step_s"] *= 2
     measured["gpu_memory"]["total_bytes"] = None
     facts = {"offplan": 1, "device": "CPU", "batch": 1, "prompt_tokens": 32, "vs": {}}
+    decision = {
+        "headers_sha256": plan.model.headers_sha256,
+        "offload": plan.offload.model_dump(mode="json"),
+    }
+    facts |= {"plan": decision, "runtime": {"predicted": "offplan", "measured": "offplan"}}
     path.write_text(json.dumps({**facts, "predicted": predicted, "measured": measured, **changes}))
     return path
 

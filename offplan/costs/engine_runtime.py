@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offplan.checkpoint.model import Model
 
 
@@ -11,16 +14,22 @@ class EngineRuntime:
 
     copies_in_place: bool
     """Whether it copies what it is told to read in place, each layer before it runs."""
-    held_slots: int
-    """Slots that hold layers which have run while the copies ahead of them are under way."""
+    allocates_copies: bool
+    """Whether it allocates each copy anew, and only then frees the layer that has run, which holds
+    one slot of the ring. After the last layers it then copies the first ones in their order;
+    elsewhere each slot is filled again by the first of its own layers."""
     copies_first_again: bool
     """Whether a captured step copies again what the step before it has left in the ring."""
 
+    def slots_ahead(self, num_slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many of a ring's slots are filled ahead of the layer that runs."""
+        return np.maximum(1, num_slots - self.allocates_copies)
 
-_VLLM = EngineRuntime(copies_in_place=False, held_slots=0, copies_first_again=False)
-_SGLANG = EngineRuntime(copies_in_place=True, held_slots=1, copies_first_again=True)
-"""It starts the next copy before it frees the layer that has run. While it captures, it does not
-take what was copied outside the graph, and the last layers' copies are captured all the same.
+
+_VLLM = EngineRuntime(copies_in_place=False, allocates_copies=False, copies_first_again=False)
+_SGLANG = EngineRuntime(copies_in_place=True, allocates_copies=True, copies_first_again=True)
+"""While it captures, it does not take what was copied outside the graph, and the last layers'
+copies are captured all the same.
 Source: SGLang 0.5.23, ``_hook_module_forward_for_offloader``, ``_ModuleOffloader``."""
 _RUNTIMES = {"vllm": _VLLM, "vllm-worker": _VLLM, "sglang": _SGLANG}
 

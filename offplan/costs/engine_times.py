@@ -16,10 +16,9 @@ offplan's own copies go on from one pass to the next. An engine's end before the
   prompts copy as many layers ahead as there are others (one where there is no other), which is the
   ``prefetch_step`` that its command has;
 - SGLang's captured steps copy so many first layers twice: before they run, since a graph takes
-  nothing that was copied outside it, and after the last layers, as for a next pass.
-
-What SGLang copies after a pass's last layers is taken in the order of a ring, of which its own is a
-rotation: where layers differ in size, the pass may end a part of a copy sooner or later.
+  nothing that was copied outside it, and after the last layers, as for a next pass;
+- after a pass's last layers vLLM fills each one's slot again; SGLang copies the first layers in
+  their order.
 
 Source: vLLM 0.25.1 and 0.33, ``PrefetchOffloader`` (``_wait_for_layer``, ``_start_prefetch``,
 ``join_after_forward``, ``sync_prev_onload``); SGLang 0.5.23, ``_ModuleOffloader``, ``OffloaderV1``.
@@ -27,6 +26,8 @@ Source: vLLM 0.25.1 and 0.33, ``PrefetchOffloader`` (``_wait_for_layer``, ``_sta
 
 from dataclasses import replace
 from fractions import Fraction
+
+import numpy as np
 
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import PassCompute
@@ -83,9 +84,14 @@ def build_engine_pass(
     engine: EngineRuntime, placement: Placement, num_layers: int, phase: Phase
 ) -> Schedule:
     """Order a pass by an engine: of a prompt that of one chunk, of decode that of one step."""
-    ahead = replace(placement, num_slots=max(1, placement.num_slots - engine.held_slots))
-    finds_first = phase is Phase.PREFILL or not engine.copies_first_again
-    return build_repeated_pass(ahead, num_layers, phase, finds_first=finds_first)
+    ahead = engine.slots_ahead(np.array(placement.num_slots))
+    return build_repeated_pass(
+        replace(placement, num_slots=int(ahead)),
+        num_layers,
+        phase,
+        finds_first=phase is Phase.PREFILL or not engine.copies_first_again,
+        in_order=engine.allocates_copies,
+    )
 
 
 def engine_pass_times(

@@ -50,8 +50,7 @@ class PassTable:
 
     def on_engine(self, engine: EngineRuntime) -> "PassTable":
         """Return the same with the slots that an engine fills ahead."""
-        ahead = np.maximum(1, self.num_slots[:, 0] - engine.held_slots)
-        return replace(self, prefetch_step=ahead)
+        return replace(self, prefetch_step=engine.slots_ahead(self.num_slots[:, 0]))
 
     @cached_property
     def streams(self) -> Bools:
@@ -140,7 +139,8 @@ def engine_prompt_ps(engine: EngineRuntime, prompt: PassTable, num_passes: Ints)
         compute_ps=-(-prompt.compute_ps // passes[:, None]),
         outside_ps=np.zeros_like(passes),
     )
-    following = np.where(prompt.is_last, prompt.slot, prompt.later)
+    first = prompt.later - prompt.num_turns if engine.allocates_copies else prompt.slot
+    following = np.where(prompt.is_last, first, prompt.later)
     copies = np.take_along_axis(prompt.copy_ps, prompt.layer_at(following), axis=1)
     refills = np.where(prompt.streams, copies, -1)
     moments = np.zeros((len(rows), 2 + int(prompt.num_slots.max())), dtype=np.int64)

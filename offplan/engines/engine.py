@@ -30,6 +30,8 @@ class Said:
     """Bytes on the GPU beyond those that offplan's own runtime takes for the rule."""
     pinned_elsewhere: int = 0
     """Page-locked memory of the other ranks, where there are any, and of the input embedding."""
+    stages: tuple["Said", ...] = ()
+    """What is said to each stage of a pipeline; none where there is one."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -51,6 +53,7 @@ def join_stages(stages: Sequence[Said], share: Share | None) -> Said:
         own,
         more_gpu_bytes=max(stage.more_gpu_bytes for stage in stages),
         pinned_elsewhere=pinned_bytes - own.pinned_bytes + own.pinned_elsewhere,
+        stages=tuple(stages),
     )
 
 
@@ -96,6 +99,17 @@ class Engine:
     def family(self) -> str:
         """The engine itself, by name, also of a worker in it."""
         return family_of(self.name)
+
+    def round_up(self, offload: Offload) -> Offload:
+        """Return a decision with as many bytes in each ``max_bytes`` as the engine is told."""
+        unit = self.max_bytes_unit
+        rules = (
+            rule.model_copy(update={"max_bytes": -(-rule.max_bytes // unit) * unit})
+            if rule.max_bytes
+            else rule
+            for rule in offload.rules
+        )
+        return offload.model_copy(update={"rules": tuple(rules)})
 
     def parse_version(self, text: str) -> Version:
         """Read ``0.31`` or ``0.31.2``; raises ExportError for a version that is not known."""

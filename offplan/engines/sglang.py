@@ -24,6 +24,11 @@ PREFETCHING_CLASSES = (
 """Model classes that tell SGLang's prefetching offloader what to move; others raise."""
 FORMS = {Kind.RAW, Kind.FP8_BLOCK}
 """Stored forms of experts whose weights are known to move; their scales stay on the GPU."""
+EAGER_PROMPTS: Flags = {"disable-prefill-cuda-graph": ()}
+"""Prompts compute beside copies only where they are not captured, and SGLang captures them, in
+breakable graphs. Source: ``model_executor/cuda_graph_config.py``, ``_ModuleOffloader``."""
+NUM_POOLS = 2
+"""Pools of GPU memory that hold copies: that of prompts, and that of captured steps."""
 MAX_BYTES_UNIT = 2**30
 """``--cpu-offload-gb`` is a whole number of these."""
 
@@ -35,6 +40,7 @@ def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version)
     """
     parameters = list(engine_parameters(model, {}))
     if rule.decode is Backend.UVA:
+        _require_first_layers(rule)
         return _say_in_place(rule, placement, parameters)
     _require_prefetching(model)
     _require_experts(rule, model)
@@ -50,11 +56,13 @@ def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version)
         "offload-group-size": (str(rule.group_size),),
         "offload-num-in-group": (str(rule.num_in_group),),
         "offload-prefetch-step": (str(step),),
+        **EAGER_PROMPTS,
     }
     taken = [p for p in parameters if rule.selects_layer(p.layer) and p.parameters[0].is_expert]
     moved = tuple(each for each in taken if each.name.endswith("_weight"))
     scale_bytes = sum(each.nbytes for each in taken) - sum(each.nbytes for each in moved)
-    more = (step + 1 - placement.num_slots) * placement.slot_bytes + scale_bytes
+    num_copies = NUM_POOLS * (step + 1)
+    more = (num_copies - placement.num_slots) * placement.slot_bytes + scale_bytes
     if any("shared_expert" in name for layer in model.layers for name in layer.segments):
         # or the shared expert is one more of those that are routed, and moves with them
         flags["disable-shared-experts-fusion"] = ()
@@ -82,7 +90,12 @@ def _find_kernels(model: Model) -> Kernels:
 
 
 def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
-    """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget."""
+    """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget.
+
+    Weights, copies ahead and cache are a share of what was free before the weights were loaded,
+    and overhead is most of what was not; ``max-total-tokens`` ends the cache where there is more.
+    Source: ``_profile_available_bytes``.
+    """
     work, memory = plan.workload, plan.prediction.gpu_memory
     flags = {
         "dtype": plan.model.dtype,
@@ -92,8 +105,8 @@ def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
         "max-total-tokens": work.batch * work.context,
     }
     if gpu_bytes is not None:
-        rest = memory.activation_bytes + memory.overhead_bytes
-        share = max(1, (plan.budget.gpu_memory - rest) * 10**4 // gpu_bytes) / 10**4
+        static = plan.budget.gpu_memory - memory.activation_bytes - memory.overhead_bytes
+        share = max(1, -(-static * 10**4 // (gpu_bytes - memory.overhead_bytes))) / 10**4
         flags["mem-fraction-static"] = f"{min(share, 0.9999):.4f}"
     return {name: (str(value),) for name, value in flags.items()}
 
@@ -105,38 +118,46 @@ def divide_sglang(ranks: Ranks) -> Flags:
 
 
 def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParameter]) -> Said:
-    """Say a rule that reads in place: SGLang copies each layer before it runs."""
-    _require_no_experts(placement)
-    _require_first_layers(rule)
+    """Say a rule that reads in place: SGLang copies each layer before it runs.
+
+    It takes parameters in an order of its own until it has so many whole GiB. What the rule takes
+    beyond those may stay on the GPU. Source: ``OffloaderV1``, ``_get_resident_parameter_ids``.
+    """
+    assert rule.max_bytes is not None, "refused otherwise"
     num_bytes = sum(entry.unit.nbytes for slab in placement.slabs for entry in slab.entries)
-    gib = -(-num_bytes // MAX_BYTES_UNIT)
-    moved = first_layers(parameters, gib * MAX_BYTES_UNIT)
+    gib = -(-min(rule.max_bytes, num_bytes) // MAX_BYTES_UNIT)
+    # matrices are made of it while it is on the GPU, and it stays there
+    movable = [each for each in parameters if ".kv_b_proj." not in f".{each.name}."]
+    moved = first_layers(movable, gib * MAX_BYTES_UNIT)
+    _require_copyable(moved)
+    moved_bytes = sum(each.nbytes for each in moved)
     notes = ["SGLang copies these parameters before each use: it does not read them in place"]
-    if (more := sum(each.nbytes for each in moved) - num_bytes) > 0:
+    if (more := moved_bytes - num_bytes) > 0:
         notes.append(
-            "whole GiB, in a parameter order of its own: up to "
+            "within the layer where the GiB run out SGLang has its own parameter order: up to "
             f"{format_bytes(more)} more than the plan says may lie on the host"
         )
     largest = max(sum(p.nbytes for p in moved if p.layer == q.layer) for q in moved)
-    return Said({"cpu-offload-gb": (str(gib),)}, {}, tuple(notes), tuple(moved), largest)
+    more = NUM_POOLS * largest + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
+    flags = {"cpu-offload-gb": (str(gib),), **EAGER_PROMPTS}
+    return Said(flags, {}, tuple(notes), tuple(moved), more)
 
 
-def _require_no_experts(placement: Placement) -> None:
-    """Refuse experts in a rule that reads in place: SGLang copies what such a rule takes."""
-    for slab in placement.slabs:
-        if any(entry.unit.is_expert for entry in slab.entries):
+def _require_copyable(moved: list[EngineParameter]) -> None:
+    """Refuse what SGLang would copy many times slower, or lay out anew."""
+    for each in moved:
+        if each.parameters[0].is_expert:
             raise ExportError(
-                f"SGLang copies all routed experts of layer {slab.layer} before each use; the plan "
+                f"SGLang copies all routed experts of layer {each.layer} before each use; the plan "
                 "reads in place, and only the experts that tokens are sent to: it would be many "
                 "times slower"
             )
-        for entry in slab.entries:
-            if not entry.unit.parameters[0].form.is_raw:
-                raise ExportError(
-                    f"SGLang lays {entry.unit.name} of layer {slab.layer}, stored as "
-                    f"{entry.unit.parameters[0].form.kind.value}, out anew when it loads: that it "
-                    "stays in host memory then is not known"
-                )
+        if not each.parameters[0].form.is_raw:
+            raise ExportError(
+                f"SGLang lays {each.name} of layer {each.layer}, stored as "
+                f"{each.parameters[0].form.kind.value}, out anew when it loads: that it stays in "
+                "host memory then is not known"
+            )
 
 
 def _require_first_layers(rule: Rule) -> None:

@@ -6,8 +6,9 @@ Source: vLLM 0.25.0 to 0.33.0, ``offloader`` and ``gpu_model_runner``; SGLang 0.
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offplan.engines.engine import Flags
@@ -28,12 +29,22 @@ class Startup:
     flags: Flags = field(default_factory=dict)
     """Options that it says to have, of those that offload."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    stages: Mapping[int, "Startup"] = field(default_factory=dict)
+    """What the ranks of each stage of a pipeline say, by its number; none where there is one."""
 
 
 _SGLANG_FLAGS = (
     *("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"),
     "disable_shared_experts_fusion",
 )
+_STAGE = {
+    "vllm": re.compile(r"\(Worker\w*_PP(\d+)\w* pid="),
+    "sglang": re.compile(r"\[[^\[\]]* PP(\d+)\b[^\[\]]*\]"),
+}
+"""How lines name the stage of the rank that wrote them.
+
+Source: vLLM's ``setup_proc_title_and_log_prefix``; SGLang's ``configure_scheduler_process``.
+"""
 _VLLM_VERSION = re.compile(r"Initializing a V1 LLM engine \(v([\w.+]+)\)")
 _VLLM_LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
 _VLLM_IN_PLACE = re.compile(r"Total CPU offloaded parameters: ([\d.]+)")
@@ -47,7 +58,12 @@ _SGLANG_LAYER = re.compile(r"\[offloader\] offload module_index=(\d+) ")
 
 def read_log(engine: str, text: str) -> Startup:
     """Read the log of ``vllm`` or ``sglang``, from its start on."""
-    return _read_vllm_log(text) if engine == "vllm" else _read_sglang_log(text)
+    read = _read_vllm_log if engine == "vllm" else _read_sglang_log
+    lines: defaultdict[int, list[str]] = defaultdict(list)
+    for line in text.splitlines():
+        if (found := _STAGE[engine].search(line)) is not None:
+            lines[int(found[1])].append(line)
+    return replace(read(text), stages={stage: read("\n".join(of)) for stage, of in lines.items()})
 
 
 def read_server(engine: str, text: str) -> Startup:

@@ -110,7 +110,8 @@ def _predict(plan: Plan, model: Model, engine: str) -> Prediction | None:
     goal = plan.goal.model_copy(update={"engine": engine})
     held = hold_model(model, goal, plan.workload)
     linked = machine.with_link("host", goal.ranks)
-    return predict(held, linked, plan.workload, plan.budget, plan.offload)
+    offload = find_engine(engine)[0].round_up(plan.offload)
+    return predict(held, linked, plan.workload, plan.budget, offload)
 
 
 def _find_machine(plan: Plan) -> MachineProfile | None:

@@ -264,6 +264,6 @@ def bound_times(
         step_ps = resident_ps[:, 1] + step_copied
         if engine.copies_first_again:  # at least those of as many of the smallest
             (rule,) = rules  # no engine's plan has more
-            ahead = np.minimum(np.maximum(1, num_slots - engine.held_slots), rule.step_turns)
+            ahead = np.minimum(engine.slots_ahead(num_slots), rule.step_turns)
             step_ps = step_ps + ahead * rule.step_smallest
     return prompt_ps + prompt_read + row_ps[:, 0], step_ps + step_read + row_ps[:, 1]

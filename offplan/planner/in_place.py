@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from offplan.costs.engine_runtime import engine_runtime
+from offplan.engines.sglang import NUM_POOLS
 from offplan.placement import build_slab
 from offplan.plan import Backend, Rule
 from offplan.planner.space import Option, Room, Space
@@ -103,20 +104,20 @@ class InPlaceRules:
         sums = self._sums[option]
         last = bisect_left(sums, min(needed, sums[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
-        if self.space.engine is not None:
-            multiple = self.space.engine.max_bytes_unit
-            max_bytes = -(-max_bytes // multiple) * multiple
+        unit = 1 if self.space.engine is None else self.space.engine.max_bytes_unit
+        if unit > 1:  # and the engine may take no more than it is told
+            max_bytes = -(-max(max_bytes, needed) // unit) * unit
             last = bisect_left(sums, min(max_bytes, sums[-1]))
         rule = option.rule(1, 1).model_dump(exclude={"group_size", "num_in_group"})
         return Rule(**{**rule, "max_bytes": max_bytes}), last + 1
 
     def _copied_bytes(self, option: Option) -> int:
-        """Bytes of the largest layer that an option takes, for an engine that copies such."""
+        """Bytes of the copies of the largest layer that an option takes, on engines that copy."""
         engine = engine_runtime(self.space.model)
         if engine is None or not engine.copies_in_place:
             return 0
         taken = self.space.taken[option.segment_class]
-        return max(sum(unit.nbytes for unit in units) for units in taken)
+        return NUM_POOLS * max(sum(unit.nbytes for unit in units) for units in taken)
 
     def _layers(self, option: Option, num_units: int) -> Counter[tuple[int, int]]:
         """Count the layers of each kind of which so many parameters are among the first ones.

@@ -8,16 +8,13 @@ from offplan.plan import Offload
 from offplan.planner.aims import Nearest, limits_ps
 from offplan.planner.context import find_longest_context
 from offplan.planner.find import PlanResult, find_plan, write_plan
-from offplan.planner.infeasible import explain_infeasible
+from offplan.planner.infeasible import RESOLUTION, explain_infeasible
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from offplan.planner.throughput import plan_throughput
 from offplan.units import format_budget, format_bytes, format_seconds
-
-RESOLUTION = 100
-"""The memory that would reach a target is found to this part of the budget."""
 
 
 def make_plan(question: Question) -> PlanResult:

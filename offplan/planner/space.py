@@ -216,7 +216,7 @@ class Space:
         sizes = prefill_chunks(self.question.workload.prompt_tokens)
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
         pairs = zip(sizes, prompts, strict=True)
-        return tuple(self._setting(*pair, place) for pair in pairs for place in places)
+        return tuple(self.setting(*pair, place) for pair in pairs for place in places)
 
     @cached_property
     def table(self) -> SettingTable:
@@ -232,9 +232,10 @@ class Space:
             num_chunks=np.array([len(each.shapes) for each in prompts]),
         )
 
-    def _setting(
+    def setting(
         self, prefill_chunk: int, prompt: PassCompute, host_embedding: TensorInfo | None
     ) -> Setting:
+        """Return what a chunk, whose prompt takes this, and the embedding's place come to."""
         model, workload = self.model, self.question.workload
         host_bytes = 0 if host_embedding is None else host_embedding.nbytes
         rows = [embedding_bytes(host_embedding, each.shapes) for each in (prompt, self.decode)]

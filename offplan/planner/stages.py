@@ -23,7 +23,7 @@ from offplan.planner.bounds import LoadTable, Rules, bound_times, sum_up
 from offplan.planner.classes import SegmentClass
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
-from offplan.planner.space import Option, Space
+from offplan.planner.space import Option, Setting, Space
 
 
 class Taken(NamedTuple):
@@ -56,6 +56,17 @@ class StageSpace(Space):
     def options(self) -> tuple[Option, ...]:
         """The hungriest stage's."""
         return self.hungriest.options
+
+    @cached_property
+    def settings(self) -> tuple[Setting, ...]:
+        """The hungriest stage's, which has an embedding where others have none, or none."""
+        found = []
+        for each in self.hungriest.settings:
+            prompt = self.compute.price(*each.prefill.shapes)
+            on_host = each.embeddings == "host"
+            place = self.model.input_embedding if on_host else None
+            found.append(self.setting(each.prefill_chunk, prompt, place))
+        return tuple(found)
 
 
 @dataclass

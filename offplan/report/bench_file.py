@@ -7,10 +7,12 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from offplan.errors import InputError
-from offplan.plan import PRINTED_TO, Plan
+from offplan.plan import PRINTED_TO, Offload, Plan
 from offplan.records import Record, read_text
 from offplan.units import format_seconds
 
+OWN_RUNTIME = "offplan"
+"""The runtime that benchmarks measure, beside the names of engines."""
 _MOST_BYTES = 2**26
 """Beyond any result."""
 _Number = Annotated[float, Field(ge=0)]
@@ -66,10 +68,26 @@ class Figures(_Part):
     gpu_memory: Memory
 
 
+class Decision(_Part):
+    """What ran."""
+
+    headers_sha256: str
+    offload: Offload
+
+
+class Runtimes(_Part):
+    """What runs the plan: offplan's own runtime, or an engine."""
+
+    predicted: str
+    measured: str
+
+
 class BenchFile(_Part):
     """A result: what was predicted, what was measured, and where."""
 
     offplan: Literal[1]
+    plan: Decision
+    runtime: Runtimes
     device: str
     batch: int
     prompt_tokens: int
@@ -80,8 +98,7 @@ class BenchFile(_Part):
 def load_bench(path: Path, plan: Plan) -> BenchFile:
     """Read the result of a plan's benchmark.
 
-    Raises InputError for a file that is none, and for a benchmark of another plan; where the plan
-    is for an engine, only another workload tells.
+    Raises InputError for a file that is none, and for a benchmark of another plan.
     """
     text = read_text(path, "result of bench --json", _MOST_BYTES, InputError)
     try:
@@ -89,19 +106,18 @@ def load_bench(path: Path, plan: Plan) -> BenchFile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not what bench --json prints: {error}") from None
     found = BenchFile.check(data, str(path), "result of bench --json", InputError)
-    # where the plan is for an engine, the benchmark was predicted as offplan's own runtime runs it
-    for phase in ("prefill", "decode") if plan.goal.engine is None else ():
+    if found.plan != Decision(headers_sha256=plan.model.headers_sha256, offload=plan.offload):
+        raise InputError(
+            f"{path} is of another plan: its model or its decision is another than this plan's: "
+            "measure this one (offplan bench --json)"
+        )
+    # a benchmark is predicted as offplan's own runtime runs it, also of a plan for an engine
+    is_comparable = found.runtime.predicted == (plan.goal.engine or OWN_RUNTIME)
+    for phase in ("prefill", "decode") if is_comparable else ():
         took, ours = getattr(found.predicted, phase).step_s, getattr(plan.prediction, phase).step_s
         if abs(took - ours) > PRINTED_TO * ours:
             raise InputError(
                 f"{path} is of another plan: it was predicted {format_seconds(took)} for {phase}, "
                 f"this plan {format_seconds(ours)}: measure this one (offplan bench --json)"
             )
-    work = plan.workload
-    if plan.goal.engine and (found.batch, found.prompt_tokens) != (work.batch, work.prompt_tokens):
-        raise InputError(
-            f"{path} is of another plan: it ran batch {found.batch} and {found.prompt_tokens} "
-            f"prompt tokens, this plan is for {work.batch} and {work.prompt_tokens}: measure this "
-            "one (offplan bench --json)"
-        )
     return found

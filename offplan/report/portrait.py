@@ -15,7 +15,7 @@ from offplan.report.answer import (
     describe_ranks,
     describe_speed,
 )
-from offplan.report.bench_file import BenchFile
+from offplan.report.bench_file import OWN_RUNTIME, BenchFile
 from offplan.report.pictures.canvas import Canvas
 from offplan.report.pictures.compared import draw_comparison
 from offplan.report.pictures.frontier import draw_frontier
@@ -80,9 +80,10 @@ class Portrait:
             yield "What more memory buys", told, draw_frontier(self.frontier, plan)
         if self.bench is not None:
             lines = [f"On {self.bench.device}."]
-            if plan.goal.engine is not None:  # the benchmark has a prediction of its own
+            if plan.goal.engine is not None:
                 lines.append(f"The plan is for {plan.goal.engine}; offplan's own runtime ran it.")
-                plan = plan.model_copy(update={"goal": Goal()})
+                if self.bench.runtime.predicted == OWN_RUNTIME:
+                    plan = plan.model_copy(update={"goal": Goal()})
             lines += list_differences(plan, self.bench)
             yield "Predicted and measured", " ".join(lines), draw_comparison(self.bench)
 

@@ -12,7 +12,7 @@ from offplan.engines.engine import Engine, format_version
 from offplan.engines.export import Export, export_plan, find_engine
 from offplan.engines.ranks import hold_model
 from offplan.engines.startup import Startup, read_log, read_server
-from offplan.errors import ExportError, InputError
+from offplan.errors import InputError
 from offplan.plan import Plan, Rule
 from offplan.records import read_text
 from offplan.units import format_bytes
@@ -62,11 +62,6 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
     Where ``engine`` names no version, it is the one that the engine says. Raises ExportError for a
     plan that cannot be exported to it.
     """
-    if plan.goal.pipeline_parallel > 1:
-        raise ExportError(
-            f"{plan.goal.ranks.label}: what an engine says of the stages of a pipeline is not told "
-            "apart; start it with one stage, or check its log by eye"
-        )
     chosen, _ = find_engine(engine)
     version = re.match(r"\d+\.\d+(\.\d+)?", startup.version or "")
     if version is not None and "==" not in engine:
@@ -77,9 +72,18 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
         text = f"the server says its flags, not what they did: {chosen.title}'s log does (--log)"
         return (*findings, Finding("offload", "unknown", text))
     goal = plan.goal.model_copy(update={"engine": engine})
-    loaded = hold_model(model, goal, plan.workload)
-    findings += _check_offload(plan.offload.rules, loaded, export, startup)
-    return (*findings, _check_memory(loaded, export, startup))
+    stages = hold_model(model, goal, plan.workload).stages
+    if startup.stages and max(startup.stages) >= len(stages):
+        text = f"a stage {max(startup.stages)} of a pipeline writes; the plan has {len(stages)}"
+        findings.append(Finding("stages", "drift", text))
+    if len(stages) == 1:
+        return (*findings, *_check_stage(plan, stages[0], export, startup))
+    said = export.said.stages or (export.said,) * len(stages)
+    for number, (stage, of_stage) in enumerate(zip(stages, said, strict=True)):
+        told = startup.stages.get(number, Startup())
+        for each in _check_stage(plan, stage, replace(export, said=of_stage), told):
+            findings.append(replace(each, subject=f"{each.subject}, stage {number}"))
+    return tuple(findings)
 
 
 def _ask_server(engine: Engine, url: str) -> Startup:
@@ -143,6 +147,22 @@ def _normal(values: tuple[str, ...] | None) -> list[float | str]:
     """Return values in an order, numbers as such; what is not set is nothing."""
     numbers = [float(v) if re.fullmatch(r"[\d.e+-]+", v) else v for v in values or ()]
     return sorted((each for each in numbers if each != 0), key=str)
+
+
+def _check_stage(plan: Plan, model: Model, export: Export, startup: Startup) -> Iterator[Finding]:
+    """Check what the ranks of a stage, or of all, say that they did."""
+    if startup == Startup():
+        yield Finding("offload", "unknown", "no line of the log names a rank of this stage")
+        return
+    # vLLM has only the first rank of a host say its ring
+    is_later = model.share is not None and model.share.stage > 0
+    has_ring = "offload-group-size" in export.said.flags
+    if not (is_later and has_ring and startup.num_layers is None):
+        yield from _check_offload(plan.offload.rules, model, export, startup)
+    if startup.loaded_bytes is None:
+        yield Finding("GPU memory", "unknown", "its ranks do not say what loading the weights took")
+    else:
+        yield _check_memory(model, export, startup)
 
 
 def _check_offload(

@@ -3,6 +3,8 @@
 import pytest
 
 from offplan.checkpoint.open import open_model
+from offplan.costs.engine_runtime import engine_runtime
+from offplan.costs.engine_times import build_engine_pass
 from offplan.costs.predict import predict
 from offplan.machine.profile import load_profile
 from offplan.placement import Phase, place
@@ -73,6 +75,17 @@ def test_a_layer_waits_for_its_copy_and_is_followed_by_that_of_another() -> None
         *(Compute(2), Wait(1, second), Compute(3), Copy(1, second)),
         *(Compute(4), Wait(0, third), Compute(5), Copy(0, first)),
     )
+
+
+def test_sglang_copies_the_first_layers_in_their_order_after_the_last() -> None:
+    """Three layers, two ahead: it has no slots, and starts the copy of the one two further on."""
+    model = dense_model(6).as_loaded_by("sglang")
+    placement, runtime = place(model, every(2, slots=3)), engine_runtime(model)
+    assert runtime is not None
+    first, second, third = placement.spans(Phase.PREFILL)
+    passed = build_engine_pass(runtime, placement, 6, Phase.PREFILL)
+    copied = [op.span for op in passed.operations if isinstance(op, Copy)]
+    assert copied == [third, first, second]
 
 
 def test_a_prompt_computes_beside_its_copies_and_ends_with_them() -> None:

@@ -10,7 +10,7 @@ from offplan.choices import ExportFormat
 from offplan.engines.export import Export, export_plan
 from offplan.engines.formats import render_export
 from offplan.errors import ExportError
-from offplan.plan import Plan
+from offplan.plan import Budget, Plan
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, uva
 
 PLAN = make_plan(prefetch("self_attn", "mlp.down_proj"), prefetch_step=1)
@@ -49,8 +49,23 @@ def test_the_command_of_sglang() -> None:
         "python3 -m sglang.launch_server --model-path test/model --dtype bfloat16 "
         "--context-length 4096 --max-running-requests 1 --chunked-prefill-size 512 "
         "--max-total-tokens 4096 --mem-fraction-static 0.2500 --offload-group-size 2 "
-        "--offload-num-in-group 1 --offload-prefetch-step 1 --disable-shared-experts-fusion"
+        "--offload-num-in-group 1 --offload-prefetch-step 1 --disable-prefill-cuda-graph "
+        "--disable-shared-experts-fusion"
     )
+
+
+def test_sglang_has_a_share_of_what_is_free_at_its_start() -> None:
+    """A budget of all of 24 GiB: 23 for weights and cache, where 0.6 are taken before them."""
+    plan = make_plan()
+    gpu_memory = plan.prediction.gpu_memory.model_copy(
+        update={"overhead_bytes": 896 * 2**20, "activation_bytes": 128 * 2**20}
+    )
+    prediction = plan.prediction.model_copy(update={"gpu_memory": gpu_memory})
+    budget = Budget(gpu_memory=24 * 2**30)
+    plan = plan.model_copy(update={"budget": budget, "prediction": prediction})
+    export = export_plan(plan, deepseek(), "sglang", gpu_bytes=24 * 2**30)
+    (share,) = export.serve["mem-fraction-static"]
+    assert 23 <= float(share) * (24 - 0.6) <= 23.4
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm==0.27", "sglang"])

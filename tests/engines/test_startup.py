@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
+from offplan.engines.ranks import hold_model
 from offplan.engines.startup import read_log
 from offplan.errors import InputError
-from offplan.plan import Budget, Plan
+from offplan.plan import Budget, Goal, Plan, Rule
 from offplan.upkeep.checking import Finding
 from offplan.upkeep.engine_start import check_start, read_start
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
 
 GIB = 2**30
+MODELS = Path(__file__).parent.parent / "models"
 VERSION = "INFO [core.py:140] Initializing a V1 LLM engine (v{}) with config: model='x'\n"
 RING = (
     "INFO [prefetch.py:400] [PrefetchOffloader] Initialized {} modules. Total GPU memory saved: "
@@ -28,6 +31,8 @@ RING = (
     "mode=cpu)\n"
 )
 IN_PLACE = "INFO [uva.py:75] Total CPU offloaded parameters: {:.2f}\n"
+SGLANG_LAYER = "[offloader] offload module_index={} submodule=<class 'FusedMoE'> params=[]\n"
+SGLANG_LOADED = "Load weight end. elapsed=1.00 s, avail mem=2.00 GB, mem usage={:.2f} GB.\n"
 LOADED = "INFO [model_runner.py:428] Model loading took {:.2f} GiB memory and 3.1 seconds\n"
 
 
@@ -100,17 +105,89 @@ def test_another_version_than_it_was_exported_for() -> None:
 
 def test_sglang() -> None:
     model, plan = large(deepseek()), make_plan(prefetch("experts"), prefetch_step=2)
-    plan = plan.model_copy(update={"budget": Budget(gpu_memory=4 * GIB)})
+    plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
     said = export_plan(plan, model, "sglang==0.5.23").said
     moved = sum(each.nbytes for each in said.moved) / GIB
     weights = model.as_loaded_by("sglang").loaded_bytes / GIB
-    line = "[offloader] offload module_index={} submodule=<class 'FusedMoE'> params=[]\n"
+    line, loaded = SGLANG_LAYER, SGLANG_LOADED
     layers = "".join(map(line.format, (1, 3, 5)))
-    loaded = "Load weight end. elapsed=1.00 s, type=X, avail mem=2.00 GB, mem usage={:.2f} GB.\n"
     assert not drifts(found(plan, layers + loaded.format(weights - moved), "sglang", model))
     assert drifts(found(plan, loaded.format(weights), "sglang", model)) == {"GPU memory"}
     log = layers[: len(line)] + loaded.format(weights - moved)
     assert drifts(found(plan, log, "sglang", model)) == {"layers"}
+
+
+def staged(engine: str, name: str, rule: Rule) -> tuple[Plan, Model, list[tuple[float, float]]]:
+    """A plan of two stages, and the GiB that each moves and keeps on its GPUs."""
+    model = open_model(str(MODELS / name / "config.json"))
+    goal = Goal(engine=engine, tensor_parallel=2, pipeline_parallel=2)
+    plan = make_plan(rule, prefetch_step=1)
+    plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=64 * GIB)})
+    stages = hold_model(model, goal, plan.workload).stages
+    figures = []
+    for said, stage in zip(export_plan(plan, model, engine).said.stages, stages, strict=True):
+        moved = sum(each.nbytes for each in said.moved)
+        figures.append((moved / GIB, (stage.loaded_bytes - moved) / GIB))
+    return plan, model, figures
+
+
+def verdicts(findings: dict[str, Finding]) -> dict[str, str]:
+    return {subject: each.verdict for subject, each in findings.items() if "stage" in subject}
+
+
+def test_stages_of_a_ring() -> None:
+    """The first rank alone says the ring; each says what loading took."""
+    plan, model, figures = staged("vllm", "qwen3-8b", prefetch("mlp"))
+    worker = "(Worker_PP{}_TP{} pid=7) "
+    lines = [f"(EngineCore pid=6) {VERSION.format('0.33.0')}"]
+    lines += [
+        worker.format(stage, rank) + LOADED.format(figures[stage][1])
+        for stage, rank in [(1, 0), (0, 1), (1, 1), (0, 0)]
+    ]
+    ring = worker.format(0, 0) + RING.format(9, figures[0][0] * GIB / 1e9, 2)
+    findings = found(plan, "".join([*lines, ring]), model=model)
+    assert verdicts(findings) == {
+        "layers, stage 0": "holds",
+        "offload, stage 0": "holds",
+        "GPU memory, stage 0": "holds",
+        "GPU memory, stage 1": "holds",
+    }
+    assert findings["flags"].verdict == "holds"
+    lines[1] = lines[3] = worker.format(1, 0) + LOADED.format(sum(figures[1]))
+    assert drifts(found(plan, "".join([*lines, ring]), model=model)) == {"GPU memory, stage 1"}
+    # ranks that Ray started have no names
+    unnamed = found(plan, LOADED.format(figures[1][1]), model=model)
+    assert set(verdicts(unnamed).values()) == {"unknown"}
+    more = "".join([*lines[:3], ring, worker.format(2, 0) + LOADED.format(1)])
+    assert "stages" in drifts(found(plan, more, model=model))
+
+
+def test_stages_that_read_in_place() -> None:
+    plan, model, figures = staged("vllm", "qwen3-8b", up_to("2GiB", "mlp"))
+    lines = []
+    for stage, (moved, stays) in enumerate(figures):
+        name = f"(Worker_PP{stage}_TP0 pid=7) "
+        lines += [name + IN_PLACE.format(moved), name + LOADED.format(stays)]
+    assert set(verdicts(found(plan, "".join(lines), model=model)).values()) == {"holds"}
+    # the first model runner has only the first rank say what loading took
+    findings = found(plan, "".join(lines[:3]), model=model)
+    assert verdicts(findings)["GPU memory, stage 1"] == "unknown"
+    del lines[2]
+    assert drifts(found(plan, "".join(lines), model=model)) == {"offload, stage 1"}
+
+
+def test_stages_of_sglang() -> None:
+    plan, model, figures = staged("sglang", "deepseek-v2-lite", prefetch("experts"))
+    lines = []
+    for stage, (_, stays) in enumerate(figures):
+        name, num_layers = f"[2026-01-01 00:00:00 PP{stage} TP1] ", 13 + stage
+        lines += [f"{name}{SGLANG_LAYER.format(index)}" for index in range(1, num_layers, 2)]
+        lines.append(name + SGLANG_LOADED.format(stays))
+    told = verdicts(found(plan, "".join(lines), "sglang", model))
+    assert set(told.values()) == {"holds"}
+    assert len(told) == 4
+    log = "".join([lines[0], *lines[2:]])
+    assert drifts(found(plan, log, "sglang", model)) == {"layers, stage 0"}
 
 
 def test_what_is_no_log(tmp_path: Path) -> None:

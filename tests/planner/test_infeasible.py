@@ -1,12 +1,15 @@
 """Where no plan fits: how much is missing, of which memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from offplan.errors import InfeasibleError
 from offplan.plan import Budget, Goal
+from offplan.planner.infeasible import RESOLUTION
 from offplan.planner.make import make_plan
 from tests.costs.builders import make_machine
-from tests.engines.builders import deepseek
+from tests.engines.builders import deepseek, qwen3
 from tests.planner.cases import MODELS, ask, budget_for, plan_for
 
 
@@ -45,8 +48,24 @@ def test_the_second_gpu_limits_the_store() -> None:
         plan_for(model, machine, budget.model_copy(update={"host_memory": 1}), store="peer")
 
 
-def test_an_engine_may_be_what_is_missing() -> None:
-    """SGLang moves whole layers, and none of those with routed experts."""
-    question = ask(deepseek(3), make_machine(), 0.3, goal=Goal(engine="sglang"))
-    with pytest.raises(InfeasibleError, match=r"sglang can run .* others do: SGLang prefetches"):
+@pytest.mark.parametrize(("share", "moves"), [(0.3, True), (0.9, True), (0.3, False)])
+def test_an_engine_may_need_more_than_others(share: float, moves: bool) -> None:
+    """SGLang copies experts through several buffers; of Qwen it cannot move any."""
+    model = deepseek(5) if moves else replace(qwen3(), config={"architectures": ["Unknown"]})
+    machine, goal = make_machine(gpu_memory=2**40), Goal(engine="sglang" if moves else "vllm")
+    question = ask(model, machine, share, goal=goal)
+    with pytest.raises(InfeasibleError, match=r"can run fits .* others do; with") as error:
         make_plan(question)
+    lack, given = error.value.shortfall_bytes, question.budget.gpu_memory
+    assert lack is not None
+    assert make_plan(question.with_gpu_memory(given + lack)).plan.goal == goal
+    with pytest.raises(InfeasibleError):
+        make_plan(question.with_gpu_memory(given + lack - given // RESOLUTION - 1))
+    assert ("it is not known how vLLM builds" in str(error.value)) is not moves
+
+
+def test_a_machine_may_be_too_small_for_an_engine() -> None:
+    question = ask(deepseek(3), make_machine(), 0.3, goal=Goal(engine="sglang"))
+    machine = make_machine(gpu_memory=question.budget.gpu_memory)
+    with pytest.raises(InfeasibleError, match=r"can run fits .* others do: SGLang prefetches"):
+        make_plan(replace(question, machine=machine))

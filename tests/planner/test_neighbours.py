@@ -62,7 +62,7 @@ def test_every_knob_takes_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str) -> None:
     model = open_model(str(TINY_MOE))
-    question = ask(model, load_machine("cpu"), SMALL, gpu_memory=2**20, engine=engine)  # type: ignore[arg-type]
+    question = ask(model, load_machine("cpu"), SMALL, gpu_memory=5 * 2**18, engine=engine)  # type: ignore[arg-type]
     plan = make_plan(question).plan
     assert plan.goal.engine == engine
     changes = [each.change for each in find_neighbours(question, plan)]

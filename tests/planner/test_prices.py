@@ -1,9 +1,11 @@
 """What the search weighs, prices and bounds: as placements and schedules have it."""
 
 from fractions import Fraction
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -118,6 +120,25 @@ def test_the_search_prices_as_the_schedule_does(
     on_gpu = placement.resident_bytes + placement.ring_bytes
     assert off_gpu.tolist() == [model.loaded_bytes - setting.host_bytes - on_gpu]
     assert on_host.tolist() == [placement.slab_bytes]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_copies_of_unlike_size_follow_an_engine_s_last_layers_in_its_order(engine: str) -> None:
+    """Five layers, which four slots do not divide: what is copied last ends the prompt."""
+    model, machine = make_model([DENSE, MOE, MOE, DENSE, MOE]), make_machine(h2d=1e9, uva=1e9)
+    question = Question(model, machine, WORKLOAD, UNLIMITED, Goal(engine=engine))
+    searcher = Searcher(Space(question))
+    space = searcher.space
+    everything = next(
+        number
+        for number, option in enumerate(space.options)
+        if not option.segment_class.segments and option.prefill is Backend.PREFETCH
+    )
+    for pattern, num_slots in product(range(len(list_patterns(5).group_size)), (2, 3, 4)):
+        case = Case(0, num_slots, ((everything, pattern),))
+        placement, prompt = case.place(space), space.settings[0].prefill
+        times = price_request(placement, space.model, space.machine, prompt, space.decode)
+        assert price(searcher, case) == (times.prefill.step_ps, times.decode.step_ps)
 
 
 @settings(max_examples=40)

@@ -43,10 +43,10 @@ def read(name: str, num_layers: int, folder: Path) -> Model:
     return open_model(str(path))
 
 
-def ask(model: Model, share: float, stages: int = 2, **goal: Any) -> Question:
+def ask(model: Model, share: float, stages: int = 2, engine: str = "vllm", **goal: Any) -> Question:
     """Ask for a plan with room for this share of the hungriest stage's layers."""
     machine = make_machine(h2d=2e9, uva=1.5e9, gpu_memory=2**40)
-    asked = Goal(engine="vllm", pipeline_parallel=stages, **goal)
+    asked = Goal(engine=engine, pipeline_parallel=stages, **goal)
     everything = Question(model, machine, WORKLOAD, Budget(gpu_memory=2**40), asked)
     nothing = Offload(prefill_chunk=512)
     taken = predict(everything.model, machine, WORKLOAD, everything.budget, nothing).gpu_memory
@@ -59,14 +59,16 @@ def ask(model: Model, share: float, stages: int = 2, **goal: Any) -> Question:
 def list_plans(question: Question) -> Iterator[Offload]:
     """List every plan of one rule and a ring, or of none."""
     pairs = ((Backend.PREFETCH, PREFETCH_STEPS), (Backend.UVA, (1,)))
-    for chunk in prefill_chunks(WORKLOAD.prompt_tokens):
-        yield Offload(prefill_chunk=chunk)
+    embeddings = ("device", "host") if question.goal.engine == "vllm-worker" else ("device",)
+    for chunk, where in product(prefill_chunks(WORKLOAD.prompt_tokens), embeddings):
+        setting = Offload(prefill_chunk=chunk, embeddings=where)
+        yield setting
         for each, (backend, steps) in product(segment_classes(question.model), pairs):
             patterns = list_patterns(len(question.model.layers))
             groups = zip(patterns.group_size.tolist(), patterns.num_in_group.tolist(), strict=True)
             for group, num_slots in product(groups, steps):
                 said = rule(*each.segments, group=group, prefill=backend, decode=backend)
-                yield Offload(prefetch_step=num_slots, prefill_chunk=chunk, rules=(said,))
+                yield setting.model_copy(update={"prefetch_step": num_slots, "rules": (said,)})
 
 
 def find_all(question: Question) -> list[Plan]:
@@ -90,11 +92,15 @@ def find_all(question: Question) -> list[Plan]:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7])
-@pytest.mark.parametrize(("name", "num_layers"), [("dense", 7), ("moe", 6), ("latent", 7)])
+@pytest.mark.parametrize(
+    ("name", "num_layers", "engine"),
+    [("dense", 7, "vllm"), ("moe", 6, "vllm"), ("latent", 7, "vllm"), ("dense", 5, "vllm-worker")],
+)
 def test_no_plan_is_faster_over_all_stages(
-    name: str, num_layers: int, share: float, tmp_path: Path
+    name: str, num_layers: int, engine: str, share: float, tmp_path: Path
 ) -> None:
-    question = ask(read(name, num_layers, tmp_path), share)
+    """The input embedding, which a worker has on the host, is that of one stage."""
+    question = ask(read(name, num_layers, tmp_path), share, engine=engine)
     everything = find_all(question)
     plan = make_plan(question).plan
     least = min(each.prediction.objective_s for each in everything)

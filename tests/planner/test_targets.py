@@ -6,7 +6,8 @@ import pytest
 
 from offplan.errors import InfeasibleError
 from offplan.plan import Goal, Workload
-from offplan.planner.make import RESOLUTION, make_plan
+from offplan.planner.infeasible import RESOLUTION
+from offplan.planner.make import make_plan
 from offplan.report.why import explain_plan
 from offplan.units import format_bytes, format_seconds
 from tests.costs.builders import DENSE, MOE, make_machine, make_model, moe_model

@@ -20,8 +20,11 @@ def draw_comparison(bench: BenchFile) -> Canvas:
     for phase, name in (("prefill", "Over the link, prompt"), ("decode", "Over the link, a token")):
         _draw_pair(canvas, name, [getattr(side, phase).link_bytes for side in sides], format_bytes)
     _draw_pair(canvas, "GPU memory", [side.gpu_memory.total_bytes for side in sides], format_bytes)
-    names = (("over", "predicted"), ("gpu", "measured"), ("wait", "of it, waiting for the link"))
-    canvas.legend(names)
+    predicted, measured = (
+        f"predicted ({bench.runtime.predicted})",
+        f"measured ({bench.runtime.measured})",
+    )
+    canvas.legend((("over", predicted), ("gpu", measured), ("wait", "of it, waiting for the link")))
     return canvas
 
 
