@@ -39,6 +39,8 @@ def stream(*segments: str, group_size: int = 1) -> dict[str, Any]:
     }
 
 
+HALF = [stream(group_size=2)]
+EVERY_2ND = {"group_size": 2, "num_in_group": 1}
 FEW = stream("k_proj", "o_proj", group_size=4)
 
 
@@ -54,23 +56,28 @@ class Case:
     """Tokens of a prompt to time; 0 for none."""
     chunk: int = 8192
     context: int = 2048
+    packing: dict[str, Any] | None = None
 
 
 CASES = [
     Case("Qwen3-8B resident", QWEN, [], (1, 16, 64)),
     Case("Qwen3-8B resident, long", QWEN, [], (), 8192, 8192, 8448),
-    Case("Qwen3-8B every 2nd layer", QWEN, [stream(group_size=2)], (1, 16, 64)),
-    Case("Qwen3-8B every 2nd layer, long", QWEN, [stream(group_size=2)], (), 8192, 8192, 8448),
-    Case("Qwen3-8B every 2nd layer, 2k chunks", QWEN, [stream(group_size=2)], (), 8192, 2048, 8448),
+    Case("Qwen3-8B every 2nd layer", QWEN, HALF, (1, 16, 64)),
+    Case("Qwen3-8B every 2nd layer, long", QWEN, HALF, (), 8192, 8192, 8448),
+    Case("Qwen3-8B every 2nd layer, 2k chunks", QWEN, HALF, (), 8192, 2048, 8448),
+    Case("Qwen3-8B every 2nd layer, packed there", QWEN, HALF, (1, 16, 64), packing=EVERY_2ND),
+    Case(
+        "Qwen3-8B every 2nd layer, packed there, long",
+        *(QWEN, HALF, (), 8192, 8192, 8448),
+        packing=EVERY_2ND,
+    ),
     Case("Qwen3-8B down_proj of every layer", QWEN, [stream("down_proj")], (1,)),
     # nine copies of 40 MiB take as long as compute at this batch
     Case("Qwen3-8B k_proj and o_proj of 9 layers", QWEN, [FEW], (64,)),
     Case("Qwen3-8B FP8 resident", QWEN_FP8, [], (1, 16, 64)),
     Case("Qwen3-8B FP8 resident, long", QWEN_FP8, [], (), 8192, 8192, 8448),
-    Case("Qwen3-8B FP8 every 2nd layer", QWEN_FP8, [stream(group_size=2)], (1, 16, 64)),
-    Case(
-        "Qwen3-8B FP8 every 2nd layer, long", QWEN_FP8, [stream(group_size=2)], (), 8192, 8192, 8448
-    ),
+    Case("Qwen3-8B FP8 every 2nd layer", QWEN_FP8, HALF, (1, 16, 64)),
+    Case("Qwen3-8B FP8 every 2nd layer, long", QWEN_FP8, HALF, (), 8192, 8192, 8448),
     Case("gpt-oss-20b resident", OSS, [], (1, 16), 2048, 2048, 4096),
     Case("DeepSeek-V2-Lite resident", LITE, [], (1, 8, 16, 64)),
     Case("DeepSeek-V2-Lite resident, long", LITE, [], (), 8192, 8192, 8448),
@@ -87,6 +94,8 @@ def run(case: Case) -> dict[str, Any]:
         *("--prefill-chunk", str(case.chunk), "--context", str(case.context)),
         *("--batch", *map(str, case.batches)),
     ]
+    if case.packing:
+        command += ["--packing", json.dumps(case.packing)]
     if case.prompt:
         command += ["--prefill", str(case.prompt)]
     print(case.name, file=sys.stderr, flush=True)

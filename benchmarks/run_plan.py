@@ -17,7 +17,7 @@ import time
 import torch
 
 from offplan.checkpoint.open import open_model
-from offplan.plan import Offload, Rule
+from offplan.plan import Offload, Packing, Rule
 from offplan.runtime.measuring.bench import time_link
 from offplan.runtime.session import Session
 
@@ -95,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--rules", default="[]", help="JSON list of rules")
+    parser.add_argument("--packing", type=Packing.model_validate_json, help="JSON")
     parser.add_argument("--prefetch-step", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--prefill-chunk", type=int, default=8192)
@@ -110,6 +111,7 @@ def main() -> None:
         prefetch_step=args.prefetch_step,
         prefill_chunk=args.prefill_chunk,
         store=args.store,
+        packing=args.packing,
         rules=tuple(rules),
     )
     began = time.perf_counter()
@@ -131,6 +133,7 @@ def main() -> None:
         report = {
             "config": args.config,
             "rules": json.loads(args.rules),
+            "packing": args.packing and args.packing.model_dump(),
             "load_s": load_s,
             "loaded_gpu_bytes": loaded_bytes,
             "resident_bytes": placement.resident_bytes,
