@@ -20,13 +20,14 @@ from offplan.runtime.refusal import refuse
 
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
-COMPILE_OPTIONS = {"triton.autotune_pointwise": False}
-"""Pointwise kernels are not tried out in two shapes each, which takes memory for a moment that the
-plan has not reckoned with: as much as the GPU's L2 cache, and copies of what the kernel changes.
+COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "deterministic": True}
+"""No kernel is tried out in several shapes: that takes memory for a moment that the plan has not
+reckoned with, as much as the GPU's L2 cache and copies of what the kernel changes, and by the shape
+of a reduction tokens would differ from one start to the next.
 
-Reductions of short rows, of 128 elements, still are. Source: torch 2.11,
-``InductorBenchmarker.benchmark_gpu`` and ``_persistent_reduction_configs``; 4,128 MiB instead of
-4,068 for 12 layers of Qwen3-8B on an H200, of a budget of 4,096.
+Source: torch 2.11, ``InductorBenchmarker.benchmark_gpu`` and ``_persistent_reduction_configs``; 12
+layers of Qwen3-8B on an H200 took 4,128 MiB at a first start with both, of a budget of 4,096, 4,068
+with reductions alone tried out and 4,051 with none, then as at every later start.
 """
 
 
