@@ -74,7 +74,15 @@ class Worker(GPUWorker):
         set_offloader(offloader)
         super().load_model(load_dummy_weights=load_dummy_weights)
         offloader.verify()
+        # or the room of an embedding that was moved would stay torch's, part of it in use
+        torch.cuda.empty_cache()
         logger.info("offplan: the plan is in force: %s", taken.describe())
+
+    def determine_available_memory(self) -> int:
+        """Compile and run the model once; what that took goes back before a KV cache lies in it."""
+        available: int = super().determine_available_memory()
+        torch.cuda.empty_cache()
+        return available
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up and capture; by now attention may have had vLLM choose other graphs."""

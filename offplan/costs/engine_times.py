@@ -8,9 +8,9 @@ offplan's own copies go on from one pass to the next. An engine's end before the
 - each chunk of a prompt goes through all layers by a pass of its own. A layer that streams waits
   for its copy; once it has run, its slot is filled for the one ``prefetch_step`` further on;
 - a decode step is captured as one graph, in which nothing is computed while a layer is copied.
-  SGLang's code says so. vLLM's events would let layers run meanwhile, but three plans of Qwen3-8B
-  took 1.03 to 1.07 of what that gives on an H200, and 1.000 to 1.013 of the sum, so the sum
-  is taken; what keeps vLLM from it is not known;
+  SGLang's code says so. vLLM lets layers run meanwhile, and copies then take longer: seven plans of
+  Qwen3-8B on an H200 (0.25.1 and 0.33) took 1.01 to 1.07 of what its events would give, and 0.96 to
+  1.013 of the sum, so the sum is taken;
 - SGLang copies what is to be read in place, each layer before it runs;
 - one slot of SGLang's ring holds the layer that has run while the next copy is under way. Its
   prompts copy as many layers ahead as there are others (one where there is no other), which is the

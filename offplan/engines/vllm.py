@@ -130,23 +130,26 @@ def stay_vllm(model: Model, version: Version) -> Said:
 def serve_vllm(plan: Plan, gpu_bytes: int | None) -> Flags:
     """Hold vLLM to the plan's type, workload and budget.
 
-    Where the GPU's bytes are known vLLM is given the budget as a share of them, and sizes its KV
-    cache by what it measures; elsewhere it is given the plan's KV cache.
+    It is given the plan's KV cache. By a share of the GPU's memory alone it would size one itself,
+    and leave its context out (0.75 GiB beyond the budget on an H200), and a start that compiles
+    would find no room for any. Where the GPU's bytes are known the share says what must be free
+    once the context is there.
     """
     work, memory = plan.workload, plan.prediction.gpu_memory
+    blocks = work.batch * -(-work.context // BLOCK_TOKENS) + 1
+    tokens = work.batch * work.context
     flags = _flags(
         dtype=plan.model.dtype,
         max_model_len=work.context,
         max_num_seqs=work.batch,
         max_num_batched_tokens=work.batch * min(plan.offload.prefill_chunk, work.context),
+        kv_cache_memory_bytes=-(-memory.kv_cache_bytes * blocks * BLOCK_TOKENS // tokens),
     )
-    if gpu_bytes is not None:
-        share = min(10**4, plan.budget.gpu_memory * 10**4 // gpu_bytes) / 10**4
-        return flags | _flags(gpu_memory_utilization=f"{share:.4f}")
-    blocks = work.batch * -(-work.context // BLOCK_TOKENS) + 1
-    tokens = work.batch * work.context
-    cache_bytes = -(-memory.kv_cache_bytes * blocks * BLOCK_TOKENS // tokens)
-    return flags | _flags(kv_cache_memory_bytes=cache_bytes)
+    if gpu_bytes is None:
+        return flags
+    free = plan.budget.gpu_memory - memory.overhead_bytes
+    share = max(1, min(10**4, -(-free * 10**4 // gpu_bytes))) / 10**4
+    return flags | _flags(gpu_memory_utilization=f"{share:.4f}")
 
 
 def divide_vllm(ranks: Ranks) -> Flags:

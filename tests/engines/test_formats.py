@@ -26,21 +26,27 @@ def words(export: Export, form: ExportFormat) -> list[str]:
 
 
 def test_the_command_of_vllm() -> None:
-    """The budget is a share of a GPU of 3 GiB, rounded down."""
+    """Of a GPU of 3 GiB as much must be free as the plan takes of it, rounded up."""
     export = export_plan(PLAN, qwen3(), "vllm", gpu_bytes=3 * 2**30)
     assert words(export, "command") == shlex.split(
-        f"vllm serve test/model {SERVED} --gpu-memory-utilization 0.3333 {OFFLOADED}"
+        f"vllm serve test/model {SERVED} --kv-cache-memory-bytes 0 "
+        f"--gpu-memory-utilization 0.3334 {OFFLOADED}"
     )
     assert words(export, "command") == export.command
 
 
-def test_where_the_gpu_is_not_known_vllm_is_given_the_cache() -> None:
-    """Blocks of 128 tokens, one of which it keeps empty."""
-    memory = PLAN.prediction.gpu_memory.model_copy(update={"kv_cache_bytes": 4096 * 1000})
+def test_vllm_is_given_the_cache_and_what_must_be_free_for_all() -> None:
+    """Blocks of 128 tokens, one of which it keeps empty; a context takes none of what is free."""
+    terms = {"kv_cache_bytes": 4096 * 1000, "overhead_bytes": 2**29}
+    memory = PLAN.prediction.gpu_memory.model_copy(update=terms)
     prediction = PLAN.prediction.model_copy(update={"gpu_memory": memory})
-    export = export_plan(PLAN.model_copy(update={"prediction": prediction}), qwen3(), "vllm")
+    plan = PLAN.model_copy(update={"prediction": prediction})
+    export = export_plan(plan, qwen3(), "vllm")
     assert export.serve["kv-cache-memory-bytes"] == (str((4096 + 128) * 1000),)
     assert "gpu-memory-utilization" not in export.serve
+    all_of_it = export_plan(plan, qwen3(), "vllm", gpu_bytes=plan.budget.gpu_memory).serve
+    assert all_of_it["kv-cache-memory-bytes"] == export.serve["kv-cache-memory-bytes"]
+    assert all_of_it["gpu-memory-utilization"] == ("0.5000",)
 
 
 def test_the_command_of_sglang() -> None:

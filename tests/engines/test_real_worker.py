@@ -432,6 +432,20 @@ def test_the_worker_starts_only_where_loading_left_what_it_moved(seam: Any, tmp_
         start(seam, config, load)
 
 
+def test_what_compiling_took_goes_back_before_the_cache_is_made(seam: Any) -> None:
+    done = []
+
+    def compile_and_run(_: object) -> int:
+        done.append("compiled")
+        return 5
+
+    seam.patch.setattr(seam.worker.GPUWorker, "determine_available_memory", compile_and_run)
+    seam.patch.setattr(torch.cuda, "empty_cache", lambda: done.append("given back"))
+    worker = seam.worker.Worker.__new__(seam.worker.Worker)
+    assert worker.determine_available_memory() == 5
+    assert done == ["compiled", "given back"]
+
+
 def test_the_worker_is_found_by_its_name(seam: Any, tmp_path: Path) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
