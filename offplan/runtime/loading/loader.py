@@ -21,7 +21,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
 from offplan.runtime.loading.mapping import Target
-from offplan.runtime.loading.packed import Matrix, find_matrices, is_packed, pack_all
+from offplan.runtime.loading.packed import Matrix, find_matrices, is_packed, packing
 from offplan.runtime.loading.random_weights import Noise
 from offplan.runtime.loading.shards import Shards
 from offplan.runtime.loading.staging import (
@@ -78,8 +78,9 @@ def _fill_with_noise(
 ) -> Generator[int, None, None]:
     """Fill destinations with random weights; yield the bytes of each tensor."""
     noise = Noise({*targets, *(matrix.weight for matrix in matrices)})
-    yield from noise.fill(targets, destinations)
-    yield from pack_all(matrices, noise.fill_rows, _packing_device(destinations), NUM_THREADS)
+    with packing(matrices, _packing_device(destinations), NUM_THREADS) as pack:
+        yield from noise.fill(targets, destinations)
+        yield from pack(noise.fill_rows)
 
 
 def _packing_device(destinations: Mapping[str, torch.Tensor]) -> torch.device:
@@ -98,14 +99,17 @@ def _fill_from_files(
     """Fill destinations from their stored ``tensors``; yield the bytes that each read has done."""
     # two where a second GPU is the store
     devices = {value.device for value in destinations.values() if value.is_cuda}
-    with closing(Shards(folder, tensors)) as shards:
+    with (
+        closing(Shards(folder, tensors)) as shards,
+        packing(matrices, _packing_device(destinations), NUM_THREADS) as pack,
+    ):
 
         def read_rows(matrix: Matrix, start: int, rows: torch.Tensor) -> None:
             before = start * rows.shape[1] * rows.itemsize
             shards.read(matrix.tensor, before, bytes_of(rows))
 
         yield from _read_as_stored(shards, devices, targets, destinations)
-        yield from pack_all(matrices, read_rows, _packing_device(destinations), NUM_THREADS)
+        yield from pack(read_rows)
 
 
 def _read_as_stored(

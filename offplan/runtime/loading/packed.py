@@ -1,10 +1,11 @@
 """Weights that a plan holds packed are packed on their way from the checkpoint to their places."""
 
+import math
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -98,17 +99,21 @@ def _put(part: torch.Tensor, place: torch.Tensor, buffer: torch.Tensor) -> None:
     place.copy_(part)
 
 
-def pack_all(
-    matrices: Sequence[Matrix], fill: Fill, device: torch.device, num_threads: int
-) -> Generator[int, None, None]:
-    """Pack matrices on ``device``, each by one of a few threads; yield the bytes of each.
+@contextmanager
+def packing(
+    matrices: Sequence[Matrix], device: torch.device, num_threads: int
+) -> Iterator[Callable[[Fill], Iterator[int]]]:
+    """Set aside what packs matrices on ``device``, and give a function that packs them all.
 
-    Copies are done on return, and what packing took of a CUDA device's memory is given back.
+    It has each packed by one of a few threads, and yields the bytes of each. Leaving the context
+    waits for the copies, and gives back what packing took of a CUDA device's memory.
     """
     if not matrices:
+        yield lambda _: iter(())
         return
     is_cuda = device.type == "cuda"
-    size = 2 * max((b - a) * m.tensor.shape[1] for m in matrices for a, b in m.runs())
+    shapes = {(stop - start, m.tensor.shape[1]) for m in matrices for start, stop in m.runs()}
+    largest = max(shapes, key=math.prod)
     idle: queue.SimpleQueue[HostBlock] = queue.SimpleQueue()
     # begins behind what is queued, which may still read the memory that is filled
     stream, one_at_a_time = open_stream(device), threading.Lock()
@@ -121,26 +126,39 @@ def pack_all(
             return parts | {Part.PATCHES: parts[Part.PATCHES][:used].clone()}
 
     with ExitStack() as stack:
+        if is_cuda:
+            stack.callback(torch.cuda.empty_cache)
         for _ in range(num_threads):
-            idle.put(stack.enter_context(closing(HostBlock(size, pin=is_cuda))))
+            block = HostBlock(2 * math.prod(largest), pin=is_cuda)
+            idle.put(stack.enter_context(closing(block)))
         threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offplan-pack")
         # threads end before the buffers that they fill are given back
         stack.callback(threads.shutdown, cancel_futures=True)
 
-        def pack_one(matrix: Matrix) -> int:
+        @contextmanager
+        def buffer() -> Iterator[torch.Tensor]:
             block = idle.get()
             try:
                 with on_device(device), torch.cuda.stream(stream), torch.inference_mode():
-                    return matrix.pack(fill, make, block.tensor.view(torch.bfloat16))
+                    yield block.tensor.view(torch.bfloat16)
             finally:
                 idle.put(block)
 
-        ordered = sorted(matrices, key=lambda each: (each.tensor.shard or "", each.tensor.offset))
-        for future in as_completed([threads.submit(pack_one, each) for each in ordered]):
-            yield future.result()
-    if stream is not None:
-        stream.synchronize()
-        torch.cuda.empty_cache()
+        def pack_one(matrix: Matrix, fill: Fill) -> int:
+            with buffer() as rows:
+                return matrix.pack(fill, make, rows)
+
+        def pack_each(fill: Fill) -> Iterator[int]:
+            ordered = sorted(matrices, key=lambda m: (m.tensor.shard or "", m.tensor.offset))
+            for future in as_completed([threads.submit(pack_one, each, fill) for each in ordered]):
+                yield future.result()
+            if stream is not None:
+                stream.synchronize()
+
+        if is_cuda:  # brings kernels and memory, which would wait for each page-lock in turn
+            with buffer() as rows:
+                make(rows.view(largest).zero_(), "zeros")
+        yield pack_each
 
 
 def _pack_exactly(values: torch.Tensor, name: str) -> Parts:

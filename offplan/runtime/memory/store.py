@@ -1,5 +1,6 @@
 """Weights live in one arena on the device and in a slab of the store for each layer."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,14 +124,21 @@ class WeightStore:
 
         Loading fills slabs from the first to the last, making their pages as it goes; page-locking
         goes the other way, so that each makes a part of them. Gives a function that raises what
-        went wrong so far: MemoryLimitError.
+        went wrong so far: MemoryLimitError. Its first call begins page-locking, so loading has its
+        own buffers by then: the driver keeps who asks for memory waiting for one block after the
+        other.
         """
         stop = threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="offplan-lock") as thread:
-            work = thread.submit(self._page_lock, stop)
+            begin = functools.cache(lambda: thread.submit(self._page_lock, stop))
+
+            def check() -> None:
+                if (work := begin()).done():
+                    work.result()
+
             try:
-                yield lambda: work.result() if work.done() else None
-                work.result()
+                yield check
+                begin().result()
             except BaseException:
                 stop.set()
                 raise
