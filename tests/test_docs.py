@@ -18,6 +18,7 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
 from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import (
+    CODED_EXPERTS_BYTES,
     MARGIN,
     attention_bytes,
     hidden_bytes,
@@ -127,7 +128,7 @@ class Walk:
         self.model: Model = open_model(str(config))
         self.machine: MachineProfile = load_profile(self.plan.machine.profile or "")
         self.placement: Placement = place(self.model, self.plan.offload)
-        self.slab: Slab = next(slab for slab in self.placement.slabs if slab.layer == 9)
+        self.slab: Slab = next(slab for slab in self.placement.slabs if slab.layer == 13)
         second = self.plan.offload.rules[1]
         self.in_second = [
             slab.layer for slab in self.placement.slabs if second.selects_layer(slab.layer)
@@ -171,7 +172,7 @@ class Walk:
         taken = sum(entry.unit.nbytes for entry in second)
         yield f"= {copy_s * 1e6:,.1f} us"
         yield f"takes {taken / machine.uva.value * 1e6:,.1f} us"
-        yield f"computes for {step.layer_ps[9] / 1e6:.1f} us"
+        yield f"computes for {step.layer_ps[13] / 1e6:.1f} us"
         yield f"| {36 * copy_s * 1e3:.3f} |"
         yield f"| {len(self.in_second) * taken / machine.uva.value * 1e3:.3f} |"
         yield f"+ {step.outside_ps / 1e6:.1f} us"
@@ -223,13 +224,13 @@ def test_the_walk_shows_the_slab(walk: Walk) -> None:
         for entry in walk.slab.entries
     ]
     assert "\n".join(rows) in WALKED
-    assert walk.in_second == [3, 4, 8, 9, 13, 14, 18, 19, 23, 24, 28, 29, 33, 34]
+    assert walk.in_second == list(range(12, 25))
 
 
 def test_the_walk_follows_the_ring(walk: Walk) -> None:
     request = build_steady_request(walk.placement, len(walk.model.layers))
     for phase, schedule in ((Phase.PREFILL, request.prefill), (Phase.DECODE, request.decode)):
-        assert slots_of(walk.placement, phase)[9][0] == 1
+        assert slots_of(walk.placement, phase)[13][0] == 1
         following: dict[int, int] = {}
         ran = -1
         for operation in schedule.operations:
@@ -237,7 +238,7 @@ def test_the_walk_follows_the_ring(walk: Walk) -> None:
                 ran = operation.layer
             elif isinstance(operation, Copy):
                 following[ran] = operation.span.layer
-        assert (following[7], following[9], following[35]) == (9, 11, 1)
+        assert (following[11], following[13], following[35]) == (13, 15, 1)
         assert len(following) == 36
 
 
@@ -256,6 +257,7 @@ def test_the_cost_model_names_the_constants() -> None:
         f"by {least} for one token to {most} for {many}",
         f"never less than rows / {TILE_ROWS}",
         f"a margin of {100 * MARGIN:.1f} % of the budget",
+        f"{CODED_EXPERTS_BYTES // 2**20} MiB where experts are stored as codes",
         f"on a {ALIGNMENT_BYTES}-byte boundary",
         f"rings of {PREFETCH_STEPS[0]} to {PREFETCH_STEPS[-1]} slots",
         f"chunks of {PREFILL_CHUNKS[0]:,} tokens down to {PREFILL_CHUNKS[-1]}",

@@ -10,20 +10,23 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.compute import outside_time
 from offplan.costs.link import CODED_ROWS, UNALIGNED_ROWS, coded_reads, uva_bytes
 from offplan.costs.memory import (
+    CODED_EXPERTS_BYTES,
     EXPANDED_COPIES,
     NESTED_SCALE_BYTES,
     activation_bytes,
     expanded_bytes,
     kv_cache_bytes,
     logits_bytes,
+    phase_bytes,
     scratch_bytes,
 )
 from offplan.costs.work import PassShape, layer_work
-from offplan.forms.form import RAW, Part
+from offplan.forms.form import RAW, Kind, Part
 from offplan.machine.profile import load_profile
+from offplan.packing import pack_everything, pack_model
 from offplan.placement import Phase, group_units
 from offplan.plan import Workload
-from tests.checkpoint.quantised import FORMATS, Format, write_quantised
+from tests.checkpoint.quantised import FORMATS, HIDDEN, INNER, Format, write_quantised
 
 PROMPT = PassShape(Phase.PREFILL, 1, 512, 512)
 BF16 = Format(None, lambda out, columns: {"weight": ("BF16", (out, columns))}, RAW)
@@ -54,8 +57,33 @@ def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
     expanded += 2 * NESTED_SCALE_BYTES * num_scales  # of a step, and of a prompt
     if model.experts is not None:  # those that a step copies over the link
         expanded += 2 * model.experts.num_experts_per_token * model.experts.bytes_per_expert
+        expanded += CODED_EXPERTS_BYTES
     assert activation_bytes(model, workload, 512) <= activation_bytes(raw, workload, 512) + expanded
     assert kv_cache_bytes(model, workload) == kv_cache_bytes(raw, workload)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_stored_as_codes_take_more_than_the_scratch(tmp_path: Path, name: str) -> None:
+    model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
+    values = HIDDEN * INNER * 2  # of the largest dense matrix
+    dense = replace(model, layers=model.layers[:1])
+    assert (scratch_bytes(model), scratch_bytes(dense)) == (values + CODED_EXPERTS_BYTES, values)
+    workload = Workload(prompt_tokens=512)
+    prompt, step = phase_bytes(model, workload, 512)
+    total = prompt + step + values + CODED_EXPERTS_BYTES
+    assert activation_bytes(model, workload, 512) == total
+
+
+def test_experts_packed_or_stored_as_they_are_take_no_more(raw: Model) -> None:
+    packed = pack_model(raw, pack_everything(raw))
+    routed = {p.form.kind for layer in packed.layers for p in layer.parameters if p.is_expert}
+    assert routed == {Kind.PACKED}
+    assert (scratch_bytes(packed), scratch_bytes(raw)) == (HIDDEN * INNER * 2, 0)
+
+
+def test_experts_are_all_that_gpt_oss_stores_as_codes() -> None:
+    model = open_model("benchmarks/models/gpt-oss-20b/config.json")
+    assert scratch_bytes(model) == CODED_EXPERTS_BYTES
 
 
 def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
