@@ -8,7 +8,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
-from offplan.costs.memory import MARGIN, phase_bytes, scratch_bytes
+from offplan.costs.memory import MARGIN, coded_experts_bytes, phase_bytes, scratch_bytes
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds
@@ -162,13 +162,16 @@ def _derive_memory(
         Input("state of linear attention", state, "bytes"),
     )
     (prompt, step), scratch = phase_bytes(model, workload, chunk), scratch_bytes(model)
+    coded = coded_experts_bytes(model)
     yield term(
         "activations",
-        max(prompt, step) + step + scratch,
-        "max(temporaries of a prompt, of a step) + of a step, for captured graphs, + scratch",
+        max(prompt, step) + step + scratch + coded,
+        "max(temporaries of a prompt, of a step) + of a step, for captured graphs, + scratch + of "
+        "experts stored as codes",
         Input("temporaries of a prompt", prompt, "bytes"),
         Input("temporaries of a step", step, "bytes"),
         Input("scratch", scratch, "bytes"),
+        Input("of experts stored as codes", coded, "bytes"),
     )
     margin = round(MARGIN * plan.budget.gpu_memory)
     yield term(

@@ -178,27 +178,32 @@ def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
 
 
 def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes of the larger phase's temporaries, those of a decode step once more, and the scratch.
+    """Bytes of the larger phase's temporaries, those of a decode step once more, and codes' own.
 
     Captured graphs keep a step's beside an uncaptured prompt. Source: ``runtime.session.Session``,
     ``runtime.passes.captured.Passes``.
     """
     prompt, step = phase_bytes(model, workload, prefill_chunk)
-    return max(step, prompt) + step + scratch_bytes(model)
+    return max(step, prompt) + step + scratch_bytes(model) + coded_experts_bytes(model)
 
 
 def scratch_bytes(model: Model) -> int:
     """Bytes of the memory that dense layers make the values of their codes in, for many tokens.
 
-    It holds those of the largest weight. Source: ``runtime.forms.stored.share_scratch``. Experts
-    take CODED_EXPERTS_BYTES.
+    It holds those of the largest weight. Source: ``runtime.forms.stored.share_scratch``.
     """
     if model.dtype not in KERNEL_TYPES:
         return 0
-    coded = [p for layer in model.layers for p in layer.parameters if not p.form.is_raw]
+    coded = (p for layer in model.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
-    gathers = any(p.is_expert and p.form.kind is not Kind.PACKED for p in coded)
-    return most * model.element_bytes + gathers * CODED_EXPERTS_BYTES
+    return most * model.element_bytes
+
+
+def coded_experts_bytes(model: Model) -> int:
+    """CODED_EXPERTS_BYTES where experts are stored as codes, other than packed; else 0."""
+    experts = (p for layer in model.layers for p in layer.parameters if p.is_expert)
+    coded = any(p.form.kind not in (Kind.RAW, Kind.PACKED) for p in experts)
+    return coded * CODED_EXPERTS_BYTES
 
 
 def phase_bytes(model: Model, workload: Workload, prefill_chunk: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from offplan.costs.memory import (
     EXPANDED_COPIES,
     NESTED_SCALE_BYTES,
     activation_bytes,
+    coded_experts_bytes,
     expanded_bytes,
     kv_cache_bytes,
     logits_bytes,
@@ -67,7 +68,8 @@ def test_experts_stored_as_codes_take_more_than_the_scratch(tmp_path: Path, name
     model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
     values = HIDDEN * INNER * 2  # of the largest dense matrix
     dense = replace(model, layers=model.layers[:1])
-    assert (scratch_bytes(model), scratch_bytes(dense)) == (values + CODED_EXPERTS_BYTES, values)
+    assert (scratch_bytes(model), scratch_bytes(dense)) == (values, values)
+    assert (coded_experts_bytes(model), coded_experts_bytes(dense)) == (CODED_EXPERTS_BYTES, 0)
     workload = Workload(prompt_tokens=512)
     prompt, step = phase_bytes(model, workload, 512)
     total = prompt + step + values + CODED_EXPERTS_BYTES
@@ -79,11 +81,12 @@ def test_experts_packed_or_stored_as_they_are_take_no_more(raw: Model) -> None:
     routed = {p.form.kind for layer in packed.layers for p in layer.parameters if p.is_expert}
     assert routed == {Kind.PACKED}
     assert (scratch_bytes(packed), scratch_bytes(raw)) == (HIDDEN * INNER * 2, 0)
+    assert (coded_experts_bytes(packed), coded_experts_bytes(raw)) == (0, 0)
 
 
 def test_experts_are_all_that_gpt_oss_stores_as_codes() -> None:
     model = open_model("benchmarks/models/gpt-oss-20b/config.json")
-    assert scratch_bytes(model) == CODED_EXPERTS_BYTES
+    assert (scratch_bytes(model), coded_experts_bytes(model)) == (0, CODED_EXPERTS_BYTES)
 
 
 def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
