@@ -24,9 +24,9 @@ def export(
         bool,
         typer.Option("--replan", help="Export the fastest plan that the engine can run."),
     ] = False,
-    tensor_parallel: options.TensorParallel = 1,
-    pipeline_parallel: options.PipelineParallel = 1,
-    expert_parallel: options.ExpertParallel = 1,
+    tensor_parallel: options.ExportedTensorParallel = 1,
+    pipeline_parallel: options.ExportedPipelineParallel = 1,
+    expert_parallel: options.ExportedExpertParallel = 1,
     model: options.LocalModel = None,
     json: options.Json = False,
 ) -> None:

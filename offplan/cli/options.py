@@ -167,15 +167,21 @@ Engine = Annotated[
         help="Search only plans that this engine can run: vllm, vllm-worker, sglang, vllm==0.31.",
     ),
 ]
-TensorParallel = Annotated[
-    int, typer.Option("--tp", min=1, help="GPUs that divide each layer, with --for.")
-]
-PipelineParallel = Annotated[
-    int, typer.Option("--pp", min=1, help="Stages of layers, on GPUs of their own, with --for.")
-]
-ExpertParallel = Annotated[
-    int, typer.Option("--ep", min=1, help="Groups of the --tp GPUs that divide whole experts.")
-]
+
+
+def _ranks(name: str, text: str, option: str) -> Any:
+    return typer.Option(name, min=1, help=f"{text}, with {option}.")
+
+
+_LAYERS = "GPUs that divide each layer"
+_STAGES = "Stages of layers, on GPUs of their own"
+_EXPERTS = "Groups of the --tp GPUs that divide whole experts"
+TensorParallel = Annotated[int, _ranks("--tp", _LAYERS, "--for")]
+PipelineParallel = Annotated[int, _ranks("--pp", _STAGES, "--for")]
+ExpertParallel = Annotated[int, _ranks("--ep", _EXPERTS, "--for")]
+ExportedTensorParallel = Annotated[int, _ranks("--tp", _LAYERS, "--replan")]
+ExportedPipelineParallel = Annotated[int, _ranks("--pp", _STAGES, "--replan")]
+ExportedExpertParallel = Annotated[int, _ranks("--ep", _EXPERTS, "--replan")]
 ExportedTo = Annotated[
     str,
     typer.Option(
