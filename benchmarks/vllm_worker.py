@@ -66,7 +66,7 @@ def say_way(way: str, plan: Path, flags_plan: Path | None, folder: Path, more: s
     """The words after ``vllm serve`` for one way; raises OffplanError where there are none."""
     chosen = load_plan(flags_plan or plan) if way == "flags" else load_plan(plan)
     model = open_model(str(folder))
-    words = ["--model", str(folder), *join_flags(serve_vllm(chosen, None))]
+    words = ["--model", str(folder), *join_flags(serve_vllm(chosen, model, None))]
     words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
     words += ["--compilation-config", WHOLE_GRAPHS]
     if model.experts is not None:

@@ -76,8 +76,9 @@ class Engine:
     """Says what the weights of a plan without rules take; no name needs to be known for it."""
     grow: Callable[[Model], Mapping[EngineParameter, EngineParameter]]
     """Parameters that are larger on the GPU than they are stored, as the least they are there."""
-    serve: Callable[[Plan, int | None], Flags]
-    """Says the rest of a plan, given the bytes of the GPU where they are known."""
+    serve: Callable[[Plan, Model, int | None], Flags]
+    """Says the rest of a plan, given the model as ranks hold it, and the bytes of the GPU where
+    they are known."""
     divide: Callable[[Ranks], Flags]
     """Says the ranks of a plan."""
     command: tuple[str, ...]

@@ -29,7 +29,15 @@ from offplan.engines.sglang import (
     stay_sglang,
 )
 from offplan.engines.taken import say_to_worker
-from offplan.engines.vllm import divide_vllm, grow_vllm, say_vllm, serve_vllm, stay_vllm
+from offplan.engines.vllm import (
+    divide_vllm,
+    grow_vllm,
+    say_vllm,
+    serve_vllm,
+    stay_vllm,
+    step_tokens,
+)
+from offplan.engines.vllm_cache import cache_bytes, is_mixed
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
@@ -154,11 +162,12 @@ def export_plan(
         source=_locate(plan),
         revision=plan.model.revision,
         said=said,
-        serve={**chosen.serve(plan, gpu_bytes), **chosen.divide(plan.goal.ranks), **bound},
+        serve={**chosen.serve(plan, loaded, gpu_bytes), **chosen.divide(plan.goal.ranks), **bound},
         notes=(
             *said.notes,
             *_version_notes(chosen, version, said),
             *_memory_notes(chosen, said, more, gpu_bytes),
+            *_cache_notes(chosen, plan, loaded),
             *(_binding_notes(chosen, numa_nodes) if binds else ()),
         ),
     )
@@ -263,6 +272,13 @@ def _version_notes(engine: Engine, version: Version, said: Said) -> list[str]:
     ]
 
 
+def tell_more(engine: Engine, more: int) -> list[str]:
+    """Say how many bytes of GPU memory more an engine takes than a plan predicts, if any."""
+    if more <= 0:
+        return []
+    return [f"of GPU memory {engine.title} takes {format_bytes(more)} more than the plan predicts"]
+
+
 def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) -> list[str]:
     notes = []
     if said.flags:
@@ -272,16 +288,27 @@ def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) 
         )
     else:
         notes.append("the plan offloads nothing: no flag for that is needed")
-    if more > 0:
-        notes.append(
-            f"of GPU memory {engine.title} takes {format_bytes(more)} more than the plan predicts"
-        )
+    notes += tell_more(engine, more)
     if gpu_bytes is None:
         notes.append(
             "how much memory the GPU has is not known here: the flags say how large the KV cache "
             "is, and not how much may be taken in all"
         )
     return notes
+
+
+def _cache_notes(engine: Engine, plan: Plan, model: Model) -> list[str]:
+    """Say what vLLM's cache takes beyond the plan where several kinds of layers share blocks."""
+    if engine.family != "vllm" or not is_mixed(model):
+        return []
+    more = cache_bytes(model, plan.workload, step_tokens(plan))
+    more -= plan.prediction.gpu_memory.kv_cache_bytes
+    if more <= 0:
+        return []
+    return [
+        f"its KV cache takes up to {format_bytes(more)} more than the plan predicts: layers that "
+        "keep different things share blocks of one size"
+    ]
 
 
 def _binding_notes(engine: Engine, numa_nodes: int | None) -> list[str]:

@@ -89,7 +89,7 @@ def _find_kernels(model: Model) -> Kernels:
     return Kernels(code_growth=4 if has_whole else 1)
 
 
-def serve_sglang(plan: Plan, gpu_bytes: int | None) -> Flags:
+def serve_sglang(plan: Plan, model: Model, gpu_bytes: int | None) -> Flags:
     """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget.
 
     Weights, copies ahead and cache are a share of what was free before the weights were loaded,

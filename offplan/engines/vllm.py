@@ -15,6 +15,7 @@ from offplan.engines.engine import Flags, Said, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
+from offplan.engines.vllm_cache import cache_bytes
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.placement import Placement
@@ -56,8 +57,6 @@ ANY_KERNELS = Kernels(gate_up=128)
 Marlin's and TensorRT-LLM's round down by 128, Triton's for Blackwell by 256 (``blackwell_value``);
 all but Marlin's widen biases.
 """
-BLOCK_TOKENS = 128
-"""Tokens in a block of the KV cache, at most. Source: ``CutlassMLABackend``."""
 
 
 def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -> Said:
@@ -127,29 +126,33 @@ def stay_vllm(model: Model, version: Version) -> Said:
     return keep_experts(engine_parameters(model, {}), kernels)
 
 
-def serve_vllm(plan: Plan, gpu_bytes: int | None) -> Flags:
-    """Hold vLLM to the plan's type, workload and budget.
+def serve_vllm(plan: Plan, model: Model, gpu_bytes: int | None) -> Flags:
+    """Hold vLLM to the plan's type, workload and budget; ``model`` is as its ranks hold it.
 
-    It is given the plan's KV cache. By a share of the GPU's memory alone it would size one itself,
-    and leave its context out (0.75 GiB beyond the budget on an H200), and a start that compiles
-    would find no room for any. Where the GPU's bytes are known the share says what must be free
-    once the context is there.
+    It is given a KV cache for the plan's workload. By a share of the GPU's memory alone it would
+    size one itself, and leave its context out (0.75 GiB beyond the budget on an H200), and a start
+    that compiles would find no room for any. Where the GPU's bytes are known the share says what
+    must be free once the context is there.
     """
     work, memory = plan.workload, plan.prediction.gpu_memory
-    blocks = work.batch * -(-work.context // BLOCK_TOKENS) + 1
-    tokens = work.batch * work.context
     flags = _flags(
         dtype=plan.model.dtype,
         max_model_len=work.context,
         max_num_seqs=work.batch,
-        max_num_batched_tokens=work.batch * min(plan.offload.prefill_chunk, work.context),
-        kv_cache_memory_bytes=-(-memory.kv_cache_bytes * blocks * BLOCK_TOKENS // tokens),
+        max_num_batched_tokens=step_tokens(plan),
     )
+    if cached := cache_bytes(model, work, step_tokens(plan)):
+        flags |= _flags(kv_cache_memory_bytes=cached)
     if gpu_bytes is None:
         return flags
     free = plan.budget.gpu_memory - memory.overhead_bytes
     share = max(1, min(10**4, -(-free * 10**4 // gpu_bytes))) / 10**4
     return flags | _flags(gpu_memory_utilization=f"{share:.4f}")
+
+
+def step_tokens(plan: Plan) -> int:
+    """Tokens that a step has at most: a chunk of each prompt."""
+    return plan.workload.batch * min(plan.offload.prefill_chunk, plan.workload.context)
 
 
 def divide_vllm(ranks: Ranks) -> Flags:

@@ -1,8 +1,9 @@
 """Small models and plans for the exporters, written out by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from offplan.checkpoint.model import Experts, Layer, Model
+from offplan.checkpoint.model import Experts, KVCache, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.plan import Plan, Rule, parse_plan
@@ -66,6 +67,12 @@ def qwen3(num_layers: int = 6) -> Model:
 def deepseek(num_layers: int = 7, extra: Sequence[str] = ()) -> Model:
     layers = [dense_names(MLA), *[moe_names(MLA, extra)] * (num_layers - 1)]
     return make_model("DeepseekV2ForCausalLM", layers)
+
+
+def keep_caches(model: Model, caches: Sequence[KVCache]) -> Model:
+    """The same model with a cache for each layer."""
+    pairs = zip(model.layers, caches, strict=True)
+    return replace(model, layers=tuple(replace(layer, kv_cache=kept) for layer, kept in pairs))
 
 
 def make_plan(*rules: Rule, prefetch_step: int = 2) -> Plan:

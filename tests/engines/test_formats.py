@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offplan.checkpoint.model import KVCache
 from offplan.choices import ExportFormat
 from offplan.engines.export import Export, export_plan
 from offplan.engines.formats import render_export
 from offplan.errors import ExportError
 from offplan.plan import Budget, Plan
-from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, uva
+from tests.engines.builders import deepseek, keep_caches, make_plan, prefetch, qwen3, uva
 
 PLAN = make_plan(prefetch("self_attn", "mlp.down_proj"), prefetch_step=1)
 SERVED = "--dtype bfloat16 --max-model-len 4096 --max-num-seqs 1 --max-num-batched-tokens 512"
@@ -29,8 +30,7 @@ def test_the_command_of_vllm() -> None:
     """Of a GPU of 3 GiB as much must be free as the plan takes of it, rounded up."""
     export = export_plan(PLAN, qwen3(), "vllm", gpu_bytes=3 * 2**30)
     assert words(export, "command") == shlex.split(
-        f"vllm serve test/model {SERVED} --kv-cache-memory-bytes 0 "
-        f"--gpu-memory-utilization 0.3334 {OFFLOADED}"
+        f"vllm serve test/model {SERVED} --gpu-memory-utilization 0.3334 {OFFLOADED}"
     )
     assert words(export, "command") == export.command
 
@@ -38,13 +38,14 @@ def test_the_command_of_vllm() -> None:
 def test_vllm_is_given_the_cache_and_what_must_be_free_for_all() -> None:
     """Blocks of 128 tokens, one of which it keeps empty; a context takes none of what is free."""
     terms = {"kv_cache_bytes": 4096 * 1000, "overhead_bytes": 2**29}
+    model = keep_caches(qwen3(), [KVCache(250)] * 4 + [KVCache()] * 2)
     memory = PLAN.prediction.gpu_memory.model_copy(update=terms)
     prediction = PLAN.prediction.model_copy(update={"gpu_memory": memory})
     plan = PLAN.model_copy(update={"prediction": prediction})
-    export = export_plan(plan, qwen3(), "vllm")
+    export = export_plan(plan, model, "vllm")
     assert export.serve["kv-cache-memory-bytes"] == (str((4096 + 128) * 1000),)
     assert "gpu-memory-utilization" not in export.serve
-    all_of_it = export_plan(plan, qwen3(), "vllm", gpu_bytes=plan.budget.gpu_memory).serve
+    all_of_it = export_plan(plan, model, "vllm", gpu_bytes=plan.budget.gpu_memory).serve
     assert all_of_it["kv-cache-memory-bytes"] == export.serve["kv-cache-memory-bytes"]
     assert all_of_it["gpu-memory-utilization"] == ("0.5000",)
 

@@ -1,0 +1,77 @@
+"""The KV cache that vLLM needs for a workload, in blocks that layers share.
+
+Source: vLLM 0.33.0, ``v1/core/kv_cache_planning`` (``_get_kv_cache_groups_uniform_page_size``,
+``_max_memory_usage_bytes_from_groups``), ``v1/kv_cache_interface`` and ``platforms/interface``.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from offplan.checkpoint.model import KVCache, Model
+from offplan.plan import Workload
+
+BLOCK_TOKENS = 128
+"""Tokens in a block of the KV cache, at most. Source: ``CutlassMLABackend``."""
+MORE_STATES = 2
+"""States that vLLM wants room for beside that of each sequence, since it caches those of prefixes.
+
+Source: ``MambaSpec.max_memory_usage_bytes``.
+"""
+IN_FLIGHT = 2
+"""Steps that are scheduled at once, of each stage. Source: ``VllmConfig.max_in_flight_tokens``."""
+
+
+def cache_bytes(model: Model, workload: Workload, step_tokens: int) -> int:
+    """Bytes that a rank needs for a batch of whole contexts, the most of any stage.
+
+    ``step_tokens`` are those that a step has at most. vLLM keeps one block empty, and does not
+    start where a whole context has no room.
+    """
+    in_flight = IN_FLIGHT * len(model.stages) * step_tokens
+    return max(_stage_bytes(_list_caches(s), workload, in_flight) for s in model.stages)
+
+
+def is_mixed(model: Model) -> bool:
+    """Whether layers keep caches of several kinds, for which vLLM makes all blocks one size."""
+    return any(len(_count_kinds(_list_caches(stage))) > 1 for stage in model.stages)
+
+
+def _list_caches(stage: Model) -> list[KVCache]:
+    return [layer.kv_cache for layer in stage.layers]
+
+
+def _count_kinds(caches: Sequence[KVCache]) -> Counter[tuple[int | None, bool]]:
+    """Count the layers of each window, and those with a state."""
+    kept = (each for each in caches if each.bytes_per_token or each.state_bytes)
+    return Counter((each.window, each.state_bytes > 0) for each in kept)
+
+
+def _stage_bytes(caches: Sequence[KVCache], workload: Workload, in_flight: int) -> int:
+    """Bytes of the plan's cache in whole blocks, and of as many as vLLM divides it into."""
+    batch, context = workload.batch, workload.context
+    num_blocks = 1 + batch * -(-context // BLOCK_TOKENS)
+    state_bytes = batch * sum(each.state_bytes for each in caches)
+    planned = num_blocks * BLOCK_TOKENS * sum(each.bytes_per_token for each in caches) + state_bytes
+    kinds = _count_kinds(caches)
+    if len(kinds) < 2 and not state_bytes:
+        return planned
+    # a block has so many tokens that it holds a state
+    token_bytes = max(each.bytes_per_token for each in caches)
+    block_bytes = max(each.state_bytes for each in caches)
+    if token_bytes:
+        multiple = BLOCK_TOKENS * token_bytes
+        block_bytes = max(1, -(-block_bytes // multiple)) * multiple
+    # layers of a kind are split into groups of one size, each with blocks of its own
+    fewest, most = min(kinds.values()), max(kinds.values())
+    group_size = most if 2 * most < 3 * fewest else fewest
+    num_blocks = 1
+    for (window, has_state), num_layers in kinds.items():
+        kept = context if window is None else min(context, window)
+        of_group = batch * -(-kept * token_bytes // block_bytes)
+        if window is not None:  # which need not begin with a block
+            passed = min(context - kept, in_flight)
+            of_group += batch - (-passed * token_bytes // block_bytes)
+        if has_state:
+            of_group = batch + MORE_STATES
+        num_blocks += -(-num_layers // group_size) * of_group
+    return max(planned, group_size * block_bytes * num_blocks)

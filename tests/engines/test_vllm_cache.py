@@ -1,0 +1,153 @@
+"""The KV cache that vLLM is given: enough for it to start, and for the plan's batch."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offplan.checkpoint.model import KVCache, Model
+from offplan.checkpoint.open import open_model
+from offplan.engines.export import export_plan
+from offplan.engines.ranks import hold_model
+from offplan.engines.vllm_cache import BLOCK_TOKENS, cache_bytes
+from offplan.plan import Goal, Workload
+from tests.engines.builders import keep_caches, make_plan, qwen3
+from tests.engines.configs import DENSE
+
+TOKEN = KVCache(1024)
+"""Keys and values of one head of 256 elements."""
+STATE = KVCache(state_bytes=3 * 2**19)
+STEP_TOKENS = 512
+
+
+def every(number: int, num_layers: int, others: KVCache) -> Model:
+    """A model of which every so many layers keep the whole context."""
+    caches = [others if (i + 1) % number else TOKEN for i in range(num_layers)]
+    return keep_caches(qwen3(num_layers), caches)
+
+
+def ask(context: int, batch: int = 1) -> Workload:
+    return Workload(batch=batch, prompt_tokens=32, output_tokens=16, context=context)
+
+
+def count_blocks(model: Model, workload: Workload) -> float:
+    """Blocks of 128 tokens of one layer."""
+    return cache_bytes(model, workload, STEP_TOKENS) / (BLOCK_TOKENS * 1024)
+
+
+def test_layers_that_are_alike_have_the_plans_blocks_and_an_empty_one() -> None:
+    assert count_blocks(every(1, 6, TOKEN), ask(300, batch=2)) == 6 * (1 + 2 * 3)
+    assert count_blocks(every(1, 6, KVCache(1024, 256)), ask(300)) == 6 * (1 + 3)
+
+
+def test_nothing_is_said_of_a_cache_that_is_not_there() -> None:
+    assert "kv-cache-memory-bytes" not in export_plan(make_plan(), qwen3(), "vllm").serve
+
+
+@pytest.mark.parametrize(("num_layers", "groups"), [(62, 6), (26, 6), (12, 5)])
+def test_layers_with_a_window_are_grouped_by_those_without(num_layers: int, groups: int) -> None:
+    """Of 62 layers 10 have none, and 52 make six groups of as many: a seventh more than there are.
+
+    A context below the window takes all blocks of each group, and one more where it slides.
+    """
+    model = every(6, num_layers, KVCache(1024, 4096))
+    size = num_layers // 6
+    expected = size * (1 + 16 + groups * (16 + 1))
+    assert count_blocks(model, ask(2048)) == max(expected, num_layers * 17)
+
+
+def test_a_long_context_leaves_windows_less_than_the_plan_has() -> None:
+    model = every(6, 62, KVCache(1024, 1024))
+    assert count_blocks(model, ask(32768)) == 62 * (1 + 256)
+
+
+def test_layers_with_a_state_have_blocks_that_hold_one() -> None:
+    """A block of 12 times 128 tokens holds a state; three groups of four want 2 + batch of them."""
+    model = every(4, 16, STATE)
+    workload = ask(4096, batch=2)
+    assert count_blocks(model, workload) == 4 * 12 * (1 + 2 * 3 + 3 * (2 + 2))
+    plan = make_plan().model_copy(update={"workload": workload})
+    told = [note for note in export_plan(plan, model, "vllm").notes if "share blocks" in note]
+    assert len(told) == 1
+
+
+def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
+    """Also where another one is planned for, whose weights take more."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**DENSE, "num_hidden_layers": 5}))
+    goal = Goal.model_validate({"engine": "vllm", "pipeline_parallel": 2})
+    first, last = hold_model(open_model(str(path)), goal, ask(256)).stages
+    assert (len(first.layers), len(last.layers)) == (3, 2)
+    assert last.share is not None
+    planned_for = replace(last, share=replace(last.share, stages=(first, last)))
+    of_layer = 3 * BLOCK_TOKENS * first.layers[0].kv_cache.bytes_per_token
+    assert cache_bytes(planned_for, ask(256), STEP_TOKENS) == 3 * of_layer
+
+
+@pytest.mark.engines
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs the package vllm")
+@pytest.mark.parametrize("context", [512, 2048, 4096, 32768])
+@pytest.mark.parametrize(
+    "model",
+    [
+        every(6, 62, KVCache(1024, 1024)),
+        every(6, 26, KVCache(1024, 512)),
+        every(2, 24, KVCache(1024, 128)),
+        every(4, 48, STATE),
+        every(2, 9, STATE),
+    ],
+)
+def test_vllm_starts_with_it(model: Model, context: int) -> None:
+    """By its own count of what one context needs, with prefixes cached and the empty block."""
+    caches = [layer.kv_cache for layer in model.layers]
+    needed = ask_vllm(caches, context)
+    assert cache_bytes(model, ask(context), STEP_TOKENS) >= needed
+
+
+def ask_vllm(caches: list[KVCache], context: int) -> int:
+    import torch
+    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.v1 import kv_cache_interface as kept
+    from vllm.v1.core import kv_cache_planning as planning
+    from vllm.v1.core.kv_cache_config_builder import KVCacheConfigBuilder
+
+    config: Any = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    config.model_config = SimpleNamespace(max_model_len=context)
+    config.scheduler_config.max_num_batched_tokens = STEP_TOKENS
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    config.cache_config.kv_cache_layout = "LBHNC"
+    config.cache_config.mamba_cache_mode = "align"
+    # of 16 tokens, or of as many more as hold a state
+    block = 16 * max(1, *(-(-each.state_bytes // (16 * 1024)) for each in caches))
+    attention: Any = {"num_kv_heads": 1, "head_size": 256, "dtype": torch.bfloat16}
+
+    def specify(cache: KVCache) -> Any:
+        if cache.state_bytes:
+            return kept.MambaSpec(
+                block,
+                shapes=((cache.state_bytes // 4,),),
+                dtypes=(torch.float32,),
+                page_size_padded=block * 1024,
+                mamba_cache_mode="align",
+                num_prefill_checkpoint_blocks=1,
+            )
+        if cache.window is not None:
+            return kept.SlidingWindowSpec(block, sliding_window=cache.window, **attention)
+        return kept.FullAttentionSpec(block, **attention)
+
+    specs = {str(index): specify(cache) for index, cache in enumerate(caches)}
+    groups = planning.get_kv_cache_groups(config, specs)
+    builders = [each for each in vars(planning).values() if isinstance(each, type)]
+    (builder,) = (
+        each
+        for each in builders
+        if issubclass(each, KVCacheConfigBuilder) and each is not KVCacheConfigBuilder
+    )
+    return int(
+        planning._max_memory_usage_bytes_from_groups(builder(), config, groups)
+        + planning._pool_bytes_per_block_from_builder(builder(), config, groups)
+    )
