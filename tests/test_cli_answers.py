@@ -48,6 +48,19 @@ def test_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert plans[0]["prediction"]["objective_s"] < plans[1]["prediction"]["objective_s"]
 
 
+def test_what_an_engine_takes_beyond_its_plan_is_said(cli: CLI, tmp_path: Path) -> None:
+    """By plan and analyze as by export."""
+    asked = (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "12GiB", "--for")
+    path = tmp_path / "plan.yaml"
+    told = cli("plan", *asked, "sglang", "-o", path).err
+    (line,) = (each for each in told.splitlines() if "more than the plan predicts" in each)
+    words = line.removeprefix("offplan: Of ").removesuffix(".")
+    assert words.startswith("GPU memory SGLang takes ")
+    assert f"of {words}\n" in cli("export", path, "--engine", "sglang").err
+    assert words in " ".join(cli("analyze", *asked, "sglang").out.split())
+    assert "than the plan predicts" not in cli("plan", *asked, "vllm").err
+
+
 def test_analyze_and_plan_are_asked_alike(cli: CLI, tmp_path: Path) -> None:
     asked = (TINY_MOE, "--machine", "cpu", "--gpu-memory", "1MiB", "--context", 256)
     asked += ("--prompt-tokens", 32, "--output-tokens", 96, "--max-tpot", "5ms", "--for", "vllm")

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.checkpoint.model import Model
+from offplan.engines.export import find_engine, say_offload, tell_more
 from offplan.machine.profile import MachineProfile
 from offplan.packing import is_packed, pack_model
 from offplan.plan import Backend, Packing, Plan, Rule
@@ -53,8 +54,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    lines = [describe_fit(plan, machine), *describe_ranks(plan, analysis.model, machine)]
-    lines.append(describe_speed(plan))
+    lines = [describe_fit(plan, machine), *describe_engine_memory(plan, analysis.model)]
+    lines += [*describe_ranks(plan, analysis.model, machine), describe_speed(plan)]
     if analysis.sooner is not None:
         lines.append(describe_sooner(plan, analysis.sooner))
     return [*lines, describe_running(analysis.model, analysis.why_not_run)]
@@ -85,6 +86,15 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     else:
         room = "check that as much can be locked: this machine's profile does not say"
     return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
+
+
+def describe_engine_memory(plan: Plan, model: Model) -> list[str]:
+    """Say what the engine that a plan is for takes beyond it; ``model`` is as the engine has it."""
+    if plan.goal.engine is None:
+        return []
+    engine, _ = find_engine(plan.goal.engine)
+    said = say_offload(plan.offload, model, plan.goal.engine, plan.budget)
+    return [f"{told[0].upper()}{told[1:]}." for told in tell_more(engine, said.more_gpu_bytes)]
 
 
 def describe_ranks(plan: Plan, model: Model, machine: MachineProfile) -> list[str]:
