@@ -67,7 +67,10 @@ def test_a_plan_for_an_engine_is_predicted_as_it_runs_here(cli: CLI, tmp_path: P
     text = page.read_text("utf-8")
     for told in ("The plan is for vllm; offplan", "predicted (offplan)", "measured (offplan)"):
         assert told in text
-    # what was run is another decision
+    # what was run is another workload, or another decision
+    found.write_text(json.dumps(json.loads(out) | {"batch": 2}))
+    code, _, err = cli("report", plan, "--bench", found, "-o", page, "--force")
+    assert (code, "it ran batch 2" in err) == (2, True)
     data = json.loads(out)
     data["plan"]["offload"]["prefetch_step"] += 1
     found.write_text(json.dumps(data))

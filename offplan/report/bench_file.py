@@ -111,6 +111,13 @@ def load_bench(path: Path, plan: Plan) -> BenchFile:
             f"{path} is of another plan: its model or its decision is another than this plan's: "
             "measure this one (offplan bench --json)"
         )
+    work = plan.workload
+    if (found.batch, found.prompt_tokens) != (work.batch, work.prompt_tokens):
+        raise InputError(
+            f"{path} is of another plan: it ran batch {found.batch} and {found.prompt_tokens} "
+            f"prompt tokens, this plan is for {work.batch} and {work.prompt_tokens}: measure this "
+            "one (offplan bench --json)"
+        )
     # a benchmark is predicted as offplan's own runtime runs it, also of a plan for an engine
     is_comparable = found.runtime.predicted == (plan.goal.engine or OWN_RUNTIME)
     for phase in ("prefill", "decode") if is_comparable else ():
