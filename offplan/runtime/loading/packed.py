@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from offplan.errors import CheckpointError
 from offplan.forms.form import PATCH_ROWS, Kind, Part
 from offplan.forms.packed import PACKED
 from offplan.hostmem.block import HostBlock
-from offplan.runtime.device import on_device, open_stream
+from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.reference import Parts, expand
 from offplan.runtime.forms.stored import part_name
@@ -126,8 +126,7 @@ def packing(
             return parts | {Part.PATCHES: parts[Part.PATCHES][:used].clone()}
 
     with ExitStack() as stack:
-        if is_cuda:
-            stack.callback(torch.cuda.empty_cache)
+        stack.callback(_give_back, device)
         for _ in range(num_threads):
             block = HostBlock(2 * math.prod(largest), pin=is_cuda)
             idle.put(stack.enter_context(closing(block)))
@@ -159,6 +158,13 @@ def packing(
             with buffer() as rows:
                 make(rows.view(largest).zero_(), "zeros")
         yield pack_each
+
+
+def _give_back(device: torch.device) -> None:
+    """Wait for copies, also those that an error left behind, and empty a CUDA device's cache."""
+    let_go(device)
+    with suppress(RuntimeError):  # a device that failed says so again
+        torch.cuda.empty_cache()
 
 
 def _pack_exactly(values: torch.Tensor, name: str) -> Parts:
