@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from offplan.costs.predict import predict
-from offplan.engines.export import find_engine
-from offplan.errors import PlanError
+from offplan.engines.engine import Engine
+from offplan.engines.export import find_engine, say_offload
+from offplan.errors import ExportError, PlanError
 from offplan.plan import Backend, Offload, Packing, Plan, Prediction, Rule
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
@@ -31,20 +32,25 @@ class Neighbour:
 def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
     """Price each plan that is one step away from a decision, the fastest first.
 
-    Steps that the model or the store does not allow are left out, those beyond budget and targets
-    are not.
+    Steps that the model, the store or the engine does not allow are left out, those beyond budget
+    and targets are not.
     """
     found = []
+    unlimited = plan.budget.model_copy(update={"host_memory": None})
     for change, changes in _steps(question, plan.offload):
         try:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
             prediction = predict(
                 question.model, question.planned_machine, plan.workload, plan.budget, offload
             )
-        except (ValidationError, PlanError):
+            more = 0
+            if plan.goal.engine is not None:
+                said = say_offload(offload, question.model, plan.goal.engine, unlimited)
+                more = max(0, said.more_gpu_bytes)
+        except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})
-        found.append(Neighbour(change, prediction, _refuse(moved)))
+        found.append(Neighbour(change, prediction, _refuse(moved, more)))
     return tuple(sorted(found, key=lambda each: (each.prediction.objective_s, each.change)))
 
 
@@ -58,8 +64,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     at = chunks.index(offload.prefill_chunk)
     for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):
         yield f"prefill_chunk {offload.prefill_chunk} -> {chunk}", {"prefill_chunk": chunk}
-    engine = question.goal.engine
-    if engine is None or find_engine(engine)[0].is_worker:
+    engine = None if question.goal.engine is None else find_engine(question.goal.engine)[0]
+    if engine is None or engine.is_worker:
         place = "device" if offload.embeddings == "host" else "host"
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
     if offload.packing is not None:
@@ -73,20 +79,22 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"
         yield f"without {name}", {"rules": (*others[0], *others[1])}
-        for step, changes in _rule_steps(rule, one_backend=engine is not None):
+        for step, changes in _rule_steps(rule, engine):
             changed = {**dict(rule), **changes}
             yield f"{name}: {step}", {"rules": (*others[0], changed, *others[1])}
 
 
-def _rule_steps(rule: Rule, *, one_backend: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the steps of a rule, and the keys that each changes."""
+def _rule_steps(rule: Rule, engine: Engine | None) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the steps of a rule that an engine can be told, and the keys that each changes."""
     if rule.max_bytes is not None:
-        for size in (rule.max_bytes * (MAX_BYTES_STEP + i) // MAX_BYTES_STEP for i in (-1, 1)):
+        less, more = (rule.max_bytes * (MAX_BYTES_STEP + i) // MAX_BYTES_STEP for i in (-1, 1))
+        unit = 1 if engine is None else engine.max_bytes_unit
+        for size in (less // unit * unit, -(-more // unit) * unit):
             told = f"max_bytes {format_bytes(rule.max_bytes)} -> {format_bytes(size)}"
             yield told, {"max_bytes": size}
         return
     yield from _pattern_steps(rule)
-    for phases in [("prefill", "decode")] if one_backend else [("prefill",), ("decode",)]:
+    for phases in [("prefill", "decode")] if engine else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
         other = Backend.UVA if way is Backend.PREFETCH else Backend.PREFETCH
         yield f"{' and '.join(phases)} {way.value} -> {other.value}", dict.fromkeys(phases, other)
@@ -100,11 +108,11 @@ def _pattern_steps(pattern: Rule | Packing) -> Iterator[tuple[str, dict[str, obj
             yield f"{knob} {old} -> {new}", {knob: new}
 
 
-def _refuse(plan: Plan) -> str | None:
-    """Say what of the question a plan does not keep."""
+def _refuse(plan: Plan, more: int) -> str | None:
+    """Say what of the question a plan does not keep; its engine takes ``more`` bytes of the GPU."""
     goal, budget, prediction = plan.goal, plan.budget, plan.prediction
     limits = (
-        ("GPU memory", prediction.gpu_memory.total_bytes, budget.gpu_memory),
+        ("GPU memory", prediction.gpu_memory.total_bytes + more, budget.gpu_memory),
         ("memory of the store", plan.stored_bytes, budget.host_memory),
         ("--max-ttft", prediction.prefill.step_s, goal.max_ttft_s),
         ("--max-tpot", prediction.decode.step_s, goal.max_tpot_s),

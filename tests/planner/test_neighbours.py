@@ -69,6 +69,19 @@ def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str) -> No
     assert not [each for each in changes if "embeddings" in each or "prefill uva" in each]
 
 
+def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
+    """SGLang takes whole GiB, and copies of what it does not read in place beside the plan."""
+    model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
+    machine = load_machine("h200-pcie5")
+    question = ask(model, machine, Workload(), gpu_memory=12 * 2**30, engine="sglang")
+    plan = make_plan(question).plan
+    found = {each.change: each for each in find_neighbours(question, plan)}
+    less = found["rule 1: max_bytes 6 GiB -> 5 GiB"]
+    assert less.prediction.gpu_memory.total_bytes < plan.budget.gpu_memory
+    assert less.refusal == "GPU memory"
+    assert found["rule 1: max_bytes 6 GiB -> 7 GiB"].refusal is None
+
+
 def test_a_neighbour_beyond_a_target_says_so() -> None:
     plan = load_plan(ROOT / "plans" / "tiny-moe.yaml")
     tight = Goal(max_tpot=plan.prediction.decode.step_s * 1.001)
