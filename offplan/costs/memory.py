@@ -200,7 +200,9 @@ def scratch_bytes(model: Model) -> int:
 
 
 def coded_experts_bytes(model: Model) -> int:
-    """CODED_EXPERTS_BYTES where experts are stored as codes, other than packed; else 0."""
+    """CODED_EXPERTS_BYTES where offplan runs experts stored as codes, other than packed; else 0."""
+    if model.loaded_by is not None:
+        return 0
     experts = (p for layer in model.layers for p in layer.parameters if p.is_expert)
     coded = any(p.form.kind not in (Kind.RAW, Kind.PACKED) for p in experts)
     return coded * CODED_EXPERTS_BYTES

@@ -1,6 +1,7 @@
 """The whole command, in each of its forms."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_the_command_of_vllm() -> None:
         f"vllm serve test/model {SERVED} --gpu-memory-utilization 0.3334 {OFFLOADED}"
     )
     assert words(export, "command") == export.command
+
+
+def test_flags_are_told_of_a_first_start_and_the_worker_gives_it_back() -> None:
+    tied = qwen3()
+    head = tied.outside[0]._replace(name="lm_head.weight")
+    model = replace(tied, outside=(*tied.outside, head))
+    for each, size in ((tied, "as much as its embedding"), (model, "2 MiB")):
+        told = f"a start at which vLLM compiles layers may keep {size} more"
+        assert any(told in note for note in export_plan(PLAN, each, "vllm").notes)
+    worker = export_plan(PLAN, qwen3(), "vllm-worker").notes
+    assert not any("compiles layers" in note for note in worker)
 
 
 def test_vllm_is_given_the_cache_and_what_must_be_free_for_all() -> None:
