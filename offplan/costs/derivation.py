@@ -100,12 +100,12 @@ def _join(stages: Sequence[tuple[Term, ...]]) -> Iterator[Term]:
     for number, terms in enumerate(stages):
         yield from (replace(term, path=f"stages.{number}.{term.path}") for term in terms)
     totals = [next(t.value for t in terms if t.path == "gpu_memory.total") for terms in stages]
-    hungriest = totals.index(max(totals))
+    largest = totals.index(max(totals))
     for same in zip(*stages, strict=True):
         path, unit = same[0].path, same[0].unit
         if path.startswith("gpu_memory."):
-            formula = f"that of stage {hungriest}, whose GPUs hold most"
-            yield Term(path, same[hungriest].value, unit, formula, ())
+            formula = f"that of stage {largest}, whose GPUs hold most"
+            yield Term(path, same[largest].value, unit, formula, ())
         else:
             inputs = tuple(Input(f"stage {n}", t.value, unit) for n, t in enumerate(same))
             yield Term(path, sum(t.value for t in same), unit, "the sum of all stages", inputs)

@@ -212,7 +212,7 @@ def phase_bytes(model: Model, workload: Workload, prefill_chunk: int) -> tuple[i
     """Bytes of the temporaries of a prompt, and of a decode step.
 
     A prompt's are its largest chunk's, and what waits meanwhile. A chunk has hidden states + the
-    hungriest block + logits: of a layer only one block, attention or MLP, is alive at a time. A
+    largest block + logits: of a layer only one block, attention or MLP, is alive at a time. A
     chunk that is not as long as the plan's runs uncompiled.
     """
     layers = _distinct_layers(model)

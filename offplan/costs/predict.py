@@ -69,8 +69,8 @@ def predict(
     if share is None:
         return _predict_rank(model, machine, workload, budget, offload)
     predictions = [_predict_rank(each, machine, workload, budget, offload) for each in model.stages]
-    hungriest = max(predictions, key=lambda each: each.gpu_memory.total_bytes)
-    return hungriest.model_copy(
+    largest = max(predictions, key=lambda each: each.gpu_memory.total_bytes)
+    return largest.model_copy(
         update={
             "objective_s": sum(each.objective_s for each in predictions),
             "prefill": _add_up([each.prefill for each in predictions]),

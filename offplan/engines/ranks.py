@@ -57,7 +57,7 @@ OUT, IN = -2, -1
 
 
 def hold_model(model: Model, goal: Goal, workload: Workload) -> Model:
-    """Return the model as its hungriest rank holds it, by the engine and the ranks of a goal.
+    """Return the model as its largest rank holds it, by the engine and the ranks of a goal.
 
     Of the stages of a pipeline it is the one of most weights and cache; ``share`` has them all.
     Raises ExportError for a model that the engine cannot divide so, or of which that is not known.

@@ -16,7 +16,7 @@ from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Pred
 class Question:
     """Which plan is the best one for a model, a machine, a workload, a budget and a goal?
 
-    A goal of several ranks makes the model what the hungriest of them holds. GPU memory is each
+    A goal of several ranks makes the model what the largest of them holds. GPU memory is each
     one's, host memory that of all together. The budget takes no more than the machine has.
 
     Raises InputError for a goal that names an engine offplan does not export to, or one beside a

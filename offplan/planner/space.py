@@ -10,7 +10,7 @@ take whole parameters in order up to ``max_bytes``, read in place.
 A third rule was found to buy at most 1.5 % (median 0) in 161 cases without targets, less than
 predictions are off by; more where a target or the host's memory is all but out of reach.
 What an engine is to run is one rule with one backend; its flags say no host embedding.
-Of a pipeline it is the space of the hungriest stage; ``planner.stages`` prices the others.
+Of a pipeline it is the space of the largest stage; ``planner.stages`` prices the others.
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
@@ -331,6 +331,6 @@ def find_room(space: Space, budget: Budget) -> Room:
     lacking = [each.device_bytes + taken - budget.gpu_memory for each in space.settings]
     on_host = space.machine.store == "host"  # an embedding is, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory
-    limit /= space.question.goal.ranks.num_gpus  # no rank locks more than the hungriest
+    limit /= space.question.goal.ranks.num_gpus  # no rank locks more than the largest
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
     return Room(np.array(lacking), np.array(host, dtype=np.float64), budget)

@@ -1,7 +1,7 @@
-"""What a plan takes in the other stages of a pipeline, whose flags are those of the hungriest one.
+"""What a plan takes in the other stages of a pipeline, whose flags are those of the largest one.
 
 A pass goes through one stage after the other, so times add up. The patterns are those that differ
-in the hungriest stage; in each other one they start anew.
+in the largest stage; in each other one they start anew.
 """
 
 from collections import Counter
@@ -37,10 +37,10 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpace(Space):
-    """The same plans in another stage: rules take of it what the hungriest one's options name."""
+    """The same plans in another stage: rules take of it what the options of the largest one name."""
 
     stage: Model
-    hungriest: Space
+    largest: Space
 
     @cached_property
     def model(self) -> Model:
@@ -49,19 +49,19 @@ class StageSpace(Space):
 
     @cached_property
     def classes(self) -> tuple[SegmentClass, ...]:
-        """The hungriest stage's."""
-        return self.hungriest.classes
+        """Classes are those of the largest stage."""
+        return self.largest.classes
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """The hungriest stage's."""
-        return self.hungriest.options
+        """Options are those of the largest stage."""
+        return self.largest.options
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
-        """The hungriest stage's, which has an embedding where others have none, or none."""
+        """Settings are those of the largest stage, with this stage's own embedding, or none."""
         found = []
-        for each in self.hungriest.settings:
+        for each in self.largest.settings:
             prompt = self.compute.price(*each.prefill.shapes)
             on_host = each.embeddings == "host"
             place = self.model.input_embedding if on_host else None
@@ -71,21 +71,21 @@ class StageSpace(Space):
 
 @dataclass
 class StagePrices(Prices):
-    """Prices candidates of the hungriest stage's space in another stage."""
+    """Prices candidates of the largest stage's space in another stage."""
 
     space: StageSpace
 
     @cached_property
     def _layers(self) -> Ints:
-        """Whether each pattern of the hungriest stage selects each layer of this one."""
-        patterns = list_patterns(len(self.space.hungriest.kind_of))
+        """Whether each pattern of the largest stage selects each layer of this one."""
+        patterns = list_patterns(len(self.space.largest.kind_of))
         sizes, numbers = patterns.group_size[:, None], patterns.num_in_group[:, None]
         remainders = np.arange(len(self.space.kind_of)) % sizes
         layers = (remainders >= sizes - numbers).astype(np.int64)
         return np.vstack([layers, np.zeros_like(layers[:1])])
 
     def least_loads(self, rules: Rules) -> LoadTable:
-        """Return what no pattern of each of the hungriest stage's rules takes less than here."""
+        """Return what no pattern of each of the largest stage's rules takes less than here."""
         kinds = range(len(self.space.units))
         numbers = np.array(
             [[self.number(k, (o,)) for k in kinds] for o in range(len(self.space.options))]
@@ -101,16 +101,16 @@ class StagePrices(Prices):
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a pipeline but for the hungriest one, which is searched."""
+    """The stages of a pipeline but for the largest one, which is searched."""
 
-    hungriest: Space
+    largest: Space
     rules: Rules
-    """Those of the hungriest stage."""
+    """Rules of the largest stage."""
 
     @cached_property
     def _prices(self) -> list[tuple[int, StagePrices]]:
         """How many stages there are of each that differs in what it costs, and its prices."""
-        question = self.hungriest.question
+        question = self.largest.question
         share = question.model.share
         assert share is not None, "stages are of a pipeline"
         others = [stage for number, stage in enumerate(share.stages) if number != share.stage]
@@ -122,7 +122,7 @@ class Stages:
         return [
             (
                 count,
-                StagePrices(StageSpace(question, stage=unlike[key], hungriest=self.hungriest)),
+                StagePrices(StageSpace(question, stage=unlike[key], largest=self.largest)),
             )
             for key, count in Counter(keys).items()
         ]

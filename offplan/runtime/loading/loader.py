@@ -21,7 +21,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
 from offplan.runtime.loading.mapping import Target
-from offplan.runtime.loading.packed import Matrix, find_matrices, is_packed, packing
+from offplan.runtime.loading.packed import Matrix, find_matrices, is_packed, open_packing
 from offplan.runtime.loading.random_weights import Noise
 from offplan.runtime.loading.shards import Shards
 from offplan.runtime.loading.staging import (
@@ -78,7 +78,7 @@ def _fill_with_noise(
 ) -> Generator[int, None, None]:
     """Fill destinations with random weights; yield the bytes of each tensor."""
     noise = Noise({*targets, *(matrix.weight for matrix in matrices)})
-    with packing(matrices, _packing_device(destinations), NUM_THREADS) as pack:
+    with open_packing(matrices, _packing_device(destinations), NUM_THREADS) as pack:
         yield from noise.fill(targets, destinations)
         yield from pack(noise.fill_rows)
 
@@ -101,7 +101,7 @@ def _fill_from_files(
     devices = {value.device for value in destinations.values() if value.is_cuda}
     with (
         closing(Shards(folder, tensors)) as shards,
-        packing(matrices, _packing_device(destinations), NUM_THREADS) as pack,
+        open_packing(matrices, _packing_device(destinations), NUM_THREADS) as pack,
     ):
 
         def read_rows(matrix: Matrix, start: int, rows: torch.Tensor) -> None:

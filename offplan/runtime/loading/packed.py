@@ -100,7 +100,7 @@ def _put(part: torch.Tensor, place: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 @contextmanager
-def packing(
+def open_packing(
     matrices: Sequence[Matrix], device: torch.device, num_threads: int
 ) -> Iterator[Callable[[Fill], Iterator[int]]]:
     """Set aside what packs matrices on ``device``, and give a function that packs them all.
