@@ -37,7 +37,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpace(Space):
-    """The same plans in another stage: rules take of it what the options of the largest one name."""
+    """The same plans in another stage: rules take what the options of the largest one name."""
 
     stage: Model
     largest: Space

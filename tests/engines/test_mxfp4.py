@@ -92,7 +92,7 @@ def test_a_log_may_have_them_as_large_as_that(model: Model) -> None:
     ]
 
 
-def test_the_hungriest_stage_counts(model: Model) -> None:
+def test_the_largest_stage_counts(model: Model) -> None:
     """Of five layers the first stage of vLLM's has three."""
     goal = Goal(engine="vllm", tensor_parallel=2, pipeline_parallel=2)
     plan = make_plan().model_copy(update={"goal": goal})

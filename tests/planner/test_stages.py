@@ -44,7 +44,7 @@ def read(name: str, num_layers: int, folder: Path) -> Model:
 
 
 def ask(model: Model, share: float, stages: int = 2, engine: str = "vllm", **goal: Any) -> Question:
-    """Ask for a plan with room for this share of the hungriest stage's layers."""
+    """Ask for a plan with room for this share of the largest stage's layers."""
     machine = make_machine(h2d=2e9, uva=1.5e9, gpu_memory=2**40)
     asked = Goal(engine=engine, pipeline_parallel=stages, **goal)
     everything = Question(model, machine, WORKLOAD, Budget(gpu_memory=2**40), asked)
@@ -185,7 +185,7 @@ def test_other_stages_are_priced_as_their_schedules_are(
 
 
 def price_others(question: Question, offload: Offload) -> tuple[int, Fraction]:
-    """Picoseconds of prompt and step in all stages but the hungriest."""
+    """Picoseconds of prompt and step in all stages but the largest."""
     share = question.model.share
     assert share is not None
     prompt_ps, step_ps = 0, Fraction(0)
