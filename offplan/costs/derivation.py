@@ -8,7 +8,14 @@ from offplan.checkpoint.model import Model
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
-from offplan.costs.memory import MARGIN, coded_experts_bytes, phase_bytes, scratch_bytes
+from offplan.costs.memory import (
+    MARGIN,
+    coded_experts_bytes,
+    context_bytes,
+    kv_cache_bytes,
+    phase_bytes,
+    scratch_bytes,
+)
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds
@@ -152,14 +159,17 @@ def _derive_memory(
     )
     of_token = sum(layer.kv_cache.bytes_per_token for layer in model.layers)
     state = sum(layer.kv_cache.state_bytes for layer in model.layers)
+    kept = context_bytes(model, workload)
+    blocks = kv_cache_bytes(model, workload, chunk) - kept
     yield term(
         "kv_cache",
-        workload.batch * (workload.context * of_token + state),
-        "batch x (context x bytes a token + state of linear attention)",
+        kept + blocks,
+        "batch x (context x bytes a token + state of linear attention) + an engine's blocks",
         Input("batch", workload.batch, "count"),
         Input("context", workload.context, "count"),
         Input("bytes a token", of_token, "bytes"),
         Input("state of linear attention", state, "bytes"),
+        Input("an engine's blocks", blocks, "bytes"),
     )
     (prompt, step), scratch = phase_bytes(model, workload, chunk), scratch_bytes(model)
     coded = coded_experts_bytes(model)

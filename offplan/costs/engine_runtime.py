@@ -20,14 +20,20 @@ class EngineRuntime:
     elsewhere each slot is filled again by the first of its own layers."""
     copies_first_again: bool
     """Whether a captured step copies again what the step before it has left in the ring."""
+    shares_blocks: bool
+    """Whether caches of all layers lie in blocks of one size (``vllm_cache``)."""
 
     def slots_ahead(self, num_slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many of a ring's slots are filled ahead of the layer that runs."""
         return np.maximum(1, num_slots - self.allocates_copies)
 
 
-_VLLM = EngineRuntime(copies_in_place=False, allocates_copies=False, copies_first_again=False)
-_SGLANG = EngineRuntime(copies_in_place=True, allocates_copies=True, copies_first_again=True)
+_VLLM = EngineRuntime(
+    copies_in_place=False, allocates_copies=False, copies_first_again=False, shares_blocks=True
+)
+_SGLANG = EngineRuntime(
+    copies_in_place=True, allocates_copies=True, copies_first_again=True, shares_blocks=False
+)
 """While it captures, it does not take what was copied outside the graph, and the last layers'
 copies are captured all the same.
 Source: SGLang 0.5.23, ``_hook_module_forward_for_offloader``, ``_ModuleOffloader``."""

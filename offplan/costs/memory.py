@@ -8,6 +8,8 @@ from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.windows import Mixer
+from offplan.costs.engine_runtime import engine_runtime
+from offplan.costs.vllm_cache import cache_bytes
 from offplan.costs.work import (
     PassShape,
     attention_dims,
@@ -161,7 +163,15 @@ _MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
 _EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
 
 
-def kv_cache_bytes(model: Model, workload: Workload) -> int:
+def kv_cache_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
+    """Bytes of the cache: ``context_bytes``, or what the engine that loads the model needs."""
+    engine = engine_runtime(model)
+    if engine is not None and engine.shares_blocks:
+        return cache_bytes(model, workload, prefill_chunk)
+    return context_bytes(model, workload)
+
+
+def context_bytes(model: Model, workload: Workload) -> int:
     """Bytes of the static cache: batch x context tokens of each layer's keys and values or latents.
 
     Layers with a window keep the whole context as well: the runtime gives all layers one shape.
@@ -453,7 +463,7 @@ def predict_gpu_memory(
     terms = {
         "resident": placement.resident_bytes,
         "ring": placement.ring_bytes,
-        "kv_cache": kv_cache_bytes(model, workload),
+        "kv_cache": kv_cache_bytes(model, workload, prefill_chunk),
         "activations": activation_bytes(model, workload, prefill_chunk),
         "overhead": overhead_bytes(machine, budget),
     }

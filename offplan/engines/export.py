@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
+from offplan.costs.memory import kv_cache_bytes
+from offplan.costs.vllm_cache import is_mixed
 from offplan.engines.engine import (
     Engine,
     Flags,
@@ -35,9 +37,7 @@ from offplan.engines.vllm import (
     say_vllm,
     serve_vllm,
     stay_vllm,
-    step_tokens,
 )
-from offplan.engines.vllm_cache import cache_bytes, is_mixed
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
@@ -144,6 +144,12 @@ def export_plan(
     more = said.more_gpu_bytes
     planned = hold_model(model, plan.goal, plan.workload)
     more += loaded.loaded_bytes - planned.loaded_bytes
+    if is_mixed(loaded):  # else it is a block or so
+        cached, counted = (
+            kv_cache_bytes(held, plan.workload, plan.offload.prefill_chunk)
+            for held in (loaded, planned)
+        )
+        more += cached - counted
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
@@ -167,7 +173,6 @@ def export_plan(
             *said.notes,
             *_version_notes(chosen, version, said),
             *_memory_notes(chosen, said, more, gpu_bytes),
-            *_cache_notes(chosen, plan, loaded),
             *_first_start_notes(chosen, loaded),
             *(_binding_notes(chosen, numa_nodes) if binds else ()),
         ),
@@ -296,20 +301,6 @@ def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) 
             "is, and not how much may be taken in all"
         )
     return notes
-
-
-def _cache_notes(engine: Engine, plan: Plan, model: Model) -> list[str]:
-    """Say what vLLM's cache takes beyond the plan where several kinds of layers share blocks."""
-    if engine.family != "vllm" or not is_mixed(model):
-        return []
-    more = cache_bytes(model, plan.workload, step_tokens(plan))
-    more -= plan.prediction.gpu_memory.kv_cache_bytes
-    if more <= 0:
-        return []
-    return [
-        f"its KV cache takes up to {format_bytes(more)} more than the plan predicts: layers that "
-        "keep different things share blocks of one size"
-    ]
 
 
 def _first_start_notes(engine: Engine, model: Model) -> list[str]:

@@ -28,6 +28,7 @@ from offplan.checkpoint.model import (
 )
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
+from offplan.costs.memory import context_bytes
 from offplan.engines.engine import family_of
 from offplan.errors import ExportError
 from offplan.forms.form import Kind, Part
@@ -74,11 +75,7 @@ def hold_model(model: Model, goal: Goal, workload: Workload) -> Model:
         )
 
     def hunger(stage: Model) -> int:
-        cached = (
-            workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
-            for layer in stage.layers
-        )
-        return stage.loaded_bytes + workload.batch * sum(cached)
+        return stage.loaded_bytes + context_bytes(stage, workload)
 
     held = max(stages, key=hunger)
     assert held.share is not None, "it is a stage's"

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from offplan.checkpoint.model import Model
+from offplan.costs.vllm_cache import cache_bytes, step_tokens
 from offplan.engines.engine import Flags, Said, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
-from offplan.engines.vllm_cache import cache_bytes
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.placement import Placement
@@ -139,20 +139,17 @@ def serve_vllm(plan: Plan, model: Model, gpu_bytes: int | None) -> Flags:
         dtype=plan.model.dtype,
         max_model_len=work.context,
         max_num_seqs=work.batch,
-        max_num_batched_tokens=step_tokens(plan),
+        max_num_batched_tokens=step_tokens(work, plan.offload.prefill_chunk),
     )
-    if cached := cache_bytes(model, work, step_tokens(plan)):
+    # stages of fewer layers take of it what these need
+    cached = max(cache_bytes(each, work, plan.offload.prefill_chunk) for each in model.stages)
+    if cached:
         flags |= _flags(kv_cache_memory_bytes=cached)
     if gpu_bytes is None:
         return flags
     free = plan.budget.gpu_memory - memory.overhead_bytes
     share = max(1, min(10**4, -(-free * 10**4 // gpu_bytes))) / 10**4
     return flags | _flags(gpu_memory_utilization=f"{share:.4f}")
-
-
-def step_tokens(plan: Plan) -> int:
-    """Tokens that a step has at most: a chunk of each prompt."""
-    return plan.workload.batch * min(plan.offload.prefill_chunk, plan.workload.context)
 
 
 def divide_vllm(ranks: Ranks) -> Flags:

@@ -244,7 +244,7 @@ class Space:
             embeddings="device" if host_embedding is None else "host",
             device_bytes=model.loaded_bytes
             - host_bytes
-            + kv_cache_bytes(model, workload)
+            + kv_cache_bytes(model, workload, prefill_chunk)
             + activation_bytes(model, workload, prefill_chunk),
             host_bytes=host_bytes,
             row_bytes=(rows[0], rows[1]),

@@ -28,9 +28,9 @@ from offplan.costs.memory import (
     WAITING_COPIES,
     activation_bytes,
     attention_bytes,
+    context_bytes,
     eager_expert_bytes,
     hidden_bytes,
-    kv_cache_bytes,
     latent_bytes,
     linear_bytes,
     logits_bytes,
@@ -303,13 +303,13 @@ def test_chunks_wait_with_their_hidden_states() -> None:
 
 def test_kv_cache_is_static() -> None:
     model = dense_model(3)
-    assert kv_cache_bytes(model, Workload(batch=2, context=1000)) == 3 * 2 * 1000 * 128
+    assert context_bytes(model, Workload(batch=2, context=1000)) == 3 * 2 * 1000 * 128
 
 
 def test_layers_with_a_window_keep_the_context_as_the_runtime_does() -> None:
     windowed = make_layer(0, DENSE, KVCache(128, window=8, state_bytes=100))
     model = replace(dense_model(1), layers=(windowed,))
-    assert kv_cache_bytes(model, Workload(batch=2, context=1000)) == 2 * (1000 * 128 + 100)
+    assert context_bytes(model, Workload(batch=2, context=1000)) == 2 * (1000 * 128 + 100)
 
 
 def test_terms_add_up() -> None:

@@ -15,8 +15,8 @@ from offplan.costs.memory import (
     NESTED_SCALE_BYTES,
     activation_bytes,
     coded_experts_bytes,
+    context_bytes,
     expanded_bytes,
-    kv_cache_bytes,
     logits_bytes,
     phase_bytes,
     scratch_bytes,
@@ -60,7 +60,7 @@ def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
         expanded += 2 * model.experts.num_experts_per_token * model.experts.bytes_per_expert
         expanded += CODED_EXPERTS_BYTES
     assert activation_bytes(model, workload, 512) <= activation_bytes(raw, workload, 512) + expanded
-    assert kv_cache_bytes(model, workload) == kv_cache_bytes(raw, workload)
+    assert context_bytes(model, workload) == context_bytes(raw, workload)
 
 
 @pytest.mark.parametrize("name", FORMATS)

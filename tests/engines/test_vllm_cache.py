@@ -11,17 +11,24 @@ import pytest
 
 from offplan.checkpoint.model import KVCache, Model
 from offplan.checkpoint.open import open_model
+from offplan.costs.memory import context_bytes
+from offplan.costs.predict import predict
+from offplan.costs.vllm_cache import BLOCK_TOKENS, cache_bytes
 from offplan.engines.export import export_plan
 from offplan.engines.ranks import hold_model
-from offplan.engines.vllm_cache import BLOCK_TOKENS, cache_bytes
-from offplan.plan import Goal, Workload
+from offplan.engines.vllm import serve_vllm
+from offplan.errors import ExportError
+from offplan.plan import Budget, Goal, Offload, Workload
+from offplan.planner.question import Question
+from offplan.units import format_bytes
+from tests.costs.builders import make_machine
 from tests.engines.builders import keep_caches, make_plan, qwen3
 from tests.engines.configs import DENSE
 
 TOKEN = KVCache(1024)
 """Keys and values of one head of 256 elements."""
 STATE = KVCache(state_bytes=3 * 2**19)
-STEP_TOKENS = 512
+CHUNK = 512
 
 
 def every(number: int, num_layers: int, others: KVCache) -> Model:
@@ -36,7 +43,7 @@ def ask(context: int, batch: int = 1) -> Workload:
 
 def count_blocks(model: Model, workload: Workload) -> float:
     """Blocks of 128 tokens of one layer."""
-    return cache_bytes(model, workload, STEP_TOKENS) / (BLOCK_TOKENS * 1024)
+    return cache_bytes(model, workload, CHUNK) / (BLOCK_TOKENS * 1024)
 
 
 def test_layers_that_are_alike_have_the_plans_blocks_and_an_empty_one() -> None:
@@ -70,9 +77,30 @@ def test_layers_with_a_state_have_blocks_that_hold_one() -> None:
     model = every(4, 16, STATE)
     workload = ask(4096, batch=2)
     assert count_blocks(model, workload) == 4 * 12 * (1 + 2 * 3 + 3 * (2 + 2))
-    plan = make_plan().model_copy(update={"workload": workload})
-    told = [note for note in export_plan(plan, model, "vllm").notes if "share blocks" in note]
-    assert len(told) == 1
+
+
+def test_what_blocks_of_one_size_take_beyond_a_plan_is_told_or_refused() -> None:
+    """A plan made for vLLM has them counted, where layers are alike too."""
+    model, work = every(4, 16, STATE), ask(4096)
+    plan = make_plan().model_copy(update={"workload": work})
+    more = cache_bytes(model, work, CHUNK) - context_bytes(model, work)
+    assert f"{format_bytes(more)} more" in " ".join(export_plan(plan, model, "vllm").notes)
+    made = plan.model_copy(update={"goal": Goal(engine="vllm")})
+    assert "more than the plan" not in " ".join(export_plan(made, model, "vllm").notes)
+    budget = plan.budget.model_copy(update={"gpu_memory": more // 2})
+    with pytest.raises(ExportError, match=r"more of GPU memory .* of a budget"):
+        export_plan(plan.model_copy(update={"budget": budget}), model, "vllm")
+
+
+@pytest.mark.parametrize("model", [every(1, 4, TOKEN), every(4, 16, STATE)])
+def test_a_plan_for_vllm_counts_the_cache_that_vllm_is_given(model: Model) -> None:
+    work, goal = ask(4096), Goal(engine="vllm")
+    question = Question(model, make_machine(), work, Budget(gpu_memory=2**36), goal)
+    decision = Offload(prefill_chunk=CHUNK)
+    taken = predict(question.model, make_machine(), work, question.budget, decision)
+    plan = make_plan().model_copy(update={"workload": work, "goal": goal})
+    given = export_plan(plan, model, "vllm").serve["kv-cache-memory-bytes"]
+    assert given == (str(taken.gpu_memory.kv_cache_bytes),)
 
 
 def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
@@ -85,7 +113,9 @@ def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
     assert last.share is not None
     planned_for = replace(last, share=replace(last.share, stages=(first, last)))
     of_layer = 3 * BLOCK_TOKENS * first.layers[0].kv_cache.bytes_per_token
-    assert cache_bytes(planned_for, ask(256), STEP_TOKENS) == 3 * of_layer
+    plan = make_plan().model_copy(update={"workload": ask(256), "goal": goal})
+    given = serve_vllm(plan, planned_for, None)["kv-cache-memory-bytes"]
+    assert given == (str(3 * of_layer),)
 
 
 @pytest.mark.engines
@@ -105,7 +135,7 @@ def test_vllm_starts_with_it(model: Model, context: int) -> None:
     """By its own count of what one context needs, with prefixes cached and the empty block."""
     caches = [layer.kv_cache for layer in model.layers]
     needed = ask_vllm(caches, context)
-    assert cache_bytes(model, ask(context), STEP_TOKENS) >= needed
+    assert cache_bytes(model, ask(context), CHUNK) >= needed
 
 
 def ask_vllm(caches: list[KVCache], context: int) -> int:
@@ -117,7 +147,7 @@ def ask_vllm(caches: list[KVCache], context: int) -> int:
 
     config: Any = VllmConfig(device_config=DeviceConfig(device="cpu"))
     config.model_config = SimpleNamespace(max_model_len=context)
-    config.scheduler_config.max_num_batched_tokens = STEP_TOKENS
+    config.scheduler_config.max_num_batched_tokens = CHUNK
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
     config.cache_config.kv_cache_layout = "LBHNC"
     config.cache_config.mamba_cache_mode = "align"

@@ -151,9 +151,13 @@ class BruteForce:
         """What each chunk takes of the GPU beside weights and ring."""
         question = self.question
         model, workload = question.model, question.workload
-        kept = kv_cache_bytes(model, workload)
-        kept += overhead_bytes(question.planned_machine, question.budget)
-        return {size: kept + activation_bytes(model, workload, size) for size in self.chunks}
+        kept = overhead_bytes(question.planned_machine, question.budget)
+        return {
+            size: kept
+            + kv_cache_bytes(model, workload, size)
+            + activation_bytes(model, workload, size)
+            for size in self.chunks
+        }
 
     @cached_property
     def _passes(self) -> dict[int, tuple[PassCompute, PassCompute]]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
+from offplan.engines.ranks import hold_model
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Offload, Plan, Workload
 from offplan.planner.make import make_plan
@@ -51,9 +52,10 @@ def ask(
     goal: Goal | None = None,
     **others: Any,
 ) -> Question:
-    """Ask for a plan with room for this share of the layers' weights."""
-    budget = budget_for(model, machine, share, workload)
-    return Question(model, machine, workload, budget, goal or Goal(packing=False), **others)
+    """Ask for a plan with room for this share of the layers' weights, as they are loaded."""
+    goal = goal or Goal(packing=False)
+    budget = budget_for(hold_model(model, goal, workload), machine, share, workload)
+    return Question(model, machine, workload, budget, goal, **others)
 
 
 def plan_for(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.memory import CODED_EXPERTS_BYTES, MARGIN
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan, say_offload
 from offplan.errors import ExportError, InfeasibleError
@@ -85,8 +84,6 @@ def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_
     path.write_text(json.dumps({**STORED_CODES, **sizes, "layer_types": types}))
     model, machine = open_model(str(path)), make_machine(h2d=5e9, uva=4e9)
     question = ask(model, machine, share, goal=Goal(engine="vllm"))
-    room = question.budget.gpu_memory - round(CODED_EXPERTS_BYTES / (1 - MARGIN))
-    question = question.with_gpu_memory(room)  # those are taken where offplan runs the model
     kept = [
         each.objective_s
         for each in BruteForce(question, (600, 512)).singles

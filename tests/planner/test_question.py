@@ -95,7 +95,7 @@ def test_machine_limits_the_budget() -> None:
 
 def test_questions_that_cannot_be_asked() -> None:
     with pytest.raises(InputError, match="no engine 'abacus'"):
-        ask(MODELS["dense"], make_machine(), 0.5, goal=Goal(engine="abacus"))
+        plan_for(MODELS["dense"], make_machine(), goal=Goal(engine="abacus"))
     with pytest.raises(InputError, match="no engine's flags reach a second GPU"):
         ask(MODELS["dense"], make_machine(peer=1e9), 0.5, goal=Goal(engine="vllm"), store="peer")
 

@@ -21,23 +21,14 @@ IN_FLIGHT = 2
 """Steps that are scheduled at once, of each stage. Source: ``VllmConfig.max_in_flight_tokens``."""
 
 
-def cache_bytes(model: Model, workload: Workload, step_tokens: int) -> int:
-    """Bytes that a rank needs for a batch of whole contexts, the most of any stage.
-
-    ``step_tokens`` are those that a step has at most. vLLM keeps one block empty, and does not
-    start where a whole context has no room.
-    """
-    in_flight = IN_FLIGHT * len(model.stages) * step_tokens
-    return max(_stage_bytes(_list_caches(s), workload, in_flight) for s in model.stages)
+def step_tokens(workload: Workload, prefill_chunk: int) -> int:
+    """Tokens that a step has at most: a chunk of each prompt."""
+    return workload.batch * min(prefill_chunk, workload.context)
 
 
 def is_mixed(model: Model) -> bool:
     """Whether layers keep caches of several kinds, for which vLLM makes all blocks one size."""
-    return any(len(_count_kinds(_list_caches(stage))) > 1 for stage in model.stages)
-
-
-def _list_caches(stage: Model) -> list[KVCache]:
-    return [layer.kv_cache for layer in stage.layers]
+    return len(_count_kinds([layer.kv_cache for layer in model.layers])) > 1
 
 
 def _count_kinds(caches: Sequence[KVCache]) -> Counter[tuple[int | None, bool]]:
@@ -46,9 +37,16 @@ def _count_kinds(caches: Sequence[KVCache]) -> Counter[tuple[int | None, bool]]:
     return Counter((each.window, each.state_bytes > 0) for each in kept)
 
 
-def _stage_bytes(caches: Sequence[KVCache], workload: Workload, in_flight: int) -> int:
-    """Bytes of the plan's cache in whole blocks, and of as many as vLLM divides it into."""
+def cache_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
+    """Bytes that a rank needs for a batch of whole contexts.
+
+    They are those of the caches in whole blocks, or of as many blocks as vLLM divides them into.
+    It keeps one empty, and does not start where a whole context has no room.
+    """
     batch, context = workload.batch, workload.context
+    caches = [layer.kv_cache for layer in model.layers]
+    num_stages = 1 if model.share is None else model.share.ranks.pipeline
+    in_flight = IN_FLIGHT * num_stages * step_tokens(workload, prefill_chunk)
     num_blocks = 1 + batch * -(-context // BLOCK_TOKENS)
     state_bytes = batch * sum(each.state_bytes for each in caches)
     planned = num_blocks * BLOCK_TOKENS * sum(each.bytes_per_token for each in caches) + state_bytes
