@@ -61,6 +61,15 @@ def test_what_an_engine_takes_beyond_its_plan_is_said(cli: CLI, tmp_path: Path) 
     assert "than the plan predicts" not in cli("plan", *asked, "vllm").err
 
 
+def test_an_answer_for_an_engine_is_that_engines(cli: CLI, tmp_path: Path) -> None:
+    """SGLang copies what is to be read in place, and its command comes next."""
+    path, asked = tmp_path / "plan.yaml", (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "16GiB")
+    told = cli("analyze", *asked, "--for", "sglang", "-o", path).out
+    assert "decode: uva" in path.read_text()
+    assert "in place" not in told
+    assert f"Next: offplan export {path} --engine sglang" in told
+
+
 def test_analyze_and_plan_are_asked_alike(cli: CLI, tmp_path: Path) -> None:
     asked = (TINY_MOE, "--machine", "cpu", "--gpu-memory", "1MiB", "--context", 256)
     asked += ("--prompt-tokens", 32, "--output-tokens", 96, "--max-tpot", "5ms", "--for", "vllm")

@@ -37,6 +37,8 @@ _SGLANG = EngineRuntime(
 """While it captures, it does not take what was copied outside the graph, and the last layers'
 copies are captured all the same.
 Source: SGLang 0.5.23, ``_hook_module_forward_for_offloader``, ``_ModuleOffloader``."""
+NUM_POOLS = 2
+"""Pools of GPU memory that hold SGLang's copies: that of prompts, and that of captured steps."""
 _RUNTIMES = {"vllm": _VLLM, "vllm-worker": _VLLM, "sglang": _SGLANG}
 
 

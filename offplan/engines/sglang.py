@@ -6,6 +6,7 @@ Source: SGLang 0.5.23, ``srt/utils/offloader.py`` and ``models/deepseek_v2.py``.
 from collections.abc import Mapping
 
 from offplan.checkpoint.model import Model
+from offplan.costs.engine_runtime import NUM_POOLS
 from offplan.engines.engine import Flags, Said, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
@@ -27,8 +28,6 @@ FORMS = {Kind.RAW, Kind.FP8_BLOCK}
 EAGER_PROMPTS: Flags = {"disable-prefill-cuda-graph": ()}
 """Prompts compute beside copies only where they are not captured, and SGLang captures them, in
 breakable graphs. Source: ``model_executor/cuda_graph_config.py``, ``_ModuleOffloader``."""
-NUM_POOLS = 2
-"""Pools of GPU memory that hold copies: that of prompts, and that of captured steps."""
 MAX_BYTES_UNIT = 2**30
 """``--cpu-offload-gb`` is a whole number of these."""
 

@@ -27,16 +27,20 @@ class Startup:
     num_layers: int | None = None
     """Layers that something is offloaded of."""
     flags: Flags = field(default_factory=dict)
-    """Options that it says to have, of those that offload."""
+    """Options that it says to have, of those that offload: a switch that is on has no values, and
+    one that is off ``OFF``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     stages: Mapping[int, "Startup"] = field(default_factory=dict)
     """What the ranks of each stage of a pipeline say, by its number; none where there is one."""
 
 
-_SGLANG_FLAGS = (
+OFF = ("off",)
+"""The value of a switch that is off."""
+SGLANG_FLAGS = (
     *("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"),
-    "disable_shared_experts_fusion",
+    *("disable_shared_experts_fusion", "disable_prefill_cuda_graph"),
 )
+"""Fields of SGLang's server arguments that an export sets."""
 _STAGE = {
     "vllm": re.compile(r"\(Worker\w*_PP(\d+)\w* pid="),
     "sglang": re.compile(r"\[[^\[\]]* PP(\d+)\b[^\[\]]*\]"),
@@ -111,13 +115,13 @@ def _read_sglang_server(data: Mapping[str, Any]) -> Startup:
     return Startup(
         version=data["version"],
         loaded_bytes=None if usage is None else float(usage) * GIB,
-        flags={name.replace("_", "-"): _words(data[name]) for name in _SGLANG_FLAGS},
+        flags={name.replace("_", "-"): _words(data[name]) for name in SGLANG_FLAGS},
     )
 
 
 def _words(value: Any) -> tuple[str, ...]:
     if isinstance(value, bool):
-        return ()
+        return () if value else OFF
     return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
 
 

@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from offplan.costs.engine_runtime import engine_runtime
-from offplan.engines.sglang import NUM_POOLS
+from offplan.costs.engine_runtime import NUM_POOLS, engine_runtime
 from offplan.placement import build_slab
 from offplan.plan import Backend, Rule
 from offplan.planner.space import Option, Room, Space

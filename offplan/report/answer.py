@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.checkpoint.model import Model
+from offplan.costs.engine_runtime import engine_runtime
 from offplan.engines.export import find_engine, say_offload, tell_more
 from offplan.machine.profile import MachineProfile
 from offplan.packing import is_packed, pack_model
@@ -190,7 +191,10 @@ def _describe_rule(rule: Rule, model: Model, where: str) -> str:
         names = [name.rpartition(".")[2] for name in rule.cpu_offload_params]
         what = "experts" if {*names} == {"experts"} else f"the experts' {', '.join(names)}"
         few = f"the {experts.num_experts_per_token} experts they need"
-    reads = _READS[rule.prefill, rule.decode].format(few)
+    engine, backends = engine_runtime(model), (rule.prefill, rule.decode)
+    if engine is not None and engine.copies_in_place:
+        backends = (Backend.PREFETCH, Backend.PREFETCH)
+    reads = _READS[backends].format(few)
     joint = " " if reads.startswith("and") else ": "
     size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
     total = len(layers)
@@ -202,6 +206,8 @@ def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
     """Name the command to run after this one."""
     if output is None:
         return f"{command} -o plan.yaml"
-    if analysis.why_not_run is not None:
-        return f"offplan export {output} --engine vllm"
+    assert analysis.result is not None, "it is asked of plans"
+    engine = analysis.result.plan.goal.engine
+    if engine is not None or analysis.why_not_run is not None:
+        return f"offplan export {output} --engine {engine or 'vllm'}"
     return f'offplan run {output} --prompt "..."'

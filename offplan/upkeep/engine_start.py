@@ -11,7 +11,7 @@ from offplan.checkpoint.model import Model
 from offplan.engines.engine import Engine, format_version
 from offplan.engines.export import Export, export_plan, find_engine
 from offplan.engines.ranks import hold_model
-from offplan.engines.startup import Startup, read_log, read_server
+from offplan.engines.startup import OFF, Startup, read_log, read_server
 from offplan.errors import InputError
 from offplan.plan import Plan, Rule
 from offplan.records import read_text
@@ -127,15 +127,14 @@ def _check_version(export: Export, startup: Startup) -> Iterator[Finding]:
 
 
 def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
-    """Compare options where the engine says them; one that is not set is 0, or empty."""
+    """Compare options where the engine says them; one that is not set is 0, empty or off."""
     for name, found in startup.flags.items():
         expected = export.said.flags.get(name)
-        is_switch = not found and expected == ()
-        if is_switch or _normal(found) == _normal(expected):
+        if found == expected or (expected != () and _normal(found) == _normal(expected)):
             continue
         if expected is None and not name.endswith(("group-size", "offload-gb")):
             continue  # which mean nothing while these two are not set
-        told = "not set" if expected is None else " ".join(expected)
+        told = "not set" if expected is None else " ".join(expected) or "on"
         text = f"--{name} is {' '.join(found)}; the plan has it {told}"
         yield Finding("flags", "drift", text)
         return
@@ -144,9 +143,9 @@ def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
 
 
 def _normal(values: tuple[str, ...] | None) -> list[float | str]:
-    """Return values in an order, numbers as such; what is not set is nothing."""
+    """Return values in an order, numbers as such; what is not set, SGLang's -1 too, is nothing."""
     numbers = [float(v) if re.fullmatch(r"[\d.e+-]+", v) else v for v in values or ()]
-    return sorted((each for each in numbers if each != 0), key=str)
+    return sorted((each for each in numbers if each not in (-1, 0, *OFF)), key=str)
 
 
 def _check_stage(plan: Plan, model: Model, export: Export, startup: Startup) -> Iterator[Finding]:

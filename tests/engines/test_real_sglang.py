@@ -17,6 +17,7 @@ from offplan.engines.export import ENGINES, Export, export_plan
 from offplan.engines.formats import render_export
 from offplan.engines.ranks import split_layers
 from offplan.engines.sglang import PREFETCHING_CLASSES
+from offplan.engines.startup import SGLANG_FLAGS
 from offplan.placement import Phase, place
 from offplan.plan import Goal, Offload, Rule
 from offplan.schedule import Copy
@@ -46,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
 
 def test_the_version_is_the_one_that_exports_are_held_against() -> None:
     assert version("sglang") == format_version(ENGINES["sglang"].newest)
+
+
+def test_a_server_says_the_options_that_are_compared(parser: argparse.ArgumentParser) -> None:
+    assert set(SGLANG_FLAGS) <= set(vars(parser.parse_args(["--model-path", "test/model"])))
 
 
 @pytest.mark.parametrize(("plan", "model"), EXPORTS)

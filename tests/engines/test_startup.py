@@ -247,6 +247,39 @@ def test_a_server_says_its_flags() -> None:
     assert drifts(asked(make_plan(), answers, "vllm")) == set()
 
 
+COPYING = {"offload_group_size": 2, "disable_shared_experts_fusion": True}
+READING = {"offload_group_size": -1, "cpu_offload_gb": 2}
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "drifted"),
+    [
+        (prefetch("experts"), COPYING, False),
+        (prefetch("experts"), COPYING | {"offload_group_size": -1}, True),
+        (prefetch("experts"), COPYING | {"cpu_offload_gb": 2}, True),
+        (prefetch("experts"), COPYING | {"disable_prefill_cuda_graph": False}, True),
+        (prefetch("experts"), COPYING | {"disable_shared_experts_fusion": False}, True),
+        (up_to("2GiB"), READING, False),
+        (up_to("2GiB"), READING | {"disable_shared_experts_fusion": True}, False),
+        (up_to("2GiB"), READING | {"offload_group_size": 2}, True),
+        (up_to("2GiB"), READING | {"cpu_offload_gb": 0}, True),
+        (up_to("2GiB"), READING | {"disable_prefill_cuda_graph": False}, True),
+    ],
+)
+def test_a_server_of_sglang_says_its_flags(
+    rule: Rule, flags: dict[str, object], drifted: bool
+) -> None:
+    """Where prompts are captured they wait for each copy; -1 is what is not set."""
+    model, plan = large(deepseek()), make_plan(rule, prefetch_step=1)
+    plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
+    others = {"cpu_offload_gb": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+    others |= {"disable_shared_experts_fusion": False, "disable_prefill_cuda_graph": True}
+    info = {"version": "0.5.23", "internal_states": [{}], **others, **flags}
+    with serving({"/server_info": info}) as url:
+        findings = check_start(plan, model, "sglang", read_start("sglang", None, url))
+    assert drifts({each.subject: each for each in findings}) == ({"flags"} if drifted else set())
+
+
 def test_a_server_that_does_not_say() -> None:
     with serving({}) as url, pytest.raises(InputError, match="only with VLLM_SERVER_DEV_MODE=1"):
         read_start("vllm", None, url)
