@@ -31,7 +31,7 @@ class EngineRuntime:
 _VLLM = EngineRuntime(
     copies_in_place=False, allocates_copies=False, copies_first_again=False, shares_blocks=True
 )
-_SGLANG = EngineRuntime(
+SGLANG = EngineRuntime(
     copies_in_place=True, allocates_copies=True, copies_first_again=True, shares_blocks=False
 )
 """While it captures, it does not take what was copied outside the graph, and the last layers'
@@ -39,7 +39,7 @@ copies are captured all the same.
 Source: SGLang 0.5.23, ``_hook_module_forward_for_offloader``, ``_ModuleOffloader``."""
 NUM_POOLS = 2
 """Pools of GPU memory that hold SGLang's copies: that of prompts, and that of captured steps."""
-_RUNTIMES = {"vllm": _VLLM, "vllm-worker": _VLLM, "sglang": _SGLANG}
+_RUNTIMES = {"vllm": _VLLM, "vllm-worker": _VLLM, "sglang": SGLANG}
 
 
 def engine_runtime(model: Model) -> EngineRuntime | None:

@@ -5,8 +5,10 @@ Source: SGLang 0.5.23, ``srt/utils/offloader.py`` and ``models/deepseek_v2.py``.
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from offplan.checkpoint.model import Model
-from offplan.costs.engine_runtime import NUM_POOLS
+from offplan.costs.engine_runtime import NUM_POOLS, SGLANG
 from offplan.engines.engine import Flags, Said, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
@@ -44,8 +46,7 @@ def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version)
     _require_prefetching(model)
     _require_experts(rule, model)
     num_layers = sum(rule.selects_layer(layer.index) for layer in model.layers)
-    # its copies take one slot more than its step says: what has left is freed after the next came
-    step = max(1, placement.num_slots - 1)
+    step = int(SGLANG.slots_ahead(np.array(placement.num_slots)))
     if step >= num_layers:
         raise ExportError(
             f"SGLang needs a prefetch step below its {num_layers} offloaded layers; the plan has "
