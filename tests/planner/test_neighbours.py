@@ -82,6 +82,17 @@ def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
     assert found["rule 1: max_bytes 6 GiB -> 7 GiB"].refusal is None
 
 
+def test_what_an_engine_page_locks_beyond_the_budget_is_refused() -> None:
+    """Torch rounds each parameter up: 35 layers of 4.9 GiB take 6.56, and 36 take 6.75."""
+    model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
+    budget = {"gpu_memory": 12 * 2**30, "host_memory": 33 * 2**30 // 5}
+    question = ask(model, load_machine("h200-pcie5"), Workload(), engine="vllm", **budget)
+    plan = make_plan(question).plan
+    (one,) = (each for each in find_neighbours(question, plan) if "group 35 -> 36" in each.change)
+    assert one.prediction.host_memory_bytes < budget["host_memory"]
+    assert one.refusal == "memory of the store"
+
+
 def test_a_neighbour_beyond_a_target_says_so() -> None:
     plan = load_plan(ROOT / "plans" / "tiny-moe.yaml")
     tight = Goal(max_tpot=plan.prediction.decode.step_s * 1.001)
