@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from offplan.checkpoint.model import KVCache, Model
+from offplan.costs.work import step_tokens
 from offplan.plan import Workload
 
 BLOCK_TOKENS = 128
@@ -19,11 +20,6 @@ Source: ``MambaSpec.max_memory_usage_bytes``.
 """
 IN_FLIGHT = 2
 """Steps that are scheduled at once, of each stage. Source: ``VllmConfig.max_in_flight_tokens``."""
-
-
-def step_tokens(workload: Workload, prefill_chunk: int) -> int:
-    """Tokens that a step has at most: a chunk of each prompt."""
-    return workload.batch * min(prefill_chunk, workload.context)
 
 
 def is_mixed(model: Model) -> bool:
