@@ -59,14 +59,21 @@ def test_every_knob_takes_a_step(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "steps"),
+    [
+        ("vllm", {"rule 1: prefill and decode uva -> prefetch"}),
+        ("sglang", {"rule 1: group_size 1 -> 2", "prefetch_step 2 -> 1", "prefetch_step 2 -> 3"}),
+    ],
+)
+def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str, steps: set[str]) -> None:
+    """Every layer's experts, or a part of them, by one backend, and no embedding on the host."""
     model = open_model(str(TINY_MOE))
-    question = ask(model, load_machine("cpu"), SMALL, gpu_memory=5 * 2**18, engine=engine)  # type: ignore[arg-type]
+    question = ask(model, load_machine("cpu"), SMALL, gpu_memory=33 * 2**15, engine=engine)  # type: ignore[arg-type]
     plan = make_plan(question).plan
     assert plan.goal.engine == engine
-    changes = [each.change for each in find_neighbours(question, plan)]
-    assert not [each for each in changes if "embeddings" in each or "prefill uva" in each]
+    found = {each.change for each in find_neighbours(question, plan)}
+    assert found == {"without rule 1", *steps}
 
 
 def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
