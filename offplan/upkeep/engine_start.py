@@ -144,8 +144,9 @@ def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
 
 def _normal(values: tuple[str, ...] | None) -> list[float | str]:
     """Return values in an order, numbers as such; what is not set, SGLang's -1 too, is nothing."""
-    numbers = [float(v) if re.fullmatch(r"[\d.e+-]+", v) else v for v in values or ()]
-    return sorted((each for each in numbers if each not in (-1, 0, *OFF)), key=str)
+    number = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
+    found = [float(v) if re.fullmatch(number, v) else v for v in values or ()]
+    return sorted((each for each in found if each not in (-1, 0, *OFF)), key=str)
 
 
 def _check_stage(plan: Plan, model: Model, export: Export, startup: Startup) -> Iterator[Finding]:
