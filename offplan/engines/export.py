@@ -141,15 +141,8 @@ def export_plan(
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = hold_model(model, goal, plan.workload)
     said = say_offload(plan.offload, loaded, engine, plan.budget)
-    more = said.more_gpu_bytes
     planned = hold_model(model, plan.goal, plan.workload)
-    more += loaded.loaded_bytes - planned.loaded_bytes
-    if is_mixed(loaded):  # else it is a block or so
-        cached, counted = (
-            kv_cache_bytes(held, plan.workload, plan.offload.prefill_chunk)
-            for held in (loaded, planned)
-        )
-        more += cached - counted
+    more = said.more_gpu_bytes + _held_beyond(plan, planned, loaded)
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
@@ -177,6 +170,15 @@ def export_plan(
             *(_binding_notes(chosen, numa_nodes) if binds else ()),
         ),
     )
+
+
+def _held_beyond(plan: Plan, planned: Model, loaded: Model) -> int:
+    """Bytes of weights and cache that a rank of the engine holds beyond the rank planned for."""
+    more = loaded.loaded_bytes - planned.loaded_bytes
+    if is_mixed(loaded):  # else its cache is a block or so larger
+        work, chunk = plan.workload, plan.offload.prefill_chunk
+        more += kv_cache_bytes(loaded, work, chunk) - kv_cache_bytes(planned, work, chunk)
+    return more
 
 
 def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> Said:
