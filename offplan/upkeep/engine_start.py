@@ -152,7 +152,7 @@ def _normal(values: tuple[str, ...] | None) -> list[float | str]:
 def _check_stage(plan: Plan, model: Model, export: Export, startup: Startup) -> Iterator[Finding]:
     """Check what the ranks of a stage, or of all, say that they did."""
     if startup == Startup():
-        yield Finding("offload", "unknown", "no line of the log names a rank of this stage")
+        yield Finding("offload", "unknown", "what is said names no rank of this stage")
         return
     # vLLM has only the first rank of a host say its ring
     is_later = model.share is not None and model.share.stage > 0
