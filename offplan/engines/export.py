@@ -312,7 +312,9 @@ def _first_start_notes(engine: Engine, model: Model) -> list[str]:
     """
     if engine.name != "vllm":
         return []
-    embedding = model.input_embedding
+    found = [each.input_embedding for each in model.stages]
+    # of a pipeline not every stage has one, and none has one of its own that the head shares
+    embedding = next((each for each in found if each is not None), None)
     size = "as much as its embedding" if embedding is None else format_bytes(embedding.nbytes)
     return [
         f"a start at which vLLM compiles layers may keep {size} more; those after it find them "
