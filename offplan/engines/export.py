@@ -287,13 +287,18 @@ def tell_more(engine: Engine, more: int) -> list[str]:
     return [f"of GPU memory {engine.title} takes {format_bytes(more)} more than the plan predicts"]
 
 
+def tell_page_locked(engine: Engine, said: Said) -> str:
+    """Say how much host memory an engine page-locks for what is said to it."""
+    return (
+        f"of host memory {engine.title} page-locks up to {format_bytes(said.pinned_bytes)}: each "
+        "parameter is rounded up to a power of two"
+    )
+
+
 def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) -> list[str]:
     notes = []
     if said.flags:
-        notes.append(
-            f"{engine.title} page-locks up to {format_bytes(said.pinned_bytes)} of host memory: "
-            "each parameter is rounded up to a power of two"
-        )
+        notes.append(tell_page_locked(engine, said))
     else:
         notes.append("the plan offloads nothing: no flag for that is needed")
     notes += tell_more(engine, more)
