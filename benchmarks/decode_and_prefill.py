@@ -40,7 +40,7 @@ def stream(*segments: str, group_size: int = 1) -> dict[str, Any]:
 
 
 HALF = [stream(group_size=2)]
-EVERY_2ND = {"group_size": 2, "num_in_group": 1}
+PACKED_HALF = {"group_size": 2, "num_in_group": 1}
 FEW = stream("k_proj", "o_proj", group_size=4)
 
 
@@ -65,11 +65,14 @@ CASES = [
     Case("Qwen3-8B every 2nd layer", QWEN, HALF, (1, 16, 64)),
     Case("Qwen3-8B every 2nd layer, long", QWEN, HALF, (), 8192, 8192, 8448),
     Case("Qwen3-8B every 2nd layer, 2k chunks", QWEN, HALF, (), 8192, 2048, 8448),
-    Case("Qwen3-8B every 2nd layer, packed there", QWEN, HALF, (1, 16, 64), packing=EVERY_2ND),
+    Case("Qwen3-8B every 2nd layer, packed there", QWEN, HALF, (1, 16, 64), packing=PACKED_HALF),
     Case(
         "Qwen3-8B every 2nd layer, packed there, long",
-        *(QWEN, HALF, (), 8192, 8192, 8448),
-        packing=EVERY_2ND,
+        QWEN,
+        HALF,
+        prompt=8192,
+        context=8448,
+        packing=PACKED_HALF,
     ),
     Case("Qwen3-8B down_proj of every layer", QWEN, [stream("down_proj")], (1,)),
     # nine copies of 40 MiB take as long as compute at this batch

@@ -56,8 +56,13 @@ def test_what_an_engine_takes_beyond_its_plan_is_said(cli: CLI, tmp_path: Path) 
     (line,) = (each for each in told.splitlines() if "more than the plan predicts" in each)
     words = line.removeprefix("offplan: Of ").removesuffix(".")
     assert words.startswith("GPU memory SGLang takes ")
-    assert f"of {words}\n" in cli("export", path, "--engine", "sglang").err
+    exported = cli("export", path, "--engine", "sglang").err
+    assert f"of {words}\n" in exported
     assert words in " ".join(cli("analyze", *asked, "sglang").out.split())
+    # 6.03 GiB by the plan
+    locked = "f host memory SGLang page-locks up to 7.969 GiB: each parameter is rounded up"
+    assert f"offplan: O{locked}" in told
+    assert f"offplan: o{locked}" in exported
     assert "than the plan predicts" not in cli("plan", *asked, "vllm").err
 
 

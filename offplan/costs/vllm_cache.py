@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from offplan.checkpoint.model import KVCache, Model
+from offplan.costs.work import step_tokens
 from offplan.plan import Workload
 
 BLOCK_TOKENS = 128
@@ -21,14 +22,10 @@ IN_FLIGHT = 2
 """Steps that are scheduled at once, of each stage. Source: ``VllmConfig.max_in_flight_tokens``."""
 
 
-def step_tokens(workload: Workload, prefill_chunk: int) -> int:
-    """Tokens that a step has at most: a chunk of each prompt."""
-    return workload.batch * min(prefill_chunk, workload.context)
-
-
 def is_mixed(model: Model) -> bool:
-    """Whether layers keep caches of several kinds, for which vLLM makes all blocks one size."""
-    return len(_count_kinds([layer.kv_cache for layer in model.layers])) > 1
+    """Whether layers keep caches of several kinds, or states: vLLM then has blocks of one size."""
+    kinds = _count_kinds([layer.kv_cache for layer in model.layers])
+    return len(kinds) > 1 or any(has_state for _, has_state in kinds)
 
 
 def _count_kinds(caches: Sequence[KVCache]) -> Counter[tuple[int | None, bool]]:
@@ -45,13 +42,10 @@ def cache_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
     """
     batch, context = workload.batch, workload.context
     caches = [layer.kv_cache for layer in model.layers]
-    num_stages = 1 if model.share is None else model.share.ranks.pipeline
-    in_flight = IN_FLIGHT * num_stages * step_tokens(workload, prefill_chunk)
     num_blocks = 1 + batch * -(-context // BLOCK_TOKENS)
-    state_bytes = batch * sum(each.state_bytes for each in caches)
-    planned = num_blocks * BLOCK_TOKENS * sum(each.bytes_per_token for each in caches) + state_bytes
-    kinds = _count_kinds(caches)
-    if len(kinds) < 2 and not state_bytes:
+    planned = num_blocks * BLOCK_TOKENS * sum(each.bytes_per_token for each in caches)
+    planned += batch * sum(each.state_bytes for each in caches)
+    if not is_mixed(model):
         return planned
     # a block has so many tokens that it holds a state
     token_bytes = max(each.bytes_per_token for each in caches)
@@ -59,17 +53,20 @@ def cache_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
     if token_bytes:
         multiple = BLOCK_TOKENS * token_bytes
         block_bytes = max(1, -(-block_bytes // multiple)) * multiple
+    num_stages = 1 if model.share is None else model.share.ranks.pipeline
+    in_flight = IN_FLIGHT * num_stages * step_tokens(workload, prefill_chunk)
     # layers of a kind are split into groups of one size, each with blocks of its own
+    kinds = _count_kinds(caches)
     fewest, most = min(kinds.values()), max(kinds.values())
     group_size = most if 2 * most < 3 * fewest else fewest
     num_blocks = 1
     for (window, has_state), num_layers in kinds.items():
         kept = context if window is None else min(context, window)
         of_group = batch * -(-kept * token_bytes // block_bytes)
-        if window is not None:  # which need not begin with a block
-            passed = min(context - kept, in_flight)
-            of_group += batch - (-passed * token_bytes // block_bytes)
         if has_state:
             of_group = batch + MORE_STATES
+        elif window is not None:  # which need not begin with a block
+            passed = min(batch * (context - kept), in_flight)
+            of_group += batch - (-passed * token_bytes // block_bytes)
         num_blocks += -(-num_layers // group_size) * of_group
     return max(planned, group_size * block_bytes * num_blocks)

@@ -107,6 +107,11 @@ def prefill_shapes(workload: Workload, prefill_chunk: int) -> tuple[PassShape, .
     )
 
 
+def step_tokens(workload: Workload, prefill_chunk: int) -> int:
+    """Tokens that a step of an engine has at most: a chunk of each prompt."""
+    return workload.batch * min(prefill_chunk, workload.context)
+
+
 @dataclass(frozen=True)
 class AttentionDims:
     """Heads of one attention layer; zeros where the config does not say."""

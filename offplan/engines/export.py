@@ -141,15 +141,8 @@ def export_plan(
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = hold_model(model, goal, plan.workload)
     said = say_offload(plan.offload, loaded, engine, plan.budget)
-    more = said.more_gpu_bytes
     planned = hold_model(model, plan.goal, plan.workload)
-    more += loaded.loaded_bytes - planned.loaded_bytes
-    if is_mixed(loaded):  # else it is a block or so
-        cached, counted = (
-            kv_cache_bytes(held, plan.workload, plan.offload.prefill_chunk)
-            for held in (loaded, planned)
-        )
-        more += cached - counted
+    more = said.more_gpu_bytes + _held_beyond(plan, planned, loaded)
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
@@ -177,6 +170,15 @@ def export_plan(
             *(_binding_notes(chosen, numa_nodes) if binds else ()),
         ),
     )
+
+
+def _held_beyond(plan: Plan, planned: Model, loaded: Model) -> int:
+    """Bytes of weights and cache that a rank of the engine holds beyond the rank planned for."""
+    more = loaded.loaded_bytes - planned.loaded_bytes
+    if is_mixed(loaded):  # else its cache is a block or so larger
+        work, chunk = plan.workload, plan.offload.prefill_chunk
+        more += kv_cache_bytes(loaded, work, chunk) - kv_cache_bytes(planned, work, chunk)
+    return more
 
 
 def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> Said:
@@ -285,13 +287,18 @@ def tell_more(engine: Engine, more: int) -> list[str]:
     return [f"of GPU memory {engine.title} takes {format_bytes(more)} more than the plan predicts"]
 
 
+def tell_page_locked(engine: Engine, said: Said) -> str:
+    """Say how much host memory an engine page-locks for what is said to it."""
+    return (
+        f"of host memory {engine.title} page-locks up to {format_bytes(said.pinned_bytes)}: each "
+        "parameter is rounded up to a power of two"
+    )
+
+
 def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) -> list[str]:
     notes = []
     if said.flags:
-        notes.append(
-            f"{engine.title} page-locks up to {format_bytes(said.pinned_bytes)} of host memory: "
-            "each parameter is rounded up to a power of two"
-        )
+        notes.append(tell_page_locked(engine, said))
     else:
         notes.append("the plan offloads nothing: no flag for that is needed")
     notes += tell_more(engine, more)
@@ -310,7 +317,9 @@ def _first_start_notes(engine: Engine, model: Model) -> list[str]:
     """
     if engine.name != "vllm":
         return []
-    embedding = model.input_embedding
+    found = [each.input_embedding for each in model.stages]
+    # of a pipeline not every stage has one, and none has one of its own that the head shares
+    embedding = next((each for each in found if each is not None), None)
     size = "as much as its embedding" if embedding is None else format_bytes(embedding.nbytes)
     return [
         f"a start at which vLLM compiles layers may keep {size} more; those after it find them "

@@ -74,10 +74,7 @@ def hold_model(model: Model, goal: Goal, workload: Workload) -> Model:
             divider.stage(number).as_loaded_by(goal.engine) for number in range(goal.ranks.pipeline)
         )
 
-    def hunger(stage: Model) -> int:
-        return stage.loaded_bytes + context_bytes(stage, workload)
-
-    held = max(stages, key=hunger)
+    held = max(stages, key=lambda each: each.loaded_bytes + context_bytes(each, workload))
     assert held.share is not None, "it is a stage's"
     return replace(held, share=replace(held.share, stages=stages))
 

@@ -3,12 +3,14 @@
 Source: SGLang 0.5.23, ``srt/utils/offloader.py`` and ``models/deepseek_v2.py``.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
 from offplan.checkpoint.model import Model
 from offplan.costs.engine_runtime import NUM_POOLS, SGLANG
+from offplan.costs.work import step_tokens
 from offplan.engines.engine import Flags, Said, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
@@ -101,7 +103,7 @@ def serve_sglang(plan: Plan, model: Model, gpu_bytes: int | None) -> Flags:
         "dtype": plan.model.dtype,
         "context-length": work.context,
         "max-running-requests": work.batch,
-        "chunked-prefill-size": work.batch * min(plan.offload.prefill_chunk, work.context),
+        "chunked-prefill-size": step_tokens(work, plan.offload.prefill_chunk),
         "max-total-tokens": work.batch * work.context,
     }
     if gpu_bytes is not None:
@@ -132,13 +134,16 @@ def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParam
     _require_copyable(moved)
     moved_bytes = sum(each.nbytes for each in moved)
     notes = ["SGLang copies these parameters before each use: it does not read them in place"]
-    if (more := moved_bytes - num_bytes) > 0:
+    if moved_bytes > num_bytes:
         notes.append(
             "within the layer where the GiB run out SGLang has its own parameter order: up to "
-            f"{format_bytes(more)} more than the plan says may lie on the host"
+            f"{format_bytes(moved_bytes - num_bytes)} more than the plan says may lie on the host"
         )
-    largest = max(sum(p.nbytes for p in moved if p.layer == q.layer) for q in moved)
-    more = NUM_POOLS * largest + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
+    layers = Counter[int]()
+    for each in moved:
+        layers[each.layer] += each.nbytes
+    copied_bytes = NUM_POOLS * max(layers.values())
+    more = copied_bytes + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
     flags = {"cpu-offload-gb": (str(gib),), **EAGER_PROMPTS}
     return Said(flags, {}, tuple(notes), tuple(moved), more)
 

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from offplan.checkpoint.model import Model
-from offplan.costs.vllm_cache import cache_bytes, step_tokens
+from offplan.costs.vllm_cache import cache_bytes
+from offplan.costs.work import step_tokens
 from offplan.engines.engine import Flags, Said, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters

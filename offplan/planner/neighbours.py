@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from offplan.costs.predict import predict
-from offplan.engines.engine import Engine
+from offplan.engines.engine import Engine, Said
 from offplan.engines.export import find_engine, say_offload
 from offplan.errors import ExportError, PlanError
 from offplan.plan import Backend, Offload, Packing, Plan, Prediction, Rule
@@ -43,14 +43,13 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
             prediction = predict(
                 question.model, question.planned_machine, plan.workload, plan.budget, offload
             )
-            more = 0
+            said = None
             if plan.goal.engine is not None:
                 said = say_offload(offload, question.model, plan.goal.engine, unlimited)
-                more = max(0, said.more_gpu_bytes)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})
-        found.append(Neighbour(change, prediction, _refuse(moved, more)))
+        found.append(Neighbour(change, prediction, _refuse(moved, said)))
     return tuple(sorted(found, key=lambda each: (each.prediction.objective_s, each.change)))
 
 
@@ -108,12 +107,16 @@ def _pattern_steps(pattern: Rule | Packing) -> Iterator[tuple[str, dict[str, obj
             yield f"{knob} {old} -> {new}", {knob: new}
 
 
-def _refuse(plan: Plan, more: int) -> str | None:
-    """Say what of the question a plan does not keep; its engine takes ``more`` bytes of the GPU."""
+def _refuse(plan: Plan, said: Said | None) -> str | None:
+    """Say what of the question a plan does not keep; ``said`` is what is said to its engine."""
     goal, budget, prediction = plan.goal, plan.budget, plan.prediction
+    gpu_bytes, stored_bytes = prediction.gpu_memory.total_bytes, plan.stored_bytes
+    if said is not None:  # which page-locks more than the plan's own bytes
+        gpu_bytes += max(0, said.more_gpu_bytes)
+        stored_bytes = max(stored_bytes, said.pinned_bytes)
     limits = (
-        ("GPU memory", prediction.gpu_memory.total_bytes + more, budget.gpu_memory),
-        ("memory of the store", plan.stored_bytes, budget.host_memory),
+        ("GPU memory", gpu_bytes, budget.gpu_memory),
+        ("memory of the store", stored_bytes, budget.host_memory),
         ("--max-ttft", prediction.prefill.step_s, goal.max_ttft_s),
         ("--max-tpot", prediction.decode.step_s, goal.max_tpot_s),
     )

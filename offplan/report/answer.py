@@ -7,7 +7,7 @@ from rich.text import Text
 
 from offplan.checkpoint.model import Model
 from offplan.costs.engine_runtime import engine_runtime
-from offplan.engines.export import find_engine, say_offload, tell_more
+from offplan.engines.export import find_engine, say_offload, tell_more, tell_page_locked
 from offplan.machine.profile import MachineProfile
 from offplan.packing import is_packed, pack_model
 from offplan.plan import Backend, Packing, Plan, Rule
@@ -90,12 +90,15 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
 
 
 def describe_engine_memory(plan: Plan, model: Model) -> list[str]:
-    """Say what the engine that a plan is for takes beyond it; ``model`` is as the engine has it."""
+    """Say what memory the engine of a plan takes beyond it; ``model`` is as the engine has it."""
     if plan.goal.engine is None:
         return []
     engine, _ = find_engine(plan.goal.engine)
     said = say_offload(plan.offload, model, plan.goal.engine, plan.budget)
-    return [f"{told[0].upper()}{told[1:]}." for told in tell_more(engine, said.more_gpu_bytes)]
+    notes = tell_more(engine, said.more_gpu_bytes)
+    if said.pinned_bytes > plan.stored_bytes:
+        notes.append(tell_page_locked(engine, said))
+    return [f"{told[0].upper()}{told[1:]}." for told in notes]
 
 
 def describe_ranks(plan: Plan, model: Model, machine: MachineProfile) -> list[str]:

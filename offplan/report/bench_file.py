@@ -68,11 +68,16 @@ class Figures(_Part):
     gpu_memory: Memory
 
 
-class Decision(_Part):
-    """What ran."""
+class Ran(_Part):
+    """What ran: a model, by a decision."""
 
     headers_sha256: str
     offload: Offload
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Ran":
+        """Return what runs by a plan."""
+        return cls(headers_sha256=plan.model.headers_sha256, offload=plan.offload)
 
 
 class Runtimes(_Part):
@@ -86,7 +91,7 @@ class BenchFile(_Part):
     """A result: what was predicted, what was measured, and where."""
 
     offplan: Literal[1]
-    plan: Decision
+    plan: Ran
     runtime: Runtimes
     device: str
     batch: int
@@ -106,25 +111,30 @@ def load_bench(path: Path, plan: Plan) -> BenchFile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not what bench --json prints: {error}") from None
     found = BenchFile.check(data, str(path), "result of bench --json", InputError)
-    if found.plan != Decision(headers_sha256=plan.model.headers_sha256, offload=plan.offload):
+    if (difference := _find_difference(found, plan)) is not None:
         raise InputError(
-            f"{path} is of another plan: its model or its decision is another than this plan's: "
-            "measure this one (offplan bench --json)"
+            f"{path} is of another plan: {difference}: measure this one (offplan bench --json)"
         )
+    return found
+
+
+def _find_difference(found: BenchFile, plan: Plan) -> str | None:
+    """Say what a benchmark has otherwise than a plan; None where it is of this plan."""
+    if found.plan != Ran.of(plan):
+        return "its model or its decision is another than this plan's"
     work = plan.workload
     if (found.batch, found.prompt_tokens) != (work.batch, work.prompt_tokens):
-        raise InputError(
-            f"{path} is of another plan: it ran batch {found.batch} and {found.prompt_tokens} "
-            f"prompt tokens, this plan is for {work.batch} and {work.prompt_tokens}: measure this "
-            "one (offplan bench --json)"
+        return (
+            f"it ran batch {found.batch} and {found.prompt_tokens} prompt tokens, this plan is for "
+            f"{work.batch} and {work.prompt_tokens}"
         )
     # a benchmark is predicted as offplan's own runtime runs it, also of a plan for an engine
     is_comparable = found.runtime.predicted == (plan.goal.engine or OWN_RUNTIME)
     for phase in ("prefill", "decode") if is_comparable else ():
         took, ours = getattr(found.predicted, phase).step_s, getattr(plan.prediction, phase).step_s
         if abs(took - ours) > PRINTED_TO * ours:
-            raise InputError(
-                f"{path} is of another plan: it was predicted {format_seconds(took)} for {phase}, "
-                f"this plan {format_seconds(ours)}: measure this one (offplan bench --json)"
+            return (
+                f"it was predicted {format_seconds(took)} for {phase}, this plan "
+                f"{format_seconds(ours)}"
             )
-    return found
+    return None

@@ -13,7 +13,7 @@ from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
 from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
-from offplan.report.bench_file import OWN_RUNTIME
+from offplan.report.bench_file import OWN_RUNTIME, Ran
 from offplan.report.model import outside_segments
 from offplan.report.ranks import list_shares
 from offplan.report.run import RunResult
@@ -143,10 +143,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
         **dump(result, exclude={"plan", "host_bytes", "others"}),
-        "plan": {
-            "headers_sha256": plan.model.headers_sha256,
-            "offload": plan.offload.model_dump(mode="json"),
-        },
+        "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {
             **_prediction_payload(plan.prediction),

@@ -144,14 +144,15 @@ def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
 
 def _normal(values: tuple[str, ...] | None) -> list[float | str]:
     """Return values in an order, numbers as such; what is not set, SGLang's -1 too, is nothing."""
-    numbers = [float(v) if re.fullmatch(r"[\d.e+-]+", v) else v for v in values or ()]
-    return sorted((each for each in numbers if each not in (-1, 0, *OFF)), key=str)
+    number = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
+    found = [float(v) if re.fullmatch(number, v) else v for v in values or ()]
+    return sorted((each for each in found if each not in (-1, 0, *OFF)), key=str)
 
 
 def _check_stage(plan: Plan, model: Model, export: Export, startup: Startup) -> Iterator[Finding]:
     """Check what the ranks of a stage, or of all, say that they did."""
     if startup == Startup():
-        yield Finding("offload", "unknown", "no line of the log names a rank of this stage")
+        yield Finding("offload", "unknown", "what is said names no rank of this stage")
         return
     # vLLM has only the first rank of a host say its ring
     is_later = model.share is not None and model.share.stage > 0

@@ -8,13 +8,15 @@ import pytest
 import yaml
 
 from offplan.checkpoint.model import KVCache
+from offplan.checkpoint.open import open_model
 from offplan.choices import ExportFormat
 from offplan.engines.export import Export, export_plan
 from offplan.engines.formats import render_export
 from offplan.errors import ExportError
-from offplan.plan import Budget, Plan
+from offplan.plan import Budget, Goal, Plan
 from tests.engines.builders import deepseek, keep_caches, make_plan, prefetch, qwen3, uva
 
+MODELS = Path(__file__).parent.parent / "models"
 PLAN = make_plan(prefetch("self_attn", "mlp.down_proj"), prefetch_step=1)
 SERVED = "--dtype bfloat16 --max-model-len 4096 --max-num-seqs 1 --max-num-batched-tokens 512"
 OFFLOADED = """
@@ -43,6 +45,11 @@ def test_flags_are_told_of_a_first_start_and_the_worker_gives_it_back() -> None:
     for each, size in ((tied, "as much as its embedding"), (model, "2 MiB")):
         told = f"a start at which vLLM compiles layers may keep {size} more"
         assert any(told in note for note in export_plan(PLAN, each, "vllm").notes)
+    whole = open_model(str(MODELS / "qwen3-8b" / "config.json"))
+    staged = make_plan().model_copy(update={"goal": Goal(engine="vllm", pipeline_parallel=2)})
+    assert any(
+        "may keep 1.159 GiB more" in note for note in export_plan(staged, whole, "vllm").notes
+    )
     worker = export_plan(PLAN, qwen3(), "vllm-worker").notes
     assert not any("compiles layers" in note for note in worker)
 

@@ -242,6 +242,8 @@ def test_a_server_says_its_flags() -> None:
     assert findings["offload"].verdict == "unknown"
     answers = {"/server_info": vllm_info(offload_params=[]), "/version": {"version": "0.33.0"}}
     assert drifts(asked(PREFETCH, answers, "vllm")) == {"flags"}
+    answers["/server_info"] = vllm_info(offload_params=["e"])
+    assert drifts(asked(PREFETCH, answers, "vllm")) == {"flags"}
     answers["/server_info"] = vllm_info(offload_group_size=0, offload_params=[])
     assert drifts(asked(PREFETCH, answers, "vllm")) == {"flags"}
     assert drifts(asked(make_plan(), answers, "vllm")) == set()

@@ -67,6 +67,12 @@ def test_layers_with_a_window_are_grouped_by_those_without(num_layers: int, grou
     assert count_blocks(model, ask(2048)) == max(expected, num_layers * 17)
 
 
+def test_windows_of_a_batch_slide_at_once() -> None:
+    """Each sequence holds its window and its chunks of two steps: all of a context of 2,048."""
+    model = every(6, 62, KVCache(1024, 1024))
+    assert count_blocks(model, ask(2048, batch=4)) == 10 * (1 + 4 * 16 + 6 * 4 * (16 + 1))
+
+
 def test_a_long_context_leaves_windows_less_than_the_plan_has() -> None:
     model = every(6, 62, KVCache(1024, 1024))
     assert count_blocks(model, ask(32768)) == 62 * (1 + 256)

@@ -50,7 +50,7 @@ def test_the_second_gpu_limits_the_store() -> None:
 
 @pytest.mark.parametrize(("share", "moves"), [(0.3, True), (0.9, True), (0.3, False)])
 def test_an_engine_may_need_more_than_others(share: float, moves: bool) -> None:
-    """SGLang copies experts through several buffers; of Qwen it cannot move any."""
+    """SGLang copies experts through several buffers; of what it does not know vLLM moves none."""
     model = deepseek(5) if moves else replace(qwen3(), config={"architectures": ["Unknown"]})
     machine, goal = make_machine(gpu_memory=2**40), Goal(engine="sglang" if moves else "vllm")
     question = ask(model, machine, share, goal=goal)

@@ -59,14 +59,21 @@ def test_every_knob_takes_a_step(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "steps"),
+    [
+        ("vllm", {"rule 1: prefill and decode uva -> prefetch"}),
+        ("sglang", {"rule 1: group_size 1 -> 2", "prefetch_step 2 -> 1", "prefetch_step 2 -> 3"}),
+    ],
+)
+def test_neighbours_of_an_engines_plan_are_such_as_it_can_run(engine: str, steps: set[str]) -> None:
+    """Every layer's experts, or a part of them, by one backend, and no embedding on the host."""
     model = open_model(str(TINY_MOE))
-    question = ask(model, load_machine("cpu"), SMALL, gpu_memory=5 * 2**18, engine=engine)  # type: ignore[arg-type]
+    question = ask(model, load_machine("cpu"), SMALL, gpu_memory=33 * 2**15, engine=engine)  # type: ignore[arg-type]
     plan = make_plan(question).plan
     assert plan.goal.engine == engine
-    changes = [each.change for each in find_neighbours(question, plan)]
-    assert not [each for each in changes if "embeddings" in each or "prefill uva" in each]
+    found = {each.change for each in find_neighbours(question, plan)}
+    assert found == {"without rule 1", *steps}
 
 
 def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
@@ -80,6 +87,17 @@ def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
     assert less.prediction.gpu_memory.total_bytes < plan.budget.gpu_memory
     assert less.refusal == "GPU memory"
     assert found["rule 1: max_bytes 6 GiB -> 7 GiB"].refusal is None
+
+
+def test_what_an_engine_page_locks_beyond_the_budget_is_refused() -> None:
+    """Torch rounds each parameter up: 35 layers of 4.9 GiB take 6.56, and 36 take 6.75."""
+    model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
+    budget = {"gpu_memory": 12 * 2**30, "host_memory": 33 * 2**30 // 5}
+    question = ask(model, load_machine("h200-pcie5"), Workload(), engine="vllm", **budget)
+    plan = make_plan(question).plan
+    (one,) = (each for each in find_neighbours(question, plan) if "group 35 -> 36" in each.change)
+    assert one.prediction.host_memory_bytes < budget["host_memory"]
+    assert one.refusal == "memory of the store"
 
 
 def test_a_neighbour_beyond_a_target_says_so() -> None:

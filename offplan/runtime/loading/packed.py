@@ -151,7 +151,7 @@ def open_packing(
             ordered = sorted(matrices, key=lambda m: (m.tensor.shard or "", m.tensor.offset))
             for future in as_completed([threads.submit(pack_one, each, fill) for each in ordered]):
                 yield future.result()
-            if stream is not None:
+            if stream is not None:  # leaving waits, too, but shows no copy that failed
                 stream.synchronize()
 
         if is_cuda:  # brings kernels and memory, which would wait for each page-lock in turn
