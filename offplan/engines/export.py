@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
-from offplan.costs.memory import kv_cache_bytes
-from offplan.costs.vllm_cache import is_mixed
+from offplan.costs.memory import MARGIN, kv_cache_bytes
 from offplan.engines.engine import (
     Engine,
     Flags,
@@ -144,11 +143,11 @@ def export_plan(
     more = said.more_gpu_bytes
     planned = hold_model(model, plan.goal, plan.workload)
     more += loaded.loaded_bytes - planned.loaded_bytes
-    if is_mixed(loaded):  # else it is a block or so
-        cached, counted = (
-            kv_cache_bytes(held, plan.workload, plan.offload.prefill_chunk)
-            for held in (loaded, planned)
-        )
+    cached, counted = (
+        kv_cache_bytes(held, plan.workload, plan.offload.prefill_chunk)
+        for held in (loaded, planned)
+    )
+    if cached - counted > MARGIN * plan.budget.gpu_memory:  # which has room for a block or so
         more += cached - counted
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
