@@ -21,6 +21,7 @@ from offplan.engines.engine import (
     require_stored_weights,
 )
 from offplan.engines.ranks import hold_model
+from offplan.engines.served import require_served
 from offplan.engines.sglang import (
     MAX_BYTES_UNIT,
     divide_sglang,
@@ -137,6 +138,7 @@ def export_plan(
             f"{chosen.title} computes in none but {', '.join(DTYPES)}; the plan's "
             f"model computes in {plan.model.dtype}"
         )
+    require_served(model, plan.workload.context, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = hold_model(model, goal, plan.workload)
     said = say_offload(plan.offload, loaded, engine, plan.budget)
