@@ -23,6 +23,8 @@ _OTHER_PARTS = ("vision_config", "audio_config")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _NUM_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_STATED_STRETCHED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Types of rotary embeddings that engines take to be in the positions that a config states."""
 _NUM_EXPERTS = """
 num_experts n_routed_experts num_local_experts moe_num_experts num_moe_experts num_routed_experts
 n_experts
@@ -120,6 +122,8 @@ class Architecture:
     """Tokens that the model knows; None where the config does not say."""
     trained_context: int | None
     """Tokens of the longest text it was made for; None where the config does not say."""
+    engine_context: int | None
+    """Tokens of the longest text that engines serve; None where the config does not say."""
     end_tokens: tuple[int, ...]
     """Tokens that end a text."""
     num_layers: int | None
@@ -197,6 +201,7 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         hidden_size=_read_hidden_size(text),
         vocabulary_size=read_count(text, "vocab_size"),
         trained_context=_read_trained_context(text),
+        engine_context=_read_engine_context(text),
         end_tokens=_read_end_tokens(config, text),
         num_layers=stated_layers,
         num_prediction_layers=read_count(text, "num_nextn_predict_layers", "num_mtp_layers") or 0,
@@ -253,6 +258,28 @@ def _read_trained_context(text: Mapping[str, Any]) -> int | None:
     if original is None or isinstance(factor, bool) or not isinstance(factor, (int, float)):
         return stated
     return max(stated or 0, int(original * factor)) if 1 <= factor < MAX_COUNT else stated
+
+
+def _read_engine_context(text: Mapping[str, Any]) -> int | None:
+    """Read the positions beyond which vLLM and SGLang do not start: where they differ, the more.
+
+    They take what the config states, times the factor of rotary embeddings of most types.
+    Source: vLLM 0.33.0, ``config/model._get_and_verify_max_len``; SGLang 0.5.23,
+    ``get_context_length``.
+    """
+    stated = [count for key in _NUM_POSITIONS if (count := read_count(text, key)) is not None]
+    if not stated or text.get("model_max_length") is not None:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    parts = [rope, *rope.values()] if isinstance(rope, Mapping) else []  # of each type of layer
+    factors: list[Any] = [
+        part.get("factor")
+        for part in parts
+        if isinstance(part, Mapping)
+        and part.get("rope_type", part.get("type")) not in _STATED_STRETCHED
+    ]
+    known = (each for each in factors if type(each) in (int, float) and 1 <= each < MAX_COUNT)
+    return int(max(stated) * max(known, default=1))
 
 
 def _read_attention(text: Mapping[str, Any], model_type: str) -> Attention:

@@ -98,7 +98,8 @@ def settle_context(question: Question, context: int) -> Question:
 
     Raises InputError where the batch is yet to be chosen, too.
     """
-    trained = question.model.architecture.trained_context
+    architecture = question.model.architecture
+    trained = architecture.trained_context
     if context != LONGEST:
         if trained is not None and context > trained:
             print_note(
@@ -112,6 +113,8 @@ def settle_context(question: Question, context: int) -> Question:
     if longest is None:  # the planner says by how much
         return question
     limit = "all that the model was trained for" if longest == trained else "the most that fit"
+    if question.goal.engine is not None and longest == architecture.engine_context:
+        limit = f"all that {question.goal.engine} serves"
     print_note(f"--context max: {longest} tokens, {limit}")
     return question.with_workload(context=longest)
 

@@ -1,18 +1,25 @@
 """The KV cache that vLLM needs for a workload, in blocks that layers share.
 
 Source: vLLM 0.33.0, ``v1/core/kv_cache_planning`` (``_get_kv_cache_groups_uniform_page_size``,
-``_max_memory_usage_bytes_from_groups``), ``v1/kv_cache_interface`` and ``platforms/interface``.
+``_project_kv_cache_groups_to_worker``, ``_max_memory_usage_bytes_from_groups``),
+``v1/kv_cache_interface`` and ``platforms/interface``.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
-from offplan.checkpoint.model import KVCache, Model
+from offplan.checkpoint.model import Model
 from offplan.costs.work import step_tokens
 from offplan.plan import Workload
 
-BLOCK_TOKENS = 128
-"""Tokens in a block of the KV cache, at most. Source: ``CutlassMLABackend``."""
+Kind = tuple[int | None, bool]
+"""A layer's window, if any, and whether it has a state."""
+
+BLOCK_TOKENS = (16, 32, 64, 128)
+"""Tokens in a block of the KV cache, or parts of one that holds a state: backends differ.
+
+Source: ``get_supported_kernel_block_sizes`` of FlashAttention, FlashInfer, FlashMLA, CUTLASS MLA.
+"""
 MORE_STATES = 2
 """States that vLLM wants room for beside that of each sequence, since it caches those of prefixes.
 
@@ -22,51 +29,71 @@ IN_FLIGHT = 2
 """Steps that are scheduled at once, of each stage. Source: ``VllmConfig.max_in_flight_tokens``."""
 
 
-def is_mixed(model: Model) -> bool:
-    """Whether layers keep caches of several kinds, or states: vLLM then has blocks of one size."""
-    kinds = _count_kinds([layer.kv_cache for layer in model.layers])
-    return len(kinds) > 1 or any(has_state for _, has_state in kinds)
-
-
-def _count_kinds(caches: Sequence[KVCache]) -> Counter[tuple[int | None, bool]]:
-    """Count the layers of each window, and those with a state."""
-    kept = (each for each in caches if each.bytes_per_token or each.state_bytes)
-    return Counter((each.window, each.state_bytes > 0) for each in kept)
-
-
 def cache_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
     """Bytes that a rank needs for a batch of whole contexts.
 
-    They are those of the caches in whole blocks, or of as many blocks as vLLM divides them into.
-    It keeps one empty, and does not start where a whole context has no room.
+    They are those of the caches in whole blocks, or of as many blocks as vLLM divides them into,
+    whichever of its sizes blocks have. It keeps one empty, and does not start where a whole context
+    has no room.
     """
+    caches = [layer.kv_cache for layer in model.layers]
+    tokens = 1 + workload.batch * -(-workload.context // BLOCK_TOKENS[-1])
+    tokens *= BLOCK_TOKENS[-1]
+    planned = tokens * sum(each.bytes_per_token for each in caches)
+    planned += workload.batch * sum(each.state_bytes for each in caches)
+    kinds = _list_kinds(model)
+    if kinds.keys() <= {(None, False)}:
+        return planned
+    sizes = (_blocks_bytes(model, kinds, workload, prefill_chunk, n) for n in BLOCK_TOKENS)
+    return max(planned, *sizes)
+
+
+def _list_kinds(model: Model) -> dict[Kind, list[bool]]:
+    """List the layers of each kind in the whole model, and whether the rank's stage has them."""
+    here = {layer.prefix for layer in model.layers}
+    kinds: defaultdict[Kind, list[bool]] = defaultdict(list)
+    for layer in model.whole.layers:
+        cache = layer.kv_cache
+        if cache.bytes_per_token or cache.state_bytes:
+            kinds[cache.window, cache.state_bytes > 0].append(layer.prefix in here)
+    return kinds
+
+
+def _blocks_bytes(
+    model: Model,
+    kinds: Mapping[Kind, Sequence[bool]],
+    workload: Workload,
+    prefill_chunk: int,
+    block_tokens: int,
+) -> int:
+    """Bytes of the blocks that a batch of whole contexts takes, and of the empty one."""
     batch, context = workload.batch, workload.context
     caches = [layer.kv_cache for layer in model.layers]
-    num_blocks = 1 + batch * -(-context // BLOCK_TOKENS)
-    planned = num_blocks * BLOCK_TOKENS * sum(each.bytes_per_token for each in caches)
-    planned += batch * sum(each.state_bytes for each in caches)
-    if not is_mixed(model):
-        return planned
-    # a block has so many tokens that it holds a state
-    token_bytes = max(each.bytes_per_token for each in caches)
-    block_bytes = max(each.state_bytes for each in caches)
-    if token_bytes:
-        multiple = BLOCK_TOKENS * token_bytes
-        block_bytes = max(1, -(-block_bytes // multiple)) * multiple
     num_stages = 1 if model.share is None else model.share.ranks.pipeline
     in_flight = IN_FLIGHT * num_stages * step_tokens(workload, prefill_chunk)
+    # a block has so many tokens that it holds a state
+    token_bytes = max(each.bytes_per_token for each in caches)
+    block_bytes = max(1, *(each.state_bytes for each in caches))
+    if token_bytes:
+        multiple = block_tokens * token_bytes
+        block_bytes = -(-block_bytes // multiple) * multiple
     # layers of a kind are split into groups of one size, each with blocks of its own
-    kinds = _count_kinds(caches)
-    fewest, most = min(kinds.values()), max(kinds.values())
+    fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
     group_size = most if 2 * most < 3 * fewest else fewest
-    num_blocks = 1
-    for (window, has_state), num_layers in kinds.items():
+    num_blocks, widest = 1, 0
+    for (window, has_state), layers in kinds.items():
         kept = context if window is None else min(context, window)
-        of_group = batch * -(-kept * token_bytes // block_bytes)
+        reached = min(context, kept + in_flight)
+        of_group = batch * -(-reached * token_bytes // block_bytes)
+        if window is not None:
+            # all prompts together pass so many tokens, and a window need not begin with a block
+            passed = min(batch * (reached - kept), in_flight)
+            together = (batch * kept + passed) * token_bytes
+            of_group = batch + min(of_group, batch - 1 - (-together // block_bytes))
         if has_state:
             of_group = batch + MORE_STATES
-        elif window is not None:  # which need not begin with a block
-            passed = min(batch * (context - kept), in_flight)
-            of_group += batch - (-passed * token_bytes // block_bytes)
-        num_blocks += -(-num_layers // group_size) * of_group
-    return max(planned, group_size * block_bytes * num_blocks)
+        num_groups = -(-len(layers) // group_size)
+        num_blocks += num_groups * of_group
+        # of a pipeline the groups are those of all stages, which have unlike parts of them
+        widest = max(widest, *(sum(layers[i::num_groups]) for i in range(num_groups)))
+    return widest * block_bytes * num_blocks

@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
-from offplan.costs.memory import kv_cache_bytes
-from offplan.costs.vllm_cache import is_mixed
+from offplan.costs.memory import MARGIN, kv_cache_bytes
 from offplan.engines.engine import (
     Engine,
     Flags,
@@ -22,6 +21,7 @@ from offplan.engines.engine import (
     require_stored_weights,
 )
 from offplan.engines.ranks import hold_model
+from offplan.engines.served import require_served
 from offplan.engines.sglang import (
     MAX_BYTES_UNIT,
     divide_sglang,
@@ -138,6 +138,7 @@ def export_plan(
             f"{chosen.title} computes in none but {', '.join(DTYPES)}; the plan's "
             f"model computes in {plan.model.dtype}"
         )
+    require_served(model, plan.workload.context, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = hold_model(model, goal, plan.workload)
     said = say_offload(plan.offload, loaded, engine, plan.budget)
@@ -174,11 +175,11 @@ def export_plan(
 
 def _held_beyond(plan: Plan, planned: Model, loaded: Model) -> int:
     """Bytes of weights and cache that a rank of the engine holds beyond the rank planned for."""
-    more = loaded.loaded_bytes - planned.loaded_bytes
-    if is_mixed(loaded):  # else its cache is a block or so larger
-        work, chunk = plan.workload, plan.offload.prefill_chunk
-        more += kv_cache_bytes(loaded, work, chunk) - kv_cache_bytes(planned, work, chunk)
-    return more
+    work, chunk = plan.workload, plan.offload.prefill_chunk
+    cached = kv_cache_bytes(loaded, work, chunk) - kv_cache_bytes(planned, work, chunk)
+    if cached <= MARGIN * plan.budget.gpu_memory:
+        cached = 0  # a block or so, which the margin has room for
+    return loaded.loaded_bytes - planned.loaded_bytes + cached
 
 
 def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> Said:

@@ -14,6 +14,8 @@ from typing import Any
 from offplan.engines.engine import Flags
 
 GIB = 2**30
+MOST_GIB = 2**30
+"""Beyond any GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,14 @@ _STAGE = {
 Source: vLLM's ``setup_proc_title_and_log_prefix``; SGLang's ``configure_scheduler_process``.
 """
 _VLLM_VERSION = re.compile(r"Initializing a V1 LLM engine \(v([\w.+]+)\)")
-_VLLM_LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
-_VLLM_IN_PLACE = re.compile(r"Total CPU offloaded parameters: ([\d.]+)")
+_VLLM_LOADED = re.compile(r"Model loading took (\d+(?:\.\d+)?) GiB")
+_VLLM_IN_PLACE = re.compile(r"Total CPU offloaded parameters: (\d+(?:\.\d+)?)")
 _VLLM_PREFETCH = re.compile(
-    r"\[PrefetchOffloader\] Initialized (\d+) modules\. Total GPU memory saved: ([\d.]+) GB, "
+    r"\[PrefetchOffloader\] Initialized (\d+) modules\. "
+    r"Total GPU memory saved: (\d+(?:\.\d+)?) GB, "
     r".*?\(group_size=(\d+), num_in_group=(\d+), prefetch_step=(\d+),"
 )
-_SGLANG_LOADED = re.compile(r"Load weight end\..*? mem usage=([\d.]+) GB")
+_SGLANG_LOADED = re.compile(r"Load weight end\..*? mem usage=(\d+(?:\.\d+)?) GB")
 _SGLANG_LAYER = re.compile(r"\[offloader\] offload module_index=(\d+) ")
 
 
@@ -72,11 +75,13 @@ def read_log(engine: str, text: str) -> Startup:
 
 def read_server(engine: str, text: str) -> Startup:
     """Read what a server answers to ``/server_info``; raises ValueError for anything else."""
-    data = json.loads(text)
     try:
+        data = json.loads(text)
         return _read_vllm_server(data) if engine == "vllm" else _read_sglang_server(data)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"no {error} in what the server says of itself") from None
+    except RecursionError:
+        raise ValueError("what the server says of itself is nested too deeply") from None
 
 
 def _read_vllm_log(text: str) -> Startup:
@@ -112,8 +117,10 @@ def _read_vllm_server(data: Mapping[str, Any]) -> Startup:
 
 def _read_sglang_server(data: Mapping[str, Any]) -> Startup:
     usage = data["internal_states"][0].get("memory_usage", {}).get("weight")
+    if usage is not None and not 0 <= float(usage) < MOST_GIB:
+        raise ValueError(f"{usage} GiB of weights in what the server says of itself")
     return Startup(
-        version=data["version"],
+        version=data["version"] if isinstance(data["version"], str) else None,
         loaded_bytes=None if usage is None else float(usage) * GIB,
         flags={name.replace("_", "-"): _words(data[name]) for name in SGLANG_FLAGS},
     )

@@ -13,11 +13,15 @@ def find_longest_context(question: Question, most: int | None = None) -> int | N
     """Find the longest context for which a plan keeps a question's budget and targets.
 
     It holds the workload's prompt and output, and is no longer than ``most`` tokens, by default
-    what the model was trained for. None where not even the shortest such context fits.
+    what the model was trained for, nor than an engine serves. None where not even the shortest
+    such context fits.
     """
     workload = question.workload
     shortest = workload.prompt_tokens + workload.output_tokens
-    most = most or question.model.architecture.trained_context or MOST
+    architecture = question.model.architecture
+    most = most or architecture.trained_context or MOST
+    if question.goal.engine is not None:
+        most = min(most, architecture.engine_context or most)
     most = max(shortest, min(most, MOST, MOST_CACHED // workload.batch))
     if not _fits(question, shortest):
         return None

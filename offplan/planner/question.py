@@ -7,6 +7,7 @@ from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.engines.export import find_engine
 from offplan.engines.ranks import hold_model
+from offplan.engines.served import require_served
 from offplan.errors import ExportError, InputError
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
@@ -20,8 +21,8 @@ class Question:
     one's, host memory that of all together. The budget takes no more than the machine has.
 
     Raises InputError for a goal that names an engine offplan does not export to, or one beside a
-    second GPU's memory, or ranks that it cannot divide the model among, and ProfileError where the
-    link to that memory is not known.
+    second GPU's memory, or ranks that it cannot divide the model among, or a context that it does
+    not serve, and ProfileError where the link to that memory is not known.
     """
 
     model: Model
@@ -38,7 +39,7 @@ class Question:
         engine = self.goal.engine
         try:
             if engine is not None:
-                find_engine(engine)
+                require_served(self.model, self.workload.context, find_engine(engine)[0])
             held = hold_model(self.model, self.goal, self.workload)
         except ExportError as error:
             raise InputError(f"--for {engine}: {error}") from None

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from offplan.checkpoint.model import Model
@@ -31,6 +31,8 @@ WEIGHTS_TO = 0.05
 
 Source: chosen, above what allocators round up to; half of what is offloaded where that is less.
 """
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?")
 
 
 def read_start(engine: str, log: Path | None, url: str | None) -> Startup:
@@ -94,10 +96,11 @@ def _ask_server(engine: Engine, url: str) -> Startup:
         if engine.name == "vllm":
             version = re.search(r'"version":\s*"([^"]+)"', _get(f"{url}/version"))
             startup = replace(startup, version=version[1] if version else None)
-    except (URLError, TimeoutError, ConnectionError) as error:
+    except (OSError, HTTPException) as error:  # HTTPException: it speaks otherwise, or stops
         helps = " (vLLM answers only with VLLM_SERVER_DEV_MODE=1)" if engine.name == "vllm" else ""
+        told = str(error).strip()
         raise InputError(
-            f"{url}/server_info: {error}{helps}; --log reads what it wrote when it started"
+            f"{url}/server_info: {told}{helps}; --log reads what it wrote when it started"
         ) from None
     except ValueError as error:
         raise InputError(f"{url} is no server of {engine.title}: {error}") from None
@@ -144,9 +147,8 @@ def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
 
 def _normal(values: tuple[str, ...] | None) -> list[float | str]:
     """Return values in an order, numbers as such; what is not set, SGLang's -1 too, is nothing."""
-    number = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
-    found = [float(v) if re.fullmatch(number, v) else v for v in values or ()]
-    return sorted((each for each in found if each not in (-1, 0, *OFF)), key=str)
+    numbers = [float(v) if _NUMBER.fullmatch(v) else v for v in values or ()]
+    return sorted((each for each in numbers if each not in (-1, 0, *OFF)), key=str)
 
 
 def _check_stage(plan: Plan, model: Model, export: Export, startup: Startup) -> Iterator[Finding]:

@@ -128,3 +128,19 @@ def test_the_context_that_a_model_was_trained_for(
     config: dict[str, object], tokens: int | None
 ) -> None:
     assert read_architecture(config).trained_context == tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({}, None),
+        ({"n_positions": 8}, 8),
+        ({"max_position_embeddings": 8, "model_max_length": 16}, None),
+        ({"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, 16),
+        ({"max_position_embeddings": 8, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 8),
+        ({"max_position_embeddings": 8, "rope_parameters": {"full": {"factor": 2}, "x": 1}}, 16),
+        ({"max_position_embeddings": 8, "rope_scaling": {"factor": float("nan")}}, 8),
+    ],
+)
+def test_the_context_that_engines_serve(config: dict[str, object], tokens: int | None) -> None:
+    assert read_architecture(config).engine_context == tokens

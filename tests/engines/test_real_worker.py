@@ -25,7 +25,7 @@ from offplan.engines.vllm import divide_vllm
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError, OffplanError
 from offplan.placement import Placement, place
-from offplan.plan import Backend, Goal, Plan, Rule, dump_plan
+from offplan.plan import Backend, Goal, Plan, Rule, Workload, dump_plan
 from offplan.ranks import ONE_RANK, Ranks
 from tests.engines import real_vllm
 from tests.engines.builders import make_plan, prefetch, up_to, uva
@@ -97,7 +97,9 @@ def write_plan_of(
     )
     decided = plan.offload.model_copy(update=offload)
     goal = Goal() if ranks == ONE_RANK else make_goal(ranks)
-    plan = plan.model_copy(update={"model": found, "offload": decided, "goal": goal})
+    work = Workload(prompt_tokens=32, output_tokens=16, context=64)
+    told = {"model": found, "workload": work, "offload": decided, "goal": goal}
+    plan = plan.model_copy(update=told)
     (folder / "plan.yaml").write_text(dump_plan(plan))
     return plan, model, folder / "plan.yaml"
 

@@ -1,6 +1,8 @@
 """Whether an engine that has started does what was exported to it."""
 
 import json
+import re
+import socketserver
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.engines.ranks import hold_model
-from offplan.engines.startup import read_log
+from offplan.engines.startup import SGLANG_FLAGS, read_log, read_server
 from offplan.errors import InputError
 from offplan.plan import Budget, Goal, Plan, Rule
 from offplan.upkeep.checking import Finding
@@ -227,10 +229,12 @@ def vllm_info(**changed: Any) -> dict[str, Any]:
     return {"vllm_config": config, "vllm_env": {"VLLM_USE_V2_MODEL_RUNNER": False}}
 
 
-def asked(plan: Plan, answers: dict[str, Any], engine: str) -> dict[str, Finding]:
+def asked(
+    plan: Plan, answers: dict[str, Any], engine: str, model: Model = MODEL
+) -> dict[str, Finding]:
     with serving(answers) as url:
         startup = read_start(engine, None, url)
-    return {each.subject: each for each in check_start(plan, MODEL, engine, startup)}
+    return {each.subject: each for each in check_start(plan, model, engine, startup)}
 
 
 def test_a_server_says_its_flags() -> None:
@@ -292,3 +296,46 @@ def test_a_server_that_does_not_say() -> None:
         read_start("sglang", None, url)
     with pytest.raises(InputError, match="write it with http"):
         read_start("vllm", None, "file:///etc/passwd")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n"],
+)
+def test_what_speaks_otherwise_is_no_server(answer: bytes) -> None:
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(InputError, match="--log reads what it wrote"):
+            read_start("sglang", None, f"http://127.0.0.1:{server.server_address[1]}")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://a b", "http://[::1"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(InputError, match=re.escape(url)):
+        read_start("vllm", None, url)
+
+
+def test_odd_values_of_a_server_are_no_tracebacks() -> None:
+    plan = make_plan(prefetch("experts"), prefetch_step=1)
+    plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
+    info: dict[str, Any] = dict.fromkeys(SGLANG_FLAGS, "1.2.3")
+    info |= {"internal_states": [{}], "version": 5}
+    findings = asked(plan, {"/server_info": info}, "sglang", large(deepseek()))
+    assert drifts(findings) == {"flags"}
+    assert findings["version"].verdict == "unknown"
+    for usage in (float("nan"), float("inf"), -1, "x"):
+        info["internal_states"] = [{"memory_usage": {"weight": usage}}]
+        with pytest.raises(ValueError, match=r"weights|convert"):
+            read_server("sglang", json.dumps(info))
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_server("vllm", "[" * 10**5)
+
+
+def test_a_line_that_is_cut_says_nothing() -> None:
+    for line in ("Model loading took . GiB", "Model loading took ..5 GiB"):
+        assert read_log("vllm", line).loaded_bytes is None

@@ -13,7 +13,7 @@ from offplan.checkpoint.model import KVCache, Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.memory import context_bytes
 from offplan.costs.predict import predict
-from offplan.costs.vllm_cache import BLOCK_TOKENS, cache_bytes
+from offplan.costs.vllm_cache import cache_bytes
 from offplan.engines.export import export_plan
 from offplan.engines.ranks import hold_model
 from offplan.engines.vllm import serve_vllm
@@ -23,8 +23,10 @@ from offplan.planner.question import Question
 from offplan.units import format_bytes
 from tests.costs.builders import make_machine
 from tests.engines.builders import keep_caches, make_plan, qwen3
-from tests.engines.configs import DENSE
+from tests.engines.configs import DENSE, STORED_CODES
 
+BLOCK_TOKENS = 128
+"""Tokens in a block, at most."""
 TOKEN = KVCache(1024)
 """Keys and values of one head of 256 elements."""
 STATE = KVCache(state_bytes=3 * 2**19)
@@ -48,7 +50,26 @@ def count_blocks(model: Model, workload: Workload) -> float:
 
 def test_layers_that_are_alike_have_the_plans_blocks_and_an_empty_one() -> None:
     assert count_blocks(every(1, 6, TOKEN), ask(300, batch=2)) == 6 * (1 + 2 * 3)
-    assert count_blocks(every(1, 6, KVCache(1024, 256)), ask(300)) == 6 * (1 + 3)
+
+
+def test_windows_need_not_begin_with_a_block() -> None:
+    model = every(1, 6, TOKEN)
+    model = keep_caches(model, [KVCache(1024, 4096)] * 6)
+    assert count_blocks(model, ask(300, batch=2)) == 6 * (1 + 2 * (3 + 1))
+
+
+def test_prompts_of_a_batch_pass_their_windows_at_once() -> None:
+    """Of 13 layers one has no window, and each of the others is a group."""
+    model = keep_caches(qwen3(13), [TOKEN, *[KVCache(1024, 128)] * 12])
+    of_window = 8 + 8 * 1024 // BLOCK_TOKENS
+    assert count_blocks(model, ask(1024, batch=8)) == 1 + 8 * 8 + 12 * of_window
+
+
+def test_blocks_that_hold_a_state_may_be_smaller_than_what_is_left_of_a_context() -> None:
+    """With parts of 16 tokens three blocks of 112 hold a context, else two of 128."""
+    model = every(4, 16, KVCache(state_bytes=112 * 1024))
+    given = cache_bytes(model, ask(230, batch=32), CHUNK)
+    assert given == 4 * 112 * 1024 * (1 + 32 * 3 + 3 * (32 + 2))
 
 
 def test_nothing_is_said_of_a_cache_that_is_not_there() -> None:
@@ -98,6 +119,20 @@ def test_what_blocks_of_one_size_take_beyond_a_plan_is_told_or_refused() -> None
         export_plan(plan.model_copy(update={"budget": budget}), model, "vllm")
 
 
+def test_blocks_of_many_short_contexts_are_counted_where_layers_are_alike() -> None:
+    """A plan of another engine's has 130 tokens of each, vLLM 256; a block or so has room."""
+    model, work = every(1, 6, TOKEN), ask(130, batch=64)
+    more = cache_bytes(model, work, CHUNK) - context_bytes(model, work)
+    assert more > context_bytes(model, work) * 0.9
+    plan = make_plan().model_copy(update={"workload": work})
+    assert f"{format_bytes(more)} more" in " ".join(export_plan(plan, model, "vllm").notes)
+    budget = plan.budget.model_copy(update={"gpu_memory": more // 2})
+    with pytest.raises(ExportError, match=r"more of GPU memory .* of a budget"):
+        export_plan(plan.model_copy(update={"budget": budget}), model, "vllm")
+    alone = plan.model_copy(update={"workload": ask(130)})
+    assert "more than the plan" not in " ".join(export_plan(alone, model, "vllm").notes)
+
+
 @pytest.mark.parametrize("model", [every(1, 4, TOKEN), every(4, 16, STATE)])
 def test_a_plan_for_vllm_counts_the_cache_that_vllm_is_given(model: Model) -> None:
     work, goal = ask(4096), Goal(engine="vllm")
@@ -124,27 +159,48 @@ def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
     assert given == (str(3 * of_layer),)
 
 
+def test_stages_have_parts_of_the_groups_of_all_layers(tmp_path: Path) -> None:
+    """Of eight layers each second one has a window: two groups of four.
+
+    Of these the stages have two and one layer, one and two, one and one. By themselves the first
+    two would make groups of one layer.
+    """
+    path = tmp_path / "config.json"
+    config = {**STORED_CODES, "num_hidden_layers": 8, "sliding_window": 4096}
+    config["layer_types"] = ["sliding_attention", "full_attention"] * 4
+    path.write_text(json.dumps(config))
+    goal = Goal.model_validate({"engine": "vllm", "pipeline_parallel": 3})
+    stages = hold_model(open_model(str(path)), goal, ask(100)).stages
+    of_layer = BLOCK_TOKENS * stages[0].layers[0].kv_cache.bytes_per_token
+    found = [cache_bytes(stage, ask(100), CHUNK) for stage in stages]
+    assert found == [each * of_layer * (1 + 1 + 2) for each in (2, 2, 1)]
+
+
 @pytest.mark.engines
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs the package vllm")
-@pytest.mark.parametrize("context", [512, 2048, 4096, 32768])
+@pytest.mark.parametrize("part", [16, 64, 128])
+@pytest.mark.parametrize("context", [230, 512, 2048, 4096, 32768])
 @pytest.mark.parametrize(
     "model",
     [
+        keep_caches(qwen3(6), [KVCache(1024, 1024)] * 6),
         every(6, 62, KVCache(1024, 1024)),
         every(6, 26, KVCache(1024, 512)),
         every(2, 24, KVCache(1024, 128)),
         every(4, 48, STATE),
         every(2, 9, STATE),
+        every(4, 16, KVCache(state_bytes=112 * 1024)),
     ],
 )
-def test_vllm_starts_with_it(model: Model, context: int) -> None:
+def test_vllm_starts_with_it(model: Model, context: int, part: int) -> None:
     """By its own count of what one context needs, with prefixes cached and the empty block."""
     caches = [layer.kv_cache for layer in model.layers]
-    needed = ask_vllm(caches, context)
+    needed = ask_vllm(caches, context, part)
     assert cache_bytes(model, ask(context), CHUNK) >= needed
 
 
-def ask_vllm(caches: list[KVCache], context: int) -> int:
+def ask_vllm(caches: list[KVCache], context: int, part: int) -> int:
+    """Ask for the bytes, in blocks of so many tokens, or of as many more as hold a state."""
     import torch
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1 import kv_cache_interface as kept
@@ -157,8 +213,7 @@ def ask_vllm(caches: list[KVCache], context: int) -> int:
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
     config.cache_config.kv_cache_layout = "LBHNC"
     config.cache_config.mamba_cache_mode = "align"
-    # of 16 tokens, or of as many more as hold a state
-    block = 16 * max(1, *(-(-each.state_bytes // (16 * 1024)) for each in caches))
+    block = part * max(1, *(-(-each.state_bytes // (part * 1024)) for each in caches))
     attention: Any = {"num_kv_heads": 1, "head_size": 256, "dtype": torch.bfloat16}
 
     def specify(cache: KVCache) -> Any:
