@@ -121,7 +121,7 @@ def _fits(parameter: Parameter, architecture: Architecture) -> bool:
 
 
 def _is_raw_matrix(parameter: Parameter) -> bool:
-    is_raw = parameter.form.is_raw and not parameter.is_widened
+    is_raw = parameter.form.is_raw and parameter.resized is None
     return is_raw and _is_matrix(parameter) and all(t.dtype == "BF16" for t in parameter.tensors)
 
 

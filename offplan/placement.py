@@ -175,7 +175,8 @@ def _spans(slabs: Iterable[Slab], phase: Phase) -> list[Span]:
 def group_units(layer: Layer) -> tuple[Unit, ...]:
     """Split a layer into units, in the order of their names.
 
-    What is widened when it is loaded is in none: its bytes are not those that a slab would hold.
+    What takes another type's size when it is loaded is in none, nor is what it is fused with: its
+    bytes are not those that a slab would hold.
     """
     fused = {False: FUSED_PARTS, True: FUSED_EXPERT_PARTS}
     partners = {
@@ -184,14 +185,13 @@ def group_units(layer: Layer) -> tuple[Unit, ...]:
     }
     groups: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in layer.parameters:
-        if parameter.is_widened:
-            continue
         parts = parameter.name.split(".")
         key = tuple(partners[parameter.is_expert].get(part, part) for part in parts)
         groups.setdefault(key, []).append(parameter)
     return tuple(
         Unit(layer.index, tuple(parameters), part)
         for parameters in groups.values()
+        if all(parameter.resized is None for parameter in parameters)
         for part in parameters[0].parts
     )
 
@@ -223,7 +223,7 @@ def place(model: Model, offload: Offload) -> Placement:
     if offload.embeddings == "host" and model.whole.input_embedding is None:
         raise PlanError(
             f"embeddings: host needs an input embedding of its own; that of {model.source} is "
-            "tied to the head, or was not found"
+            "tied to the head, changes its type when it is loaded, or was not found"
         )
     weights = model.loaded_bytes - (embedding.nbytes if embedding is not None else 0)
     return Placement(

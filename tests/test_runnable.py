@@ -4,15 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, MemoryLimitError, OffplanError
+from offplan.hostmem import limits
 from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
 from tests.engines.configs import STORED_CODES
+from tests.runtime.plans import offload
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -60,8 +65,22 @@ def test_a_process_is_asked_of_a_quantised_model_that_was_planned(tmp_path: Path
 def test_nothing_is_fetched_for_a_model_that_cannot_run(both_ways: Path) -> None:
     model = open_model(str(both_ways), name="on/the-hub")
     with pytest.raises(CheckpointError, match="tokens behind its own"):
-        check_before_fetching(model)
-    check_before_fetching(open_model(str(both_ways)))  # loading says so itself
+        check_before_fetching(model, offload(), CPU)
+    check_before_fetching(open_model(str(both_ways)), offload(), CPU)  # loading says so itself
+
+
+def test_nothing_is_fetched_for_a_host_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "host_room", lambda *_: iter([(2**10, "this machine")]))
+    model = open_model(str(TINY_MOE), name="on/the-hub")
+    with pytest.raises(MemoryLimitError, match="this machine has 1 KiB left"):
+        check_before_fetching(model, offload(), CPU)
+
+
+def test_nothing_is_fetched_without_a_gpus_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    model = open_model(str(TINY_MOE), name="on/the-hub")
+    with pytest.raises(OffplanError, match="pip install triton"):
+        check_before_fetching(model, offload(), torch.device("cuda"))
 
 
 def test_the_commands_say_so(cli: CLI, both_ways: Path) -> None:

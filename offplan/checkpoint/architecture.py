@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from offplan.checkpoint import model_types
 from offplan.checkpoint.config import MAX_COUNT, class_type, read_count, read_dtype, text_config
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.tensors import CONFIG_NAME
+from offplan.checkpoint.tensors import CONFIG_NAME, FLOAT_BITS
 from offplan.checkpoint.windows import Mixer, read_windows
 from offplan.errors import CheckpointError
 from offplan.forms.methods import read_quantisation
@@ -157,10 +157,9 @@ class Architecture:
     notes: tuple[str, ...]
     """Sentences on what the config leaves open."""
 
-    def widens(self, name: str, stored: str, dtype: str) -> bool:
-        """Whether a model computed in ``dtype`` keeps a parameter in float32 that is ``stored``
-        shorter, as ``BF16`` or ``F16``."""
-        return stored in ("BF16", "F16") and self.keeps_float32(name, dtype)
+    def kept_bits(self, name: str, dtype: str) -> int:
+        """Return the bits of an element of loaded floats in a model computed in ``dtype``."""
+        return 32 if self.keeps_float32(name, dtype) else FLOAT_BITS[dtype]
 
     def keeps_float32(self, name: str, dtype: str) -> bool:
         """Whether a parameter stays in float32 in a model that is computed in ``dtype``."""

@@ -1,12 +1,11 @@
 """The step from what a source holds to the model that the rest of offplan sees."""
 
 from collections import Counter
-from dataclasses import replace
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.config import read_model_type
 from offplan.checkpoint.experts import describe_experts
-from offplan.checkpoint.group import group_parameters
+from offplan.checkpoint.group import group_parameters, resize
 from offplan.checkpoint.kv_cache import describe_kv_caches
 from offplan.checkpoint.layers import split_layers
 from offplan.checkpoint.model import (
@@ -35,10 +34,7 @@ def assemble(source: str, stored: Stored) -> Model:
     dtype = compute_dtype(_main_dtype(stored.tensors), architecture.dtype)
     parameters = [
         tuple(
-            replace(
-                parameter,
-                is_widened=architecture.widens(parameter.name, parameter.tensors[0].dtype, dtype),
-            )
+            resize(parameter, architecture, dtype)
             for parameter in group_parameters(f"{split.prefix}.{index}", tensors, architecture)
         )
         for index, tensors in enumerate(split.layers)

@@ -2,12 +2,13 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.tensors import TensorInfo, Tensors, split_expert
+from offplan.checkpoint.tensors import DTYPE_BITS, FLOATS, TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.form import OTHER, Part
 from offplan.forms.names import part_of
@@ -67,6 +68,18 @@ def group_parameters(
 def group_outside(tensors: Tensors, architecture: Architecture) -> tuple[Parameter, ...]:
     """Group what lies outside the layers into parameters by their whole names, experts apart."""
     return _join_parts({tensor.name: (tensor,) for tensor in tensors}, architecture)
+
+
+def resize(parameter: Parameter, architecture: Architecture, dtype: str) -> Parameter:
+    """Return a parameter that knows what it takes once loaded in a model computed in ``dtype``.
+
+    Floats become that type, or float32 where the model keeps them so; codes stay as they are.
+    """
+    if not parameter.form.is_raw:
+        return parameter
+    kept = architecture.kept_bits(parameter.name, dtype)
+    changes = any(t.dtype in FLOATS and DTYPE_BITS[t.dtype] != kept for t in parameter.tensors)
+    return replace(parameter, resized=kept) if changes else parameter
 
 
 def _join_parts(

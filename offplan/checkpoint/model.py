@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
-from offplan.checkpoint.group import group_outside
+from offplan.checkpoint.group import group_outside, resize
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.ranks import Ranks
@@ -250,10 +250,9 @@ class Model:
 
     @cached_property
     def outside_bytes(self) -> int:
-        """Bytes outside the layers once loaded, those widened to float32 as such."""
-        widens, computed = self.architecture.widens, self.dtype
-        loaded = (tensor for tensor in self.outside if tensor.name not in self.not_loaded)
-        return sum(t.nbytes * (1 + widens(t.name, t.dtype, computed)) for t in loaded)
+        """Bytes outside the layers once loaded, in the types that they are then in."""
+        loaded = (p for p in self.outside_parameters if p.tensors[0].name not in self.not_loaded)
+        return sum(resize(p, self.architecture, self.dtype).loaded_bytes for p in loaded)
 
     @cached_property
     def outside_key(self) -> str:
@@ -266,11 +265,13 @@ class Model:
         """The input embedding, if it is a tensor of its own; None where the head is tied to it.
 
         Only a few rows of it are read in a pass, so it may as well lie on the host. None where it
-        is stored in another form than its values: it cannot be read by row. None, too, in a stage
-        of a pipeline that does not hold it.
+        is stored in another form than its values: it cannot be read by row; or in a type of another
+        size than they are used in. None, too, in a stage of a pipeline that does not hold it.
         """
         named = self._outside_named(INPUT_EMBEDDINGS)
         if len(named) != 1 or not named[0].form.is_raw or not self.whole.stores_head:
+            return None
+        if resize(named[0], self.architecture, self.dtype).resized is not None:
             return None
         return named[0].tensors[0]
 
@@ -302,12 +303,12 @@ class Model:
 
     @cached_property
     def loaded_bytes(self) -> int:
-        """Bytes once loaded, those widened to float32 as such, without what is not loaded.
+        """Bytes once loaded, in the types that they are then in, without what is not loaded.
 
         What is made of weights when they are loaded is counted.
         """
         in_layers = (p for layer in self.layers for p in layer.parameters)
-        in_layers_bytes = sum(p.nbytes * (1 + p.is_widened) for p in in_layers)
+        in_layers_bytes = sum(p.loaded_bytes for p in in_layers)
         return in_layers_bytes + self.outside_bytes + self.derived_bytes
 
     @cached_property

@@ -24,8 +24,8 @@ class Parameter:
     """Values or codes: one tensor, or one for each routed expert in the order of their indices."""
     is_expert: bool = False
     """Whether it belongs to the routed experts (fused or one by one)."""
-    is_widened: bool = False
-    """Whether it is stored in two bytes an element and kept in float32 once loaded."""
+    resized: int | None = None
+    """Bits that an element takes once loaded, where they are not those that it is stored in."""
     form: Form = RAW
     """How the values are stored."""
     is_shuffled: bool = False
@@ -69,6 +69,13 @@ class Parameter:
     def nbytes(self) -> int:
         """Bytes as stored, over all its tensors."""
         return sum(tensor.nbytes for tensor in self.stored)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes once loaded, over all its tensors."""
+        if self.resized is None:
+            return self.nbytes
+        return sum(tensor.num_elements for tensor in self.tensors) * self.resized // 8
 
     @cached_property
     def num_weights(self) -> int:

@@ -24,6 +24,10 @@ DTYPE_BITS = {"BOOL": 8} | {
     name: int(found[1]) for name in _IN_TORCH if (found := re.match(r"[A-Z]+(\d+)", name))
 }
 """Bits an element. Source: safetensors 0.8, ``Dtype::bitsize``."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Stored types that become the type that a model is computed in when they are loaded."""
+FLOAT_BITS = {TORCH_NAMES[name]: DTYPE_BITS[name] for name in FLOATS}
+"""Bits an element of these, as torch names them."""
 
 INDEX = "(0|[1-9][0-9]{0,5})"
 """Matches the index of a layer or an expert as writers write it: no leading zero, few digits.

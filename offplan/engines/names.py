@@ -63,7 +63,7 @@ def engine_parameters(model: Model, renamed: Mapping[str, str]) -> Iterator[Engi
             parameters = tuple(dict.fromkeys(parameter for parameter, _ in parts))
             tensors = tuple(tensor for _, of_part in parts for tensor in of_part)
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            nbytes += sum(parameter.nbytes for parameter in parameters if parameter.is_widened)
+            nbytes += sum(parameter.loaded_bytes - parameter.nbytes for parameter in parameters)
             yield EngineParameter(layer.index, name, parameters, tensors, nbytes)
 
 

@@ -12,7 +12,6 @@ from offplan.hostmem.limits import peak_host_bytes
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import price_again
 from offplan.library.runnable import check_before_fetching
-from offplan.packing import pack_model
 from offplan.plan import Plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import device_name, find_device
@@ -84,7 +83,7 @@ def bench_plan(
     _check_ways(others)
     chosen = find_device(device)
     if not dummy_weights:
-        check_before_fetching(pack_model(found, plan.offload.packing))
+        check_before_fetching(found, plan.offload, chosen)
     setup = Bench(
         model=found,
         offload=plan.offload,

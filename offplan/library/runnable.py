@@ -7,10 +7,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 from offplan.files import answer_path, keep, read_kept
+from offplan.plan import Offload
+
+if TYPE_CHECKING:
+    import torch
 
 _PATIENCE_S = 120
 """Seconds after which a model that is still being built is given up."""
@@ -49,10 +54,21 @@ def find_obstacle(model: Model) -> str | None:
     return None
 
 
-def check_before_fetching(model: Model) -> None:
-    """Raise CheckpointError for a model that cannot run and whose weights are still on the Hub."""
-    if not Path(model.source).exists() and (obstacle := find_obstacle(model)):
-        raise CheckpointError(obstacle)
+def check_before_fetching(model: Model, offload: Offload, device: "torch.device") -> None:
+    """Raise what loading would, where weights may be on the Hub still: what needs none to be told.
+
+    That is CheckpointError for a model that cannot run, PlanError for a plan's decision that does
+    not fit it, MemoryLimitError where the host's memory or a second GPU is lacking, and
+    OffplanError where a GPU's compiler is.
+    """
+    if Path(model.source).exists():  # loading says so itself
+        return
+    from offplan.runtime.loading.prepared import prepare
+    from offplan.runtime.model.layers import require_triton
+
+    if device.type == "cuda":
+        require_triton()
+    prepare(model, offload, device)
 
 
 def _ask_process(model: Model) -> str | None:

@@ -8,7 +8,6 @@ from offplan.errors import InputError
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import price_again
 from offplan.library.runnable import check_before_fetching
-from offplan.packing import pack_model
 from offplan.plan import Plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import find_device
@@ -52,7 +51,7 @@ def load_session(
 ) -> Session:
     """Do what ``open_session`` does, once plan and model are checked and the device is found."""
     if not dummy_weights:
-        check_before_fetching(pack_model(model, plan.offload.packing))
+        check_before_fetching(model, plan.offload, device)
     return Session(
         model,
         plan.offload,

@@ -17,7 +17,7 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
-from offplan.placement import Phase, Placement, Span
+from offplan.placement import Phase, Placement, Span, place
 from offplan.plan import Rule
 from offplan.runtime import transformers_private
 from offplan.runtime.loading import loader, staging
@@ -89,8 +89,9 @@ def test_resident_weights_are_converted(tmp_path: Path, monkeypatch: pytest.Monk
     values = loaded_values(load(folder))
     assert values[name].dtype == torch.float32
     assert torch.equal(values[name], tensors[name].float())
-    with pytest.raises(PlanError, match="changes type"):
-        load(folder, group(1, 1, "up_proj"))
+    kept = load(folder, group(1, 1, "up_proj")).store
+    assert len(kept.offloaded) == NUM_LAYERS - 1
+    assert torch.equal(kept.resident[name], tensors[name].float())
 
 
 def test_extents_of_a_strided_view(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +353,38 @@ def test_what_stays_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
         placement, model = session.loaded.placement, session.loaded.model
         widened = sum(bias.nbytes for bias in biases.values()) * (stored is torch.bfloat16)
         assert placement.resident_bytes == model.outside_bytes + 2 * widened
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("end", ["1.mlp.up_proj.weight", "experts.2.up_proj.weight", "norm.weight"])
+def test_what_is_stored_in_another_type_stays_on_the_device(
+    tmp_path: Path, dtype: torch.dtype, end: str
+) -> None:
+    """Its bytes are not those that a slab would hold, nor are those of what it is fused with."""
+    save_tiny("qwen3_moe_tied" if "experts" in end else "qwen3", tmp_path)
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    for path in tmp_path.glob("*.safetensors"):
+        kept = {n: t.to(other if n.endswith(end) else dtype) for n, t in load_file(path).items()}
+        save_file(kept, path, {"format": "pt"})
+    model = open_model(str(tmp_path))
+    assert model.dtype == str(dtype).removeprefix("torch.")
+    prompt = torch.tensor([[3, 1, 4]])
+    with open_session(tmp_path, offload()) as session:
+        expected = session.prefill(prompt).clone()
+        held = {id(v): v.nbytes for v in session.loaded.module.state_dict(keep_vars=True).values()}
+        assert model.loaded_bytes == sum(held.values())
+    with open_session(tmp_path, offload(group(1, 1))) as session:
+        assert session.loaded.store.offloaded
+        assert torch.equal(session.prefill(prompt), expected)
+
+
+def test_an_embedding_stored_in_another_type_is_not_read_by_row(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        kept = {n: t if "embed" in n else t.bfloat16() for n, t in load_file(path).items()}
+        save_file(kept, path, {"format": "pt"})
+    with pytest.raises(PlanError, match="changes its type when it is loaded"):
+        place(open_model(str(tmp_path)), offload(embeddings="host"))
 
 
 def test_a_stored_head_that_the_config_ties_is_used(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
 from offplan.hostmem import limits
+from offplan.placement import place
 from offplan.plan import Offload, Rule
-from offplan.runtime.loading import loaded
+from offplan.runtime.loading import prepared
 from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import allocate
 from offplan.runtime.session import Session
@@ -128,7 +129,7 @@ def test_logits_equal_resident(
     assert without.loaded.store.peer is None
     assert all(map(torch.equal, generate(without), resident))
     # and the CPU for a GPU, of which nothing but memory is asked
-    monkeypatch.setattr(loaded, "_find_store", lambda *_: CPU)
+    monkeypatch.setattr(prepared, "_find_store", lambda *_: CPU)
     within = open_session(checkpoint, decision, late_copies=late)
     assert within.loaded.store.peer == CPU
     assert all(map(torch.equal, generate(within), resident))
@@ -147,16 +148,16 @@ def test_logits_equal_resident(
 def test_a_gpu_is_asked_for_the_slabs_alone(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, decision: Offload, asks: bool
 ) -> None:
-    placement = loaded.place(open_model(str(checkpoint)), decision)
+    placement = place(open_model(str(checkpoint)), decision)
     peer = torch.device("cuda", 1)
-    monkeypatch.setattr(loaded, "find_peer", lambda device, num_bytes: (device, num_bytes, peer))
-    found = loaded._find_store(placement, decision, CUDA_0)
+    monkeypatch.setattr(prepared, "find_peer", lambda device, num_bytes: (device, num_bytes, peer))
+    found = prepared._find_store(placement, decision, CUDA_0)
     assert found == ((CUDA_0, placement.offloaded_bytes, peer) if asks else None)
 
 
 def test_a_peer_takes_no_host_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "host_room", lambda *_: iter([(0, "the cgroup /x")]))
-    monkeypatch.setattr(loaded, "_find_store", lambda *_: CPU)
+    monkeypatch.setattr(prepared, "_find_store", lambda *_: CPU)
     with open_session(checkpoint, offload(group(2, 1), store="peer")) as session:
         assert session.loaded.placement.offloaded_bytes > 0
     if open_model(str(checkpoint)).input_embedding is not None:

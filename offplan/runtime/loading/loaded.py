@@ -6,22 +6,19 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.hostmem.limits import check_host_room
-from offplan.packing import pack_model
-from offplan.placement import Phase, Placement, place
+from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
-from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
+from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
-from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
+from offplan.runtime.loading.prepared import prepare
+from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.loading.verify import verify_places
-from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import WeightStore
-from offplan.runtime.refusal import refuse
 
 
 class LoadedModel:
@@ -37,26 +34,20 @@ class LoadedModel:
     ) -> None:
         """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
 
-        Raises PlanError for rules that do not fit the model, CheckpointError for files that
-        cannot be read, have changed or do not fit the model, MemoryLimitError when memory runs
-        out.
+        Raises what ``prepare`` raises, CheckpointError for files that cannot be read or have
+        changed, MemoryLimitError when memory runs out.
         """
-        self.model = model = pack_model(model, offload.packing)
-        self.placement: Placement = place(model, offload)
-        self.module: PreTrainedModel = build_skeleton(model)
-        targets = map_tensors(self.module, model)
-        hold_codes(self.module, targets)
-        _check_types(model, device)
-        peer = _find_store(self.placement, offload, device)
-        check_host_room(_host_bytes(self.placement, device, peer))
-        state = self.module.state_dict()
-        stored = {n: [piece.tensor.name for piece in t.pieces] for n, t in targets.items()}
+        prepared = prepare(model, offload, device)
+        self.model, self.placement = prepared.model, prepared.placement
+        self.module: PreTrainedModel = prepared.module
+        targets = prepared.targets
         self._places = find_places(self.module)
         self._phase: Phase | None = None
         """The phase whose parameters are in place; None where they may be mixed."""
         materialise_buffers(self.module, device)
-        wanted = {name: state[name] for name in targets}
-        self.store = WeightStore(self.placement, wanted, stored, device, peer)
+        self.store = WeightStore(
+            self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer
+        )
         try:
             with self.store.page_locking() as check:
 
@@ -67,7 +58,7 @@ class LoadedModel:
 
                 loaded = self.store.resident | self.store.offloaded
                 load_weights(folder, targets, loaded, tell)
-            dtype = model.dtype
+            dtype = self.model.dtype
             share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
             heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident)
@@ -96,27 +87,3 @@ class LoadedModel:
         for phase in Phase:
             self.enter_phase(phase)
             verify_places(self.module, phase, targets, self.store)
-
-
-def _check_types(model: Model, device: torch.device) -> None:
-    """Raise CheckpointError for experts that a GPU would have to expand, all of a layer at once."""
-    coded = (p for p in model.loaded_parameters if p.is_expert and not p.form.is_raw)
-    if device.type == "cuda" and model.dtype == "float32" and any(coded):
-        raise refuse(f"{model.source} has experts stored as codes and is computed in float32")
-
-
-def _find_store(
-    placement: Placement, offload: Offload, device: torch.device
-) -> torch.device | None:
-    """Find the GPU that holds the slabs; None for host memory, which stands in on the CPU."""
-    if offload.store == "host" or not placement.slabs or device.type == "cpu":
-        return None
-    return find_peer(device, placement.slab_bytes)
-
-
-def _host_bytes(placement: Placement, device: torch.device, peer: torch.device | None) -> int:
-    """Count the bytes that the weights will take on the host."""
-    if peer is not None:
-        return placement.offloaded_bytes - placement.slab_bytes
-    on_device = placement.resident_bytes + placement.ring_bytes
-    return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)

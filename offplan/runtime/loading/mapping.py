@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import FLOATS, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.forms.form import Form, Kind, Part
 from offplan.forms.names import part_of
@@ -32,9 +32,6 @@ from offplan.runtime.transformers_private import (
     convert,
     rename,
 )
-
-FLOATS = {"F64", "F32", "F16", "BF16"}
-"""Stored types that become the model's own by rounding alone."""
 
 
 @dataclass(frozen=True)

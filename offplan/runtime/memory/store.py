@@ -51,6 +51,55 @@ def view_as(wanted: torch.Tensor, memory: torch.Tensor, offset: int) -> nn.Param
     return nn.Parameter(view, requires_grad=False)
 
 
+Offloaded = Mapping[str, tuple[int, int]]
+"""Layer, and offset in its slab, of what is off the device, by parameter name."""
+
+
+def find_offloaded(
+    placement: Placement,
+    wanted: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Sequence[str]],
+) -> Offloaded:
+    """Find the parameters that a plan places off the device.
+
+    ``wanted`` are the model's tensors by parameter name, on the meta device, and ``stored`` the
+    names of the stored tensors that fill each. Raises PlanError where a plan places part of what is
+    loaded as one.
+    """
+    owner = {tensor: name for name, tensors in stored.items() for tensor in tensors}
+    found = {
+        _name_of(entry.unit, owner, wanted, stored): (slab.layer, entry.offset)
+        for slab in placement.slabs
+        for entry in slab.entries
+    }
+    if placement.host_embedding is not None:
+        found[owner[placement.host_embedding.name]] = HOST_EMBEDDING, 0
+    return found
+
+
+def _name_of(
+    unit: Unit,
+    owner: Mapping[str, str],
+    wanted: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Sequence[str]],
+) -> str:
+    """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
+    names = sorted({owner[tensor.name] for tensor in unit.tensors})
+    name, told = names[0], f"layer {unit.layer}: {unit.name} is"
+    if len(names) > 1 or len(stored[name]) != len(unit.tensors):
+        raise PlanError(
+            f"{told} loaded together with other parameters ({', '.join(names)}); name all of "
+            "them in cpu_offload_params or none"
+        )
+    if wanted[name].nbytes != unit.nbytes:
+        raise PlanError(
+            f"{told} stored in {format_bytes(unit.nbytes)} and used in "
+            f"{format_bytes(wanted[name].nbytes)}; a parameter that is split or changes "
+            "type when it is loaded cannot be offloaded"
+        )
+    return name
+
+
 class WeightStore:
     """Memory for every weight of a plan, and the views that each phase computes with."""
 
@@ -58,28 +107,20 @@ class WeightStore:
         self,
         placement: Placement,
         wanted: Mapping[str, torch.Tensor],
-        stored: Mapping[str, Sequence[str]],
+        offloaded: Offloaded,
         device: torch.device,
         peer: torch.device | None = None,
     ) -> None:
         """Allocate everything; nothing is loaded yet, nor page-locked.
 
-        ``wanted`` are the model's tensors by parameter name, on the meta device, and ``stored``
-        the names of the stored tensors that fill each. Slabs lie on ``peer``, another CUDA device,
-        or in host memory. Raises PlanError where a plan places part of what is loaded as one, and
-        MemoryLimitError.
+        ``wanted`` are the model's tensors by parameter name, on the meta device. Slabs lie on
+        ``peer``, another CUDA device, or in host memory. Raises MemoryLimitError.
         """
         self.device, self.peer = device, peer
         self.placement, self._wanted = placement, wanted
         self._blocks: dict[int, HostBlock] = {}
         """Host memory by layer."""
-        owner = {tensor: name for name, tensors in stored.items() for tensor in tensors}
-        self._places = {
-            self._name_of(entry.unit, owner, stored): (slab.layer, entry.offset)
-            for slab in placement.slabs
-            for entry in slab.entries
-        }
-        """Layer, and offset in its slab, of what is off the device, by parameter name."""
+        self._places = offloaded
         self.resident: dict[str, nn.Parameter] = {}
         """Views of the arena by parameter name."""
         self.offloaded: dict[str, nn.Parameter] = {}
@@ -97,9 +138,7 @@ class WeightStore:
         """Bytes of each slab by layer, and those of the input embedding if it is on the host."""
         sizes = {slab.layer: slab.nbytes for slab in placement.slabs}
         if placement.host_embedding is not None:
-            embedding = owner[placement.host_embedding.name]
-            self._places[embedding] = HOST_EMBEDDING, 0
-            sizes = {HOST_EMBEDDING: wanted[embedding].nbytes} | sizes
+            sizes = {HOST_EMBEDDING: placement.host_embedding.nbytes} | sizes
         try:
             self._allocate_resident()
             self.slots = [
@@ -192,22 +231,3 @@ class WeightStore:
         for name, tensor in tensors.items():
             self.resident[name] = view_as(tensor, self.arena, offset)
             offset += align(tensor.nbytes)
-
-    def _name_of(
-        self, unit: Unit, owner: Mapping[str, str], stored: Mapping[str, Sequence[str]]
-    ) -> str:
-        """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
-        names = sorted({owner[tensor.name] for tensor in unit.tensors})
-        name, told = names[0], f"layer {unit.layer}: {unit.name} is"
-        if len(names) > 1 or len(stored[name]) != len(unit.tensors):
-            raise PlanError(
-                f"{told} loaded together with other parameters ({', '.join(names)}); name all of "
-                "them in cpu_offload_params or none"
-            )
-        if self._wanted[name].nbytes != unit.nbytes:
-            raise PlanError(
-                f"{told} stored in {format_bytes(unit.nbytes)} and used in "
-                f"{format_bytes(self._wanted[name].nbytes)}; a parameter that is split or changes "
-                "type when it is loaded cannot be offloaded"
-            )
-        return name

@@ -1,0 +1,80 @@
+"""A model without its weights, and where a plan puts them, on a device that has been asked."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.checkpoint.model import Model
+from offplan.hostmem.limits import check_host_room
+from offplan.packing import pack_model
+from offplan.placement import Placement, place
+from offplan.plan import Offload
+from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
+from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.memory.peer import find_peer
+from offplan.runtime.memory.store import Offloaded, find_offloaded
+from offplan.runtime.refusal import refuse
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is settled before any weight is there."""
+
+    model: Model
+    """The model with the weights packed that the plan says."""
+    placement: Placement
+    module: PreTrainedModel
+    """The model's class, every tensor on the meta device."""
+    targets: dict[str, Target]
+    wanted: dict[str, torch.Tensor]
+    """What is loaded, by parameter name, on the meta device."""
+    offloaded: Offloaded
+    peer: torch.device | None
+    """The GPU that holds the slabs; None for host memory."""
+
+
+def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
+    """Build a model without weights, and find out whether ``device`` and host can take a plan's.
+
+    Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
+    run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
+    GPU is lacking.
+    """
+    model = pack_model(model, offload.packing)
+    placement = place(model, offload)
+    module = build_skeleton(model)
+    targets = map_tensors(module, model)
+    hold_codes(module, targets)
+    _check_types(model, device)
+    state = module.state_dict()
+    wanted = {name: state[name] for name in targets}
+    stored = {n: [piece.tensor.name for piece in t.pieces] for n, t in targets.items()}
+    offloaded = find_offloaded(placement, wanted, stored)
+    peer = _find_store(placement, offload, device)
+    check_host_room(_host_bytes(placement, device, peer))
+    return Prepared(model, placement, module, targets, wanted, offloaded, peer)
+
+
+def _check_types(model: Model, device: torch.device) -> None:
+    """Raise CheckpointError for experts that a GPU would have to expand, all of a layer at once."""
+    coded = (p for p in model.loaded_parameters if p.is_expert and not p.form.is_raw)
+    if device.type == "cuda" and model.dtype == "float32" and any(coded):
+        raise refuse(f"{model.source} has experts stored as codes and is computed in float32")
+
+
+def _find_store(
+    placement: Placement, offload: Offload, device: torch.device
+) -> torch.device | None:
+    """Find the GPU that holds the slabs; None for host memory, which stands in on the CPU."""
+    if offload.store == "host" or not placement.slabs or device.type == "cpu":
+        return None
+    return find_peer(device, placement.slab_bytes)
+
+
+def _host_bytes(placement: Placement, device: torch.device, peer: torch.device | None) -> int:
+    """Count the bytes that the weights will take on the host."""
+    if peer is not None:
+        return placement.offloaded_bytes - placement.slab_bytes
+    on_device = placement.resident_bytes + placement.ring_bytes
+    return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)
