@@ -17,6 +17,7 @@ from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_again
 from offplan.library.runnable import find_obstacle
+from offplan.plan import Workload
 from offplan.planner.make import make_plan
 from tests.cli import CLI
 from tests.runtime.families import TEXT_PARTS, VARIANTS, compare, make_config
@@ -143,7 +144,8 @@ def test_towers_are_neither_built_nor_loaded(folder: Path) -> None:
 @pytest.mark.parametrize("engine", [None, "vllm"])
 def test_a_plan_counts_towers_where_they_are_loaded(folder: Path, engine: Any) -> None:
     model = open_model(str(folder))
-    question = ask(model, load_machine("cpu"), gpu_memory=2**30, engine=engine)
+    workload = Workload(prompt_tokens=32, output_tokens=16, context=128)
+    question = ask(model, load_machine("cpu"), workload, gpu_memory=2**30, engine=engine)
     plan = make_plan(question).plan
     loaded = model.loaded_bytes if engine is None else model.total_bytes
     assert plan.prediction.gpu_memory.resident_bytes == loaded == question.model.loaded_bytes
