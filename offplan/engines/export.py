@@ -40,7 +40,7 @@ from offplan.engines.vllm import (
 )
 from offplan.errors import ExportError
 from offplan.placement import place
-from offplan.plan import PRINTED_TO, Budget, Offload, Plan, Rule
+from offplan.plan import PRINTED_TO, Offload, Plan, Rule
 from offplan.units import format_budget, format_bytes
 
 _VLLM = Engine(
@@ -141,7 +141,13 @@ def export_plan(
     require_served(model, plan.workload.context, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = hold_model(model, goal, plan.workload)
-    said = say_offload(plan.offload, loaded, engine, plan.budget)
+    said = say_offload(plan.offload, loaded, engine)
+    host = plan.budget.host_memory
+    if host is not None and said.pinned_bytes > host:
+        raise ExportError(
+            f"{chosen.title} page-locks {format_bytes(said.pinned_bytes)}, each parameter rounded "
+            f"up to a power of two, of a budget of {format_budget(host)}"
+        )
     planned = hold_model(model, plan.goal, plan.workload)
     more = said.more_gpu_bytes + _held_beyond(plan, planned, loaded)
     total = plan.prediction.gpu_memory.total_bytes + more
@@ -182,10 +188,10 @@ def _held_beyond(plan: Plan, planned: Model, loaded: Model) -> int:
     return loaded.loaded_bytes - planned.loaded_bytes + cached
 
 
-def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> Said:
-    """Say a plan's decision to an engine, as ``export_plan`` does.
+def say_offload(offload: Offload, model: Model, engine: str) -> Said:
+    """Say a plan's decision to an engine, as ``export_plan`` does, whatever its budget.
 
-    ``model`` is as the engine loads it. The budget's host memory holds what it page-locks.
+    ``model`` is as the engine loads it.
     """
     chosen, version = find_engine(engine)
     require_stored_weights(offload, chosen.title)
@@ -195,15 +201,8 @@ def say_offload(offload: Offload, model: Model, engine: str, budget: Budget) -> 
             key=lambda said: said.more_gpu_bytes,
         )
     if chosen.say is None:
-        said = say_to_worker(offload, model, version)
-    else:
-        said = _say_rule(offload, model, chosen, chosen.say, version)
-    if budget.host_memory is not None and said.pinned_bytes > budget.host_memory:
-        raise ExportError(
-            f"{chosen.title} page-locks {format_bytes(said.pinned_bytes)}, each parameter rounded "
-            f"up to a power of two, of a budget of {format_budget(budget.host_memory)}"
-        )
-    return said
+        return say_to_worker(offload, model, version)
+    return _say_rule(offload, model, chosen, chosen.say, version)
 
 
 def _say_rule(
@@ -224,15 +223,13 @@ def _say_rule(
     return said
 
 
-def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload], Said | None]:
+def export_check(model: Model, engine: str) -> Callable[[Offload], Said | None]:
     """Return what says a decision, or None; what it was asked it remembers."""
 
-    unlimited = budget.model_copy(update={"host_memory": None})
-
     @cache
-    def say(offload: Offload, within: Budget) -> Said | None:
+    def say(offload: Offload) -> Said | None:
         try:
-            return say_offload(offload, model, engine, within)
+            return say_offload(offload, model, engine)
         except ExportError:
             return None
 
@@ -244,9 +241,9 @@ def export_check(model: Model, engine: str, budget: Budget) -> Callable[[Offload
             for rule in offload.rules
         )
         asked = offload.model_copy(update={"prefill_chunk": 1})  # which is said elsewhere
-        if say(asked.model_copy(update={"rules": of_all, "prefetch_step": 1}), unlimited) is None:
+        if say(asked.model_copy(update={"rules": of_all, "prefetch_step": 1})) is None:
             return None
-        return say(asked, budget)
+        return say(asked)
 
     return check
 

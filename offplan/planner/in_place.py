@@ -30,12 +30,23 @@ class InPlace(NamedTuple):
     host_lack: float
 
 
+class LayerReads(NamedTuple):
+    """What the first parameters of a layer come to that an option takes."""
+
+    slab_bytes: int
+    host_bytes: int
+    """Bytes in host memory, with what an engine's page-locking rounds up."""
+    prompt_bytes: list[int]
+    """Bytes that a prompt reads in place, for each setting."""
+    step_bytes: int
+
+
 @dataclass(frozen=True)
 class InPlaceRules:
     """The plans of a space that copy nothing, for any budget."""
 
     space: Space
-    _reads: dict[tuple[Option, int, int], tuple[int, list[int], int]] = field(default_factory=dict)
+    _reads: dict[tuple[Option, int, int], LayerReads] = field(default_factory=dict)
 
     def plans(self, room: Room) -> Iterator[InPlace]:
         """List the plan of no rule, and those of ``max_bytes`` that take as little as fits.
@@ -78,13 +89,14 @@ class InPlaceRules:
             rules, rank = (rule,), (*option.rank, rule.max_bytes)
             off_gpu = self._sums[option][num_units - 1]
             for (kind, of_layer), count in self._layers(option, num_units).items():
-                slab_bytes, prompt_bytes, step_bytes = self._read(option, kind, of_layer)
-                host_bytes += count * slab_bytes
-                for phase, num_bytes in enumerate((prompt_bytes[setting], step_bytes)):
+                reads = self._read(option, kind, of_layer)
+                host_bytes += count * reads.host_bytes
+                read_bytes = reads.prompt_bytes[setting], reads.step_bytes
+                for phase, num_bytes in enumerate(read_bytes):
                     if copied:
                         passes = (int(table.num_chunks[setting]), 1)[phase]
-                        times[phase] += count * passes * space.copying_ps(slab_bytes)
-                        crossing[phase] += count * passes * slab_bytes
+                        times[phase] += count * passes * space.copying_ps(reads.slab_bytes)
+                        crossing[phase] += count * passes * reads.slab_bytes
                     else:
                         times[phase] += count * space.reading_ps(num_bytes)
                         crossing[phase] += count * num_bytes
@@ -131,14 +143,18 @@ class InPlaceRules:
             num_units -= of_layer
         return counts
 
-    def _read(self, option: Option, kind: int, num_units: int) -> tuple[int, list[int], int]:
-        """Bytes of a layer's slab, and that prompts, for each setting, and a step read of it."""
+    def _read(self, option: Option, kind: int, num_units: int) -> LayerReads:
+        """What first parameters of a layer come to."""
         key, space = (option, kind, num_units), self.space
         if key not in self._reads:
             units, rule = space.taken[option.segment_class][kind][:num_units], option.rule(1, 1)
-            slab = build_slab((unit, rule) for unit in units)
-            reads = space.prompt_read_bytes(units), space.step_read_bytes(units)
-            self._reads[key] = (slab.nbytes, *reads)
+            slab_bytes = build_slab((unit, rule) for unit in units).nbytes
+            self._reads[key] = LayerReads(
+                slab_bytes,
+                max(slab_bytes, space.host_bytes(t for unit in units for t in unit.tensors)),
+                space.prompt_read_bytes(units),
+                space.step_read_bytes(units),
+            )
         return self._reads[key]
 
 

@@ -1,5 +1,7 @@
 """Why there is no plan: what is missing and what would help."""
 
+from functools import partial
+
 from offplan.costs.memory import MARGIN, overhead_bytes
 from offplan.costs.threshold import least_that
 from offplan.engines.export import say_offload
@@ -18,8 +20,8 @@ RESOLUTION = 100
 def explain_infeasible(searcher: Searcher, question: Question, search: Search) -> InfeasibleError:
     """Say what is missing and what would help."""
     budget, workload = question.budget, question.workload
-    if question.goal.engine and not (search.gpu_lack or search.host_lack):
-        return _explain_engine(searcher, question, question.goal.engine)
+    if question.goal.engine and not search.gpu_lack:
+        return _explain_engine(searcher, question, question.goal.engine, not search.host_lack)
     if search.gpu_lack:
         lack = -(-int(search.gpu_lack) * 1000 // round(1000 * (1 - MARGIN)))
         space = min(searcher.spaces, key=lambda each: find_room(each, budget).lacking_bytes.min())
@@ -48,25 +50,41 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
     )
 
 
-def _explain_engine(searcher: Searcher, question: Question, engine: str) -> InfeasibleError:
-    """Say how much more the engine's plans need where they fit the GPU, or why it runs none."""
-    space, given = searcher.space, question.budget.gpu_memory
+def _explain_engine(
+    searcher: Searcher, question: Question, engine: str, others_fit: bool
+) -> InfeasibleError:
+    """Say how much more of either memory the engine's plans need, or why it runs none."""
+    space, given, lacks, offloads = searcher.space, question.budget, {}, False
     any_plan = Fastest((0, 0), limits_ps(question.goal))
+    most = {
+        "gpu_memory": space.machine.gpu_memory.value,
+        # page-locking rounds up to a power of two
+        "host_memory": 2 * space.model.loaded_bytes * question.goal.ranks.num_gpus,
+    }
 
-    def find(gpu_memory: int) -> Found | None:
-        room = find_room(space, question.with_gpu_memory(gpu_memory).budget)
+    def find(name: str, num_bytes: int) -> Found | None:
+        room = find_room(space, given.model_copy(update={name: num_bytes}))
         return searcher.find(room, any_plan).best
 
-    told = f"no plan that {engine} can run fits {format_budget(given)}, though others do"
-    most, lack = space.machine.gpu_memory.value, None
-    if most > given and find(most) is not None:
-        enough = least_that(lambda size: find(size) is not None, given, most, given // RESOLUTION)
-        lack = enough - given
-        told += f"; with {format_bytes_enough(lack)} more of GPU memory there is one"
-        found = find(enough)
-        if found is not None and found.offload.rules:
-            return InfeasibleError(told, lack)
-    return InfeasibleError(f"{told}{_refuse_layers(question, engine)}", lack)
+    for name, title in (("gpu_memory", "GPU"), ("host_memory", "host")):
+        low, high = getattr(given, name), most[name]
+        if low is None or high <= low or find(name, high) is None:
+            continue
+        finds = partial(lambda name, size: find(name, size) is not None, name)
+        enough = least_that(finds, low, high, low // RESOLUTION)
+        lacks[title] = enough - low
+        found = find(name, enough)
+        offloads |= found is not None and bool(found.offload.rules)
+    told = f"no plan that {engine} can run fits {format_budget(given.gpu_memory)}"
+    if given.host_memory is not None:
+        told += f" and {format_budget(given.host_memory)} of host memory"
+    told += ", though others do" * others_fit
+    if lacks:
+        more = (f"{format_bytes_enough(lack)} more of {title}" for title, lack in lacks.items())
+        told += f"; with {' memory, or with '.join(more)} memory there is one"
+    if not offloads:
+        told += _refuse_layers(question, engine)
+    return InfeasibleError(told, next(iter(lacks.values()), None))
 
 
 def _refuse_layers(question: Question, engine: str) -> str:
@@ -74,9 +92,8 @@ def _refuse_layers(question: Question, engine: str) -> str:
     way = Backend.PREFETCH
     rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way)
     offload = Offload(prefill_chunk=1, rules=(rule,))
-    unlimited = question.budget.model_copy(update={"host_memory": None})
     try:
-        say_offload(offload, question.model, engine, unlimited)
+        say_offload(offload, question.model, engine)
     except ExportError as error:
         return f": {error}"
     return ""

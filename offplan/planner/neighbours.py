@@ -36,7 +36,6 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
     and targets are not.
     """
     found = []
-    unlimited = plan.budget.model_copy(update={"host_memory": None})
     for change, changes in _steps(question, plan.offload):
         try:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
@@ -45,7 +44,7 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
             )
             said = None
             if plan.goal.engine is not None:
-                said = say_offload(offload, question.model, plan.goal.engine, unlimited)
+                said = say_offload(offload, question.model, plan.goal.engine)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})

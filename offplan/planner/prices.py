@@ -50,7 +50,7 @@ class Content(NamedTuple):
     unit_bytes: Any = 0
     """Bytes off the GPU."""
     slab_bytes: Any = 0
-    """Bytes on the host, padding included."""
+    """Bytes on the host, with padding, or with what an engine's page-locking rounds up."""
     prompt_bytes: Any = 0
     """Bytes that stream through the ring in prefill."""
     step_bytes: Any = 0
@@ -117,7 +117,7 @@ class Prices:
         step_read = space.step_read_bytes(in_decode)
         content = Content(
             unit_bytes=sum(space.gpu_bytes(unit.tensors) for unit, _ in chosen),
-            slab_bytes=slab.nbytes,
+            slab_bytes=max(slab.nbytes, space.host_bytes(t for u, _ in chosen for t in u.tensors)),
             prompt_bytes=sizes[0],
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],

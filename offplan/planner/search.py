@@ -136,15 +136,15 @@ class Searcher:
         question = self.space.question
         if question.goal.engine is None:
             return lambda _, __: True
-        say = export_check(question.model, question.goal.engine, question.budget)
+        say = export_check(question.model, question.goal.engine)
 
         def fits(offload: Offload, budget: Budget) -> bool:
-            said = say(offload)
-            has_stages = question.goal.pipeline_parallel > 1
-            if said is None or (said.more_gpu_bytes <= 0 and not has_stages):
-                return said is not None
+            said, host = say(offload), budget.host_memory
+            if said is None or (host is not None and said.pinned_bytes > host):
+                return False
+            if said.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1:
+                return True
             taken = predict(question.model, self.space.machine, question.workload, budget, offload)
-            host = budget.host_memory
             fits_host = host is None or taken.host_memory_bytes <= host
             more = max(0, said.more_gpu_bytes)
             return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory

@@ -31,8 +31,9 @@ from offplan.costs.link import embedding_bytes, uva_bytes, uva_slowdown
 from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.engines.engine import Engine
+from offplan.engines.engine import Engine, page_locked_bytes
 from offplan.engines.export import find_engine
+from offplan.engines.names import engine_parameters
 from offplan.machine.profile import MachineProfile
 from offplan.packing import pack_model
 from offplan.placement import Unit, group_units
@@ -264,6 +265,22 @@ class Space:
     def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
         """Bytes that tensors of the layers take at least on the GPU."""
         return int(sum(each.nbytes * self._growth.get(each.name, 1) for each in tensors))
+
+    @cached_property
+    def _rounding(self) -> dict[str, Fraction]:
+        """Times that weights grow where an engine page-locks them, by their tensors' names."""
+        if self.engine is None:
+            return {}
+        return {
+            tensor.name: Fraction(page_locked_bytes(each.nbytes), each.nbytes)
+            for each in engine_parameters(self.model, {})
+            for tensor in each.tensors
+            if each.name.endswith("weight")  # what belongs to one may stay on the GPU
+        }
+
+    def host_bytes(self, tensors: Iterable[TensorInfo]) -> int:
+        """Bytes that tensors of the layers take at least in host memory, each on its own."""
+        return int(sum(each.nbytes * self._rounding.get(each.name, 1) for each in tensors))
 
     @cached_property
     def grown_bytes(self) -> int:

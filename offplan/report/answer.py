@@ -94,7 +94,7 @@ def describe_engine_memory(plan: Plan, model: Model) -> list[str]:
     if plan.goal.engine is None:
         return []
     engine, _ = find_engine(plan.goal.engine)
-    said = say_offload(plan.offload, model, plan.goal.engine, plan.budget)
+    said = say_offload(plan.offload, model, plan.goal.engine)
     notes = tell_more(engine, said.more_gpu_bytes)
     if said.pinned_bytes > plan.stored_bytes:
         notes.append(tell_page_locked(engine, said))

@@ -198,18 +198,22 @@ def test_stages_count_their_layers_anew(tmp_path: Path) -> None:
 def test_all_ranks_lock_memory(tmp_path: Path) -> None:
     whole = read(tmp_path, DENSE)
     held, plan = hold(whole, tensor_parallel=2), write_plan(prefetch("mlp"), prefetch_step=1)
-    said = say_offload(plan.offload, held, "vllm", Budget(gpu_memory=GIB))
+    said = say_offload(plan.offload, held, "vllm")
     assert {each.layer for each in said.moved} == {1, 3}
     assert said.pinned_bytes == 2 * 2 * (16384 + 8192)  # gate_up of 12 KiB, down of 6
+    limits = {
+        "goal": Goal(engine="vllm", tensor_parallel=2),
+        "budget": Budget(gpu_memory=GIB, host_memory=90000),
+    }
     with pytest.raises(ExportError, match="page-locks 96 KiB"):
-        say_offload(plan.offload, held, "vllm", Budget(gpu_memory=GIB, host_memory=90000))
+        export_plan(plan.model_copy(update=limits), whole, "vllm")
 
 
 def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
     held = hold(read(tmp_path, DENSE), pipeline_parallel=2)
     plan = write_plan(uva("self_attn"))
     with pytest.raises(ExportError, match="all stages of a pipeline the same flags"):
-        say_offload(plan.offload, held, "vllm", Budget(gpu_memory=GIB))
+        say_offload(plan.offload, held, "vllm")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan, say_offload
 from offplan.errors import ExportError, InfeasibleError
-from offplan.plan import Budget, Goal, Offload
+from offplan.plan import Goal, Offload
+from offplan.planner.aims import NEVER
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from offplan.report.why import explain_plan
@@ -95,22 +96,38 @@ def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_
     assert bool(result.plan.offload.rules) == (share < 1.3)
 
 
-def test_what_an_engine_page_locks_is_within_the_budget() -> None:
+@pytest.mark.parametrize("engine", ["vllm", "vllm-worker", "sglang"])
+@pytest.mark.parametrize("model", [qwen3(), deepseek(3)])
+def test_what_an_engine_page_locks_is_within_the_budget(engine: str, model: Model) -> None:
     """Parameters of 6 KiB are page-locked as 8: host memory for the former is not enough."""
-    asked = ask(qwen3(), make_machine(), 0.5, goal=Goal(engine="vllm"))
-    free = make_plan(asked).plan
-    locked = export_plan(free, qwen3(), "vllm").said.pinned_bytes
-    assert locked > free.prediction.host_memory_bytes
-    limit = Budget(gpu_memory=free.budget.gpu_memory, host_memory=locked - 1)
-    plan = make_plan(replace(asked, budget=limit)).plan
-    assert export_plan(plan, qwen3(), "vllm").said.pinned_bytes < locked
+    asked = ask(model, make_machine(h2d=1e9, uva=9e8), 0.5, goal=Goal(engine=engine))
+    free = BruteForce(asked, (600, 512)).singles
+    locked = {each.offload: lock(each.offload, asked) for each in free}
+    for limit in sorted({*locked.values()} - {NEVER}):
+        budget = asked.budget.model_copy(update={"host_memory": limit - 1})
+        fits = [each for each in free if locked[each.offload] < limit]
+        if not fits:
+            with pytest.raises(InfeasibleError):
+                make_plan(replace(asked, budget=budget))
+            continue
+        plan = make_plan(replace(asked, budget=budget)).plan
+        assert export_plan(plan, model, engine).said.pinned_bytes < limit
+        best = min(each.objective_s for each in fits)
+        assert plan.prediction.objective_s <= best * (1 + 1e-12)
+
+
+def lock(offload: Offload, question: Question) -> float:
+    """Bytes that the engine page-locks for a decision; infinite where it cannot say it."""
+    if not can_say(offload, question):
+        return NEVER
+    return say_offload(offload, question.model, str(question.goal.engine)).pinned_bytes
 
 
 def can_say(offload: Offload, question: Question) -> bool:
     model, budget = question.model, question.budget
     assert question.goal.engine is not None
     try:
-        said = say_offload(offload, model, question.goal.engine, budget)
+        said = say_offload(offload, model, question.goal.engine)
     except ExportError:
         return False
     taken = predict(model, question.planned_machine, question.workload, budget, offload)

@@ -74,7 +74,7 @@ def list_plans(question: Question) -> Iterator[Offload]:
 def find_all(question: Question) -> list[Plan]:
     """Price those that fit every stage and that vLLM's flags can say."""
     assert question.goal.engine is not None
-    say = export_check(question.model, question.goal.engine, question.budget)
+    say = export_check(question.model, question.goal.engine)
     found = []
     for offload in list_plans(question):
         try:
