@@ -40,7 +40,7 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
             lack,
         )
     # that of plans of one rule: others may lack less
-    lack = int(search.host_lack) * question.goal.ranks.num_gpus
+    lack = int(search.host_lack)
     return InfeasibleError(
         f"no plan fits {format_budget(budget.host_memory or 0)} of "
         f"{searcher.space.machine.store} memory: "

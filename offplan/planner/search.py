@@ -405,8 +405,10 @@ class _Run:
         )
         elsewhere: list[Fraction] = []
         if self.stages is not None:
-            taken = self.stages.price(candidates.choose(rows))
-            kept = np.flatnonzero(taken.has_same_flags)
+            chosen = candidates.choose(rows)
+            taken, (_, on_host, _) = self.stages.price(chosen), self.prices.weigh(chosen)
+            fits = on_host + taken.host_bytes <= self.room.host_bytes[chosen.setting]
+            kept = np.flatnonzero(taken.has_same_flags & fits)
             rows, over, under = rows[kept], over[kept], under[kept]
             prompt_ps = prompt_ps[kept] + taken.prompt_ps[kept]
             elsewhere = [taken.step_ps[number] for number in kept.tolist()]

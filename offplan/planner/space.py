@@ -336,7 +336,8 @@ class Room:
     lacking_bytes: NDArray[np.int64]
     """Bytes of layers' weights that must leave the GPU, the ring's to come on top; may be < 0."""
     host_bytes: NDArray[np.float64]
-    """Bytes of slabs of one rank that the store has room for; infinite where it is not limited."""
+    """Bytes of slabs of one rank, in all stages, that the store has room for; infinite where it is
+    not limited."""
     budget: Budget
     """The budget itself."""
 
@@ -348,6 +349,6 @@ def find_room(space: Space, budget: Budget) -> Room:
     lacking = [each.device_bytes + taken - budget.gpu_memory for each in space.settings]
     on_host = space.machine.store == "host"  # an embedding is, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory
-    limit /= space.question.goal.ranks.num_gpus  # no rank locks more than the largest
+    limit /= space.question.goal.ranks.tensor  # all of a stage lock as much
     host = [limit - (each.host_bytes if on_host else 0) for each in space.settings]
     return Room(np.array(lacking), np.array(host, dtype=np.float64), budget)

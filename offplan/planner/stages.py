@@ -33,6 +33,8 @@ class Taken(NamedTuple):
     step_ps: tuple[Fraction, ...]
     has_same_flags: NDArray[np.bool_]
     """Whether each stage has as many slots, and something that the rule takes."""
+    host_bytes: Ints
+    """Bytes of slabs of one rank of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +153,12 @@ class Stages:
         """Price candidates of one rule exactly."""
         prompt_ps = np.zeros(len(candidates.setting), dtype=np.int64)
         step_ps = [Fraction(0)] * len(prompt_ps)
-        same = np.ones(len(prompt_ps), dtype=bool)
+        same, host_bytes = np.ones(len(prompt_ps), dtype=bool), np.zeros_like(prompt_ps)
         for count, prices in self._prices:
             _, on_host, num_turns = prices.weigh(candidates)
             takes = (on_host > 0) | (candidates.first == NO_RULE)
             same &= takes & (num_turns >= candidates.prefetch_step)
+            host_bytes += count * on_host
             _, prompts, over, under = prices.price(candidates, np.isfinite)
             prompt_ps += count * prompts
             steps = zip(over.tolist(), under.tolist(), strict=True)
@@ -163,7 +166,7 @@ class Stages:
                 sum_ps + count * Fraction(*each)
                 for sum_ps, each in zip(step_ps, steps, strict=True)
             ]
-        return Taken(prompt_ps, tuple(step_ps), same)
+        return Taken(prompt_ps, tuple(step_ps), same, host_bytes)
 
     def price_offload(self, offload: Offload, setting: int) -> tuple[int, Fraction] | None:
         """Price a decision by its schedules; None where it takes nothing of some stage."""

@@ -119,7 +119,10 @@ def test_the_search_prices_as_the_schedule_does(
     off_gpu, on_host, _ = searcher.prices.weigh(case.candidates())
     on_gpu = placement.resident_bytes + placement.ring_bytes
     assert off_gpu.tolist() == [model.loaded_bytes - setting.host_bytes - on_gpu]
-    assert on_host.tolist() == [placement.slab_bytes]
+    if searcher.space.engine is None:
+        assert on_host.tolist() == [placement.slab_bytes]
+    else:  # which page-locks each parameter rounded up
+        assert on_host.tolist() >= [placement.slab_bytes]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -86,7 +86,10 @@ def find_all(question: Question) -> list[Plan]:
         except OffplanError:
             continue
         total = taken.gpu_memory.total_bytes + max(0, said.more_gpu_bytes)
-        if total <= question.budget.gpu_memory and num_slots <= offload.prefetch_step:
+        fits = total <= budget.gpu_memory and num_slots <= offload.prefetch_step
+        if budget.host_memory is not None:
+            fits &= max(said.pinned_bytes, taken.host_memory_bytes) <= budget.host_memory
+        if fits:
             found.append(question.answer(offload, taken))
     return found
 
@@ -107,6 +110,25 @@ def test_no_plan_is_faster_over_all_stages(
     assert plan.prediction.objective_s <= least
     if plan.offload.rules and plan.offload.rules[0].max_bytes is None:
         assert plan.prediction.objective_s == least
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.6])
+def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
+    """The second one has fewer layers, and page-locks less."""
+    model = read("dense", 7, tmp_path)
+    question = ask(model, 0.5)
+    sizes = [
+        export_plan(each, model, "vllm").said.pinned_bytes
+        for each in find_all(question)
+        if each.offload.rules
+    ]
+    limit = round(min(sizes) + part * (max(sizes) - min(sizes)))
+    budget = question.budget.model_copy(update={"host_memory": limit})
+    asked = Question(model, question.machine, WORKLOAD, budget, question.goal)
+    plan = make_plan(asked).plan
+    assert export_plan(plan, model, "vllm").said.pinned_bytes <= limit
+    least = min(each.prediction.objective_s for each in find_all(asked))
+    assert plan.prediction.objective_s <= least
 
 
 @pytest.mark.parametrize("part", [0.0, 0.4])
