@@ -15,17 +15,17 @@ from packaging.utils import canonicalize_name
 from docs import make_cli_reference
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
-from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
-from offplan.costs.memory import (
+from offplan.costs.activations import (
     CODED_EXPERTS_BYTES,
-    MARGIN,
     attention_bytes,
     hidden_bytes,
     logits_bytes,
     mlp_bytes,
     waiting_bytes,
 )
+from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
+from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
+from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import PACKED_SLOWDOWNS, PassShape, decode_shape, prefill_shapes

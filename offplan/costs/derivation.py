@@ -5,17 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from offplan.checkpoint.model import Model
+from offplan.costs.activations import coded_experts_bytes, phase_bytes, scratch_bytes
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
-from offplan.costs.memory import (
-    MARGIN,
-    coded_experts_bytes,
-    context_bytes,
-    kv_cache_bytes,
-    phase_bytes,
-    scratch_bytes,
-)
+from offplan.costs.memory import MARGIN, context_bytes, kv_cache_bytes
 from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import predict
 from offplan.costs.timeline import to_seconds

@@ -18,7 +18,7 @@ from offplan.progress import Progress
 
 LIBRARY_BYTES = 100 * 2**20
 """Workspaces of libraries, kernels and captured graphs of a process that has run a model, beside
-the tensors that graphs keep (``costs.memory.activation_bytes``), some MiB of which are in both.
+the tensors that graphs keep (``costs.activations.activation_bytes``), some MiB of which are in both.
 
 Source: 10 plans of Qwen3-8B and DeepSeek-V2-Lite took 25 to 138 MiB less than was predicted so on
 an H200, torch 2.11, at a first start and later (``benchmarks.predictions``).

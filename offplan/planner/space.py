@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.link import embedding_bytes, uva_bytes, uva_slowdown
-from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
+from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.engine import Engine, page_locked_bytes

@@ -7,14 +7,13 @@ import pytest
 from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.memory import (
+from offplan.costs.activations import (
     ATTENTION_COPIES,
     EAGER_COPIES,
     HIDDEN_COPIES,
     JOINED_PARTS,
     KERNEL_HEADS,
     LOGIT_COPIES,
-    MARGIN,
     MASK_BYTES,
     PER_LAYER_COPIES,
     RULE_CHUNK,
@@ -28,18 +27,16 @@ from offplan.costs.memory import (
     WAITING_COPIES,
     activation_bytes,
     attention_bytes,
-    context_bytes,
     eager_expert_bytes,
     hidden_bytes,
     latent_bytes,
     linear_bytes,
     logits_bytes,
     mlp_bytes,
-    overhead_bytes,
     per_layer_bytes,
-    predict_gpu_memory,
     waiting_bytes,
 )
+from offplan.costs.memory import MARGIN, context_bytes, overhead_bytes, predict_gpu_memory
 from offplan.costs.work import PassShape, prefill_shapes
 from offplan.placement import Phase
 from offplan.plan import Budget, Workload

@@ -7,20 +7,20 @@ import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.compute import outside_time
-from offplan.costs.link import CODED_ROWS, UNALIGNED_ROWS, coded_reads, uva_bytes
-from offplan.costs.memory import (
+from offplan.costs.activations import (
     CODED_EXPERTS_BYTES,
     EXPANDED_COPIES,
     NESTED_SCALE_BYTES,
     activation_bytes,
     coded_experts_bytes,
-    context_bytes,
     expanded_bytes,
     logits_bytes,
     phase_bytes,
     scratch_bytes,
 )
+from offplan.costs.compute import outside_time
+from offplan.costs.link import CODED_ROWS, UNALIGNED_ROWS, coded_reads, uva_bytes
+from offplan.costs.memory import context_bytes
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Kind, Part
 from offplan.machine.profile import load_profile

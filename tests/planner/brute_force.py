@@ -9,8 +9,9 @@ from functools import cache, cached_property
 from itertools import combinations, product
 from typing import Literal
 
+from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.memory import activation_bytes, kv_cache_bytes, overhead_bytes
+from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.predict import price_request
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
