@@ -20,8 +20,8 @@ LIBRARY_BYTES = 100 * 2**20
 """Workspaces of libraries, kernels and captured graphs of a process that has run a model, beside
 the tensors that graphs keep (``activation_bytes``), some MiB of which are in both.
 
-Source: eight plans of Qwen3-8B and DeepSeek-V2-Lite took 61 to 142 MiB less than is predicted so, 28
-to 75 of which are margin, on an H200 with torch 2.11 (``benchmarks/results/packed-h200.json``).
+Source: eight plans of Qwen3-8B and DeepSeek-V2-Lite took 61 to 142 MiB less than is predicted so,
+28 to 74 of which are margin, on an H200 with torch 2.11 (``benchmarks/results/packed-h200.json``).
 """
 
 KERNELS_PER_LAYER = 20
