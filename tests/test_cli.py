@@ -297,7 +297,7 @@ def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
         (("plan", "plans/tiny-moe", "--prompt-tokens", 5000), "raise --context"),
         (("plan", "plans/tiny-moe", "--batch", 2**20, "--context", 2**20), "which no memory holds"),
         (("plan", "plans/tiny-moe", "--prompt-tokens", 10**20), "--prompt-tokens: Input should be"),
-        (("plan", "plans/tiny-moe", "--revision", "main"), "leave the revision out"),
+        (("plan", "./plans/tiny-moe", "--revision", "main"), "leave the revision out"),
         (("plan", "plans/tiny-moe", "--frontier", "--objective", "throughput"), "--objective"),
         (("plan", "plans/tiny-moe", "-o", "plans"), "is a folder"),
         (("plan", "plans/tiny-moe", "-o", "no/such/plan.yaml"), "does not exist"),

@@ -62,27 +62,28 @@ def _read(source: str, revision: str | None, on_progress: Progress | None) -> St
     path = Path(source)
     # Not of the path: pathlib takes an empty name for the working directory.
     is_folder, exists = os.path.isdir(source), os.path.exists(source)
-    if exists and revision is not None:
+    may_be_id = _HUB_ID.fullmatch(source) and not _FILE.fullmatch(source)
+    if exists and revision is not None and not may_be_id:
         raise CheckpointError(
             f"{source}: found on disk, where there are no revisions, expected a Hub id with "
             f"--revision {revision}; leave the revision out"
         )
-    if is_folder:
+    if is_folder and revision is None:
         return read_folder(path, on_progress)
-    if exists and path.suffix == ".json":
+    if exists and revision is None and path.suffix == ".json":
         # Imported here: it is of use only with torch at hand.
         from offplan.checkpoint.config_only import read_config_only
 
         return read_config_only(path, on_progress)
     is_path = not exists and revision is None and _looks_like_path(source)
-    may_be_id = _HUB_ID.fullmatch(source) and not _FILE.fullmatch(source)
-    if not exists and not is_path and may_be_id:
+    if (revision is not None or not exists) and not is_path and may_be_id:
         from offplan.checkpoint.hub import read_hub
 
         try:
             return read_hub(source, revision, on_progress)
         except HubError as error:
-            raise HubError(f"{error} (nothing on disk has this name)") from None
+            beside = "leave the revision out for what is on disk" if exists else ""
+            raise HubError(f"{error} ({beside or 'nothing on disk has this name'})") from None
     found, help_ = "a file" if exists else "nothing on disk and no Hub id", "correct the name"
     if is_path:
         found = f"nothing of this name in {quote(os.path.dirname(os.path.abspath(source)))}"

@@ -19,7 +19,7 @@ def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
     its config alone, CheckpointError and HubError.
     """
     source = Path(model.source)
-    if source.is_dir():
+    if model.revision is None and source.is_dir():
         return source
     sizes = _shard_bytes(model)
     if not sizes or model.revision is None:

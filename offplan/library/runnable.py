@@ -61,7 +61,7 @@ def check_before_fetching(model: Model, offload: Offload, device: "torch.device"
     not fit it, MemoryLimitError where the host's memory or a second GPU is lacking, and
     OffplanError where a GPU's compiler is.
     """
-    if Path(model.source).exists():  # loading says so itself
+    if model.revision is None and Path(model.source).exists():  # loading says so itself
         return
     from offplan.runtime.loading.prepared import prepare
     from offplan.runtime.model.layers import require_triton

@@ -81,6 +81,22 @@ def test_hub_and_folder_are_the_same_model(sharded, folders, tmp_path):
     assert sharded.tokens == {"Bearer hf_secret"}
 
 
+def test_with_a_revision_the_hub_is_meant_beside_a_folder_of_that_name(
+    single, folders, tmp_path, monkeypatch
+):
+    """As where a plan made from the Hub runs beside a download; without one the folder is."""
+    (tmp_path / REPO).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    got = open_from(single.url, tmp_path / "home", revision=COMMIT, files="config.json")
+    assert got["sha"] == open_model(str(folders[0])).headers_sha256
+    single.answers = {"config.json": lambda handler: handler.send_error(500)}
+    text = refusal(single, tmp_path / "other", exit_code=1, revision="v1")
+    assert "leave the revision out for what is on disk" in text
+    asked = len(single.requests)
+    assert "config.json" in refusal(single, tmp_path / "home")
+    assert len(single.requests) == asked
+
+
 def test_what_modelopt_says_beside_a_config_that_is_silent_is_fetched(serve, tmp_path):
     format = FORMATS["modelopt fp8"]._replace(config=None)
     folder = write_quantised(tmp_path / "model", format)
