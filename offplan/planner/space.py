@@ -276,7 +276,7 @@ class Space:
             tensor.name: Fraction(page_locked_bytes(each.nbytes), each.nbytes)
             for each in engine_parameters(self.model, {})
             for tensor in each.tensors
-            if each.name.endswith("weight")  # what belongs to one may stay on the GPU
+            if each.nbytes and each.name.endswith("weight")  # its scales may stay on the GPU
         }
 
     def host_bytes(self, tensors: Iterable[TensorInfo]) -> int:

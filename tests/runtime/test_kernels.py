@@ -115,15 +115,15 @@ def test_blocks_fit_what_a_program_may_share(
 @pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
 def test_memory_is_predicted_for_these_kernels() -> None:
     pytest.importorskip("triton")
-    from offplan.costs import memory
+    from offplan.costs import activations
     from offplan.runtime.model import experts, kernels, latent_kernel
 
-    assert memory.KERNEL_TYPES == kernels.KERNEL_TYPES
-    assert memory.KERNEL_HEADS == latent_kernel.BLOCK_HEADS
+    assert activations.KERNEL_TYPES == kernels.KERNEL_TYPES
+    assert activations.KERNEL_HEADS == latent_kernel.BLOCK_HEADS
     sizes = range(1, 200)
     known = [size for size in sizes if experts.block_size(size)]
-    assert known == [size for size in sizes if size % memory.KERNEL_MULTIPLE == 0]
-    assert all(memory._is_power(size) == kernels._is_power(size) for size in sizes)
+    assert known == [size for size in sizes if size % activations.KERNEL_MULTIPLE == 0]
+    assert all(activations._is_power(size) == kernels._is_power(size) for size in sizes)
 
 
 @pytest.mark.gpu

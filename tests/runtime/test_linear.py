@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from offplan.checkpoint.open import open_model
-from offplan.costs import memory
+from offplan.costs import activations
 from offplan.errors import CheckpointError
 from offplan.plan import Rule, Workload
 from offplan.runtime.measuring import layer_times
@@ -191,7 +191,7 @@ def test_other_packages_kernels_are_not_called(
 
 
 def test_memory_is_predicted_for_these_spans() -> None:
-    assert memory.SPAN_TOKENS == linear.SPAN_TOKENS
+    assert activations.SPAN_TOKENS == linear.SPAN_TOKENS
 
 
 def test_a_convolution_is_not_timed_as_a_product(
