@@ -395,7 +395,7 @@ def load_plan(path: Path, *, in_any_budget: bool = False) -> Plan:
     except ValueError as error:
         raise PlanError(f"{path} is not YAML: {error}") from None
     plan = parse_plan(data, str(path), in_any_budget=in_any_budget)
-    plan._folder = path.absolute().parent
+    plan._folder = path.resolve().parent  # that of the file itself, also by way of a link
     return plan
 
 

@@ -78,6 +78,17 @@ def test_replan_moves_paths_with_the_file(cli: CLI, folder: Path) -> None:
     assert cli("replan", "plans/new.yaml", "-o", "-").out == text
 
 
+def test_paths_start_at_the_file_that_a_link_leads_to(cli: CLI, folder: Path) -> None:
+    links = folder / "links"
+    links.mkdir()
+    link = links / "plan.yaml"
+    link.symlink_to(folder / "plan.yaml")
+    assert cli("check", link).code == 0
+    assert cli("replan", link, "-o", link, "--force").code == 0
+    assert link.is_symlink()
+    assert "source: model\n" in Path("plan.yaml").read_text("utf-8")
+
+
 def test_replan_answers_for_a_smaller_budget(cli: CLI, folder: Path) -> None:
     write_plan(("gpu_memory: 1 MiB", "gpu_memory: 1000 KiB"))
     code, out, err = cli("check", "plan.yaml")

@@ -62,7 +62,8 @@ def open_plan_to_run(path: Path, model: str | None) -> tuple[Plan, Model]:
 
 def save_plan(path: Path, plan: Plan, *, force: bool) -> None:
     """Write a plan's file, in which relative paths start at the file's own folder, and say so."""
-    save_file(path, dump_plan(relocate_plan(plan, Path(), path.parent)), force=force)
+    moved = relocate_plan(plan, Path(), path.resolve().parent)
+    save_file(path, dump_plan(moved), force=force)
 
 
 def relocate_plan(plan: Plan, old: Path, new: Path) -> Plan:

@@ -71,7 +71,7 @@ def replan(
             on_stage=ProgressBar,
         )
     if chosen is not None and chosen.profile_name is not None:
-        named = relocate_profile(chosen.profile_name, Path(), plan.parent)
+        named = relocate_profile(chosen.profile_name, Path(), plan.resolve().parent)
         chosen = replace(chosen, profile_name=named)
     question = ask_again(old, model=found, machine=chosen, accept_drift=accept_drift)
     note_budget(question, old.budget.gpu_memory)
@@ -82,7 +82,7 @@ def replan(
     changes += ["another decision"] * bool(difference.decided) + list_changes(old, made)
     print_note(f"{plan}: {'; '.join(changes) or 'nothing changes'}")
     at_hand = plan if output in (None, STANDARD) else output
-    moved = relocate_plan(made, plan.parent, at_hand.parent)
+    moved = relocate_plan(made, plan.resolve().parent, at_hand.resolve().parent)
     text = rewrite_plan(read_text(plan, "plan", MOST_FILE_BYTES, PlanError), moved)
     if text is None:
         print_note(f"the layout of {plan} cannot be kept: its comments are left out")
