@@ -66,12 +66,14 @@ def _explain_engine(
         room = find_room(space, given.model_copy(update={name: num_bytes}))
         return searcher.find(room, any_plan).best
 
+    def finds(name: str, num_bytes: int) -> bool:
+        return find(name, num_bytes) is not None
+
     for name, title in (("gpu_memory", "GPU"), ("host_memory", "host")):
         low, high = getattr(given, name), most[name]
-        if low is None or high <= low or find(name, high) is None:
+        if low is None or high <= low or not finds(name, high):
             continue
-        finds = partial(lambda name, size: find(name, size) is not None, name)
-        enough = least_that(finds, low, high, low // RESOLUTION)
+        enough = least_that(partial(finds, name), low, high, low // RESOLUTION)
         lacks[title] = enough - low
         found = find(name, enough)
         offloads |= found is not None and bool(found.offload.rules)

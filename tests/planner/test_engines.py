@@ -1,6 +1,7 @@
 """Plans that an engine's flags can say."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from offplan.planner.aims import NEVER
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from offplan.report.why import explain_plan
+from offplan.units import parse_bytes
 from tests.costs.builders import make_machine
 from tests.engines.builders import deepseek, qwen3
 from tests.engines.configs import STORED_CODES
@@ -114,6 +116,22 @@ def test_what_an_engine_page_locks_is_within_the_budget(engine: str, model: Mode
         assert export_plan(plan, model, engine).said.pinned_bytes < limit
         best = min(each.objective_s for each in fits)
         assert plan.prediction.objective_s <= best * (1 + 1e-12)
+
+
+def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
+    """What is page-locked is rounded up: of host memory more lacks than the weights would take."""
+    model, machine = qwen3(), make_machine(gpu_memory=2**40)
+    asked = ask(model, machine, 0.5, goal=Goal(engine="vllm"))
+    least = make_plan(replace(asked, goal=Goal(packing=False))).plan.prediction.host_memory_bytes
+    budget = asked.budget.model_copy(update={"host_memory": least // 2})
+    told = r"; with (.*) more of GPU memory, or with (.*) more of host memory there is one$"
+    with pytest.raises(InfeasibleError, match=told) as error:
+        make_plan(replace(asked, budget=budget))
+    found = re.search(told, str(error.value))
+    assert found is not None
+    for name, more in zip(("gpu_memory", "host_memory"), found.groups(), strict=True):
+        enough = getattr(budget, name) + parse_bytes(more)
+        make_plan(replace(asked, budget=budget.model_copy(update={name: enough})))
 
 
 def lock(offload: Offload, question: Question) -> float:
