@@ -35,7 +35,7 @@ class LayerReads(NamedTuple):
 
     slab_bytes: int
     host_bytes: int
-    """Bytes in host memory, with what an engine's page-locking rounds up."""
+    """Bytes in host memory; on engines those that are page-locked at least."""
     prompt_bytes: list[int]
     """Bytes that a prompt reads in place, for each setting."""
     step_bytes: int
@@ -151,7 +151,9 @@ class InPlaceRules:
             slab_bytes = build_slab((unit, rule) for unit in units).nbytes
             self._reads[key] = LayerReads(
                 slab_bytes,
-                max(slab_bytes, space.host_bytes(t for unit in units for t in unit.tensors)),
+                slab_bytes
+                if space.engine is None
+                else space.host_bytes(tensor for unit in units for tensor in unit.tensors),
                 space.prompt_read_bytes(units),
                 space.step_read_bytes(units),
             )

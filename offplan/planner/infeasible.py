@@ -84,6 +84,8 @@ def _explain_engine(
     if lacks:
         more = (f"{format_bytes_enough(lack)} more of {title}" for title, lack in lacks.items())
         told += f"; with {' memory, or with '.join(more)} memory there is one"
+    elif question.goal.targets:
+        told += f"; nor does one reach {question.goal.targets} with more of either memory"
     if not offloads:
         told += _refuse_layers(question, engine)
     return InfeasibleError(told, next(iter(lacks.values()), None))

@@ -50,7 +50,7 @@ class Content(NamedTuple):
     unit_bytes: Any = 0
     """Bytes off the GPU."""
     slab_bytes: Any = 0
-    """Bytes on the host, with padding, or with what an engine's page-locking rounds up."""
+    """Bytes on the host, padding included; on engines those that are page-locked at least."""
     prompt_bytes: Any = 0
     """Bytes that stream through the ring in prefill."""
     step_bytes: Any = 0
@@ -117,7 +117,9 @@ class Prices:
         step_read = space.step_read_bytes(in_decode)
         content = Content(
             unit_bytes=sum(space.gpu_bytes(unit.tensors) for unit, _ in chosen),
-            slab_bytes=max(slab.nbytes, space.host_bytes(t for u, _ in chosen for t in u.tensors)),
+            slab_bytes=slab.nbytes
+            if space.engine is None
+            else space.host_bytes(tensor for unit, _ in chosen for tensor in unit.tensors),
             prompt_bytes=sizes[0],
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],

@@ -142,7 +142,7 @@ class Searcher:
             said, host = say(offload), budget.host_memory
             if said is None or (host is not None and said.pinned_bytes > host):
                 return False
-            if said.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1:
+            if said.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
                 return True
             taken = predict(question.model, self.space.machine, question.workload, budget, offload)
             fits_host = host is None or taken.host_memory_bytes <= host

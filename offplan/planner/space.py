@@ -269,18 +269,21 @@ class Space:
 
     @cached_property
     def _rounding(self) -> dict[str, Fraction]:
-        """Times that weights grow where an engine page-locks them, by their tensors' names."""
+        """Times that tensors grow where an engine page-locks them, by their names."""
         if self.engine is None:
             return {}
         return {
-            tensor.name: Fraction(page_locked_bytes(each.nbytes), each.nbytes)
+            # scales may stay on the GPU
+            tensor.name: Fraction(
+                0 if "scale" in each.name else page_locked_bytes(each.nbytes), each.nbytes
+            )
             for each in engine_parameters(self.model, {})
             for tensor in each.tensors
-            if each.nbytes and each.name.endswith("weight")  # its scales may stay on the GPU
+            if each.nbytes
         }
 
     def host_bytes(self, tensors: Iterable[TensorInfo]) -> int:
-        """Bytes that tensors of the layers take at least in host memory, each on its own."""
+        """Bytes that an engine page-locks at least for tensors of the layers."""
         return int(sum(each.nbytes * self._rounding.get(each.name, 1) for each in tensors))
 
     @cached_property

@@ -121,8 +121,6 @@ def test_the_search_prices_as_the_schedule_does(
     assert off_gpu.tolist() == [model.loaded_bytes - setting.host_bytes - on_gpu]
     if searcher.space.engine is None:
         assert on_host.tolist() == [placement.slab_bytes]
-    else:  # which page-locks each parameter rounded up
-        assert on_host.tolist() >= [placement.slab_bytes]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
