@@ -31,13 +31,7 @@ from offplan.engines.sglang import (
     stay_sglang,
 )
 from offplan.engines.taken import say_to_worker
-from offplan.engines.vllm import (
-    divide_vllm,
-    grow_vllm,
-    say_vllm,
-    serve_vllm,
-    stay_vllm,
-)
+from offplan.engines.vllm import divide_vllm, grow_vllm, say_vllm, serve_vllm, stay_vllm
 from offplan.errors import ExportError
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Offload, Plan, Rule

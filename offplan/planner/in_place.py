@@ -151,9 +151,7 @@ class InPlaceRules:
             slab_bytes = build_slab((unit, rule) for unit in units).nbytes
             self._reads[key] = LayerReads(
                 slab_bytes,
-                slab_bytes
-                if space.engine is None
-                else space.host_bytes(tensor for unit in units for tensor in unit.tensors),
+                space.host_bytes(units, slab_bytes),
                 space.prompt_read_bytes(units),
                 space.step_read_bytes(units),
             )

@@ -117,9 +117,7 @@ class Prices:
         step_read = space.step_read_bytes(in_decode)
         content = Content(
             unit_bytes=sum(space.gpu_bytes(unit.tensors) for unit, _ in chosen),
-            slab_bytes=slab.nbytes
-            if space.engine is None
-            else space.host_bytes(tensor for unit, _ in chosen for tensor in unit.tensors),
+            slab_bytes=space.host_bytes((unit for unit, _ in chosen), slab.nbytes),
             prompt_bytes=sizes[0],
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],

@@ -270,8 +270,6 @@ class Space:
     @cached_property
     def _rounding(self) -> dict[str, Fraction]:
         """Times that tensors grow where an engine page-locks them, by their names."""
-        if self.engine is None:
-            return {}
         return {
             # scales may stay on the GPU
             tensor.name: Fraction(
@@ -282,8 +280,11 @@ class Space:
             if each.nbytes
         }
 
-    def host_bytes(self, tensors: Iterable[TensorInfo]) -> int:
-        """Bytes that an engine page-locks at least for tensors of the layers."""
+    def host_bytes(self, units: Iterable[Unit], slab_bytes: int) -> int:
+        """Bytes of a slab of these units; on engines those that they page-lock at least."""
+        if self.engine is None:
+            return slab_bytes
+        tensors = (tensor for unit in units for tensor in unit.tensors)
         return int(sum(each.nbytes * self._rounding.get(each.name, 1) for each in tensors))
 
     @cached_property
