@@ -20,6 +20,7 @@ import offplan.runtime.loading.packed
 import offplan.runtime.loading.staging
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
+from offplan.forms.form import Part
 from offplan.hostmem.block import HostBlock
 from offplan.packing import pack_everything
 from offplan.placement import place
@@ -165,6 +166,11 @@ def test_page_locking_begins_once_loading_has_its_buffers(
     LoadedModel(model, decision, torch.device("cpu"), folder).close()
     num_buffers = 3 * NUM_THREADS  # two for each thread that reads, one for each that packs
     assert events == ["buffer"] * num_buffers + ["page-lock"]
+
+
+def test_what_brings_the_kernels_runs_all_of_them() -> None:
+    parts = offplan.runtime.loading.packed.pack_a_little(torch.device("cpu"))
+    assert parts[Part.PATCH_BLOCKS].tolist() == [[0, 1]]
 
 
 def test_random_weights_are_those_of_a_plan_without_packing(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A model whose weights lie where a plan puts them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from offplan.runtime.forms.stored import drop_scratch, share_scratch
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import Target
+from offplan.runtime.loading.packed import bringing_kernels
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import decoder_layers
@@ -37,7 +39,8 @@ class LoadedModel:
         Raises what ``prepare`` raises, CheckpointError for files that cannot be read or have
         changed, MemoryLimitError when memory runs out.
         """
-        prepared = prepare(model, offload, device)
+        with bringing_kernels(device) if offload.packing else nullcontext():
+            prepared = prepare(model, offload, device)
         self.model, self.placement = prepared.model, prepared.placement
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets

@@ -100,6 +100,33 @@ def _put(part: torch.Tensor, place: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 @contextmanager
+def bringing_kernels(device: torch.device) -> Iterator[None]:
+    """Have another thread bring to the current CUDA device what packs; leaving waits for it.
+
+    CUDA loads a kernel when it is first launched. Source: the first matrix that was packed on an
+    H200 took 0.8 s, and the next ones 2 ms.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    # while two threads import, one may find a module half done
+    from offplan.runtime.forms import products  # noqa: F401
+
+    current = torch.device("cuda", torch.cuda.current_device())
+    with ThreadPoolExecutor(1, thread_name_prefix="offplan-kernels") as thread:
+        thread.submit(pack_a_little, current)  # what fails here fails again where it is told
+        yield
+
+
+def pack_a_little(device: torch.device) -> Parts:
+    """Pack the smallest matrix of which a weight needs a patch."""
+    values = torch.ones(PATCH_ROWS, 64, dtype=torch.bfloat16)
+    values[0, 0] = 2.0**-100
+    with on_device(device), torch.inference_mode():
+        return _pack_exactly(values.to(device), "a matrix of ones")
+
+
+@contextmanager
 def open_packing(
     matrices: Sequence[Matrix], device: torch.device, num_threads: int
 ) -> Iterator[Callable[[Fill], Iterator[int]]]:
