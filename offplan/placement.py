@@ -55,7 +55,7 @@ class Unit:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(parameter.part_bytes[self.part] for parameter in self.parameters)
 
     @property
     def tensors(self) -> list[TensorInfo]:

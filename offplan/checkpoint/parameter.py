@@ -1,5 +1,6 @@
 """A parameter of a model: a weight, with whatever is stored for it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -66,9 +67,14 @@ class Parameter:
         return self.tensors[0].shape if self.logical_shape is None else self.logical_shape
 
     @cached_property
+    def part_bytes(self) -> Mapping[Part, int]:
+        """Bytes as stored, by part."""
+        return {part: sum(tensor.nbytes for tensor in self.of(part)) for part in self.parts}
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes as stored, over all its tensors."""
-        return sum(tensor.nbytes for tensor in self.stored)
+        return sum(self.part_bytes.values())
 
     @property
     def loaded_bytes(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import Tensors, split_expert
+from offplan.forms.form import Part
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -52,17 +53,17 @@ def engine_parameters(model: Model, renamed: Mapping[str, str]) -> Iterator[Engi
     """
     for layer in model.layers:
         fused = _find_fused(layer)
-        held: defaultdict[str, list[tuple[Parameter, Tensors]]] = defaultdict(list)
+        held: defaultdict[str, list[tuple[Parameter, Part]]] = defaultdict(list)
         for parameter in layer.parameters:
-            for tensors in (parameter.tensors, *(of_part for _, of_part in parameter.beside)):
-                stored = (split_expert(tensors[0].name) or (0, tensors[0].name))[1]
-                stored = stored.removeprefix(f"{layer.prefix}.")
+            for part in parameter.parts:
+                first = parameter.of(part)[0].name
+                stored = (split_expert(first) or (0, first))[1].removeprefix(f"{layer.prefix}.")
                 name = _name_expert(stored) if parameter.is_expert else _name(stored, fused)
-                held[_rename(name, renamed)].append((parameter, tensors))
+                held[_rename(name, renamed)].append((parameter, part))
         for name, parts in held.items():
             parameters = tuple(dict.fromkeys(parameter for parameter, _ in parts))
-            tensors = tuple(tensor for _, of_part in parts for tensor in of_part)
-            nbytes = sum(tensor.nbytes for tensor in tensors)
+            tensors = tuple(tensor for parameter, part in parts for tensor in parameter.of(part))
+            nbytes = sum(parameter.part_bytes[part] for parameter, part in parts)
             nbytes += sum(parameter.loaded_bytes - parameter.nbytes for parameter in parameters)
             yield EngineParameter(layer.index, name, parameters, tensors, nbytes)
 
