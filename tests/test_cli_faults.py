@@ -1,14 +1,17 @@
 """Faults as users see them: one line on stderr, the right exit code, no traceback."""
 
+import gc
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from offplan.cli import main
 from offplan.library import benchmark, sessions
 from offplan.runtime.loading import loaded
 from offplan.runtime.passes.runner import ModelRunner
@@ -79,6 +82,18 @@ def test_an_interrupt(cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str) -
 
     monkeypatch.setattr(loaded, "load_weights", interrupt)
     expect(cli, command, TINY_MOE, 130, "interrupted")
+
+
+def test_memory_is_left_to_the_system_where_nobody_calls_that_a_leak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append("triton" in sys.modules))
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    main._leave_garbage()
+    monkeypatch.delitem(sys.modules, "triton")
+    main._leave_garbage()
+    assert frozen == [False]
 
 
 def test_ctrl_c_while_generating() -> None:

@@ -90,7 +90,16 @@ def _look_for_little_garbage() -> None:
     What they make lives to the end; Python looks through it for cycles time and again.
     """
     gc.set_threshold(50_000)  # objects; 700 would do for garbage that comes as fast as it goes
-    atexit.register(gc.freeze)  # memory is the system's to take back
+    atexit.register(_leave_garbage)
+
+
+def _leave_garbage() -> None:
+    """Leave memory to the system to take back, unless a page of warnings would come of it.
+
+    Source: nanobind, by which triton 3.9 is bound, calls leaked what is there at the end.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _prepare_streams() -> None:
