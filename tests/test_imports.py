@@ -33,7 +33,7 @@ ARROWS = {
     "runtime": [],
     "runtime.device": ["errors"],
     "runtime.faults": ["errors"],
-    "runtime.refusal": ["errors"],
+    "runtime.refusal": ["checkpoint", "errors"],
     "runtime.gpu_limits": [],
     "runtime.transformers_private": [],
     "runtime.forms": [

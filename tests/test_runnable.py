@@ -1,10 +1,12 @@
 """Whether a model can be run is known from its headers and config, before anything is fetched."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
@@ -15,7 +17,8 @@ from offplan.library.runnable import check_before_fetching, find_obstacle, why_n
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
 from tests.engines.configs import STORED_CODES
-from tests.runtime.plans import offload
+from tests.runtime.families import PROMPT, make_config
+from tests.runtime.plans import offload, open_session
 
 CPU = torch.device("cpu")
 
@@ -37,6 +40,49 @@ def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
     config = json.loads((TINY_MOE / "config.json").read_text())
     (both_ways / "config.json").write_text(json.dumps(config | {"n_shared_experts": 2}))
     assert "belongs to another" in (find_obstacle(open_model(str(both_ways))) or "")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "k not in range"),
+        ("deepseek_v3", {"n_group": 3}, "is invalid for input of size"),
+        ("deepseek_v3", {"n_group": 0}, "ZeroDivisionError"),
+        ("deepseek_v3", {"topk_group": None}, "must be int, not NoneType"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, "must be float, not complex"),
+    ],
+)
+def test_a_config_that_no_pass_survives(
+    family: str, changes: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    _save_changed(family, changes, tmp_path)
+    obstacle = find_obstacle(open_model(str(tmp_path))) or ""
+    assert "correct config.json if it contradicts itself" in obstacle
+    assert said in obstacle
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        open_session(tmp_path, offload())
+
+
+def test_buffers_that_cannot_be_computed(tmp_path: Path) -> None:
+    _save_changed("deepseek_v3", {"initializer_range": -1.0}, tmp_path)
+    with pytest.raises(CheckpointError, match="expects std >= 0"):
+        open_session(tmp_path, offload())
+
+
+@pytest.mark.parametrize("changes", [{"output_router_logits": True}, {"return_dict": False}])
+def test_a_config_that_asks_for_more_than_logits(
+    changes: dict[str, object], tmp_path: Path
+) -> None:
+    _save_changed("gpt_oss", changes, tmp_path)
+    with open_session(tmp_path, offload()) as session, session.stream():
+        session.prefill(PROMPT)
+
+
+def _save_changed(family: str, changes: dict[str, object], folder: Path) -> None:
+    """Save a tiny model of a family, and a config that says something else than its own."""
+    AutoModelForCausalLM.from_config(make_config(family, {})).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_that_a_model_runs_is_kept_and_obstacles_are_not(

@@ -9,6 +9,9 @@ from offplan.checkpoint.config import class_type, read_model_type
 from offplan.checkpoint.jsontext import describe, quote
 from offplan.errors import CheckpointError
 
+_DROPPED = {"auto_map", "quantization_config", "return_dict"}
+_DROPPED |= {"output_attentions", "output_hidden_states", "output_router_logits"}
+
 
 def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrainedConfig:
     """Build transformers' config of a ``config.json``'s values; never runs code that they name.
@@ -43,6 +46,8 @@ def cannot_build(where: str, error: Exception) -> CheckpointError:
 def _sanitise(value: Any) -> Any:
     """Drop, at every depth, what could make transformers fetch code or change the stored types.
 
+    So is what asks it to return more than logits, or in another way.
+
     Infinity, which is no JSON number, is decoded.
     Source: transformers 5.23 saves it as ``{"__float__": "Infinity"}``.
     """
@@ -55,5 +60,5 @@ def _sanitise(value: Any) -> Any:
     return {
         key: _sanitise(each)
         for key, each in value.items()
-        if key not in ("auto_map", "quantization_config") and "_implementation" not in key
+        if key not in _DROPPED and "_implementation" not in key
     }

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from offplan.runtime.refusal import refuse_config
 from offplan.runtime.transformers_private import compute_buffers
 
 Places = dict[str, list[tuple[dict[str, Any], str]]]
@@ -37,7 +38,10 @@ def assign(places: Places, parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def materialise_buffers(skeleton: PreTrainedModel, device: torch.device) -> None:
-    """Give buffers their values on the device; those that are stored are loaded over them later."""
+    """Give buffers their values on the device; those that are stored are loaded over them later.
+
+    Raises CheckpointError where the config does not let transformers compute them.
+    """
     models = (part for part in skeleton.modules() if isinstance(part, PreTrainedModel))
     # a model within comes later, and knows its own
     owners = {module: model for model in models for module in model.modules()}
@@ -47,6 +51,9 @@ def materialise_buffers(skeleton: PreTrainedModel, device: torch.device) -> None
         if any(buffer.is_meta for buffer in own.values()):
             for name, buffer in own.items():
                 buffers[name] = torch.empty_like(buffer, device="cpu")
-            compute_buffers(model, module)
+            try:
+                compute_buffers(model, module)
+            except Exception as error:  # whatever transformers raises
+                raise refuse_config(model, error) from error
             for name in own:
                 buffers[name] = buffers[name].to(device)

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
+from offplan.checkpoint.jsontext import describe
 from offplan.errors import CheckpointError
 from offplan.runtime.model.linear import find_linear
-from offplan.runtime.refusal import refuse
+from offplan.runtime.refusal import refuse, refuse_config
 from offplan.runtime.transformers_private import ExpertsInterface, choose_attention
 
 PROBE = "offplan_probe"
@@ -56,7 +58,8 @@ def probe_attention(model: PreTrainedModel, layers: nn.ModuleList) -> dict[nn.Mo
 
     The model's attention and experts must be chosen again afterwards. Raises CheckpointError for a
     layer without an attention, be it linear or one that transformers lets be chosen, and for one
-    that asks for something that is not known here, or that cannot be told without weights.
+    that asks for something that is not known here, that cannot be told without weights, or that the
+    config's figures do not allow.
     """
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         raise refuse(f"{type(model).__name__} counts positions by its cache")
@@ -75,6 +78,8 @@ def _call(
     found: list[tuple[nn.Module, Asked]] = []
     masks: list[tuple[Any, Asked | str]] = []
     """Masks, of which layers share few, and what they leave."""
+    tried: list[object] = []
+    """Shapes and scales that attention takes."""
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
 
     def find_reach(mask: Any) -> Asked | str:
@@ -88,6 +93,11 @@ def _call(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any
     ) -> tuple[torch.Tensor, None]:
         found.append((module, _read(module, find_reach(attention_mask), others)))
+        scaling = others.get("scaling")
+        asked = query.shape, key.shape, value.shape, scaling
+        if asked not in tried:  # it takes a millisecond, and most layers ask for the same
+            scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+            tried.append(asked)
         batch, heads, new, _ = query.shape
         return query.new_empty(batch, new, heads, value.shape[-1]), None
 
@@ -108,13 +118,22 @@ def _call(
             )
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a model does that needs values
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        except Exception as error:  # whatever a config may ask for that a model cannot do
+            if not _lacks_values(error):
+                raise refuse_config(model, error) from error
             raise refuse(
                 f"what attention of {type(model).__name__} sees cannot be told without its weights "
-                f"({reason})"
+                f"({describe(error, 200)})"
             ) from error
     return found
+
+
+def _lacks_values(error: Exception) -> bool:
+    """Whether a call failed on the meta device alone, where a model has shapes and no values.
+
+    Source: torch 2.13 has no kernels there for what depends on values, or says the device's name.
+    """
+    return isinstance(error, NotImplementedError) or "meta" in str(error)
 
 
 class _Unpadded(TorchFunctionMode):
@@ -162,9 +181,9 @@ def _make_checked(
             made = forward(hidden, *others, **arguments)
         except CheckpointError:
             raise
-        except Exception:
-            # behind attention a layer may look at values, which nothing has here
-            if len(found) == before:
+        except Exception as error:
+            # behind attention a layer may look at values
+            if len(found) == before or not _lacks_values(error):
                 raise
             return hidden
         if attends and len(found) == before:
