@@ -43,8 +43,8 @@ def pack_model(model: Model, packing: Packing | None) -> Model:
     taken = [is_packed(p) for layer in layers for p in layer.parameters]
     if not any(taken):
         raise PlanError(
-            f"packing takes nothing: {model.source} has no bfloat16 matrices that it matches and "
-            "that can be packed; plan with --no-packing"
+            f"packing takes nothing: {model.source} has no bfloat16 matrices in the layers that it "
+            "matches and that can be packed; leave out `packing`, or plan again with --no-packing"
         )
     experts = [p for layer in layers for p in layer.parameters if _is_matrix(p) and p.is_expert]
     if len({is_packed(p) for p in experts}) > 1:
@@ -103,7 +103,10 @@ def _why_not_pack_head(model: Model) -> str | None:
         return "it is the input embedding, which is read by row"
     if not _is_raw_matrix(head) or not can_pack(head.shape):
         found = f"{head.name} of {head.tensors[0].dtype}, {list(head.shape)}"
-        return f"found {found}, expected BF16 of rows in multiples of 64, of inputs of 8"
+        return (
+            f"found {found}, expected BF16 of rows in multiples of 64, of inputs of 8, and fewer "
+            "than 2^30 weights"
+        )
     return None
 
 

@@ -129,6 +129,9 @@ def _derive_memory(
     workload, chunk = plan.workload, plan.offload.prefill_chunk
     embedding = placement.host_embedding.nbytes if placement.host_embedding is not None else 0
     taken = model.loaded_bytes - embedding - placement.resident_bytes
+    packed = [p for p in model.loaded_parameters if is_packed(p)]
+    saved = sum(sum(tensor.nbytes for tensor in p.unpacked) - p.nbytes for p in packed)
+    less = " - what packing saves" if packed else ""
     total = 0.0
 
     def term(name: str, value: float, formula: str, *inputs: Input) -> Term:
@@ -139,8 +142,9 @@ def _derive_memory(
     yield term(
         "resident",
         model.loaded_bytes - taken - embedding,
-        "weights - what rules take - embedding on the host",
-        Input("weights", model.loaded_bytes, "bytes"),
+        f"weights{less} - what rules take - embedding on the host",
+        Input("weights", model.loaded_bytes + saved, "bytes"),
+        *([Input("what packing saves", saved, "bytes")] if packed else []),
         Input("what rules take", taken, "bytes"),
         Input("embedding on the host", embedding, "bytes"),
     )

@@ -1,5 +1,6 @@
 """The floor: what no plan for this budget can beat."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offplan.checkpoint.model import Model
@@ -28,28 +29,30 @@ class Floor:
 
 
 def find_floor(
-    model: Model,
+    ways: Sequence[tuple[Model, int]],
     machine: MachineProfile,
     workload: Workload,
-    missing_bytes: int,
     resident_ps: tuple[int, int],
     elsewhere_ps: tuple[int, int] = (0, 0),
 ) -> Floor:
-    """Find the floor of a budget that leaves no room for ``missing_bytes`` of the weights.
+    """Find the floor of a budget.
 
-    What is not on the GPU when a pass starts must cross before it ends, if the pass reads it. What
-    is read least is missing first: rows of the input embedding, then routed experts (uniform
+    ``ways`` are the model as plans may hold it, each with the bytes of its weights that have no
+    room. What is not on the GPU when a pass starts must cross before it ends, if the pass reads it.
+    What is read least is missing first: rows of the input embedding, then routed experts (uniform
     routing). ``resident_ps`` are the fastest prompt and decode step with everything resident;
     ``elsewhere_ps`` the same of a pipeline's other stages, which come on top.
     """
     rate = max(machine.h2d.value, machine.uva.value)
     tokens = workload.batch * workload.prompt_tokens, workload.batch
-    prefill_bytes, decode_bytes = (_least_read(model, missing_bytes, each) for each in tokens)
+    prefill_bytes, decode_bytes = (
+        min(_least_read(model, missing, each) for model, missing in ways) for each in tokens
+    )
     others_s = [to_seconds(each) for each in elsewhere_ps]
     prefill_s = max(to_seconds(resident_ps[0]), prefill_bytes / rate) + others_s[0]
     decode_s = max(to_seconds(resident_ps[1]), decode_bytes / rate) + others_s[1]
     return Floor(
-        missing_bytes=missing_bytes,
+        missing_bytes=min(missing for _, missing in ways),
         decode_link_bytes=decode_bytes,
         prefill_link_bytes=prefill_bytes,
         decode_s=decode_s,

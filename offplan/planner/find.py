@@ -64,16 +64,22 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
 def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     """Find a budget's floor: memory of the chunks that need least, compute of the fastest ones.
 
-    Where weights may be packed all are, as far as memory goes, and only those that are faster so.
+    Where weights may be packed all or none are, as far as memory goes (their scratch may take more
+    than packing saves), and only those that are faster so.
     """
-    spaces = searcher.spaces
-    space = spaces[-1]
-    pairs = zip(space.settings, find_room(space, budget).lacking_bytes.tolist(), strict=True)
-    missing = max(0, min(lacking for each, lacking in pairs if each.embeddings == "device"))
+    spaces, space = searcher.spaces, searcher.space
+    ways = [(each.model, _missing_bytes(each, budget)) for each in spaces]
     prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
-    return find_floor(space.model, space.machine, space.question.workload, missing, fastest, others)
+    return find_floor(ways, space.machine, space.question.workload, fastest, others)
+
+
+def _missing_bytes(space: Space, budget: Budget) -> int:
+    """Bytes of weights that no plan of a space has room for on the GPU."""
+    pairs = zip(space.settings, find_room(space, budget).lacking_bytes.tolist(), strict=True)
+    lacking: int = min(lack for each, lack in pairs if each.embeddings == "device")
+    return max(0, lacking)
 
 
 def _fastest_ps(ways: Sequence[PassCompute]) -> int:

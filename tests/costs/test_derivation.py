@@ -55,6 +55,17 @@ def test_so_is_that_of_a_stored_form(tmp_path: Path, name: str) -> None:
     check(model, question.planned_machine, make_plan(question).plan)
 
 
+def test_so_is_what_packing_saves() -> None:
+    plan = load_plan(ROOT / "plans" / "qwen3-8b-h200-8gib.yaml")
+    model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
+    assert plan.offload.packing is not None
+    resident = derive_prediction(model, load_machine("h200-pcie5").profile, plan)[0]
+    weights, saved, *others = (each.value for each in resident.inputs)
+    assert weights == model.loaded_bytes
+    assert 0.2 * weights < saved < 0.25 * weights
+    assert resident.value == weights - saved - sum(others)
+
+
 def test_so_is_what_sglang_copies_twice() -> None:
     model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine="sglang")

@@ -12,7 +12,7 @@ from offplan.planner.neighbours import find_neighbours
 from offplan.planner.patterns import list_patterns
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
-from tests.costs.builders import dense_model, make_machine, moe_model
+from tests.costs.builders import DENSE, HIDDEN, dense_model, make_machine, make_model, moe_model
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask
 
 MODELS = {"dense": dense_model(24), "moe": moe_model(24)}
@@ -116,3 +116,14 @@ def test_a_packed_head_that_is_faster_lowers_the_floor() -> None:
     for share in (0.9, 0.98, 2.0):
         found = make_plan(ask(model, machine, share, goal=Goal()))
         assert found.floor.objective_s <= found.plan.prediction.objective_s
+
+
+def test_a_scratch_that_takes_more_than_packing_saves_raises_no_floor() -> None:
+    model = make_model([DENSE | {"mlp.up_proj.weight": (48 * HIDDEN, HIDDEN)}])
+    for share in (0.3, 0.6, 0.9):
+        found = make_plan(ask(model, MACHINE, share, goal=Goal()))
+        prediction, floor = found.plan.prediction, found.floor
+        assert found.plan.offload.packing is None
+        assert floor.objective_s <= prediction.objective_s
+        assert floor.decode_s <= prediction.decode.step_s
+        assert floor.prefill_s <= prediction.prefill.step_s

@@ -1,5 +1,6 @@
 """Weights that a plan holds packed give the very bits that they give as they are stored."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,5 +237,17 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="some of the routed experts' weights"):
         place(model, packed(packing=down))
     norms = Packing(group_size=1, num_in_group=1, cpu_offload_params=("input_layernorm",))
-    with pytest.raises(PlanError, match="packing takes nothing"):
+    with pytest.raises(PlanError, match=r"packing takes nothing: .*; leave out `packing`"):
         place(model, packed(packing=norms))
+
+
+def test_a_head_too_large_to_number_its_weights_is_not_packed(tmp_path: Path) -> None:
+    model = open_model(str(save("qwen3", tmp_path)))
+    assert model.head is not None
+    large = model.head.tensors[0]._replace(shape=(2**18, 2**12))
+    model = replace(
+        model, outside=tuple(large if t.name == large.name else t for t in model.outside)
+    )
+    assert pack_everything(model) == LAYERS
+    with pytest.raises(PlanError, match=r"\[262144, 4096\], expected .* fewer than 2\^30 weights"):
+        place(model, packed(packing=LAYERS.model_copy(update={"output_head": True})))
