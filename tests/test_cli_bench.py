@@ -145,6 +145,17 @@ def test_a_way_that_does_not_fit_leaves_the_others(
     assert "resident: the device has no room" in out
 
 
+def test_accelerate_holds_nothing_packed(cli: CLI, tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, RULES["streamed"])
+    packed = (
+        "  packing: {cpu_offload_params: [self_attn], group_size: 1, num_in_group: 1}\n  rules:"
+    )
+    plan.write_text(plan.read_text().replace("  rules:", packed))
+    out = " ".join(cli("bench", plan, *QUICK, "--vs", "accelerate").out.split())
+    assert "a plan made with --no-packing compares them in the same" in out
+    assert "--no-packing" not in cli("bench", plan, *QUICK).out
+
+
 def test_accelerate_is_optional(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     code, out, err = cli("bench", "plans/tiny-moe.yaml", *QUICK, "--vs", "accelerate")

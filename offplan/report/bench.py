@@ -149,5 +149,16 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
         f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.",
         "Host memory: predicted for the weights, measured for the whole process.",
         *list_differences(plan, result),
+        *_notes_on_accelerate(plan, result),
         *(f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)),
+    ]
+
+
+def _notes_on_accelerate(plan: Plan, result: "BenchResult") -> list[str]:
+    if plan.offload.packing is None or isinstance(result.others.get("accelerate", ""), str):
+        return []
+    return [
+        "accelerate has what the plan offloads on the host and holds every weight as it is stored, "
+        "which takes more GPU memory than the plan: a plan made with --no-packing compares them in "
+        "the same."
     ]

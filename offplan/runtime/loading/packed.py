@@ -81,8 +81,8 @@ class Matrix:
         if num_patches > reserve:
             raise CheckpointError(
                 f"{self.tensor.name} cannot be held packed: found {num_patches} weights that are "
-                f"too small beside others of their rows, expected at most {reserve}; plan it again "
-                "with --no-packing"
+                "too small beside others of their rows (beside an infinity or a NaN all are), "
+                f"expected at most {reserve}; plan it again with --no-packing"
             )
         self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
         self.places[Part.PATCH_BLOCKS].copy_(torch.cat(blocks))
