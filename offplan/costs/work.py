@@ -19,7 +19,8 @@ no expert are expanded first.
 
 Source: ``runtime.forms.stored.MAX_ROWS``.
 """
-
+EXPANDED_PACKED_ROWS = 64
+"""EXPANDED_ROWS of packed weights. Source: ``runtime.forms.stored.PACKED_ROWS``."""
 
 PACKED_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
 """Time of products with packed weights as a multiple of that with their values, by inputs of a
@@ -222,7 +223,7 @@ class LayerWork:
             of_expert /= self.experts.num_in_all
         experts = plain.weight_bytes(shape) - plain.dense_bytes
         longer = (packed_slowdown(of_expert) - 1) * experts
-        if shape.num_tokens <= EXPANDED_ROWS:
+        if shape.num_tokens <= EXPANDED_PACKED_ROWS:
             return longer + (packed_slowdown(shape.num_tokens) - 1) * plain.dense_bytes
         expanded = self.dense_bytes + self.element_bytes * self.expanded_elements
         return longer + EXPANSION_SLOWDOWN * expanded
