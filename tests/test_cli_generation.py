@@ -15,6 +15,7 @@ from offplan.runtime.session import Session
 from tests.cli import CLI, RULES, Finished, write_plan
 
 Run = Callable[..., Finished]
+PART = "\N{REPLACEMENT CHARACTER}"
 PROMPTS = ["Weights", "Weights that do", "A plan", "Wei", "The GPU"]
 WEIGHTS = (
     "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
@@ -219,8 +220,51 @@ class Bytes:
 def test_bytes_are_held_until_they_make_a_character() -> None:
     text = texts.Text(Bytes(), b"x", num_tokens=99)
     assert [text.add(byte) for byte in "é 字".encode()] == ["", "é", " ", "", "", "字"]
-    broken = [text.add(0x80) for _ in range(8)]
-    assert broken == [*[""] * 7, "\N{REPLACEMENT CHARACTER}" * 8]
+    broken = [text.add(0x80) for _ in range(33)]
+    assert broken == [*[""] * 31, PART * 29, PART]
+    assert text.add(ord("a")) == PART * 3 + "a"
+
+
+def test_what_stands_before_a_part_of_a_character_is_certain() -> None:
+    text = texts.Text(Bytes(), b"x", num_tokens=999)
+    whole = bytes([0x80]) * 99 + "字é".encode()
+    assert "".join(map(text.add, whole)) == PART * 99 + "字é"
+
+
+class Pieces(Bytes):
+    """Tokens are pieces of two bytes, of which most end within a character; 0 is special."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        pieces = (token.to_bytes(2, "big") for token in tokens if token)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+def test_tokens_that_all_end_within_a_character() -> None:
+    data = ("aa" + "字" * 61 + "b").encode()
+    tokens = [int.from_bytes(data[at : at + 2], "big") for at in range(0, len(data) - 1, 2)]
+    text = texts.Text(Pieces(), tokens[:1], num_tokens=99)
+    assert "".join(map(text.add, tokens[1:])) == "字" * 61 + "b"
+
+
+class Fallback(Bytes):
+    """Byte fallback: a run of bytes is a text whole or not at all; 0 is special."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        data = bytes(token for token in tokens if token)
+        try:
+            return data.decode("utf-8").removeprefix(" ")
+        except UnicodeDecodeError:
+            return PART * len(data)
+
+
+def test_a_prompt_is_not_cut_within_a_character() -> None:
+    text = texts.Text(Fallback(), "說明文字".encode(), num_tokens=99)
+    assert "".join(map(text.add, "字 a".encode())) == "字 a"
+
+
+def test_special_tokens_alone_are_no_context() -> None:
+    text = texts.Text(Fallback(), [*b"x", *[0] * 9], num_tokens=99)
+    assert "".join(map(text.add, [*b" a", *[0] * 40, *b" b"])) == " a b"
 
 
 def test_what_may_begin_a_stop_string_is_held() -> None:

@@ -12,8 +12,12 @@ from offplan.runtime.session import Session
 
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt that the first one is decoded behind: some tokenizers drop a space else."""
-_MOST_HELD = 8
-"""Tokens that may wait for the rest of a character."""
+_PART = "\N{REPLACEMENT CHARACTER}"
+"""What the bytes of a character that is not whole are decoded to."""
+_MOST_PART = 3
+"""Bytes that a character of UTF-8 may have without being whole, and so of ``_PART``."""
+_MOST_HELD = 32
+"""Tokens without a whole character at their end behind which only ``_MOST_PART`` can change."""
 
 
 class Text:
@@ -46,7 +50,8 @@ class Text:
         self._tokenizer = tokenizer
         self.num_tokens, self._end_tokens = num_tokens, end_tokens
         self._stop_strings = [each for each in stop_strings if each]
-        self._known, self._fresh = self.prompt[-_CONTEXT_TOKENS:], list[int]()
+        self._known, self._fresh = self._find_context(), list[int]()
+        self._num_shown = len(self._decode_tokens(self._known))
         self._held = ""
 
     def add(self, token: int) -> str:
@@ -66,18 +71,38 @@ class Text:
         return text[:end]
 
     def _decode(self, token: int) -> str:
-        """Return what a token adds to the text; nothing while a character is not whole.
+        """Return what a token adds to the text, without a character that is not whole.
 
-        Source: the two windows by which vLLM and TGI decode incrementally.
+        Source: the two windows by which vLLM and TGI decode incrementally. A token may end in a
+        part of a character for long: what stands before the part is certain all the same.
         """
         self._fresh.append(token)
-        before, after = map(self._decode_tokens, (self._known, self._known + self._fresh))
-        new = after[len(before) :]
-        is_part = new.endswith("\N{REPLACEMENT CHARACTER}") and len(self._fresh) < _MOST_HELD
-        if not new or (is_part and self.finish is None):
-            return ""
-        self._known, self._fresh = self._fresh, []
+        text = self._decode_tokens(self._known + self._fresh)
+        num_held = 0 if self.finish else len(text) - len(text.rstrip(_PART))
+        if len(self._fresh) >= _MOST_HELD:
+            num_held = min(num_held, _MOST_PART)
+        new = text[self._num_shown : len(text) - num_held]
+        self._num_shown += len(new)
+        if (new and not num_held) or len(self._fresh) >= 2 * _MOST_HELD:
+            last, self._fresh = self._fresh[-_MOST_HELD:], []
+            if self._decode_tokens(last):  # special tokens alone are no context
+                self._known = last
+            self._num_shown = max(0, len(self._decode_tokens(self._known)) - num_held)
         return new
+
+    def _find_context(self) -> list[int]:
+        """Return the end of the prompt behind which tokens are decoded as behind all of it.
+
+        A window that begins within a character of bytes would make the next ones unreadable, too,
+        and one of special tokens alone is no context.
+        """
+        num_tokens = _CONTEXT_TOKENS
+        while num_tokens < len(self.prompt):
+            text = self._decode_tokens(self.prompt[-num_tokens:])
+            if text and _PART not in text:
+                break
+            num_tokens *= 2
+        return self.prompt[-num_tokens:]
 
     def _decode_tokens(self, tokens: list[int]) -> str:
         return str(
