@@ -71,6 +71,8 @@ def test_reports_and_notes_are_printable(capsys: pytest.CaptureFixture[str], tex
         ("generation_config.json", '{"eos_token_id": "abc"}'),
         ("generation_config.json", '{"eos_token_id": [[1]]}'),
         ("generation_config.json", "[1]"),
+        ("generation_config.json", '{"num_beams": 2}'),
+        ("generation_config.json", '{"repetition_penalty": 1.1}'),
     ],
 )
 def test_files_of_odd_types(cli: CLI, copy: Path, file: str, content: str) -> None:

@@ -13,7 +13,8 @@ from offplan.cli.lines import Line
 from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
-from offplan.runtime.prompts import find_end_tokens, load_tokenizer, read_chat, read_prompt
+from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt
+from offplan.runtime.rules import Rules, read_rules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
 
@@ -49,7 +50,7 @@ class Asked:
         if not self.prompts:
             return []
         tokenizer = load_tokenizer(model)
-        end_tokens = find_end_tokens(model, tokenizer)
+        rules = read_rules(model, tokenizer)
         texts = []
         for number, (name, prompt) in enumerate(self.prompts):
             read: Any = read_prompt if isinstance(prompt, str) else read_chat
@@ -62,19 +63,20 @@ class Asked:
                 tokenizer,
                 tokens,
                 num_tokens=self.num_tokens,
-                end_tokens=end_tokens,
+                rules=rules,
                 stop_strings=self.stop_strings,
                 number=number,
             )
             texts.append(text)
         return texts
 
-    def fingerprint(self, model: Model, *, dummy_weights: bool) -> str:
+    def fingerprint(self, model: Model, rules: Rules, *, dummy_weights: bool) -> str:
         """Sum up in twelve digits what the texts depend on beside their prompts."""
+        ruled = {**asdict(rules), "end_tokens": sorted(rules.end_tokens)}
         sampling = None if self.sampling is None else asdict(self.sampling)
         parts = [model.source, model.revision, model.headers_sha256, model.config, dummy_weights]
         asked = [self.num_tokens, [*self.stop_strings], sampling, self.chat]
-        return hashlib.sha256(json.dumps([parts, asked]).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps([parts, asked, ruled]).encode()).hexdigest()[:12]
 
 
 def list_prompts(

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.sampling import Sampling, make_chooser
+from offplan.runtime.rules import Rules
+from offplan.runtime.sampling import Sampling, make_ruled_chooser
 from offplan.runtime.session import Session
 
 _CONTEXT_TOKENS = 5
@@ -29,14 +30,15 @@ class Text:
         prompt: Sequence[int],
         *,
         num_tokens: int,
-        end_tokens: frozenset[int] = frozenset(),
+        rules: Rules | None = None,
         stop_strings: Sequence[str] = (),
         number: int = 0,
     ) -> None:
         """Continue the tokens ``prompt`` by up to ``num_tokens``, decoded by ``tokenizer``.
 
-        One of ``end_tokens`` ends the text, and so does one of ``stop_strings``, which is left out.
-        ``number`` is the text's own among all, by which its random numbers are seeded.
+        What ends texts by the model's ``rules`` ends this one, and so does one of ``stop_strings``;
+        a string is left out. ``number`` is the text's own among all, by which its random numbers
+        are seeded.
         """
         self.prompt = list(prompt)
         self.number = number
@@ -48,8 +50,8 @@ class Text:
         """Why it ended: a token or a string that ends texts, or its length; None while it goes on.
         """
         self._tokenizer = tokenizer
-        self.num_tokens, self._end_tokens = num_tokens, end_tokens
-        self._stop_strings = [each for each in stop_strings if each]
+        self.num_tokens, self.rules = num_tokens, rules or Rules()
+        self._stop_strings = [each for each in stop_strings if each] + [*self.rules.stop_strings]
         self._known, self._fresh = self._find_context(), list[int]()
         self._num_shown = len(self._decode_tokens(self._known))
         self._held = ""
@@ -57,7 +59,7 @@ class Text:
     def add(self, token: int) -> str:
         """Take the next token; return the text that is certain by now."""
         self.num_made += 1
-        if token in self._end_tokens:
+        if token in self.rules.end_tokens:
             self.finish = "stop"
         elif self.num_made == self.num_tokens:
             self.finish = "length"
@@ -164,14 +166,17 @@ def generate_texts(
         prompt = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
         for row, text in enumerate(rows):
             prompt[row, : lengths[row]] = torch.tensor(text.prompt)
-        steps = generate(
-            session,
-            prompt,
-            max(text.num_tokens for text in batch),
-            measured,
-            choose=make_chooser(sampling, [text.number for text in rows], session.device),
-            lengths=lengths,
-        )
+        num_tokens = max(text.num_tokens for text in batch)
+        with session.stream():
+            choose = make_ruled_chooser(
+                [text.rules.make_processors(len(text.prompt), session.device) for text in rows],
+                [text.prompt for text in rows],
+                num_tokens,
+                sampling,
+                [text.number for text in rows],
+                session.device,
+            )
+        steps = generate(session, prompt, num_tokens, measured, choose=choose, lengths=lengths)
         for step, tokens in enumerate(steps, start=min(lengths)):
             for text, token in zip(batch, tokens.tolist(), strict=False):
                 if text.finish is None and step >= len(text.prompt):
