@@ -47,7 +47,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_prompts_in_their_order(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("Wei\n")
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfWei\r\n")
     files = ("--prompt-file", tmp_path / "prompt.txt")
     code, out, _ = run("--prompt", "Weights", "--prompt", "Weights that do", *files)
     assert (code, out.startswith(f"{WEIGHTS}\n\n{WEIGHTS}\n\n{WEIGHTS}\n\nPredicted")) == (0, True)
@@ -61,6 +61,9 @@ def test_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run("--prompts", "-")
     assert (code, json.loads(out)["text"]) == (0, WEIGHTS.removeprefix("Weights"))
     assert "Predicted and measured" in err
+    marked = b'\xef\xbb\xbf{"prompt": "Weights"}\r\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(marked)))
+    assert json.loads(run("--prompts", "-").out)["prompt"] == "Weights"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert "is text in UTF-8" in run("--prompt-file", "-").err
 
@@ -162,7 +165,15 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
         file.write('{"prompt": "More"}')
     assert "5 of 6 texts are in" in run(*short).err
     assert "A man" in path.read_text()
-    for odd in ("[]\n", "{}\n", "x\n", '{"line": [1], "settings": ""}\n', "\xff\n"):
+    for odd in (
+        "x",
+        '{"mine": 1}',
+        "[]\n",
+        "{}\n",
+        "x\n",
+        '{"line": [1], "settings": ""}\n',
+        "\xff\n",
+    ):
         path.write_text(odd, "latin-1")
         assert "is no result of offplan run" in run(*short).err
         assert path.read_text("latin-1") == odd
@@ -182,7 +193,11 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
         ("[" * 10**5, "line 2 is no JSON"),
         ('{"prompt": ""}', "line 2: the prompt is empty"),
         ('{"prompt": "' + "x" * 300 + '"}', "line 2: 300 prompt tokens and 96 new ones exceed"),
-        (r'{"prompt": "\ud800"}', "line 2: the tokenizer of"),
+        (r'{"prompt": "\ud800"}', r"line 2: found '\ud800', which is half of a character"),
+        (r'{"messages": [{"role": "a", "content": "\udfff"}]}', "half of a character"),
+        ('{"prompt": "x", "prompt": "y"}', "line 2 is no JSON (the key 'prompt' stands twice)"),
+        ('{"prompt": "x", "id": ' + "[" * 940 + "]" * 940 + "}", "line 2 is no JSON"),
+        ('{"prompt": "x", "' + "k" * 999 + '": 1}', "k... is not heeded"),
     ],
 )
 def test_lines_that_are_no_prompts(run: Run, tmp_path: Path, line: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from offplan.runtime.rules import Rules, read_rules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
 
+_END = re.compile(r"\r?\n\Z")
 Chat = Sequence[Mapping[str, str]]
 """Messages: what was said, by whom."""
 
@@ -84,8 +86,8 @@ def list_prompts(
 ) -> list[tuple[str, str | Chat]]:
     """List all prompts behind what an error calls them; in a ``chat`` a text is what a user said.
 
-    A file's last line break is not part of its prompt. Raises InputError for a file that cannot be
-    read.
+    A file's last line break, of either kind, is not part of its prompt. Raises InputError for a
+    file that cannot be read.
     """
 
     def say(text: str) -> str | Chat:
@@ -94,7 +96,7 @@ def list_prompts(
     return [
         *((f"--prompt {number}", say(text)) for number, text in enumerate(typed, start=1)),
         *(
-            (f"--prompt-file {path}", say(read_input(path, "prompt").removesuffix("\n")))
+            (f"--prompt-file {path}", say(_END.sub("", read_input(path, "prompt"))))
             for path in files
         ),
         *((f"line {line.number}", line.messages or say(line.prompt)) for line in lines),
