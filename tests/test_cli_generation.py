@@ -180,6 +180,24 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", "{{ messages[0]['content'] }}"),
+        ("generation_config.json", '{"eos_token_id": 256, "repetition_penalty": 1.1}'),
+    ],
+)
+def test_results_of_a_model_that_says_otherwise(
+    run: Run, asked: Path, copy: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    short = ("--prompts", asked, "-o", tmp_path / "results.jsonl", "--max-new-tokens", 1)
+    assert run(*short, "--model", copy).code == 0
+    assert "5 of 5 texts are in" in run(*short, "--model", copy).err
+    (copy / name).write_text(content)
+    code, _, err = run(*short, "--model", copy)
+    assert (code, "of another prompt, model or option" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("Weights", "line 2 is no JSON"),

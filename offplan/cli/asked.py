@@ -14,7 +14,7 @@ from offplan.cli.lines import Line
 from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
-from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt
+from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
 from offplan.runtime.rules import Rules, read_rules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
@@ -73,12 +73,17 @@ class Asked:
         return texts
 
     def fingerprint(self, model: Model, rules: Rules, *, dummy_weights: bool) -> str:
-        """Sum up in twelve digits what the texts depend on beside their prompts."""
+        """Sum up in twelve digits what the texts depend on beside their prompts.
+
+        Raises HubError.
+        """
         ruled = {**asdict(rules), "end_tokens": sorted(rules.end_tokens)}
         sampling = None if self.sampling is None else asdict(self.sampling)
         parts = [model.source, model.revision, model.headers_sha256, model.config, dummy_weights]
         asked = [self.num_tokens, [*self.stop_strings], sampling, self.chat]
-        return hashlib.sha256(json.dumps([parts, asked, ruled]).encode()).hexdigest()[:12]
+        return hashlib.sha256(
+            json.dumps([parts, asked, ruled, tokenizer_sha256(model)]).encode()
+        ).hexdigest()[:12]
 
 
 def list_prompts(

@@ -1,5 +1,6 @@
 """Prompts as tokens: a text by the model's tokenizer, or a workload's number of random ones."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,20 @@ def load_tokenizer(model: Model) -> Any:
             f"{model.source} has no tokenizer that can be read ({describe(error)}); fetch it "
             "again, or leave --prompt out"
         ) from None
+
+
+def tokenizer_sha256(model: Model) -> str:
+    """Sum up the files that a model's tokenizer and its chat template were read from.
+
+    Raises HubError.
+    """
+    folder = find_small_files(model, _TOKENIZER_FILES)
+    sums = [
+        (name, hashlib.sha256((folder / name).read_bytes()).hexdigest())
+        for name in _TOKENIZER_FILES
+        if (folder / name).is_file()
+    ]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def read_prompt(
