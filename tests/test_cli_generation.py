@@ -113,6 +113,8 @@ def test_drawn_texts(run: Run, asked: Path, tmp_path: Path) -> None:
     assert (tmp_path / "first").read_text() == (tmp_path / "second").read_text()
     for unheeded in (("--seed", 3), ("--temperature", 0, "--top-p", 0.5)):
         assert "greedy generation draws nothing" in run("--prompt", "Weights", *unheeded).err
+    code, _, err = run("--prompt", "Weights", "--temperature", 1e-45)
+    assert (code, "expected 0, which is greedy, or a number from 1e-30 on" in err) == (2, True)
     code, _, err = run(*drawn, "--top-p", 2)
     assert (code, "top_p is 2.0; expected above 0 and up to 1" in err) == (2, True)
 

@@ -14,6 +14,9 @@ from transformers import (
 
 from offplan.errors import InputError
 
+_LEAST_TEMPERATURE = 1e-30
+"""Dividing by less takes logits beyond float32, and what is drawn of infinities is no text."""
+
 Choose = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 """A call makes tokens, int64 of [batch, 1], of logits, [batch, vocabulary], on their device.
 
@@ -42,7 +45,11 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raise InputError for a value that cannot be drawn with."""
         for name, is_right, expected in (
-            ("temperature", 0 <= self.temperature < math.inf, "a number, 0 or more"),
+            (
+                "temperature",
+                self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf,
+                f"0, which is greedy, or a number from {_LEAST_TEMPERATURE} on",
+            ),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and up to 1"),
             ("seed", 0 <= self.seed < 2**62, "0 or more and below 2**62"),
