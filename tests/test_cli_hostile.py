@@ -135,6 +135,19 @@ def test_streams_that_nobody_reads(shell: str, code: int) -> None:
     assert not done.stderr if "2>&-" in shell else done.stderr.endswith(RUNS)
 
 
+def test_what_tokenizers_prints_is_no_part_of_the_result(copy: Path) -> None:
+    odd = {"__type": "AddedToken", "content": "<|end|>", "direction": "left"}
+    config = copy / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "eos_token": odd}))
+    plan = ROOT / "plans" / "tiny-moe.yaml"
+    arguments = "--prompt We --max-new-tokens 1 --device cpu --json"
+    done = run(f'"$@" run {plan} --model {copy} {arguments}')
+    assert (done.returncode, json.loads(done.stdout)["text"]) == (0, "i")
+    assert "unknown kwarg" in done.stderr
+    closed = run(f'"$@" run {plan} --model {copy} {arguments} <&- >&- 2>&-')
+    assert closed.returncode == 0
+
+
 def test_help_that_nobody_reads() -> None:
     assert run('"$@" plan -h | true; exit ${PIPESTATUS[0]}').returncode in (0, 141)
 

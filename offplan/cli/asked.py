@@ -11,6 +11,7 @@ from typing import Any
 from offplan.checkpoint.model import Model
 from offplan.cli.inputs import read_input
 from offplan.cli.lines import Line
+from offplan.cli.output import printing_to_stderr
 from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
@@ -51,7 +52,8 @@ class Asked:
         """
         if not self.prompts:
             return []
-        tokenizer = load_tokenizer(model)
+        with printing_to_stderr():
+            tokenizer = load_tokenizer(model)
         rules = read_rules(model, tokenizer)
         texts = []
         for number, (name, prompt) in enumerate(self.prompts):
