@@ -292,9 +292,22 @@ class Fallback(Bytes):
             return PART * len(data)
 
 
+class Spaces(Fallback):
+    """Spaces part runs of bytes; one that begins a text is none of it."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        runs = bytes(token for token in tokens if token).split(b" ")
+        return " ".join(super(Spaces, self).decode([*run]) for run in runs).removeprefix(" ")
+
+
 def test_a_prompt_is_not_cut_within_a_character() -> None:
     text = texts.Text(Fallback(), "說明文字".encode(), num_tokens=99)
     assert "".join(map(text.add, "字 a".encode())) == "字 a"
+
+
+def test_a_space_alone_is_context() -> None:
+    text = texts.Text(Spaces(), "é".encode(), num_tokens=99)
+    assert "".join(map(text.add, b" \x80 a")) == f" {PART} a"
 
 
 def test_special_tokens_alone_are_no_context() -> None:

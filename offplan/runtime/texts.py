@@ -87,8 +87,11 @@ class Text:
         self._num_shown += len(new)
         if (new and not num_held) or len(self._fresh) >= 2 * _MOST_HELD:
             last, self._fresh = self._fresh[-_MOST_HELD:], []
-            if self._decode_tokens(last):  # special tokens alone are no context
+            # a space that begins a text may be nothing, and special tokens alone are no context
+            if self._decode_tokens(last):
                 self._known = last
+            elif new:
+                self._known = (self._known + last)[-_MOST_HELD:]
             self._num_shown = max(0, len(self._decode_tokens(self._known)) - num_held)
         return new
 
