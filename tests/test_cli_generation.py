@@ -15,6 +15,7 @@ from offplan.runtime.session import Session
 from tests.cli import CLI, RULES, Finished, write_plan
 
 Run = Callable[..., Finished]
+PART = "\N{REPLACEMENT CHARACTER}"
 PROMPTS = ["Weights", "Weights that do", "A plan", "Wei", "The GPU"]
 WEIGHTS = (
     "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
@@ -46,7 +47,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_prompts_in_their_order(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("Wei\n")
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfWei\r\n")
     files = ("--prompt-file", tmp_path / "prompt.txt")
     code, out, _ = run("--prompt", "Weights", "--prompt", "Weights that do", *files)
     assert (code, out.startswith(f"{WEIGHTS}\n\n{WEIGHTS}\n\n{WEIGHTS}\n\nPredicted")) == (0, True)
@@ -60,6 +61,9 @@ def test_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run("--prompts", "-")
     assert (code, json.loads(out)["text"]) == (0, WEIGHTS.removeprefix("Weights"))
     assert "Predicted and measured" in err
+    marked = b'\xef\xbb\xbf{"prompt": "Weights"}\r\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(marked)))
+    assert json.loads(run("--prompts", "-").out)["prompt"] == "Weights"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert "is text in UTF-8" in run("--prompt-file", "-").err
 
@@ -109,6 +113,8 @@ def test_drawn_texts(run: Run, asked: Path, tmp_path: Path) -> None:
     assert (tmp_path / "first").read_text() == (tmp_path / "second").read_text()
     for unheeded in (("--seed", 3), ("--temperature", 0, "--top-p", 0.5)):
         assert "greedy generation draws nothing" in run("--prompt", "Weights", *unheeded).err
+    code, _, err = run("--prompt", "Weights", "--temperature", 1e-45)
+    assert (code, "expected 0, which is greedy, or a number from 1e-30 on" in err) == (2, True)
     code, _, err = run(*drawn, "--top-p", 2)
     assert (code, "top_p is 2.0; expected above 0 and up to 1" in err) == (2, True)
 
@@ -161,10 +167,36 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
         file.write('{"prompt": "More"}')
     assert "5 of 6 texts are in" in run(*short).err
     assert "A man" in path.read_text()
-    for odd in ("[]\n", "{}\n", "x\n", '{"line": [1], "settings": ""}\n', "\xff\n"):
+    for odd in (
+        "x",
+        '{"mine": 1}',
+        "[]\n",
+        "{}\n",
+        "x\n",
+        '{"line": [1], "settings": ""}\n',
+        "\xff\n",
+    ):
         path.write_text(odd, "latin-1")
         assert "is no result of offplan run" in run(*short).err
         assert path.read_text("latin-1") == odd
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", "{{ messages[0]['content'] }}"),
+        ("generation_config.json", '{"eos_token_id": 256, "repetition_penalty": 1.1}'),
+    ],
+)
+def test_results_of_a_model_that_says_otherwise(
+    run: Run, asked: Path, copy: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    short = ("--prompts", asked, "-o", tmp_path / "results.jsonl", "--max-new-tokens", 1)
+    assert run(*short, "--model", copy).code == 0
+    assert "5 of 5 texts are in" in run(*short, "--model", copy).err
+    (copy / name).write_text(content)
+    code, _, err = run(*short, "--model", copy)
+    assert (code, "of another prompt, model or option" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +213,11 @@ def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Pat
         ("[" * 10**5, "line 2 is no JSON"),
         ('{"prompt": ""}', "line 2: the prompt is empty"),
         ('{"prompt": "' + "x" * 300 + '"}', "line 2: 300 prompt tokens and 96 new ones exceed"),
-        (r'{"prompt": "\ud800"}', "line 2: the tokenizer of"),
+        (r'{"prompt": "\ud800"}', r"line 2: found '\ud800', which is half of a character"),
+        (r'{"messages": [{"role": "a", "content": "\udfff"}]}', "half of a character"),
+        ('{"prompt": "x", "prompt": "y"}', "line 2 is no JSON (the key 'prompt' stands twice)"),
+        ('{"prompt": "x", "id": ' + "[" * 940 + "]" * 940 + "}", "line 2 is no JSON"),
+        ('{"prompt": "x", "' + "k" * 999 + '": 1}', "k... is not heeded"),
     ],
 )
 def test_lines_that_are_no_prompts(run: Run, tmp_path: Path, line: str, message: str) -> None:
@@ -219,8 +255,64 @@ class Bytes:
 def test_bytes_are_held_until_they_make_a_character() -> None:
     text = texts.Text(Bytes(), b"x", num_tokens=99)
     assert [text.add(byte) for byte in "é 字".encode()] == ["", "é", " ", "", "", "字"]
-    broken = [text.add(0x80) for _ in range(8)]
-    assert broken == [*[""] * 7, "\N{REPLACEMENT CHARACTER}" * 8]
+    broken = [text.add(0x80) for _ in range(33)]
+    assert broken == [*[""] * 31, PART * 29, PART]
+    assert text.add(ord("a")) == PART * 3 + "a"
+
+
+def test_what_stands_before_a_part_of_a_character_is_certain() -> None:
+    text = texts.Text(Bytes(), b"x", num_tokens=999)
+    whole = bytes([0x80]) * 99 + "字é".encode()
+    assert "".join(map(text.add, whole)) == PART * 99 + "字é"
+
+
+class Pieces(Bytes):
+    """Tokens are pieces of two bytes, of which most end within a character; 0 is special."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        pieces = (token.to_bytes(2, "big") for token in tokens if token)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+
+def test_tokens_that_all_end_within_a_character() -> None:
+    data = ("aa" + "字" * 61 + "b").encode()
+    tokens = [int.from_bytes(data[at : at + 2], "big") for at in range(0, len(data) - 1, 2)]
+    text = texts.Text(Pieces(), tokens[:1], num_tokens=99)
+    assert "".join(map(text.add, tokens[1:])) == "字" * 61 + "b"
+
+
+class Fallback(Bytes):
+    """Byte fallback: a run of bytes is a text whole or not at all; 0 is special."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        data = bytes(token for token in tokens if token)
+        try:
+            return data.decode("utf-8").removeprefix(" ")
+        except UnicodeDecodeError:
+            return PART * len(data)
+
+
+class Spaces(Fallback):
+    """Spaces part runs of bytes; one that begins a text is none of it."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        runs = bytes(token for token in tokens if token).split(b" ")
+        return " ".join(super(Spaces, self).decode([*run]) for run in runs).removeprefix(" ")
+
+
+def test_a_prompt_is_not_cut_within_a_character() -> None:
+    text = texts.Text(Fallback(), "說明文字".encode(), num_tokens=99)
+    assert "".join(map(text.add, "字 a".encode())) == "字 a"
+
+
+def test_a_space_alone_is_context() -> None:
+    text = texts.Text(Spaces(), "é".encode(), num_tokens=99)
+    assert "".join(map(text.add, b" \x80 a")) == f" {PART} a"
+
+
+def test_special_tokens_alone_are_no_context() -> None:
+    text = texts.Text(Fallback(), [*b"x", *[0] * 9], num_tokens=99)
+    assert "".join(map(text.add, [*b" a", *[0] * 40, *b" b"])) == " a b"
 
 
 def test_what_may_begin_a_stop_string_is_held() -> None:

@@ -71,6 +71,8 @@ def test_reports_and_notes_are_printable(capsys: pytest.CaptureFixture[str], tex
         ("generation_config.json", '{"eos_token_id": "abc"}'),
         ("generation_config.json", '{"eos_token_id": [[1]]}'),
         ("generation_config.json", "[1]"),
+        ("generation_config.json", '{"num_beams": 2}'),
+        ("generation_config.json", '{"repetition_penalty": 1.1}'),
     ],
 )
 def test_files_of_odd_types(cli: CLI, copy: Path, file: str, content: str) -> None:
@@ -131,6 +133,19 @@ def test_streams_that_nobody_reads(shell: str, code: int) -> None:
     done = run(shell)
     assert done.returncode == code
     assert not done.stderr if "2>&-" in shell else done.stderr.endswith(RUNS)
+
+
+def test_what_tokenizers_prints_is_no_part_of_the_result(copy: Path) -> None:
+    odd = {"__type": "AddedToken", "content": "<|end|>", "direction": "left"}
+    config = copy / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "eos_token": odd}))
+    plan = ROOT / "plans" / "tiny-moe.yaml"
+    arguments = "--prompt We --max-new-tokens 1 --device cpu --json"
+    done = run(f'"$@" run {plan} --model {copy} {arguments}')
+    assert (done.returncode, json.loads(done.stdout)["text"]) == (0, "i")
+    assert "unknown kwarg" in done.stderr
+    closed = run(f'"$@" run {plan} --model {copy} {arguments} <&- >&- 2>&-')
+    assert closed.returncode == 0
 
 
 def test_help_that_nobody_reads() -> None:

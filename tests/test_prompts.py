@@ -13,7 +13,7 @@ from tests.cli import TINY_MOE
 
 pytest.importorskip("transformers")
 
-from offplan.runtime.prompts import find_end_tokens, load_tokenizer, read_prompt
+from offplan.runtime.prompts import load_tokenizer, read_prompt
 
 
 @pytest.fixture
@@ -45,20 +45,6 @@ def test_no_tokenizer_and_no_weights_either(model: Model, alone: bool) -> None:
     assert ("has neither weights nor a tokenizer" if alone else "has no tokenizer") in str(
         raised.value
     )
-
-
-@pytest.mark.parametrize(
-    "content", ["[]", "1", "", '{"eos_token_id": "x"}', '{"eos_token_id": [[1]]}']
-)
-def test_generation_config_of_odd_content(model: Model, content: str) -> None:
-    Path(model.source, "generation_config.json").write_text(content)
-    with pytest.raises(InputError, match="generation_config"):
-        find_end_tokens(model, load_tokenizer(model))
-
-
-def test_generation_config_names_further_ends(model: Model) -> None:
-    Path(model.source, "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert {3, 4} <= find_end_tokens(model, load_tokenizer(model))
 
 
 def test_tokens_that_the_model_does_not_know(model: Model) -> None:

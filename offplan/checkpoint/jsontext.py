@@ -28,7 +28,7 @@ def load_object(data: bytes, where: str, parse_int: Callable[[str], Any] = int) 
             "do not trust this checkpoint"
         )
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=parse_int)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys, parse_int=parse_int)
     # RecursionError: lists nested thousands deep. ValueError covers bad UTF-8, bad JSON, keys that
     # stand twice and numbers of more digits than Python converts.
     except (ValueError, RecursionError) as error:
@@ -63,7 +63,8 @@ def describe(error: BaseException, limit: int = 120) -> str:
     return shorten("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text), limit)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its pairs, for ``json.loads``; raises ValueError for a key twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         counts = Counter(key for key, _ in pairs)

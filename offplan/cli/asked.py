@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 from offplan.checkpoint.model import Model
 from offplan.cli.inputs import read_input
 from offplan.cli.lines import Line
+from offplan.cli.output import printing_to_stderr
 from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
-from offplan.runtime.prompts import find_end_tokens, load_tokenizer, read_chat, read_prompt
+from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
+from offplan.runtime.rules import Rules, read_rules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
 
+_END = re.compile(r"\r?\n\Z")
 Chat = Sequence[Mapping[str, str]]
 """Messages: what was said, by whom."""
 
@@ -48,8 +52,9 @@ class Asked:
         """
         if not self.prompts:
             return []
-        tokenizer = load_tokenizer(model)
-        end_tokens = find_end_tokens(model, tokenizer)
+        with printing_to_stderr():
+            tokenizer = load_tokenizer(model)
+        rules = read_rules(model, tokenizer)
         texts = []
         for number, (name, prompt) in enumerate(self.prompts):
             read: Any = read_prompt if isinstance(prompt, str) else read_chat
@@ -62,19 +67,25 @@ class Asked:
                 tokenizer,
                 tokens,
                 num_tokens=self.num_tokens,
-                end_tokens=end_tokens,
+                rules=rules,
                 stop_strings=self.stop_strings,
                 number=number,
             )
             texts.append(text)
         return texts
 
-    def fingerprint(self, model: Model, *, dummy_weights: bool) -> str:
-        """Sum up in twelve digits what the texts depend on beside their prompts."""
+    def fingerprint(self, model: Model, rules: Rules, *, dummy_weights: bool) -> str:
+        """Sum up in twelve digits what the texts depend on beside their prompts.
+
+        Raises HubError.
+        """
+        ruled = {**asdict(rules), "end_tokens": sorted(rules.end_tokens)}
         sampling = None if self.sampling is None else asdict(self.sampling)
         parts = [model.source, model.revision, model.headers_sha256, model.config, dummy_weights]
         asked = [self.num_tokens, [*self.stop_strings], sampling, self.chat]
-        return hashlib.sha256(json.dumps([parts, asked]).encode()).hexdigest()[:12]
+        return hashlib.sha256(
+            json.dumps([parts, asked, ruled, tokenizer_sha256(model)]).encode()
+        ).hexdigest()[:12]
 
 
 def list_prompts(
@@ -82,8 +93,8 @@ def list_prompts(
 ) -> list[tuple[str, str | Chat]]:
     """List all prompts behind what an error calls them; in a ``chat`` a text is what a user said.
 
-    A file's last line break is not part of its prompt. Raises InputError for a file that cannot be
-    read.
+    A file's last line break, of either kind, is not part of its prompt. Raises InputError for a
+    file that cannot be read.
     """
 
     def say(text: str) -> str | Chat:
@@ -92,7 +103,7 @@ def list_prompts(
     return [
         *((f"--prompt {number}", say(text)) for number, text in enumerate(typed, start=1)),
         *(
-            (f"--prompt-file {path}", say(read_input(path, "prompt").removesuffix("\n")))
+            (f"--prompt-file {path}", say(_END.sub("", read_input(path, "prompt"))))
             for path in files
         ),
         *((f"line {line.number}", line.messages or say(line.prompt)) for line in lines),

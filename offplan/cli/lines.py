@@ -5,17 +5,23 @@ was finished and goes on from there.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from offplan.checkpoint.jsontext import quote, unique_keys
 from offplan.cli.inputs import read_input
 from offplan.cli.output import STANDARD, check_writable, print_note
 from offplan.errors import InputError
 
 _KEYS = {"prompt", "messages", "id"}
+_BEGINNING = b'{"line": '
+"""What each line of results begins with."""
+_SPARE_DEPTH = 50
+"""Levels by which what stands around a line when it is read may differ from when it is written."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,12 @@ def read_lines(path: Path) -> list[Line]:
 
 def _read_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        record = json.loads(text, object_pairs_hook=unique_keys)
+        written = record
+        for _ in range(_SPARE_DEPTH):
+            written = [written]
+        json.dumps(written)  # what cannot be written as a result is told before one is made
+        return record
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is no JSON ({error}): each line is one object") from None
 
@@ -68,14 +79,20 @@ def _check(record: Any, where: str) -> None:
         raise InputError(f"{where}: expected an object with either prompt or messages")
     if unknown := sorted(record.keys() - _KEYS):
         raise InputError(
-            f"{where}: {unknown[0]!r} is not heeded; a line has prompt or messages, and id; name "
-            "the rest on the command line"
+            f"{where}: {quote(unknown[0])} is not heeded; a line has prompt or messages, and id; "
+            "name the rest on the command line"
         )
     if not isinstance(record.get("prompt", ""), str):
         raise InputError(f"{where}: prompt should be a text")
     messages = record.get("messages", [{"role": "user", "content": ""}])
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise InputError(f"{where}: messages should be objects with a role and a content, as texts")
+    said = [record.get("prompt", ""), *(text for each in messages for text in each.values())]
+    if halves := re.findall("[\ud800-\udfff]", "".join(said)):
+        raise InputError(
+            f"{where}: found {quote(halves[0])}, which is half of a character: write the character "
+            "itself, or both of its halves"
+        )
 
 
 def _is_message(message: Any) -> bool:
@@ -128,6 +145,10 @@ class Results:
                     "or replace it with --force"
                 )
             self.done.add(line.number)
+        if not texts and part[: len(_BEGINNING)] != _BEGINNING[: len(part)]:
+            raise InputError(
+                f"{path} is no result of offplan run: name another file, or replace it with --force"
+            )
         return path.stat().st_size - len(part)
 
     def write(self, line: Line, result: Mapping[str, Any]) -> None:

@@ -144,3 +144,16 @@ def save_file(path: Path, text: str, *, force: bool) -> None:
 def _follow(path: Path) -> Path:
     """Return where a link leads, as far as it does: a file is replaced there, the link stays."""
     return Path(os.path.realpath(path))
+
+
+@contextmanager
+def printing_to_stderr() -> Iterator[None]:
+    """Keep standard output clean of what compiled code prints; ``tokenizers`` does, in Rust."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -119,7 +119,7 @@ def run(
     with ExitStack() as stack:
         teller = Teller()
         if prompts is not None:
-            settings = asked.fingerprint(found, dummy_weights=dummy_weights)
+            settings = asked.fingerprint(found, texts[0].rules, dummy_weights=dummy_weights)
             results = Results(output or STANDARD, lines, settings, force=force)
             stack.enter_context(results)
             teller = Writer(results, dict(enumerate(lines)))

@@ -1,13 +1,13 @@
 """Prompts as tokens: a text by the model's tokenizer, or a workload's number of random ones."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
-from offplan.checkpoint.jsontext import describe, quote
+from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config
 from offplan.checkpoint.weights import find_small_files, has_weights
@@ -39,7 +39,6 @@ _PLACEHOLDERS += [f"{kind}_token_index" for kind in ("image", "video", "audio")]
 
 Source: transformers 5.23, the configs of the model types in ``model_types.TEXT_PARTS``.
 """
-_GENERATION_FILE = "generation_config.json"
 
 
 def random_prompt(model: Model, workload: Workload) -> torch.Tensor:
@@ -78,6 +77,20 @@ def load_tokenizer(model: Model) -> Any:
             f"{model.source} has no tokenizer that can be read ({describe(error)}); fetch it "
             "again, or leave --prompt out"
         ) from None
+
+
+def tokenizer_sha256(model: Model) -> str:
+    """Sum up the files that a model's tokenizer and its chat template were read from.
+
+    Raises HubError.
+    """
+    folder = find_small_files(model, _TOKENIZER_FILES)
+    sums = [
+        (name, hashlib.sha256((folder / name).read_bytes()).hexdigest())
+        for name in _TOKENIZER_FILES
+        if (folder / name).is_file()
+    ]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def read_prompt(
@@ -136,34 +149,3 @@ def _check_placeholders(model: Model, tokens: torch.Tensor) -> None:
                 f"the prompt has token {token} ({key}), which stands for what the model would see "
                 "or hear, and `run` executes the text part alone: leave it out of --prompt"
             )
-
-
-def find_end_tokens(model: Model, tokenizer: Any) -> frozenset[int]:
-    """Return tokens that end a text, by the model's config, generation config and tokenizer.
-
-    Raises InputError for a generation config that cannot be read, and HubError.
-    """
-    named = [*model.architecture.end_tokens, tokenizer.eos_token_id]
-    folder = find_small_files(model, (_GENERATION_FILE,))
-    # chat models may name what ends a turn only there; not every model has one
-    if (folder / _GENERATION_FILE).is_file():
-        ends = _read_generation_config(folder).eos_token_id
-        named += ends if isinstance(ends, list) else [ends]
-    odd = next((token for token in named if not isinstance(token, (int, type(None)))), None)
-    if odd is not None:
-        raise InputError(
-            f"{model.source}: found {quote(odd)} as eos_token_id, expected the number of a token; "
-            f"correct {_GENERATION_FILE} or fetch it again"
-        )
-    return frozenset(token for token in named if token is not None)
-
-
-def _read_generation_config(folder: Path) -> Any:
-    try:
-        return GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-    # as with tokenizers
-    except Exception as error:
-        raise InputError(
-            f"{folder / _GENERATION_FILE} cannot be read ({describe(error)}); correct it, or fetch "
-            "it again"
-        ) from None

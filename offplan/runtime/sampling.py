@@ -14,6 +14,9 @@ from transformers import (
 
 from offplan.errors import InputError
 
+_LEAST_TEMPERATURE = 1e-30
+"""Dividing by less takes logits beyond float32, and what is drawn of infinities is no text."""
+
 Choose = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 """A call makes tokens, int64 of [batch, 1], of logits, [batch, vocabulary], on their device.
 
@@ -42,7 +45,11 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raise InputError for a value that cannot be drawn with."""
         for name, is_right, expected in (
-            ("temperature", 0 <= self.temperature < math.inf, "a number, 0 or more"),
+            (
+                "temperature",
+                self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf,
+                f"0, which is greedy, or a number from {_LEAST_TEMPERATURE} on",
+            ),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and up to 1"),
             ("seed", 0 <= self.seed < 2**62, "0 or more and below 2**62"),
@@ -74,16 +81,84 @@ class Sampler:
         """
         tokens = choose_likeliest(logits, rows)
         for row in rows:
-            scores = self._warp(None, logits[row : row + 1].float())
-            probabilities = scores.softmax(-1)
-            noise = torch.empty_like(probabilities)
-            noise.exponential_(generator=self._generators[row])
-            tokens[row] = (probabilities / noise).argmax(-1)
+            tokens[row] = self.draw(logits[row : row + 1].float(), row)
+        return tokens
+
+    def draw(self, scores: torch.Tensor, row: int) -> torch.Tensor:
+        """Draw a row's token, int64 of [1], of its logits, float32 of [1, vocabulary]."""
+        probabilities = self._warp(None, scores).softmax(-1)
+        noise = torch.empty_like(probabilities)
+        noise.exponential_(generator=self._generators[row])
+        return (probabilities / noise).argmax(-1)
+
+
+class Ruled:
+    """Chooses tokens of what logits processors make of the logits; one row at a time, too."""
+
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessorList],
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        sampler: Sampler | None,
+        device: torch.device,
+    ) -> None:
+        """Continue ``prompts`` by up to ``num_tokens`` each, greedily without a ``sampler``.
+
+        Each prompt has its own ``processors``. Runs on the current stream, which is to be that of
+        the calls: they write to what it makes.
+        """
+        self._sampler = sampler
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._processors = processors
+        # the shortest prompt's text goes on while the rest of the longest is read
+        most = 2 * max(self._lengths) - min(self._lengths) + num_tokens
+        tokens = torch.zeros(len(prompts), most, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        self._tokens = tokens.to(device)
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Choose a token for each of ``rows``, as ``Choose`` says."""
+        tokens = choose_likeliest(logits, rows)
+        for row in rows:
+            length = self._lengths[row]
+            before = self._tokens[row : row + 1, :length]
+            scores = self._processors[row](before, logits[row : row + 1].float())
+            drawn = self._sampler.draw(scores, row) if self._sampler else scores.argmax(-1)
+            tokens[row] = drawn
+            self._tokens[row, length] = tokens[row, 0]
+            self._lengths[row] += 1
         return tokens
 
 
 def make_chooser(sampling: Sampling | None, texts: Sequence[int], device: torch.device) -> Choose:
     """Return what chooses the tokens of a batch's texts: greedily without ``sampling``."""
+    sampler = _make_sampler(sampling, texts, device)
+    return choose_likeliest if sampler is None else sampler
+
+
+def make_ruled_chooser(
+    processors: Sequence[LogitsProcessorList],
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    sampling: Sampling | None,
+    texts: Sequence[int],
+    device: torch.device,
+) -> Choose:
+    """Return what chooses the tokens behind the texts' ``prompts``, by ``processors`` for each.
+
+    A row chooses up to ``num_tokens``. To be called on the stream that the chooser runs on.
+    """
+    if not any(processors):
+        return make_chooser(sampling, texts, device)
+    sampler = _make_sampler(sampling, texts, device)
+    return Ruled(processors, prompts, num_tokens, sampler, device)
+
+
+def _make_sampler(
+    sampling: Sampling | None, texts: Sequence[int], device: torch.device
+) -> Sampler | None:
     if sampling is None or not sampling.temperature:
-        return choose_likeliest
+        return None
     return Sampler(sampling, texts, device)

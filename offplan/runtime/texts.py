@@ -7,13 +7,18 @@ from typing import Any, Literal
 import torch
 
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.sampling import Sampling, make_chooser
+from offplan.runtime.rules import Rules
+from offplan.runtime.sampling import Sampling, make_ruled_chooser
 from offplan.runtime.session import Session
 
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt that the first one is decoded behind: some tokenizers drop a space else."""
-_MOST_HELD = 8
-"""Tokens that may wait for the rest of a character."""
+_PART = "\N{REPLACEMENT CHARACTER}"
+"""What the bytes of a character that is not whole are decoded to."""
+_MOST_PART = 3
+"""Bytes that a character of UTF-8 may have without being whole, and so of ``_PART``."""
+_MOST_HELD = 32
+"""Tokens without a whole character at their end behind which only ``_MOST_PART`` can change."""
 
 
 class Text:
@@ -25,14 +30,15 @@ class Text:
         prompt: Sequence[int],
         *,
         num_tokens: int,
-        end_tokens: frozenset[int] = frozenset(),
+        rules: Rules | None = None,
         stop_strings: Sequence[str] = (),
         number: int = 0,
     ) -> None:
         """Continue the tokens ``prompt`` by up to ``num_tokens``, decoded by ``tokenizer``.
 
-        One of ``end_tokens`` ends the text, and so does one of ``stop_strings``, which is left out.
-        ``number`` is the text's own among all, by which its random numbers are seeded.
+        What ends texts by the model's ``rules`` ends this one, and so does one of ``stop_strings``;
+        a string is left out. ``number`` is the text's own among all, by which its random numbers
+        are seeded.
         """
         self.prompt = list(prompt)
         self.number = number
@@ -44,15 +50,16 @@ class Text:
         """Why it ended: a token or a string that ends texts, or its length; None while it goes on.
         """
         self._tokenizer = tokenizer
-        self.num_tokens, self._end_tokens = num_tokens, end_tokens
-        self._stop_strings = [each for each in stop_strings if each]
-        self._known, self._fresh = self.prompt[-_CONTEXT_TOKENS:], list[int]()
+        self.num_tokens, self.rules = num_tokens, rules or Rules()
+        self._stop_strings = [each for each in stop_strings if each] + [*self.rules.stop_strings]
+        self._known, self._fresh = self._find_context(), list[int]()
+        self._num_shown = len(self._decode_tokens(self._known))
         self._held = ""
 
     def add(self, token: int) -> str:
         """Take the next token; return the text that is certain by now."""
         self.num_made += 1
-        if token in self._end_tokens:
+        if token in self.rules.end_tokens:
             self.finish = "stop"
         elif self.num_made == self.num_tokens:
             self.finish = "length"
@@ -66,18 +73,41 @@ class Text:
         return text[:end]
 
     def _decode(self, token: int) -> str:
-        """Return what a token adds to the text; nothing while a character is not whole.
+        """Return what a token adds to the text, without a character that is not whole.
 
-        Source: the two windows by which vLLM and TGI decode incrementally.
+        Source: the two windows by which vLLM and TGI decode incrementally. A token may end in a
+        part of a character for long: what stands before the part is certain all the same.
         """
         self._fresh.append(token)
-        before, after = map(self._decode_tokens, (self._known, self._known + self._fresh))
-        new = after[len(before) :]
-        is_part = new.endswith("\N{REPLACEMENT CHARACTER}") and len(self._fresh) < _MOST_HELD
-        if not new or (is_part and self.finish is None):
-            return ""
-        self._known, self._fresh = self._fresh, []
+        text = self._decode_tokens(self._known + self._fresh)
+        num_held = 0 if self.finish else len(text) - len(text.rstrip(_PART))
+        if len(self._fresh) >= _MOST_HELD:
+            num_held = min(num_held, _MOST_PART)
+        new = text[self._num_shown : len(text) - num_held]
+        self._num_shown += len(new)
+        if (new and not num_held) or len(self._fresh) >= 2 * _MOST_HELD:
+            last, self._fresh = self._fresh[-_MOST_HELD:], []
+            # a space that begins a text may be nothing, and special tokens alone are no context
+            if self._decode_tokens(last):
+                self._known = last
+            elif new:
+                self._known = (self._known + last)[-_MOST_HELD:]
+            self._num_shown = max(0, len(self._decode_tokens(self._known)) - num_held)
         return new
+
+    def _find_context(self) -> list[int]:
+        """Return the end of the prompt behind which tokens are decoded as behind all of it.
+
+        A window that begins within a character of bytes would make the next ones unreadable, too,
+        and one of special tokens alone is no context.
+        """
+        num_tokens = _CONTEXT_TOKENS
+        while num_tokens < len(self.prompt):
+            text = self._decode_tokens(self.prompt[-num_tokens:])
+            if text and _PART not in text:
+                break
+            num_tokens *= 2
+        return self.prompt[-num_tokens:]
 
     def _decode_tokens(self, tokens: list[int]) -> str:
         return str(
@@ -139,14 +169,17 @@ def generate_texts(
         prompt = torch.zeros(num_rows, max(lengths), dtype=torch.int64)
         for row, text in enumerate(rows):
             prompt[row, : lengths[row]] = torch.tensor(text.prompt)
-        steps = generate(
-            session,
-            prompt,
-            max(text.num_tokens for text in batch),
-            measured,
-            choose=make_chooser(sampling, [text.number for text in rows], session.device),
-            lengths=lengths,
-        )
+        num_tokens = max(text.num_tokens for text in batch)
+        with session.stream():
+            choose = make_ruled_chooser(
+                [text.rules.make_processors(len(text.prompt), session.device) for text in rows],
+                [text.prompt for text in rows],
+                num_tokens,
+                sampling,
+                [text.number for text in rows],
+                session.device,
+            )
+        steps = generate(session, prompt, num_tokens, measured, choose=choose, lengths=lengths)
         for step, tokens in enumerate(steps, start=min(lengths)):
             for text, token in zip(batch, tokens.tolist(), strict=False):
                 if text.finish is None and step >= len(text.prompt):

@@ -1,6 +1,8 @@
 """Tokens drawn as transformers draws them, and prompts of unlike lengths in one batch."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from offplan.errors import InputError
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.rules import Rules
 from offplan.runtime.sampling import Sampling, make_chooser
 from offplan.runtime.session import Session
+from offplan.runtime.texts import Text, generate_texts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
 
@@ -113,3 +117,53 @@ def test_a_batch_ends_with_its_last_text(tmp_path: Path) -> None:
 def test_values_that_cannot_be_drawn_with(name: str, value: float) -> None:
     with pytest.raises(InputError, match=f"{name} is "):
         Sampling(**{name: value})
+
+
+class Words:
+    """A tokenizer of which the texts are not looked at."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return "".join(f" {token}" for token in tokens)
+
+
+@pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
+def test_a_models_rules_are_those_of_transformers(
+    tmp_path: Path, sampling: Sampling | None
+) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    first = [stock(torch.tensor([prompt])).logits[0, -1].topk(2).indices for prompt in PROMPTS]
+    likely = torch.cat(first).tolist()
+    drawing: dict[str, Any] = {"do_sample": False}
+    if sampling is not None:
+        asked = {"temperature": sampling.temperature, "top_k": sampling.top_k}
+        drawing = {"do_sample": True, "top_p": sampling.top_p, **asked}
+    for rules in (
+        Rules(repetition_penalty=3.0),
+        Rules(repetition_penalty=0.5, suppress_tokens=tuple(likely[:3])),
+        Rules(begin_suppress_tokens=tuple(likely)),
+        Rules(frozenset(likely), min_length=9),
+        Rules(frozenset(likely), min_new_tokens=3),
+    ):
+        made: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
+        with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:
+            texts = [
+                Text(Words(), prompt, num_tokens=NUM_TOKENS, rules=rules, number=number)
+                for number, prompt in enumerate(PROMPTS)
+            ]
+            for text, piece in generate_texts(session, [texts], sampling):
+                made[text.number] += map(int, piece.split())
+        named = asdict(rules)
+        ends = sorted(named.pop("end_tokens"))
+        named = {key: value for key, value in named.items() if value and key != "stop_strings"}
+        for number, prompt in enumerate(PROMPTS):
+            torch.manual_seed(DRAWN.seed + number)
+            expected = stock.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=NUM_TOKENS,
+                eos_token_id=ends or None,
+                pad_token_id=0,
+                **named,
+                **drawing,
+            )
+            assert made[number] == expected[0, len(prompt) :].tolist()

@@ -1,0 +1,173 @@
+"""What a model's files say about which tokens may follow, and which of them end a text."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from offplan.checkpoint.jsontext import describe, quote
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.weights import find_small_files
+from offplan.errors import InputError
+
+_FILE = "generation_config.json"
+_NOT_HEEDED: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "guidance_scale": (1,),
+    "sequence_bias": (),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "token_healing": (False,),
+    "assistant_ensemble_weight": (),
+    "max_time": (),
+}
+"""What else changes greedy texts, with the values beside null that leave them as they are.
+
+Source: transformers 5.23, ``_get_logits_processor``, ``_get_stopping_criteria`` and
+``get_generation_mode``. What concerns drawing, the length or the cache is not of these.
+"""
+_MOST_TOKEN = 2**31
+"""Beyond any token, of either sign, and within what tensors of numbers hold."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which tokens may follow, and what ends a text; the values' names are transformers'."""
+
+    end_tokens: frozenset[int] = frozenset()
+    """Tokens that end a text."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end a text."""
+    repetition_penalty: float = 1.0
+    """Divides the logits above 0, and multiplies the others, of tokens that were there before."""
+    suppress_tokens: tuple[int, ...] = ()
+    """Tokens that are never made."""
+    begin_suppress_tokens: tuple[int, ...] = ()
+    """Tokens that do not begin what follows a prompt."""
+    min_length: int = 0
+    """Tokens of prompt and text before which no token ends the text."""
+    min_new_tokens: int = 0
+    """Tokens of the text before which none ends it."""
+
+    def make_processors(self, prompt_tokens: int, device: torch.device) -> LogitsProcessorList:
+        """Return what changes the logits of a text behind so many tokens, in stock's order.
+
+        Runs on the current stream of ``device``.
+        """
+        processors = LogitsProcessorList()
+        if self.repetition_penalty != 1:
+            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        ends, on = sorted(self.end_tokens), str(device)
+        if ends and self.min_length > 0:
+            processors.append(MinLengthLogitsProcessor(self.min_length, ends, on))
+        if ends and self.min_new_tokens > 0:
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, ends, on)
+            )
+        if self.suppress_tokens:
+            processors.append(SuppressTokensLogitsProcessor(self.suppress_tokens, on))
+        if self.begin_suppress_tokens:
+            processors.append(
+                SuppressTokensAtBeginLogitsProcessor(self.begin_suppress_tokens, prompt_tokens, on)
+            )
+        return processors
+
+
+def read_rules(model: Model, tokenizer: Any) -> Rules:
+    """Read the rules of a model's generation config, or where it has none of its config.
+
+    End tokens are those of the generation config, or else of the config, and the tokenizer's own.
+
+    Raises InputError for a file that cannot be read, for a value that is none and for what would
+    change a greedy text and is not heeded, and HubError.
+    """
+    found, where = _read(model)
+    for key, neutral in _NOT_HEEDED.items():
+        value = getattr(found, key, None)
+        if value is not None and value not in neutral:
+            raise InputError(
+                f"{where} has {key} {quote(value)}, which `run` does not heed and which would "
+                "change what it generates: take it out of a copy, and name that with --model"
+            )
+    ends = _list(found.eos_token_id, int, "eos_token_id", where)
+    if not ends:
+        ends = model.architecture.end_tokens
+    ends += _list(tokenizer.eos_token_id, int, "the tokenizer's eos_token_id", model.source)
+    penalty = found.repetition_penalty
+    if penalty is not None and not (_is(penalty, (int, float)) and 0 < penalty < math.inf):
+        raise _wrong("repetition_penalty", penalty, "a number above 0", where)
+    lengths: dict[str, int] = {}
+    for key in ("min_length", "min_new_tokens"):
+        lengths[key] = getattr(found, key) or 0
+        if not _is(lengths[key], int):
+            raise _wrong(key, lengths[key], "a number of tokens", where)
+    return Rules(
+        frozenset(ends),
+        tuple(filter(None, _list(found.stop_strings, str, "stop_strings", where))),
+        1.0 if penalty is None else float(penalty),
+        _list(found.suppress_tokens, int, "suppress_tokens", where),
+        _list(found.begin_suppress_tokens, int, "begin_suppress_tokens", where),
+        **lengths,
+    )
+
+
+def _list(value: Any, kind: type, key: str, where: str) -> tuple[Any, ...]:
+    """Return the values of a key that may have one or a list; null is none."""
+    values = value if isinstance(value, list) else [value]
+    for each in values:
+        if each is not None and not _is(each, kind):
+            expected = "the number of a token" if kind is int else "a text"
+            raise _wrong(key, each, expected, where)
+    return tuple(each for each in values if each is not None)
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    is_huge = isinstance(value, int) and abs(value) >= _MOST_TOKEN
+    return isinstance(value, kind) and not isinstance(value, bool) and not is_huge
+
+
+def _wrong(key: str, value: Any, expected: str, where: str) -> InputError:
+    return InputError(
+        f"{where}: found {quote(value)} as {key}, expected {expected}; correct it, or fetch it "
+        "again"
+    )
+
+
+def _read(model: Model) -> tuple[Any, str]:
+    """Read the generation config, or what the config says in its place; and name the file.
+
+    Source: transformers 5.23, ``GenerationMixin.adjust_generation_fn``.
+    """
+    folder = find_small_files(model, (_FILE,))
+    where = str(folder / _FILE)
+    try:
+        if (folder / _FILE).is_file():
+            return GenerationConfig.from_pretrained(str(folder), local_files_only=True), where
+        where = f"the config of {model.source}"
+        return GenerationConfig.from_model_config(dict(model.config)), where
+    # what stands in the files may be anything, and so are the errors
+    except Exception as error:
+        raise InputError(
+            f"{where} cannot be read ({describe(error)}); correct it, or fetch it again"
+        ) from None
