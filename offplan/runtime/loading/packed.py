@@ -119,8 +119,9 @@ def bringing_kernels(device: torch.device) -> Iterator[None]:
 
 
 def pack_a_little(device: torch.device) -> Parts:
-    """Pack the smallest matrix of which a weight needs a patch."""
-    values = torch.ones(PATCH_ROWS, 64, dtype=torch.bfloat16)
+    """Pack a small matrix, of which a weight needs a patch."""
+    # triton compiles kernels anew for sizes that are no multiples of 16: few models have them
+    values = torch.ones(PATCH_ROWS, 1024, dtype=torch.bfloat16)
     values[0, 0] = 2.0**-100
     with on_device(device), torch.inference_mode():
         return _pack_exactly(values.to(device), "a matrix of ones")
