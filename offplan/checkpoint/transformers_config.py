@@ -44,9 +44,8 @@ def cannot_build(where: str, error: Exception) -> CheckpointError:
 
 
 def _sanitise(value: Any) -> Any:
-    """Drop, at every depth, what could make transformers fetch code or change the stored types.
-
-    So is what asks it to return more than logits, or in another way.
+    """Drop, at every depth, what could make transformers fetch code or change the stored types, and
+    what asks it to return more than logits, or in another way.
 
     Infinity, which is no JSON number, is decoded.
     Source: transformers 5.23 saves it as ``{"__float__": "Infinity"}``.
