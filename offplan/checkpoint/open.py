@@ -68,15 +68,16 @@ def _read(source: str, revision: str | None, on_progress: Progress | None) -> St
             f"{source}: found on disk, where there are no revisions, expected a Hub id with "
             f"--revision {revision}; leave the revision out"
         )
-    if is_folder and revision is None:
+    is_local = exists and revision is None
+    if is_local and is_folder:
         return read_folder(path, on_progress)
-    if exists and revision is None and path.suffix == ".json":
+    if is_local and path.suffix == ".json":
         # Imported here: it is of use only with torch at hand.
         from offplan.checkpoint.config_only import read_config_only
 
         return read_config_only(path, on_progress)
     is_path = not exists and revision is None and _looks_like_path(source)
-    if (revision is not None or not exists) and not is_path and may_be_id:
+    if not is_local and not is_path and may_be_id:
         from offplan.checkpoint.hub import read_hub
 
         try:

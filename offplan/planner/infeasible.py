@@ -1,6 +1,6 @@
 """Why there is no plan: what is missing and what would help."""
 
-from functools import partial
+from functools import cache, partial
 
 from offplan.costs.memory import MARGIN, overhead_bytes
 from offplan.costs.threshold import least_that
@@ -62,6 +62,7 @@ def _explain_engine(
         "host_memory": 2 * space.model.loaded_bytes * question.goal.ranks.num_gpus,
     }
 
+    @cache
     def find(name: str, num_bytes: int) -> Found | None:
         room = find_room(space, given.model_copy(update={name: num_bytes}))
         return searcher.find(room, any_plan).best

@@ -122,12 +122,14 @@ def read_rules(model: Model, tokenizer: Any) -> Rules:
         lengths[key] = getattr(found, key) or 0
         if not _is(lengths[key], int):
             raise _wrong(key, lengths[key], "a number of tokens", where)
+    strings = _list(found.stop_strings, str, "stop_strings", where)
+    begin = _list(found.begin_suppress_tokens, int, "begin_suppress_tokens", where)
     return Rules(
-        frozenset(ends),
-        tuple(filter(None, _list(found.stop_strings, str, "stop_strings", where))),
-        1.0 if penalty is None else float(penalty),
-        _list(found.suppress_tokens, int, "suppress_tokens", where),
-        _list(found.begin_suppress_tokens, int, "begin_suppress_tokens", where),
+        end_tokens=frozenset(ends),
+        stop_strings=tuple(filter(None, strings)),
+        repetition_penalty=1.0 if penalty is None else float(penalty),
+        suppress_tokens=_list(found.suppress_tokens, int, "suppress_tokens", where),
+        begin_suppress_tokens=begin,
         **lengths,
     )
 

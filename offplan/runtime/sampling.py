@@ -98,25 +98,23 @@ class Ruled:
     def __init__(
         self,
         processors: Sequence[LogitsProcessorList],
-        prompts: Sequence[Sequence[int]],
+        prompt: torch.Tensor,
+        lengths: Sequence[int],
         num_tokens: int,
         sampler: Sampler | None,
         device: torch.device,
     ) -> None:
-        """Continue ``prompts`` by up to ``num_tokens`` each, greedily without a ``sampler``.
+        """Continue prompts by up to ``num_tokens`` each, greedily without a ``sampler``.
 
-        Each prompt has its own ``processors``. Runs on the current stream, which is to be that of
-        the calls: they write to what it makes.
+        ``prompt`` and ``lengths`` are those of ``generate``, and each prompt has its own
+        ``processors``. Runs on the current stream, which is to be that of the calls: they write to
+        what it makes.
         """
-        self._sampler = sampler
-        self._lengths = [len(prompt) for prompt in prompts]
-        self._processors = processors
+        self._sampler, self._processors = sampler, processors
+        self._lengths = [*lengths]
         # the shortest prompt's text goes on while the rest of the longest is read
-        most = 2 * max(self._lengths) - min(self._lengths) + num_tokens
-        tokens = torch.zeros(len(prompts), most, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-        self._tokens = tokens.to(device)
+        num_more = max(lengths) - min(lengths) + num_tokens
+        self._tokens = torch.nn.functional.pad(prompt, (0, num_more)).to(device)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Choose a token for each of ``rows``, as ``Choose`` says."""
@@ -140,20 +138,22 @@ def make_chooser(sampling: Sampling | None, texts: Sequence[int], device: torch.
 
 def make_ruled_chooser(
     processors: Sequence[LogitsProcessorList],
-    prompts: Sequence[Sequence[int]],
+    prompt: torch.Tensor,
+    lengths: Sequence[int],
     num_tokens: int,
     sampling: Sampling | None,
     texts: Sequence[int],
     device: torch.device,
 ) -> Choose:
-    """Return what chooses the tokens behind the texts' ``prompts``, by ``processors`` for each.
+    """Return what chooses the tokens behind prompts, by ``processors`` for each.
 
-    A row chooses up to ``num_tokens``. To be called on the stream that the chooser runs on.
+    ``prompt`` and ``lengths`` are those of ``generate``. A row chooses up to ``num_tokens``. To be
+    called on the stream that the chooser runs on.
     """
     if not any(processors):
         return make_chooser(sampling, texts, device)
     sampler = _make_sampler(sampling, texts, device)
-    return Ruled(processors, prompts, num_tokens, sampler, device)
+    return Ruled(processors, prompt, lengths, num_tokens, sampler, device)
 
 
 def _make_sampler(

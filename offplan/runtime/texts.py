@@ -173,7 +173,8 @@ def generate_texts(
         with session.stream():
             choose = make_ruled_chooser(
                 [text.rules.make_processors(len(text.prompt), session.device) for text in rows],
-                [text.prompt for text in rows],
+                prompt,
+                lengths,
                 num_tokens,
                 sampling,
                 [text.number for text in rows],
