@@ -22,13 +22,10 @@ import offplan.runtime.loading.staging
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.forms.form import Part
-from offplan.hostmem.block import HostBlock
 from offplan.packing import pack_everything
 from offplan.placement import place
 from offplan.plan import Offload, Packing
 from offplan.runtime.loading.loaded import LoadedModel
-from offplan.runtime.loading.loader import NUM_THREADS
-from offplan.runtime.memory import store
 from tests.runtime.conftest import LATENTS
 from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, offload, run_greedily
@@ -148,25 +145,6 @@ def test_memory_is_what_is_placed(folder: Path) -> None:
     assert placement.slot_bytes < plain.slot_bytes
     assert placement.resident_bytes < plain.resident_bytes
     loaded.close()
-
-
-def test_page_locking_begins_once_loading_has_its_buffers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events = []
-
-    def make(num_bytes: int, *, pin: bool) -> HostBlock:
-        events.append("buffer")
-        return HostBlock(num_bytes, pin=pin)
-
-    for module in (offplan.runtime.loading.packed, offplan.runtime.loading.staging):
-        monkeypatch.setattr(module, "HostBlock", make)
-    monkeypatch.setattr(HostBlock, "pin", lambda _: events.append("page-lock"))
-    monkeypatch.setattr(store, "reads_over_link", lambda _: True)
-    model, decision = open_model(str(folder)), packed(group(2, 1))
-    LoadedModel(model, decision, torch.device("cpu"), folder).close()
-    num_buffers = 3 * NUM_THREADS  # two for each thread that reads, one for each that packs
-    assert events == ["buffer"] * num_buffers + ["page-lock"]
 
 
 def test_what_brings_the_kernels_runs_all_of_them() -> None:

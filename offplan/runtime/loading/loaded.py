@@ -52,15 +52,9 @@ class LoadedModel:
             self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer
         )
         try:
-            with self.store.page_locking() as check:
-
-                def tell(done: int, total: int) -> None:
-                    check()  # raises what ends loading early
-                    if on_progress is not None:
-                        on_progress(done, total)
-
-                loaded = self.store.resident | self.store.offloaded
-                load_weights(folder, targets, loaded, tell)
+            loaded = self.store.resident | self.store.offloaded
+            load_weights(folder, targets, loaded, on_progress)
+            self.store.page_lock()
             dtype = self.model.dtype
             share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
             heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)

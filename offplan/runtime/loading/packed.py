@@ -1,6 +1,5 @@
 """Weights that a plan holds packed are packed on their way from the checkpoint to their places."""
 
-import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +91,7 @@ class Matrix:
 def _put(part: torch.Tensor, place: torch.Tensor, buffer: torch.Tensor) -> None:
     """Copy a part to its place, from a GPU to host memory by way of a buffer of bytes.
 
-    Memory that is touched for the first time, and not yet page-locked, CUDA fills by one thread.
+    Host memory that is not page-locked CUDA fills by one thread, which also has to make its pages.
     """
     if part.is_cuda and not place.is_cuda:
         part = buffer[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
@@ -140,8 +139,8 @@ def open_packing(
         yield lambda _: iter(())
         return
     is_cuda = device.type == "cuda"
-    shapes = {(stop - start, m.tensor.shape[1]) for m in matrices for start, stop in m.runs()}
-    largest = max(shapes, key=math.prod)
+    sizes = ((stop - start) * m.tensor.shape[1] for m in matrices for start, stop in m.runs())
+    largest = max(sizes)
     idle: queue.SimpleQueue[HostBlock] = queue.SimpleQueue()
     # begins behind what is queued, which may still read the memory that is filled
     stream, one_at_a_time = open_stream(device), threading.Lock()
@@ -156,24 +155,19 @@ def open_packing(
     with ExitStack() as stack:
         stack.callback(_give_back, device)
         for _ in range(num_threads):
-            block = HostBlock(2 * math.prod(largest), pin=is_cuda)
+            block = HostBlock(2 * largest, pin=is_cuda)
             idle.put(stack.enter_context(closing(block)))
         threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offplan-pack")
         # threads end before the buffers that they fill are given back
         stack.callback(threads.shutdown, cancel_futures=True)
 
-        @contextmanager
-        def buffer() -> Iterator[torch.Tensor]:
+        def pack_one(matrix: Matrix, fill: Fill) -> int:
             block = idle.get()
             try:
                 with on_device(device), torch.cuda.stream(stream), torch.inference_mode():
-                    yield block.tensor.view(torch.bfloat16)
+                    return matrix.pack(fill, make, block.tensor.view(torch.bfloat16))
             finally:
                 idle.put(block)
-
-        def pack_one(matrix: Matrix, fill: Fill) -> int:
-            with buffer() as rows:
-                return matrix.pack(fill, make, rows)
 
         def pack_each(fill: Fill) -> Iterator[int]:
             ordered = sorted(matrices, key=lambda m: (m.tensor.shard or "", m.tensor.offset))
@@ -182,9 +176,6 @@ def open_packing(
             if stream is not None:  # leaving waits, too, but shows no copy that failed
                 stream.synchronize()
 
-        if is_cuda:  # brings kernels and memory, which would wait for each page-lock in turn
-            with buffer() as rows:
-                make(rows.view(largest).zero_(), "zeros")
         yield pack_each
 
 

@@ -1,10 +1,6 @@
 """Weights live in one arena on the device and in a slab of the store for each layer."""
 
-import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -157,40 +153,19 @@ class WeightStore:
         for name, (layer, offset) in self._places.items():
             self.offloaded[name] = view_as(wanted[name], self.slabs[layer], offset)
 
-    @contextmanager
-    def page_locking(self) -> Iterator[Callable[[], object]]:
-        """Page-lock host memory beside what happens inside, and then take the views of it.
+    def page_lock(self) -> None:
+        """Page-lock host memory that was filled, and take each phase's views.
 
-        Loading fills slabs from the first to the last, making their pages as it goes; page-locking
-        goes the other way, so that each makes a part of them. Gives a function that raises what
-        went wrong so far: MemoryLimitError. Its first call begins page-locking, so loading has its
-        own buffers by then: the driver keeps who asks for memory waiting for one block after the
-        other.
+        Raises MemoryLimitError. Source: 5.3 GB that loading had filled were page-locked in 0.2 s on
+        an H200; beside loading they took 2 s and held it up by 1.2, since the driver had to make
+        the pages and kept all else that called it waiting.
         """
-        stop = threading.Event()
-        with ThreadPoolExecutor(1, thread_name_prefix="offplan-lock") as thread:
-            begin = functools.cache(lambda: thread.submit(self._page_lock, stop))
-
-            def check() -> None:
-                if (work := begin()).done():
-                    work.result()
-
-            try:
-                yield check
-                begin().result()
-            except BaseException:
-                stop.set()
-                raise
+        if reads_over_link(self.device):
+            with on_device(self.device):
+                for block in self._blocks.values():
+                    block.pin()
         for phase in Phase:
             self.by_phase[phase] = self._views(phase)
-
-    def _page_lock(self, stop: threading.Event) -> None:
-        if not reads_over_link(self.device):
-            return
-        with on_device(self.device):
-            for block in reversed(self._blocks.values()):
-                if not stop.is_set():
-                    block.pin()
 
     def _views(self, phase: Phase) -> dict[str, nn.Parameter]:
         """View what is off the device where this phase reads it: in a slot, or where it lies."""
