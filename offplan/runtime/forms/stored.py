@@ -19,8 +19,8 @@ expanded first, 42 us and cuBLAS' own 30 to 60.
 PACKED_ROWS = 64
 """MAX_ROWS of packed weights that have a scratch.
 
-Source: a layer of Qwen3-8B on an H200: 64 / 65 / 128 rows take 302 / 393 / 478 us from codes, and 329
-/ 332 / 340 expanded first.
+Source: a layer of Qwen3-8B on an H200: 64 / 65 / 128 rows take 302 / 393 / 478 us from codes, and
+329 / 332 / 340 expanded first.
 """
 UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
 """Parts that no value is computed with: what a STATE says is heeded once it is loaded."""
