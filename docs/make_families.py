@@ -37,6 +37,10 @@ outgrows `original_max_position_embeddings`.
 Layers may have full or sliding attention, attention within chunks of the text (Llama 4), or the
 linear attention of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). Other linear attentions,
 state spaces and convolutions are refused.
+
+Sparse attention whose indexers choose the tokens that each one sees (DeepSeek-V3.2, GLM-5) runs on
+texts of no more tokens than they choose (`index_topk`, 2,048 unless the config says another
+number): of such a text they choose all. Plans of a longer context are made, and `run` refuses them.
 """
 
 

@@ -128,7 +128,7 @@ def test_replan_says_what_does_not_fit(cli: CLI, folder: Path) -> None:
 
 
 def test_replan_has_json(cli: CLI, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runnable, "why_not_run", lambda _: None)  # which asks a process
+    monkeypatch.setattr(runnable, "why_not_run", lambda *_: None)  # which asks a process
     code, out, _ = cli("replan", "plan.yaml", "--json")
     assert code == 0
     assert '"can_execute": true' in out

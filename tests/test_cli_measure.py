@@ -14,7 +14,7 @@ import offplan.machine.measure
 import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.library.machines import measure_here
+from offplan.library.machines import find_machine, measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import (
     InPlaceRead,
@@ -78,6 +78,15 @@ def test_layers_are_timed_once(machine: Machine) -> None:
     packed = pack_model(model, pack_everything(model)).layers[0].key
     assert [time.layer for time in first.profile.layer_times] == ["x", model.layers[0].key, packed]
     assert machine.with_others == [False, False]
+
+
+def test_what_cannot_run_is_planned_by_the_machines_figures(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offplan.library.machines, "why_not_run", lambda *_: "it cannot")
+    found = find_machine(None, open_model(str(TINY_MOE)), WORKLOAD)
+    assert found is not None
+    assert (machine.num_layer_times, found.profile.layer_times) == (0, ())
 
 
 @pytest.mark.parametrize("change", [{"batch": 2}, {"context": 512}, {"prompt_tokens": 16}])

@@ -111,22 +111,32 @@ def test_a_process_is_asked_of_a_quantised_model_that_was_planned(tmp_path: Path
 def test_nothing_is_fetched_for_a_model_that_cannot_run(both_ways: Path) -> None:
     model = open_model(str(both_ways), name="on/the-hub")
     with pytest.raises(CheckpointError, match="tokens behind its own"):
-        check_before_fetching(model, offload(), CPU)
-    check_before_fetching(open_model(str(both_ways)), offload(), CPU)  # loading says so itself
+        check_before_fetching(model, offload(), 1, CPU)
+    check_before_fetching(open_model(str(both_ways)), offload(), 1, CPU)  # loading says so itself
+
+
+def test_long_texts_that_sparse_attention_leaves_tokens_of(tmp_path: Path) -> None:
+    _save_changed("deepseek_v32", {"index_topk": 8}, tmp_path)
+    model, told = open_model(str(tmp_path), name="on/the-hub"), "texts of more than 8 tokens"
+    assert why_not_run(model, context=8) is None
+    assert told in (why_not_run(model, context=9) or "")
+    check_before_fetching(model, offload(), 8, CPU)
+    with pytest.raises(CheckpointError, match=told):
+        check_before_fetching(model, offload(), 9, CPU)
 
 
 def test_nothing_is_fetched_for_a_host_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "host_room", lambda *_: iter([(2**10, "this machine")]))
     model = open_model(str(TINY_MOE), name="on/the-hub")
     with pytest.raises(MemoryLimitError, match="this machine has 1 KiB left"):
-        check_before_fetching(model, offload(), CPU)
+        check_before_fetching(model, offload(), 1, CPU)
 
 
 def test_nothing_is_fetched_without_a_gpus_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     model = open_model(str(TINY_MOE), name="on/the-hub")
     with pytest.raises(OffplanError, match="pip install triton"):
-        check_before_fetching(model, offload(), torch.device("cuda"))
+        check_before_fetching(model, offload(), 1, torch.device("cuda"))
 
 
 def test_the_commands_say_so(cli: CLI, both_ways: Path) -> None:

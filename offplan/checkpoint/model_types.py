@@ -35,6 +35,8 @@ FLOAT32_PARTS_IN_FLOAT16 = _float32_parts("float32_in_float16")
 """Parts of names whose parameters stay in float32 in a model computed in float16 only."""
 
 
+INDEX_TOPK: dict[str, int] = _FACTS["indexed"]
+"""Tokens that an indexer chooses of a longer text where the config does not say how many."""
 TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"]
 """Multimodal model types whose text part runs alone, and the model types it may have there."""
 TEXT_SIZES: dict[str, dict[str, int]] = _FACTS["text_sizes"]

@@ -83,7 +83,7 @@ def bench_plan(
     _check_ways(others)
     chosen = find_device(device)
     if not dummy_weights:
-        check_before_fetching(found, plan.offload, chosen)
+        check_before_fetching(found, plan.offload, workload.context, chosen)
     setup = Bench(
         model=found,
         offload=plan.offload,

@@ -10,6 +10,7 @@ from pathlib import Path
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
 from offplan.errors import OffplanError
+from offplan.library.runnable import why_not_run
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
 from offplan.packing import pack_everything, pack_model, packable
@@ -150,8 +151,10 @@ def find_machine(
         return load_machine(name)
     if not has_gpu():
         return None
+    # what cannot run cannot be timed: its compute is estimated
+    timed = model if why_not_run(model, workload.context) is None else None
     others = store == "peer" or num_gpus > 1
-    return measure_here(model, workload, with_others=others, packing=packing, on_stage=on_stage)
+    return measure_here(timed, workload, with_others=others, packing=packing, on_stage=on_stage)
 
 
 def has_gpu() -> bool:

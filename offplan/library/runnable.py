@@ -13,6 +13,7 @@ from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 from offplan.files import answer_path, keep, read_kept
 from offplan.plan import Offload
+from offplan.runtime.refusal import refuse_long_texts
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +24,18 @@ _RUNS = b"runs"
 """What is kept of a model that can be run."""
 
 
-def why_not_run(model: Model) -> str | None:
-    """Return why ``run`` cannot execute a model, None where it can.
+def why_not_run(model: Model, context: int = 1) -> str | None:
+    """Return why ``run`` cannot execute a model on texts of so many tokens, None where it can.
 
     No weight is read or fetched: transformers' class is built without them, what its attentions ask
     for is probed, and the stored tensors are mapped to its parameters. Where torch is not imported
     yet, which planning does not need, a process of its own does it. That it can is kept on disk,
     under all that it depends on.
     """
+    try:
+        refuse_long_texts(model, context)
+    except CheckpointError as error:
+        return str(error)
     # a plan may have some of it packed
     held = (model.outside_key, *(layer.key for layer in model.layers))
     path = answer_path("runnable", model.source, model.headers_sha256, model.config_sha256, *held)
@@ -54,18 +59,21 @@ def find_obstacle(model: Model) -> str | None:
     return None
 
 
-def check_before_fetching(model: Model, offload: Offload, device: "torch.device") -> None:
-    """Raise what loading would, where weights may be on the Hub still: what needs none to be told.
+def check_before_fetching(
+    model: Model, offload: Offload, context: int, device: "torch.device"
+) -> None:
+    """Raise what a session would, where weights may be on the Hub still: what needs none to tell.
 
-    That is CheckpointError for a model that cannot run, PlanError for a plan's decision that does
-    not fit it, MemoryLimitError where the host's memory or a second GPU is lacking, and
-    OffplanError where a GPU's compiler is.
+    That is CheckpointError for a model that cannot run, or not on texts of ``context`` tokens,
+    PlanError for a plan's decision that does not fit it, MemoryLimitError where the host's memory
+    or a second GPU is lacking, and OffplanError where a GPU's compiler is.
     """
     if model.revision is None and Path(model.source).exists():  # loading says so itself
         return
     from offplan.runtime.loading.prepared import prepare
     from offplan.runtime.model.layers import require_triton
 
+    refuse_long_texts(model, context)
     if device.type == "cuda":
         require_triton()
     prepare(model, offload, device)

@@ -51,7 +51,7 @@ def load_session(
 ) -> Session:
     """Do what ``open_session`` does, once plan and model are checked and the device is found."""
     if not dummy_weights:
-        check_before_fetching(model, plan.offload, device)
+        check_before_fetching(model, plan.offload, plan.workload.context, device)
     return Session(
         model,
         plan.offload,

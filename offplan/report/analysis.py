@@ -57,7 +57,8 @@ def analyze_question(question: Question) -> Analysis:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
         model = question.model
-        return Analysis(model, why_not_run(model.whole), question.machine, infeasible=error)
+        why_not = why_not_run(model.whole, question.workload.context)
+        return Analysis(model, why_not, question.machine, infeasible=error)
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
@@ -72,7 +73,7 @@ def why_not_plan(model: Model, plan: Plan) -> str | None:
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
-    return why_not_run(pack_model(model.whole, plan.offload.packing))
+    return why_not_run(pack_model(model.whole, plan.offload.packing), plan.workload.context)
 
 
 def describe_running(model: Model, why_not: str | None) -> str:

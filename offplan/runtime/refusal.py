@@ -1,12 +1,24 @@
-"""The one way to say that ``run`` cannot run a model."""
+"""The ways to say that ``run`` cannot run a model, or not on such texts."""
 
 from offplan.checkpoint.jsontext import describe
+from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 
 
 def refuse(why: str) -> CheckpointError:
     """Make the error for a model that ``run`` cannot run, though it can be planned."""
     return CheckpointError(f"{why}; `run` cannot run it. Its plan can still be made and exported")
+
+
+def refuse_long_texts(model: Model, context: int) -> None:
+    """Raise CheckpointError where ``run`` cannot run texts of so many tokens."""
+    latents = model.architecture.latents
+    if latents is not None and latents.index_topk is not None and context > latents.index_topk:
+        raise CheckpointError(
+            f"{model.source} has sparse attention, whose indexers choose what is seen of texts of "
+            f"more than {latents.index_topk} tokens; `run` knows no longer ones (found a context "
+            f"of {context}): plan with --context {latents.index_topk} or less"
+        )
 
 
 def refuse_config(model: object, error: Exception) -> CheckpointError:

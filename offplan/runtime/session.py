@@ -17,6 +17,7 @@ from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.layers import require_triton
 from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.runner import ModelRunner
+from offplan.runtime.refusal import refuse_long_texts
 
 NUM_WARMUP_STEPS = 2
 """Decode steps after a prompt that are not like those to come: the first one finds the ring as
@@ -49,9 +50,11 @@ class Session:
         captures what is captured. ``wrap_link`` puts another link in front of the one that moves
         the bytes.
 
-        Raises what LoadedModel raises, whatever was taken until then being given back, and
-        OffplanError where the GPU's compiler is missing.
+        Raises what LoadedModel raises, whatever was taken until then being given back,
+        CheckpointError where the model does not run on texts of so many tokens, and OffplanError
+        where the GPU's compiler is missing.
         """
+        refuse_long_texts(model, context)
         self.device = torch.device(device)
         capture = capture and self.device.type == "cuda"
         if capture:

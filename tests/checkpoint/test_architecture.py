@@ -44,6 +44,20 @@ def test_what_stays_in_float32():
     assert architecture.float32_parts_in_float16 == ("indexer.weights_proj",)
 
 
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"model_type": "deepseek_v32"}, 2048),
+        ({"model_type": "glm_moe_dsa", "index_topk": 512}, 512),
+        ({"model_type": "deepseek_v3", "index_topk": 512}, None),
+    ],
+)
+def test_tokens_that_an_indexer_chooses(config, tokens):
+    latents = read_architecture({**config, "kv_lora_rank": 512}).latents
+    assert latents is not None
+    assert latents.index_topk == tokens
+
+
 def test_llama4_attends_in_chunks():
     architecture = read_architecture(
         {"text_config": {"model_type": "llama4_text", "num_hidden_layers": 8}}

@@ -68,7 +68,7 @@ SIZES |= dict.fromkeys(("linear_num_key_heads", "num_global_key_value_heads"), 2
 SIZES |= dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1)
 SIZES |= dict.fromkeys(("decoder_layers", "encoder_layers"), 5)
 SIZES |= {"word_embed_proj_dim": 32, "n_positions": 128, "linear_conv_kernel_dim": 4}
-SIZES |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "decoder_sparse_step": 1}
+SIZES |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64, "decoder_sparse_step": 1}
 SIZES |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 
 _WHOLE_HEADS = """
@@ -148,6 +148,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "bias", "qkv_bias"), True),
     "chunks": {"attention_chunk_size": 6},
     "as a decoder": {"is_decoder": True},
+    "shared indexers": {"indexer_types": ["full", "shared", "full", "shared", "shared"]},
     "soft caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
 }
 """Changes to a config that change what comes out in some families; others ignore them."""

@@ -49,7 +49,11 @@ LATENTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-OWN_SIZES = {"deepseek_v3": LATENTS, "gpt_oss": {"intermediate_size": 128, "sliding_window": 8}}
+OWN_SIZES = {
+    "deepseek_v3": LATENTS,
+    "deepseek_v32": {**LATENTS, "index_n_heads": 2, "index_head_dim": 128},
+    "gpt_oss": {"intermediate_size": 128, "sliding_window": 8},
+}
 
 
 def store_fp8_blocks(weight: torch.Tensor) -> Quantised:

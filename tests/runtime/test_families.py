@@ -25,20 +25,20 @@ from tests.runtime.families import (
 from tests.runtime.plans import group, offload, open_session
 
 EXACT = """
-afmoe cohere2 deepseek_v2 deepseek_v3 ernie4_5_moe flint gemma2 gemma3_text gemma3n_text gemma4_text
-glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite_swa llama llama4_text mimo_v2_flash mixtral
-olmo3 olmo_hybrid olmoe phi3 phimoe qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe
-qwen3_next
+afmoe cohere2 deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5_moe flint gemma2 gemma3_text
+gemma3n_text gemma4_text glm4_moe glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite_swa
+llama llama4_text mimo_v2_flash mixtral olmo3 olmo_hybrid olmoe phi3 phimoe qwen2_moe qwen3
+qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
 """
 """Families that people run, and those that ask for something that others do not."""
-ROUNDED = "deepseek_v3 gemma3_text gpt_oss llama olmo_hybrid qwen3_moe"
+ROUNDED = "deepseek_v3 deepseek_v32 gemma3_text gpt_oss llama olmo_hybrid qwen3_moe"
 """Of those, the ones compared in bfloat16 too: latents, soft caps, sinks, experts and linear
 attention."""
 REFUSED = {
     "bart": "counts positions by its cache",
     "bloom": "counts positions by its cache",
     "openai-gpt": "given another cache than the model, or none",
-    "deepseek_v32": "layers of the types",
+    "hy_v4": "layers of the types",
     "jetmoe": "multiplies in a way of their own",
     "falcon": "chooses its attention in a way of its own",
     "longcat_flash": "multiplies in a way of their own",
@@ -58,6 +58,7 @@ def test_a_family_is_exact(family: str) -> None:
     [
         ("gemma3_text", "longrope in some layers"),
         ("gemma4_text", "shared keys and values"),
+        ("glm_moe_dsa", "shared indexers"),
         ("hunyuan_v1_dense", "dynamic with alpha"),
         ("llama", "dynamic"),
         ("phi3", "longrope"),

@@ -30,7 +30,7 @@ from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
-from tests.runtime.plans import group, offload, open_session
+from tests.runtime.plans import CONTEXT, group, offload, open_session
 
 NUM_TOKENS = 6
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
@@ -295,9 +295,25 @@ def test_without_triton_no_weight_is_loaded(
         open_session(checkpoint, offload(), "cuda")
 
 
-def test_attention_with_an_indexer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"sparse attention \(model\.layers\.0\.\S+indexer\)"):
-        open_session(save_tiny("deepseek_v32", tmp_path), offload())
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"index_topk": CONTEXT - 1},
+            f"more than {CONTEXT - 1} tokens.*--context {CONTEXT - 1} or less",
+        ),
+        ({"index_topk": 0}, "found an index_topk of 0, expected"),
+        # whose indexers are not known to choose all of a short text
+        ({"model_type": "hy_v4"}, r"sparse attention \(model\.layers\.0\.\S+indexer\)"),
+    ],
+)
+def test_sparse_attention_is_refused_where_it_leaves_tokens_out(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    model = open_model(str(save_tiny("deepseek_v32", tmp_path)))
+    changed = replace(model, config={**model.config, **change})
+    with pytest.raises(CheckpointError, match=message):
+        Session(changed, offload(), context=CONTEXT, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ BATCH = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
 CASES = [("qwen3", form) for form in FORMS | ALONE]
 CASES += [("qwen3_moe", form) for form in FORMS] + [
     ("deepseek_v3", "fp8_block"),
+    ("deepseek_v32", "fp8_block"),
     ("gpt_oss", "mxfp4"),
 ]
 RUNS: list[tuple[torch.Tensor, int, tuple[str, ...]]] = [

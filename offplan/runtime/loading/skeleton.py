@@ -13,6 +13,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.runtime.model.attention import ATTENTION_NAME
 from offplan.runtime.model.frequencies import hold_frequencies
+from offplan.runtime.model.indexed import leave_out_indexers
 from offplan.runtime.model.inlined import INLINED_TYPES, hand_over
 from offplan.runtime.model.linear import find_linear, take_in_spans
 from offplan.runtime.model.probe import PROBE, probe_attention
@@ -47,7 +48,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
         raise cannot_build(model.source, error) from error
     if model.architecture.is_multimodal:
         _remove_towers(skeleton)
-    _check_attention(skeleton, model.source)
+    _check_attention(skeleton, model)
     hold_frequencies(skeleton)
     cut_by_constants(skeleton)
     # a model cut short (to time its layers) has fewer layers than its config says
@@ -98,20 +99,25 @@ def _keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
             tensor.data = tensor.data.float()
 
 
-def _check_attention(skeleton: PreTrainedModel, source: str) -> None:
+def _check_attention(skeleton: PreTrainedModel, model: Model) -> None:
     """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
+    source, indexed = model.source, leave_out_indexers(skeleton, model)
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     if any(find_linear(decoder_layers(skeleton))):
         known = {"full_attention", "linear_attention"}
+    if indexed:
+        # the latter is transformers 5.17's name
+        known = {"full_attention", "indexed_attention", "deepseek_sparse_attention"}
     if unknown := kinds - known:
         raise refuse(
             f"{source} has layers of the types {sorted(unknown)}; `run` knows full, sliding and "
             "chunked attention, and the linear attention of Gated DeltaNet"
         )
-    # not every config names them: DeepSeek-V3.2's indexers choose what attention sees
-    if indexers := [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]:
+    # not every config names them
+    indexers = [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]
+    if indexers and not indexed:
         raise refuse(
             f"{source} has sparse attention ({indexers[0]}), whose keys have a cache of their own; "
             "`run` knows full and sliding attention"

@@ -51,10 +51,10 @@ def measure_layer_times(
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
     short = replace(model, layers=model.layers[:num_layers])
     names = [*kinds[:num_layers], model.outside_key]
-    # room for the decode steps that are timed behind the prompt, and for its last chunk to be whole
+    # room for a token and the decode steps that are timed, and for a last chunk that is whole
     num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES * (1 if device == "cuda" else CPU_REPEATS)
     longest = max(-(-workload.prompt_tokens // chunk) * chunk for chunk in chunks)
-    context = max(workload.context, longest, workload.prompt_tokens + num_steps + 1)
+    context = max(workload.context, longest, num_steps + 2)
     times: list[LayerTime] = []
 
     def note(seconds: Sequence[float], **what: Any) -> None:

@@ -1,0 +1,39 @@
+"""Sparse attention of DeepSeek-V3.2: an indexer chooses the tokens that each one sees.
+
+Where a text has no more tokens than it chooses, it chooses all, and attention is as without it.
+Such texts run, and longer ones are refused (``runtime.refusal.refuse_long_texts``).
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from offplan.checkpoint.model import Model
+from offplan.runtime.refusal import refuse
+
+
+def leave_out_indexers(skeleton: PreTrainedModel, model: Model) -> list[nn.Module]:
+    """Have attentions see all of a text whose indexers would choose all of it; return these.
+
+    Raises CheckpointError where transformers' class would choose another number of tokens.
+    """
+    latents = model.architecture.latents
+    if latents is None or latents.index_topk is None:
+        return []
+    chosen = skeleton.config.get_text_config().index_topk
+    if chosen != latents.index_topk:
+        raise refuse(
+            f"{model.source}: found an index_topk of {chosen!r}, expected a number of tokens"
+        )
+    attentions = [module for module in skeleton.modules() if hasattr(module, "indexer")]
+    for attention in attentions:
+        if attention.indexer is None:  # it sees what was chosen for the layer before it
+            attention.indexer = _choose_nothing
+        else:
+            attention.indexer.forward = _choose_nothing
+    return attentions
+
+
+def _choose_nothing(*arguments: Any, **others: Any) -> None:
+    """Stand in for an indexer; attention of a name that transformers does not know asks no more."""
