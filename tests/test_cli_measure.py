@@ -14,6 +14,7 @@ import offplan.machine.measure
 import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.errors import CheckpointError
 from offplan.library.machines import find_machine, measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import (
@@ -87,6 +88,8 @@ def test_what_cannot_run_is_planned_by_the_machines_figures(
     found = find_machine(None, open_model(str(TINY_MOE)), WORKLOAD)
     assert found is not None
     assert (machine.num_layer_times, found.profile.layer_times) == (0, ())
+    with pytest.raises(CheckpointError, match="it cannot"):
+        measure_here(open_model(str(TINY_MOE)), WORKLOAD)
 
 
 @pytest.mark.parametrize("change", [{"batch": 2}, {"context": 512}, {"prompt_tokens": 16}])

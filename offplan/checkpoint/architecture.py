@@ -68,9 +68,6 @@ class LatentAttention:
     """Elements of a value head."""
     index_dim: int
     """Elements of the further key a token that a sparse attention's indexer keeps; 0 without."""
-    index_topk: int | None
-    """Tokens of a longer text that each one sees, chosen by an indexer; None where it sees all, and
-    in families whose indexers leave out tokens of short texts, too."""
 
 
 class LinearAttention(NamedTuple):
@@ -146,6 +143,9 @@ class Architecture:
     attention: Attention
     latents: LatentAttention | None
     """Latent attention, in the models that have it."""
+    index_topk: int | None
+    """Tokens of a longer text that each one sees, chosen by an indexer; None where it sees all, and
+    in families whose indexers leave out tokens of short texts, too."""
     linear: LinearAttention | None
     """Linear attention, in the models that have it in some layers."""
     routing: Routing
@@ -214,7 +214,8 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
         mixers=mixers,
         windows=windows,
         attention=_read_attention(text, model_type),
-        latents=_read_latents(text, model_type),
+        latents=_read_latents(text),
+        index_topk=_read_index_topk(text, model_type),
         linear=_read_linear(text),
         routing=Routing(
             num_experts=_read_nested(text, "ffn_config", *_NUM_EXPERTS.split()),
@@ -304,19 +305,22 @@ def _read_soft_cap(text: Mapping[str, Any], model_type: str) -> float | None:
     return float(cap) if type(cap) in (int, float) and 0 < cap < MAX_COUNT else None
 
 
-def _read_latents(text: Mapping[str, Any], model_type: str) -> LatentAttention | None:
+def _read_latents(text: Mapping[str, Any]) -> LatentAttention | None:
     rank = read_count(text, "kv_lora_rank")
     if rank is None:
         return None
-    chosen = model_types.INDEX_TOPK.get(model_type)
     return LatentAttention(
         rank=rank,
         rope_dim=read_count(text, "qk_rope_head_dim") or 0,
         nope_dim=read_count(text, "qk_nope_head_dim") or 0,
         value_dim=read_count(text, "v_head_dim") or 0,
         index_dim=read_count(text, "index_head_dim") or 0,
-        index_topk=chosen and (read_count(text, "index_topk") or chosen),
     )
+
+
+def _read_index_topk(text: Mapping[str, Any], model_type: str) -> int | None:
+    chosen = model_types.INDEX_TOPK.get(model_type)
+    return chosen and (read_count(text, "index_topk") or chosen)
 
 
 def _read_linear(text: Mapping[str, Any]) -> LinearAttention | None:

@@ -26,12 +26,14 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
             f"{transformers.__version__} does not have (code from a checkpoint is never run); "
             "update transformers, or, to plan, name the folder or the Hub id of the checkpoint"
         )
+    built_type = transformers.CONFIG_MAPPING[class_type(model_type, config)]
     try:
-        return transformers.CONFIG_MAPPING[class_type(model_type, config)].from_dict(
-            _sanitise(config)
-        )
+        built = built_type.from_dict(_sanitise(config))
     except Exception as error:
         raise cannot_build(where, error) from error
+    if not isinstance(built.get_text_config(), transformers.PreTrainedConfig):
+        raise cannot_build(where, ValueError("it has a part for text that its class does not know"))
+    return built
 
 
 def cannot_build(where: str, error: Exception) -> CheckpointError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
-from offplan.errors import OffplanError
+from offplan.errors import CheckpointError, OffplanError
 from offplan.library.runnable import why_not_run
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
@@ -66,10 +66,14 @@ def measure_here(
     begins.
 
     Takes a minute or so, nearly all of the GPU's memory in turns, and synchronises the device.
-    Raises OffplanError where there is no CUDA device, and MemoryLimitError.
+    Raises OffplanError where there is no CUDA device, CheckpointError for a model that cannot run
+    on such texts, and MemoryLimitError.
     """
     if device == "cuda":
         require_gpu()
+    workload = workload or Workload()
+    if model is not None and (obstacle := why_not_run(model, workload.context)) is not None:
+        raise CheckpointError(obstacle)
     import torch
 
     from offplan.machine.measure import measure_machine
@@ -83,7 +87,6 @@ def measure_here(
     else:
         profile = measure_machine(progress, with_others=with_others)
     if model is not None:
-        workload = workload or Workload()
         held = [model]
         if packing and packable(model):
             held.append(pack_model(model, pack_everything(model)))

@@ -12,12 +12,12 @@ def refuse(why: str) -> CheckpointError:
 
 def refuse_long_texts(model: Model, context: int) -> None:
     """Raise CheckpointError where ``run`` cannot run texts of so many tokens."""
-    latents = model.architecture.latents
-    if latents is not None and latents.index_topk is not None and context > latents.index_topk:
+    most = model.architecture.index_topk
+    if most is not None and context > most:
         raise CheckpointError(
             f"{model.source} has sparse attention, whose indexers choose what is seen of texts of "
-            f"more than {latents.index_topk} tokens; `run` knows no longer ones (found a context "
-            f"of {context}): plan with --context {latents.index_topk} or less"
+            f"more than {most} tokens; `run` knows no longer ones (found a context of {context}): "
+            f"plan with --context {most} or less"
         )
 
 

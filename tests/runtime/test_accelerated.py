@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offplan.errors import InputError
 from offplan.runtime.measuring import accelerated
 from offplan.runtime.measuring.accelerated import bench_accelerate
 from offplan.runtime.measuring.bench import Bench
@@ -45,6 +46,11 @@ def test_parts_of_layers(moe: Path) -> None:
 
 def test_a_module_with_parameters_of_both_kinds_is_taken_whole(moe: Path) -> None:
     assert names(moe, "experts.down_proj") == [f"model.layers.{i}.mlp.experts" for i in (1, 3)]
+
+
+def test_sparse_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="leave --vs accelerate out"):
+        bench_accelerate(question(save_tiny("deepseek_v32", tmp_path)))
 
 
 def test_it_computes_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

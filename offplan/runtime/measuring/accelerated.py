@@ -39,6 +39,11 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
     Raises InputError where accelerate is not installed, MemoryLimitError, and what loading raises.
     """
     cpu_offload = require_accelerate()
+    if bench.model.architecture.index_topk is not None:
+        raise InputError(
+            f"{bench.model.source} has sparse attention, whose indexers stock transformers needs "
+            "and offplan leaves out: leave --vs accelerate out"
+        )
     with on_device(bench.device):
         module, offloaded = _load(bench, on_stage("loading"))
     for part in _largest_modules(module, offloaded):

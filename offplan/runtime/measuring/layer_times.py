@@ -45,7 +45,8 @@ def measure_layer_times(
     prompt, the largest first), as the session runs them, captured or not: small chunks that are not
     take as long as their launches. A chunk's time is the mean of those of a prompt; what lies
     outside the layers is all of it. Decode is timed for a captured layer with the whole prompt and
-    half of the output in the cache: what a step of the request meets on average.
+    half of the output in the cache (a few tokens less where the context ends there): what a step
+    of the request meets on average.
     """
     kinds = [layer.key for layer in model.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1

@@ -18,13 +18,14 @@ def leave_out_indexers(skeleton: PreTrainedModel, model: Model) -> list[nn.Modul
 
     Raises CheckpointError where transformers' class would choose another number of tokens.
     """
-    latents = model.architecture.latents
-    if latents is None or latents.index_topk is None:
+    expected = model.architecture.index_topk
+    if expected is None:
         return []
     chosen = skeleton.config.get_text_config().index_topk
-    if chosen != latents.index_topk:
+    if chosen != expected:
         raise refuse(
-            f"{model.source}: found an index_topk of {chosen!r}, expected a number of tokens"
+            f"{model.source}: found an index_topk of {chosen!r} in transformers' class, expected "
+            f"{expected}: say a number of tokens in config.json"
         )
     attentions = [module for module in skeleton.modules() if hasattr(module, "indexer")]
     for attention in attentions:
