@@ -4,6 +4,7 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -154,10 +155,12 @@ def find_machine(
         return load_machine(name)
     if not has_gpu():
         return None
-    # what cannot run cannot be timed: its compute is estimated
-    timed = model if why_not_run(model, workload.context) is None else None
     others = store == "peer" or num_gpus > 1
-    return measure_here(timed, workload, with_others=others, packing=packing, on_stage=on_stage)
+    measure = partial(measure_here, with_others=others, packing=packing, on_stage=on_stage)
+    try:
+        return measure(model, workload)
+    except CheckpointError:  # what cannot run cannot be timed: its compute is estimated
+        return measure()
 
 
 def has_gpu() -> bool:

@@ -49,6 +49,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     if model.architecture.is_multimodal:
         _remove_towers(skeleton)
     _check_attention(skeleton, model)
+    leave_out_indexers(skeleton, model)
     hold_frequencies(skeleton)
     cut_by_constants(skeleton)
     # a model cut short (to time its layers) has fewer layers than its config says
@@ -101,13 +102,13 @@ def _keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
 
 def _check_attention(skeleton: PreTrainedModel, model: Model) -> None:
     """Raise CheckpointError for layers that need more than the runtime's attention and cache."""
-    source, indexed = model.source, leave_out_indexers(skeleton, model)
+    source, is_indexed = model.source, model.architecture.index_topk is not None
     text = skeleton.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     if any(find_linear(decoder_layers(skeleton))):
         known = {"full_attention", "linear_attention"}
-    if indexed:
+    if is_indexed:
         # the latter is transformers 5.17's name
         known = {"full_attention", "indexed_attention", "deepseek_sparse_attention"}
     if unknown := kinds - known:
@@ -117,7 +118,7 @@ def _check_attention(skeleton: PreTrainedModel, model: Model) -> None:
         )
     # not every config names them
     indexers = [name for name, _ in skeleton.named_modules() if name.endswith(".indexer")]
-    if indexers and not indexed:
+    if indexers and not is_indexed:
         raise refuse(
             f"{source} has sparse attention ({indexers[0]}), whose keys have a cache of their own; "
             "`run` knows full and sliding attention"

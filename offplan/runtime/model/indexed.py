@@ -6,34 +6,33 @@ Such texts run, and longer ones are refused (``runtime.refusal.refuse_long_texts
 
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.runtime.refusal import refuse
 
 
-def leave_out_indexers(skeleton: PreTrainedModel, model: Model) -> list[nn.Module]:
-    """Have attentions see all of a text whose indexers would choose all of it; return these.
+def leave_out_indexers(skeleton: PreTrainedModel, model: Model) -> None:
+    """Have attentions see all of a text whose indexers would choose all of it.
 
     Raises CheckpointError where transformers' class would choose another number of tokens.
     """
     expected = model.architecture.index_topk
     if expected is None:
-        return []
+        return
     chosen = skeleton.config.get_text_config().index_topk
     if chosen != expected:
         raise refuse(
             f"{model.source}: found an index_topk of {chosen!r} in transformers' class, expected "
             f"{expected}: say a number of tokens in config.json"
         )
-    attentions = [module for module in skeleton.modules() if hasattr(module, "indexer")]
-    for attention in attentions:
-        if attention.indexer is None:  # it sees what was chosen for the layer before it
-            attention.indexer = _choose_nothing
-        else:
-            attention.indexer.forward = _choose_nothing
-    return attentions
+    for module in skeleton.modules():
+        if hasattr(module, "indexer"):
+            attention: Any = module
+            if attention.indexer is None:  # it sees what was chosen for the layer before it
+                attention.indexer = _choose_nothing
+            else:
+                attention.indexer.forward = _choose_nothing
 
 
 def _choose_nothing(*arguments: Any, **others: Any) -> None:
