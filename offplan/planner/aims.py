@@ -36,7 +36,7 @@ def limits_ps(goal: Goal) -> tuple[float, float]:
 class Fastest:
     """The least time of a request, among plans that keep both limits."""
 
-    weights: tuple[int, int]
+    weights: tuple[int, float]
     """Weights of prompt and decode step; zeros ask for any plan that keeps the limits."""
     limits_ps: tuple[float, float] = (NEVER, NEVER)
 
@@ -47,7 +47,7 @@ class Fastest:
 
     def exact(self, prompt_ps: int, step_ps: Fraction) -> Fraction:
         """Weigh times that keep the limits, without rounding."""
-        return self.weights[0] * prompt_ps + self.weights[1] * step_ps
+        return self.weights[0] * prompt_ps + Fraction(self.weights[1]) * step_ps
 
 
 @dataclass(frozen=True)
