@@ -68,4 +68,7 @@ class Nearest:
         return max([Fraction(1), *(t / Fraction(max(1.0, s)) for t, s in pairs if s != NEVER)])
 
 
+WITHIN = 1 + sys.float_info.epsilon
+"""The least float above the value that ``Nearest`` gives plans that keep both limits."""
+
 Aim = Fastest | Nearest
