@@ -78,6 +78,11 @@ class Workload(Record):
     """Tokens a sequence may reach; the KV cache is sized by it."""
 
     @property
+    def num_steps(self) -> int:
+        """Decode steps of a request: the prompt gives the first output token, steps all others."""
+        return self.output_tokens - 1
+
+    @property
     def decode_context(self) -> int:
         """Tokens of a sequence that a decode step looks at, on average over the output."""
         return self.prompt_tokens + self.output_tokens // 2

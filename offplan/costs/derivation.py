@@ -72,7 +72,7 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
         "objective",
         prediction.objective_s,
         "s",
-        "prefill.step + output tokens x decode.step",
+        "prefill.step + (output tokens - 1) x decode.step",
         (Input("output tokens", plan.workload.output_tokens, "count"),),
     )
     return (*terms, objective)

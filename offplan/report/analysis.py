@@ -15,7 +15,9 @@ from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
+from offplan.planner.rereads import Rereads, find_rereads
 from offplan.planner.sooner import find_sooner
+from offplan.planner.unused import Unused, find_unused
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
@@ -36,6 +38,10 @@ class Analysis:
     """The plan and its reasons; None where there is none."""
     sooner: Plan | None = None
     """A plan whose first token comes much sooner, for hardly more time in all; None without."""
+    rereads: Rereads | None = None
+    """A prompt that reads weights again and again; None where it does not."""
+    unused: Unused | None = None
+    """Memory that stays unused though the plan offloads; None for a few per cent of the budget."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
@@ -63,8 +69,16 @@ def analyze_question(question: Question) -> Analysis:
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
-    model, sooner = question.model, find_sooner(question, result)
-    return Analysis(model, why_not_plan(model, result.plan), question.machine, result, sooner)
+    model, plan = question.model, result.plan
+    return Analysis(
+        model,
+        why_not_plan(model, plan),
+        question.machine,
+        result,
+        find_sooner(question, result),
+        find_rereads(question, plan),
+        find_unused(question, plan),
+    )
 
 
 def why_not_plan(model: Model, plan: Plan) -> str | None:

@@ -33,7 +33,8 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
     ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``sooner`` is a
-    plan that has its first token much sooner for hardly more time, or null.
+    plan that has its first token much sooner for hardly more time, or null; ``rereads`` and
+    ``unused`` are as ``shortage_payload`` has them.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
@@ -44,6 +45,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
+        **shortage_payload(analysis),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
@@ -51,8 +53,20 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
 
 
 def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
-    """Return what ``plan --json`` prints: the plan file's own keys, and ``run``."""
+    """Return what ``replan --json`` prints: the plan file's own keys, and ``run``.
+
+    ``plan --json`` adds those of ``shortage_payload``.
+    """
     return {**plan.model_dump(mode="json"), **running_payload(why_not_run)}
+
+
+def shortage_payload(analysis: Analysis) -> dict[str, Any]:
+    """Return the keys that say where a plan's memory is too small: ``rereads`` and ``unused``.
+
+    ``rereads`` is how often the prompt reads weights, and what would have it read them once;
+    ``unused`` is the memory that the plan leaves though it offloads. Both are null as a rule.
+    """
+    return {"rereads": dump(analysis.rereads), "unused": dump(analysis.unused)}
 
 
 def running_payload(why_not: str | None) -> dict[str, Any]:
