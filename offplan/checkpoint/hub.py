@@ -20,7 +20,7 @@ from offplan.checkpoint.folder import (
     read_index,
     read_shard,
 )
-from offplan.checkpoint.header_cache import cache_path, load_start, store_start
+from offplan.checkpoint.header_cache import KeptHeader
 from offplan.checkpoint.hub_errors import NoSuchFile, explaining
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
@@ -74,9 +74,9 @@ class _Shards:
 
     def is_known(self, shard: str) -> bool:
         """Whether the shard or its header is on this machine."""
-        return (
-            self._header(shard).exists() or find_file(self._repo, shard, self._commit) is not None
-        )
+        if find_file(self._repo, shard, self._commit) is not None:
+            return True
+        return KeptHeader(self._repo, self._commit, shard).find() is not None
 
     def read_all(self, sizes: dict[str, int], on_progress: Progress | None) -> list[TensorInfo]:
         """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
@@ -89,23 +89,21 @@ class _Shards:
                     on_progress(done, len(sizes))
         return tensors
 
-    def _header(self, shard: str) -> Path:
-        return cache_path(Path(constants.HF_HOME), self._repo, self._commit, shard)
-
     def _read(self, shard: str, size: int) -> list[TensorInfo]:
         where = f"{self._repo}: {shard}"
         local = find_file(self._repo, shard, self._commit)
         if local is not None:
             return read_shard(local, shard)
+        kept = KeptHeader(self._repo, self._commit, shard)
         # A damaged cache is no fault of the checkpoint's: it is read again.
         with suppress(CheckpointError):
-            if (cached := load_start(self._header(shard))) is not None:
-                return cached.parse(shard, where)
+            if (known := kept.find()) is not None:
+                return known.parse(shard, where)
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
         with explaining(self._repo, self._commit, shard):
             start = read_header(url, size, where)
         tensors = start.parse(shard, where)
-        store_start(self._header(shard), start)
+        kept.keep(start)
         return tensors
 
 
