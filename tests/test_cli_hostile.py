@@ -11,7 +11,7 @@ import pytest
 
 from offplan.cli import output
 from offplan.runtime.session import Session
-from tests.cli import CLI, ROOT, RUNS, TINY_MOE, write_plan
+from tests.cli import CLI, ROOT, RULES, RUNS, TINY_MOE, write_plan
 from tests.rendering import show
 
 PROFILE = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
@@ -75,9 +75,9 @@ def test_reports_and_notes_are_printable(capsys: pytest.CaptureFixture[str], tex
         ("generation_config.json", '{"repetition_penalty": 1.1}'),
     ],
 )
-def test_files_of_odd_types(cli: CLI, copy: Path, file: str, content: str) -> None:
+def test_files_of_odd_types(cli: CLI, copy: Path, tmp_path: Path, file: str, content: str) -> None:
     (copy / file).write_text(content, "utf-8")
-    plan = ROOT / "plans" / "tiny-moe.yaml"
+    plan = write_plan(tmp_path, RULES["resident"])
     arguments = ("--prompt", "We", "--max-new-tokens", 1, "--device", "cpu")
     code, _, err = cli("run", plan, "--model", copy, *arguments)
     assert code in (0, 2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.architecture import Routing, read_architecture
 from offplan.checkpoint.built_cache import BUILT, BuiltTensors, built_key
-from offplan.checkpoint.folder import is_file, read_config, read_index
+from offplan.checkpoint.folder import is_file, read_config, read_generation, read_index
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quantise import Use, quantise
 from offplan.checkpoint.quiet import quietly
@@ -70,7 +70,9 @@ def read_config_only(path: Path, on_progress: Progress | None = None) -> Stored:
     if architecture.num_prediction_layers:
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
-    return Stored(config, tensors, notes=tuple(notes))
+    # without one, it may be among the weights
+    generation = read_generation(path.parent) or None
+    return Stored(config, tensors, generation=generation, notes=tuple(notes))
 
 
 def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:

@@ -11,23 +11,25 @@ from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import logging
 
 from offplan.checkpoint.config import states_quantisation
-from offplan.checkpoint.download import PATIENCE_S, fetch, find_file
+from offplan.checkpoint.download import PATIENCE_S, fetch, fetch_where_present, find_file, is_absent
 from offplan.checkpoint.folder import (
     ADAPTER_ALONE,
     ADAPTER_NAME,
     QUANTISATION_NAME,
     read_config,
+    read_generation,
     read_index,
     read_shard,
 )
 from offplan.checkpoint.header_cache import KeptHeader
 from offplan.checkpoint.hub_errors import NoSuchFile, explaining
+from offplan.checkpoint.identity import GENERATION_NAME, NO_GENERATION
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.ranges import read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.checkpoint.threads import in_threads
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, HubError
 from offplan.forms.recognise import CODE_TYPES
 from offplan.progress import Progress
 
@@ -51,7 +53,17 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
         with suppress(NoSuchFile):
             fetch(repo, QUANTISATION_NAME, commit)
             config = read_config(config_path)
-    return Stored(config, tuple(tensors), revision=commit)
+    generation = _read_generation(repo, commit)
+    return Stored(config, tuple(tensors), revision=commit, generation=generation)
+
+
+def _read_generation(repo: str, commit: str) -> str | None:
+    """Return the fingerprint of a generation config; None where neither cache nor Hub tells."""
+    with suppress(HubError):
+        fetch_where_present(repo, commit, (GENERATION_NAME,))
+    if (path := find_file(repo, GENERATION_NAME, commit)) is not None:
+        return read_generation(path.parent)
+    return NO_GENERATION if is_absent(repo, GENERATION_NAME, commit) else None
 
 
 def _read_tensors(repo: str, commit: str, on_progress: Progress | None) -> list[TensorInfo]:
