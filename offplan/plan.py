@@ -64,6 +64,8 @@ class ModelRef(Record):
     headers_sha256: str
     config_sha256: str | None = None
     """Fingerprint of ``config.json``; null in plans from before it was recorded."""
+    generation_config_sha256: str | None = None
+    """Fingerprint of ``generation_config.json``; left out where there is none, or none is known."""
     dtype: str
     """The type that most bytes are stored in, as torch names it: ``bfloat16``."""
 
@@ -423,6 +425,8 @@ def dump_plan(plan: Plan) -> str:
     Quantities are rounded to four digits, sizes that must be exact are printed exactly.
     """
     data = plan.dump_with_units()
+    if plan.model.generation_config_sha256 is None:
+        del data["model"]["generation_config_sha256"]
     for key in ("goal", "offload", "prediction"):
         data[key] = leave_out_usual(data[key])
     data["offload"]["rules"] = list(map(leave_out_usual, data["offload"]["rules"]))

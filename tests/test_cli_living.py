@@ -174,7 +174,8 @@ def test_show_has_json(cli: CLI, folder: Path) -> None:
 
 HOLDS = """\
 plan.yaml
-ok        model         headers and config.json of model are those of the plan
+ok        model         headers, config.json and generation_config.json of model
+                        are those of the plan
 ok        profile       the figures of cpu are those of the plan
 ok        prediction    the decision costs what the plan says
 not told  this machine  there is no GPU here to compare with
@@ -372,7 +373,7 @@ def test_diff_of_what_is_not_there(cli: CLI, folder: Path, before: str) -> None:
 def test_diff_of_other_models_and_of_none(cli: CLI, folder: Path) -> None:
     other = ROOT / "plans" / "qwen3-8b-h200-12gib.yaml"
     code, out, err = cli("diff", "plan.yaml", other)
-    assert (code, "headers_sha256     cef6e2f96d35   34a6952bc4d5" in out) == (0, True)
+    assert (code, "headers_sha256             cef6e2f96d35   34a6952bc4d5" in out) == (0, True)
     assert err == "offplan: what moves is not told: the plans are of different models\n"
     assert cli("diff", "plan.yaml", "plan.yaml", "plan.yaml").code == 2
 

@@ -52,13 +52,12 @@ def test_a_text_ends_where_the_generation_config_says(cli: CLI, tmp_path: Path) 
     model = shutil.copytree(TINY_MOE, tmp_path / "model")
     d = ord("d") - ord("!")  # tokens of this model are printable characters
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, d]}))
+    plan = write_plan(tmp_path, RULES["resident"])
     arguments = ("--model", model, "--prompt", "Weights", "--device", "cpu", "--json")
-    code, out, _ = cli("run", "plans/tiny-moe.yaml", *arguments)
+    code, out, _ = cli("run", plan, *arguments)
     assert (code, json.loads(out)["text"]) == (0, " that d")
     (model / "generation_config.json").unlink()
-    assert (
-        f"Weights{json.loads(cli('run', 'plans/tiny-moe.yaml', *arguments).out)['text']}" == WEIGHTS
-    )
+    assert f"Weights{json.loads(cli('run', plan, *arguments).out)['text']}" == WEIGHTS
 
 
 def test_bytes_moved_are_those_of_the_schedule(cli: CLI, tmp_path: Path) -> None:

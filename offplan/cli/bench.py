@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, print_result, waiting
+from offplan.cli.output import ProgressBar, check_stdout, print_result, waiting
 
 
 def bench(
@@ -28,6 +28,7 @@ def bench(
     from offplan.cli.planning import open_plan_to_run
 
     # before torch is imported, which takes seconds: the mistakes that need none
+    check_stdout()
     loaded, found = open_plan_to_run(plan, model)
 
     with waiting("starting torch"):

@@ -13,6 +13,7 @@ from offplan.cli.output import (
     JSON_VERSION,
     STANDARD,
     ProgressBar,
+    check_stdout,
     print_json,
     print_note,
     print_result,
@@ -81,6 +82,7 @@ def run(
     from offplan.cli.planning import open_plan_to_run
 
     # before torch is imported, which takes seconds: the mistakes that need none
+    check_stdout()
     is_prompted = bool(prompt or prompt_file or prompts)
     _check_usage(
         {
