@@ -12,6 +12,7 @@
      +- DriftError               exit code 4: the model, or a plan that is checked, has drifted
      +- MemoryLimitError         the host or the GPU ran out of memory
      +- HubError                 the Hub was not reached, or failed
+     +- NotANumberError          the model gave NaN in place of logits
 """
 
 
@@ -68,3 +69,18 @@ class MemoryLimitError(OffplanError):
 
 class HubError(OffplanError):
     """The Hub cannot be reached, is busy or fails; asking again later may do."""
+
+
+class NotANumberError(OffplanError):
+    """The model gave NaN in place of logits, by which no token can be chosen.
+
+    ``numbers`` are the sequences of the batch, or the texts, that it concerns, from 0 on; ``cause``
+    says which layer of the pass gave the first NaN.
+    """
+
+    def __init__(self, cause: str, numbers: list[int], names: list[str]) -> None:
+        super().__init__(
+            f"{', '.join(names)}: the logits of the next token are NaN, and no token can be chosen "
+            f"by them; {cause}. Fetch the checkpoint again; if NaN stays, compare with transformers"
+        )
+        self.cause, self.numbers = cause, numbers

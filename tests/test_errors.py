@@ -22,6 +22,7 @@ def test_exit_codes() -> None:
         "DriftError": 4,
         "MemoryLimitError": 1,
         "HubError": 1,
+        "NotANumberError": 1,
     }
 
 
