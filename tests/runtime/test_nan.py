@@ -13,8 +13,8 @@ from offplan.runtime.generate import generate
 from offplan.runtime.texts import Text, generate_texts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
-from tests.runtime.test_session import PROMPT
 
+PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
 LAYER = "model.layers.2."
 
 
