@@ -5,6 +5,7 @@
     OffplanError                 exit code 1: it failed
      +- InputError               exit code 2: bad usage or bad input
      |   +- CheckpointError      a model that cannot be read or understood
+     |   |   +- UnpackableError  weights that a plan packs, and that do not pack
      |   +- PlanError            a plan file that is not valid, or not this model's
      |   +- ProfileError         a machine profile that is not valid, or not there
      |   +- ExportError          a plan that an engine's flags cannot say
@@ -30,6 +31,17 @@ class InputError(OffplanError):
 
 class CheckpointError(InputError):
     """The model cannot be read, or its layers cannot be understood."""
+
+
+class UnpackableError(CheckpointError):
+    """Weights that a plan packs have more patches than room.
+
+    ``names`` are these weights as ``--leave-unpacked`` takes them.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 class PlanError(InputError):

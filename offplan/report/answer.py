@@ -59,6 +59,12 @@ def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> 
     lines += [*describe_ranks(plan, analysis.model, machine), describe_speed(plan)]
     if analysis.sooner is not None:
         lines.append(describe_sooner(plan, analysis.sooner))
+    if analysis.unpackable:
+        names = ",".join(analysis.unpackable)
+        lines.append(
+            f"A sample of the weights shows that {names} will not pack: `run` holds them as stored "
+            f"or plans again; --leave-unpacked {names} plans without packing them now."
+        )
     return [*lines, describe_running(analysis.model, analysis.why_not_run)]
 
 

@@ -20,7 +20,7 @@ import offplan.runtime.forms.packing
 import offplan.runtime.loading.packed
 import offplan.runtime.loading.staging
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError, PlanError
+from offplan.errors import PlanError, UnpackableError
 from offplan.forms.form import Part
 from offplan.packing import (
     is_packed,
@@ -250,7 +250,8 @@ def test_every_bit_pattern_is_kept_or_refused(tmp_path: Path) -> None:
 
     few[127, 0] = 1e30  # beside which 63 others are small
     change(folder, name, few)
-    with pytest.raises(CheckpointError, match=rf"{name} .* found 111 .* most 64; .*--no-packing"):
+    told = rf"{name} .* found 111 .* most 64; .*--leave-unpacked 1\.mlp\.up_proj"
+    with pytest.raises(UnpackableError, match=told):
         LoadedModel(open_model(str(folder)), packed(), torch.device("cpu"), folder)
 
 
