@@ -29,13 +29,14 @@ from offplan.packing import (
     pack_everything,
     pack_model,
 )
-from offplan.placement import place
+from offplan.placement import Phase, place
 from offplan.plan import Offload, Packing
 from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.model.kernels import ExpertKernels
 from offplan.unpacked import Unpacked
 from tests.runtime.conftest import LATENTS
 from tests.runtime.families import draw_weights, make_config
-from tests.runtime.plans import group, offload, run_greedily
+from tests.runtime.plans import group, offload, open_session, run_greedily
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -149,6 +150,23 @@ def test_weights_are_left_unpacked(tmp_path: Path, name: str, names: tuple[str, 
     ours = run_greedily(folder, decision, PROMPT, late_copies=True)
     theirs = run_greedily(folder, offload(group(2, 1, decode="uva")), PROMPT)
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_experts_of_an_unpacked_layer_are_compiled_whole(tmp_path: Path) -> None:
+    """A captured step must not fall out of the graph where a layer's experts are multiplied."""
+    folder = save("qwen3_moe", tmp_path)
+    packing = LAYERS.model_copy(update={"leave_unpacked": ("1",)})
+    with open_session(folder, packed(packing=packing)) as session, torch.inference_mode():
+        experts = session.loaded.module.get_decoder().layers[1].mlp.experts
+        for num_tokens, phase in ((1, Phase.DECODE), (14, Phase.PREFILL)):
+            ExpertKernels(
+                session.loaded.model, session.loaded.module, session.device, with_own=False
+            ).choose(phase, num_tokens)
+            x = torch.randn(num_tokens, 64).bfloat16()
+            chosen = torch.arange(2 * num_tokens).view(-1, 2) % 4
+            shares = torch.full(chosen.shape, 0.5).bfloat16()
+            compiled = torch.compile(experts.__call__, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(x, chosen, shares), experts(x, chosen, shares))
 
 
 def test_names_of_weights(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
 
 STORED_EXPERTS_NAME = "offplan_stored"
 PLAIN_WAY = "plain_way"
-"""Attribute that names what multiplies a layer's experts by their values, in a model of which other
+"""Attribute that holds what multiplies a layer's experts by their values, in a model of which other
 layers' experts are stored as codes: transformers asks for one implementation for all of them."""
 FEW_TOKENS = 16
 """Tokens up to which transformers multiplies each by its own experts, which waits for nothing."""
@@ -52,8 +52,10 @@ def forward_stored(
     of the link, and scales are a few bytes a row.
     """
     if not holds_codes(experts):
-        way = ExpertsInterface()[getattr(experts, PLAIN_WAY)]
-        return way(experts, hidden_states, top_k_index, top_k_weights)
+        made: torch.Tensor = vars(experts)[PLAIN_WAY](
+            experts, hidden_states, top_k_index, top_k_weights
+        )
+        return made
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_TYPES:
         name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
         expanded = _Expanded(experts, hidden_states.dtype)

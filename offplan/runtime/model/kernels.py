@@ -9,6 +9,7 @@ from offplan.checkpoint.model import Model
 from offplan.placement import Phase
 from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
+from offplan.runtime.transformers_private import ExpertsInterface
 
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that our own kernels multiply: they would round float32 to TF32, and overfill tiles."""
@@ -45,7 +46,7 @@ class ExpertKernels:
         if name == self._current:
             return
         for experts in self._plain:
-            vars(experts)[PLAIN_WAY] = name
+            vars(experts)[PLAIN_WAY] = ExpertsInterface()[name]
         if not (self._plain and self._current):
             self._decoder.set_experts_implementation(STORED_EXPERTS_NAME if self._plain else name)
         self._current = name
