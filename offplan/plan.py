@@ -35,6 +35,8 @@ MOST = 2**24
 MOST_CACHED = 2**32
 """Tokens of all sequences together, beyond any memory."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
+UnpackedName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*$")]
+"""A layer's number, a segment or both with a dot between, or ``output_head``."""
 MOST_FILE_BYTES = 2**18
 """Beyond any plan's file."""
 PRINTED_TO = 1e-3
@@ -128,6 +130,9 @@ class Goal(Record):
     """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
     packing: bool = True
     """Whether weights may be packed; no engine's flags can say that."""
+    leave_unpacked: tuple[UnpackedName, ...] = ()
+    """Weights that stay as they are stored, whatever is packed: ``7``, ``7.mlp.down_proj``,
+    ``mlp.down_proj``, ``output_head``."""
     tensor_parallel: Count = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel: Count = 1
@@ -247,6 +252,8 @@ class Packing(Record):
     """Of every ``group_size`` layers the last ``num_in_group``."""
     output_head: bool = False
     """Whether the output head is packed, too."""
+    leave_unpacked: tuple[UnpackedName, ...] = ()
+    """Weights that stay as they are stored all the same; experts of a layer stay together."""
 
     @model_validator(mode="after")
     def _is_within(self) -> "Packing":
@@ -429,6 +436,8 @@ def dump_plan(plan: Plan) -> str:
         del data["model"]["generation_config_sha256"]
     for key in ("goal", "offload", "prediction"):
         data[key] = leave_out_usual(data[key])
+    if (packing := data["offload"].get("packing")) is not None:
+        data["offload"]["packing"] = leave_out_usual(packing)
     data["offload"]["rules"] = list(map(leave_out_usual, data["offload"]["rules"]))
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
@@ -438,11 +447,12 @@ def dump_plan(plan: Plan) -> str:
 
 def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is null, and what most plans would say alike."""
-    usual = (
+    usual: tuple[tuple[str, object], ...] = (
         ("embeddings", "device"),
         ("store", "host"),
         ("peer_memory", "0 B"),
         ("packing", True),
+        ("leave_unpacked", []),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),
         ("expert_parallel", 1),

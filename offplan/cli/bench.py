@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_stdout, print_result, waiting
+from offplan.cli.output import ProgressBar, check_stdout, print_note, print_result, waiting
 
 
 def bench(
@@ -46,5 +46,7 @@ def bench(
         device=device,
         dummy_weights=dummy_weights,
         on_stage=ProgressBar,
+        tell=print_note,
     )
-    print_result(bench_payload(loaded, result), *render_bench(loaded, result), json=json)
+    ran = result.ran
+    print_result(bench_payload(ran, result), *render_bench(ran, result), json=json)

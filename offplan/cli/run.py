@@ -135,9 +135,15 @@ def run(
         elif texts and not json:
             alone = loaded.workload.batch == 1 or len(texts) == 1
             teller = Printer(asked.shown, alone=alone)
-        session = stack.enter_context(
-            load_session(loaded, found, chosen, dummy_weights=dummy_weights, on_stage=ProgressBar)
+        loaded, opened = load_session(
+            loaded,
+            found,
+            chosen,
+            dummy_weights=dummy_weights,
+            on_stage=ProgressBar,
+            tell=print_note,
         )
+        session = stack.enter_context(opened)
         if (peer := session.loaded.store.peer) is not None:
             print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
         result = generate_asked(session, loaded, found, asked, texts, teller)

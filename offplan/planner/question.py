@@ -10,7 +10,9 @@ from offplan.engines.ranks import hold_model
 from offplan.engines.served import require_served
 from offplan.errors import ExportError, InputError
 from offplan.machine.profile import MachineProfile
+from offplan.packing import check_unpacked
 from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
+from offplan.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Question:
 
     Raises InputError for a goal that names an engine offplan does not export to, or one beside a
     second GPU's memory, or ranks that it cannot divide the model among, or a context that it does
-    not serve, and ProfileError where the link to that memory is not known.
+    not serve, or weights to leave unpacked that it does not have, and ProfileError where the link
+    to that memory is not known.
     """
 
     model: Model
@@ -45,6 +48,7 @@ class Question:
             raise InputError(f"--for {engine}: {error}") from None
         # frozen, but not yet seen by anybody
         object.__setattr__(self, "model", held)
+        check_unpacked(held, self.unpacked)
         if engine is not None and self.store != "host":
             raise InputError(
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
@@ -66,6 +70,11 @@ class Question:
     def may_pack(self) -> bool:
         """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
         return self.goal.packing and self.goal.engine is None and not self.machine.is_cpu
+
+    @property
+    def unpacked(self) -> Unpacked:
+        """Weights that stay as they are stored."""
+        return Unpacked(self.goal.leave_unpacked)
 
     def with_gpu_memory(self, num_bytes: int) -> "Question":
         """Ask the same with another budget of GPU memory."""

@@ -16,6 +16,12 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
         lines.append(_describe_rereads(analysis.rereads))
     if analysis.unused is not None:
         lines.append(_describe_unused(analysis.unused, plan))
+    if analysis.unpackable:
+        names = ",".join(analysis.unpackable)
+        lines.append(
+            f"A sample of the weights shows that {names} will not pack: `run` holds them as stored "
+            f"or plans again; --leave-unpacked {names} plans without packing them now."
+        )
     return lines
 
 

@@ -11,6 +11,7 @@ from offplan.errors import InfeasibleError, PlanError
 from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
 from offplan.packing import pack_model
+from offplan.packing_sample import find_unpackable
 from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
@@ -46,6 +47,13 @@ class Analysis:
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
     """What could not be measured, so that nothing was planned; None where all was."""
+
+    @cached_property
+    def unpackable(self) -> tuple[str, ...]:
+        """Weights that the plan packs and that a sample of local files shows not to pack."""
+        if self.result is None:
+            return ()
+        return find_unpackable(self.model, self.result.plan.offload.packing)
 
     @cached_property
     def crossovers(self) -> Crossovers | None:

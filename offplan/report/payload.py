@@ -32,8 +32,9 @@ dump = TypeAdapter(Any).dump_python
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
-    ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``sooner`` is a
-    plan that has its first token much sooner for hardly more time, or null; ``rereads`` and
+    ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``unpackable``
+    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them. ``sooner`` is
+    a plan that has its first token much sooner for hardly more time, or null; ``rereads`` and
     ``unused`` are as ``shortage_payload`` has them.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
@@ -44,6 +45,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
+        "unpackable": [*analysis.unpackable],
         "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
         **shortage_payload(analysis),
         "why": None if result is None else why_payload(result, analysis.crossovers),
@@ -145,6 +147,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "predicted": _prediction_payload(plan.prediction),
         "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
+        "left_unpacked": [*plan.goal.leave_unpacked],
     }
 
 
@@ -156,7 +159,7 @@ def text_payload(text: "Text") -> dict[str, Any]:
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
-        **dump(result, exclude={"plan", "host_bytes", "others"}),
+        **dump(result, exclude={"plan", "host_bytes", "others", "ran"}),
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {
@@ -169,6 +172,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "gpu_memory": {"total_bytes": result.plan.gpu_bytes},
             "host_memory": {"process_bytes": result.host_bytes},
         },
+        "left_unpacked": [*plan.goal.leave_unpacked],
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }
 
