@@ -11,7 +11,7 @@ import torch
 
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import PATCH_ROWS, Kind, Part
+from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Kind, Part
 from offplan.forms.packed import PACKED
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
@@ -70,7 +70,9 @@ class Matrix:
             fill(self, start, rows)
             parts = make(rows, self.tensor.name)
             for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
-                _put(parts[part], self.places[part][start:stop], buffer.view(torch.uint8))
+                rows_each = (stop - start) // len(parts[part])  # bases are of 64 rows together
+                place = self.places[part][start // rows_each : stop // rows_each]
+                _put(parts[part], place, buffer.view(torch.uint8))
             ends = parts[Part.PATCH_BLOCKS].cpu()
             own = parts[Part.PATCHES].cpu()
             patches.append(own + torch.tensor([(self.first_row + start) * num_in, 0]))
@@ -80,7 +82,7 @@ class Matrix:
         if num_patches > reserve:
             raise CheckpointError(
                 f"{self.tensor.name} cannot be held packed: found {num_patches} weights that are "
-                "too small beside others of their rows (beside an infinity or a NaN all are), "
+                f"2**16 or more, not finite, or too small beside others of their {2 * BASE_BYTES}, "
                 f"expected at most {reserve}; plan it again with --no-packing"
             )
         self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
