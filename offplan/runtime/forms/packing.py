@@ -18,8 +18,9 @@ class TooManyEscapes(ValueError):
 
     def __init__(self, num_escapes: int, reserve: int) -> None:
         super().__init__(
-            f"found {num_escapes} weights other than zero that are 2**16 or more, not finite, or "
-            f"too small beside others of their {2 * BASE_BYTES}, expected at most {reserve}"
+            f"found {num_escapes} weights other than zero that are 2**16 or more, infinite or NaN, "
+            f"or too small beside others of their block of {2 * BASE_BYTES}, "
+            f"expected at most {reserve}"
         )
         self.num_escapes = num_escapes
         self.reserve = reserve

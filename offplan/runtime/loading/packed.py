@@ -82,8 +82,8 @@ class Matrix:
         if num_patches > reserve:
             raise CheckpointError(
                 f"{self.tensor.name} cannot be held packed: found {num_patches} weights that are "
-                f"2**16 or more, not finite, or too small beside others of their {2 * BASE_BYTES}, "
-                f"expected at most {reserve}; plan it again with --no-packing"
+                "2**16 or more, infinite or NaN, or too small beside others of their block of "
+                f"{2 * BASE_BYTES}, expected at most {reserve}; plan it again with --no-packing"
             )
         self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
         self.places[Part.PATCH_BLOCKS].copy_(torch.cat(blocks))
