@@ -11,8 +11,7 @@ import numpy as np
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import Part
-from offplan.forms.packed import packed_parts
+from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, patch_reserve
 from offplan.packing import is_packed, name_weights, pack_model
 from offplan.plan import Packing
 
@@ -29,11 +28,6 @@ CERTAIN = 1.5
 Loading tries the others, and knows for certain."""
 FEW = 16
 """Patches more than that share, besides: a single odd row is no proof."""
-ESCAPE = 15
-"""Binary orders below the largest weight that shares its base from which on a weight needs a patch.
-
-Source: ``runtime.forms.reference.ESCAPE``, which needs torch.
-"""
 
 
 def find_unpackable(model: Model, packing: Packing | None) -> tuple[str, ...]:
@@ -79,24 +73,26 @@ def _sampled(model: Model) -> Iterator[TensorInfo]:
 def _exceeds(file: int, matrix: TensorInfo) -> bool:
     """Whether sampled rows have so many patches that those of the matrix have no room."""
     num_out, num_in = matrix.shape
-    parts = packed_parts(matrix.shape)
-    room = parts[Part.PATCHES][1][0] / (num_out * num_in)
-    width = -(-num_in // parts[Part.BASE][1][1])
+    room = patch_reserve(num_out, num_in) / (num_out * num_in)
     num_patches = num_weights = 0
     for run in range(NUM_RUNS):
         first = (num_out - RUN_ROWS) * run // (NUM_RUNS - 1)
         data = os.pread(file, RUN_ROWS * num_in * 2, matrix.offset + first * num_in * 2)
         if len(data) < RUN_ROWS * num_in * 2:
             return False  # loading tells of a file that was cut short
-        num_patches += _count_patches(np.frombuffer(data, "<u2").reshape(RUN_ROWS, num_in), width)
+        num_patches += _count_patches(np.frombuffer(data, "<u2").reshape(RUN_ROWS, num_in))
         num_weights += RUN_ROWS * num_in
     return num_patches > CERTAIN * room * num_weights + FEW
 
 
-def _count_patches(bits: np.ndarray[tuple[int, int], np.dtype[np.uint16]], width: int) -> int:
-    """Count patches of rows of bfloat16 bits of which every ``width`` inputs share a base."""
-    exponents = (bits >> 7) & 0xFF
-    starts = np.arange(0, bits.shape[1], width)
-    base = np.maximum.reduceat(exponents, starts, axis=1).repeat(width, axis=1)
-    is_far = base[:, : bits.shape[1]] >= exponents + ESCAPE
-    return int(np.count_nonzero(is_far & ((bits & 0x7FFF) != 0)))
+def _count_patches(bits: np.ndarray[tuple[int, int], np.dtype[np.uint16]]) -> int:
+    """Count the patches of rows of bfloat16 bits, [rows, in], as ``runtime.forms.packing`` does."""
+    num_rows, num_in = bits.shape
+    exponents = ((bits >> 7) & 0xFF).astype(np.int16).reshape(num_rows, 2, num_in // 2)
+    tops = np.where(exponents > MOST_EXPONENT, 0, exponents).max(1)
+    starts = np.arange(0, num_in // 2, BASE_BYTES)
+    bases = np.maximum(np.maximum.reduceat(tops, starts, axis=1), 15) - 15
+    base = bases.repeat(BASE_BYTES, axis=1)[:, None, : num_in // 2]
+    codes = exponents - base
+    is_escape = ((codes < 1) | (codes > 15)) & ((codes != 0) | (base != 0))
+    return int(np.count_nonzero(is_escape.reshape(bits.shape) & ((bits & 0x7FFF) != 0)))

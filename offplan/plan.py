@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from offplan.choices import ObjectiveName, Store
@@ -23,6 +22,7 @@ from offplan.records import (
     Rate,
     Record,
     Seconds,
+    dump_yaml,
     load_yaml,
     read_text,
 )
@@ -477,5 +477,5 @@ def _dump_section(key: str, section: dict[str, Any]) -> list[str]:
 
 def flow(value: Any) -> str:
     """Write a value on one line of a plan's file."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    text = dump_yaml(value, width=10**6, on_one_line=True)
     return text.removesuffix("\n").removesuffix("\n...")

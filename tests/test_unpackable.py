@@ -13,20 +13,18 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from offplan.checkpoint.open import open_model
 from offplan.errors import UnpackableError
 from offplan.forms.form import Part
-from offplan.forms.packed import packed_parts
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_on
 from offplan.library.sessions import open_session
 from offplan.library.unpackable import leave_as_stored
 from offplan.packing import is_packed, pack_everything, pack_model
-from offplan.packing_sample import ESCAPE, _count_patches, find_unpackable
+from offplan.packing_sample import _count_patches, find_unpackable
 from offplan.plan import Plan, Rule, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
 from offplan.report.analysis import Analysis
 from offplan.report.answer import describe_answer
 from offplan.runtime.forms.packing import pack
-from offplan.runtime.forms.reference import ESCAPE as ESCAPE_OF_TORCH
 from tests.cli import CLI
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8]])
@@ -66,13 +64,13 @@ def change(folder: Path, name: str, spoil: Callable[[torch.Tensor], object]) -> 
 
 
 def spread(weight: torch.Tensor) -> None:
-    """One column beside which all others are small."""
-    weight[:, 7] = 1e30
+    """Columns beside which all others are small."""
+    weight[:, ::2] *= 1e-9
 
 
 def hide(weight: torch.Tensor) -> None:
     """Two rows that no sample reads, of more patches than the matrix has room for."""
-    weight[10:12, 7] = 1e30
+    weight[10:12, 1:] *= 1e-9
 
 
 def plan_for(folder: Path, *rules: object, gpu_memory: int = 2**31) -> Plan:
@@ -94,7 +92,6 @@ def logits_of(plan: Plan) -> torch.Tensor:
 
 
 def test_a_sample_finds_what_loading_would(folder: Path) -> None:
-    assert ESCAPE == ESCAPE_OF_TORCH
     model = open_model(str(folder))
     packing = pack_everything(model)
     assert packing.output_head
@@ -112,12 +109,13 @@ def test_a_sample_finds_what_loading_would(folder: Path) -> None:
     assert "self_attn.q_proj" in find_unpackable(model, packing)
 
 
-def test_a_sample_counts_as_packing_does(folder: Path) -> None:
-    values = torch.randn(64, 512).pow(9).bfloat16()
+@pytest.mark.parametrize("num_in", [512, 1000])
+def test_a_sample_counts_as_packing_does(num_in: int) -> None:
+    values = torch.randn(64, num_in).pow(19).bfloat16()
+    values[3, 5], values[4, 6], values[5, :9] = torch.nan, 1e30, 1e-40
     ends = pack(values, reserve=values.numel())[Part.PATCH_BLOCKS]
-    width = 512 // packed_parts((64, 512))[Part.BASE][1][1]
     bits = values.view(torch.uint16).numpy()
-    assert _count_patches(bits, width) == int(ends[-1, 1])
+    assert _count_patches(bits) == int(ends[-1, 1])
 
 
 @pytest.mark.parametrize("name", [Q, DOWN, HEAD])

@@ -11,7 +11,7 @@ import torch
 
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import PATCH_ROWS, Kind, Part
+from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Kind, Part
 from offplan.forms.packed import PACKED
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
@@ -89,7 +89,9 @@ class Matrix:
             fill(self, start, rows)
             parts = make(rows, self.tensor.name)
             for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
-                _put(parts[part], self.places[part][start:stop], buffer.view(torch.uint8))
+                rows_each = (stop - start) // len(parts[part])  # bases are of 64 rows together
+                place = self.places[part][start // rows_each : stop // rows_each]
+                _put(parts[part], place, buffer.view(torch.uint8))
             ends = parts[Part.PATCH_BLOCKS].cpu()
             own = parts[Part.PATCHES].cpu()
             patches.append(own + torch.tensor([(self.first_row + start) * num_in, 0]))
@@ -212,8 +214,8 @@ def _describe_overfull(
     others = f"; so have {len(overfull) - 1} other matrices" if len(overfull) > 1 else ""
     return OverfullError(
         f"{first.tensor.name} cannot be held packed: found {error.num_patches} weights that are "
-        "too small beside others that share their exponents' base (beside an infinity or a NaN all "
-        f"are), expected at most {error.reserve}{others}",
+        f"2**16 or more, infinite or NaN, or too small beside others of their block of "
+        f"{2 * BASE_BYTES}, expected at most {error.reserve}{others}",
         frozenset(matrix.tensor.name for matrix in matrices if matrix.weight in weights),
     )
 
