@@ -57,38 +57,24 @@ def pair_bits(words, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def look_up_pair(words, part: tl.constexpr, table):  # type: ignore[no-untyped-def]
-    """Return weights number ``part`` and ``part`` + 4 of words of eight codes from a table.
+def decode_pair(words, part: tl.constexpr, weight, FORM: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return weights number ``part`` and ``part`` + 4 as ``pair_bits`` has them, or of a table.
 
-    It is bitsandbytes', of float32; the first weight of a byte is in its high half.
+    They are bfloat16 or, ``WIDE``, float32, whose first half that is. A table is bitsandbytes', of
+    float32; the first weight of a byte is in its high half.
     """
-    place: tl.constexpr = 4 * (part + 1 - part % 2 * 2)
-    return tl.load(table + ((words >> place) & 0xF)), tl.load(
-        table + ((words >> (16 + place)) & 0xF)
-    )
-
-
-@triton.jit
-def decode_pair(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return weights number ``part`` and ``part`` + 4 as ``pair_bits`` has them, or of a table."""
-    if CODE == "table":
-        low, high = look_up_pair(words, part, table)
+    if FORM.code == "table":
+        place: tl.constexpr = 4 * (part + 1 - part % 2 * 2)
+        low = tl.load(weight.table + ((words >> place) & 0xF))
+        high = tl.load(weight.table + ((words >> (16 + place)) & 0xF))
     else:
-        both = pair_bits(words, part, CODE)
-        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def decode_wide(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Do the same in float32, whose first half a bfloat16 is."""
-    if CODE == "table":
-        low, high = look_up_pair(words, part, table)
-    else:
-        both = pair_bits(words, part, CODE)
-        low = (both << 16).to(tl.float32, bitcast=True)
-        high = (both & -65536).to(tl.float32, bitcast=True)
+        both = pair_bits(words, part, FORM.code)
+        if WIDE:
+            low = (both << 16).to(tl.float32, bitcast=True)
+            high = (both & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+            high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, high
 
 
@@ -117,28 +103,41 @@ def load_scales(scale, mask, SCALE: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def scale_scales(scales, whole, GLOBAL: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_whole(weight, FORM: tl.constexpr, expert, num_out, n, is_row):  # type: ignore[no-untyped-def]
+    """Load the scale of scales of rows ``n``, [rows], that of their matrix."""
+    matrix = expert * (num_out // FORM.global_rows) + n // FORM.global_rows
+    return tl.load(weight.whole + matrix, mask=is_row, other=1.0)
+
+
+@triton.jit
+def scale_scales(scales, whole, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply or divide scales, [rows, columns], by that of their matrix, [rows]."""
-    if GLOBAL == "factor":
+    if FORM.whole == "factor":
         scales *= whole[:, None]
-    elif GLOBAL == "divisor":
+    elif FORM.whole == "divisor":
         scales = tl.div_rn(scales, tl.broadcast_to(whole[:, None], scales.shape))
     return scales
 
 
 @triton.jit
-def load_zeros(zero, n, column, first, columns, mask, ZERO: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the code of zero of rows ``n`` in groups ``column``, as float32.
+def load_zeros(weight, FORM: tl.constexpr, n, column, first, mask):  # type: ignore[no-untyped-def]
+    """Load the code of zero of rows ``n``, [rows, 1], in groups ``column``, as float32.
 
-    ``first`` counts the rows of the experts before, ``columns`` the groups of a row.
+    ``first`` counts the rows of the experts before.
     """
-    if ZERO == "words":
-        PER: tl.constexpr = 32 // BITS
-        word = tl.load(zero + (first // PER + n // PER) * columns + column, mask=mask, other=0)
+    BITS: tl.constexpr = 8 if FORM.pack == 1 else 4
+    PER: tl.constexpr = 32 // BITS
+    if FORM.zero == "middle":
+        zeros = tl.full(mask.shape, 1 << (BITS - 1), tl.float32)
+    elif FORM.zero == "words":
+        word = (first // PER + n // PER) * weight.scale_columns + column
+        word = tl.load(weight.zeros + word, mask=mask, other=0)
         zeros = (word >> (BITS * (n % PER))) & ((1 << BITS) - 1)
     else:
-        tl.static_assert(ZERO == "bytes")
-        zeros = tl.load(zero + (first + n) * columns + column, mask=mask, other=0)
+        tl.static_assert(FORM.zero == "bytes")
+        zeros = tl.load(
+            weight.zeros + (first + n) * weight.scale_columns + column, mask=mask, other=0
+        )
     return zeros.to(tl.float32)
 
 
@@ -152,13 +151,13 @@ def spread(of_groups, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scaled(w, s, dtype: tl.constexpr, CODE: tl.constexpr, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def scaled(w, s, dtype: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scale weights, bfloat16, to dtype; to 2 ** -63 of their value by exponents to bfloat16."""
     if s.dtype == tl.bfloat16 and dtype == tl.bfloat16:
         made = w * s
-    elif SCALE == "exponent":
+    elif FORM.scale == "exponent":
         made = (w.to(tl.float32) * s.to(tl.float32) * 2.0**63).to(dtype)
-    elif CODE == "fp4":
+    elif FORM.code == "fp4":
         made = (w.to(tl.float32) * 2.0**126 * s).to(dtype)
     else:
         made = (w.to(tl.float32) * s.to(tl.float32)).to(dtype)
@@ -190,37 +189,10 @@ def find_block(starts, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK_M: t
 
 @triton.jit
 def multiply(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    order,
-    starts,
-    num_pairs,
-    num_out,
-    row_elements,
-    split_elements,
-    pairs_per_row,
-    num_experts,
-    weight,
-    scale,
-    zero,
-    whole,
-    table,
-    scale_rows,
-    scale_columns,
-    CODE: tl.constexpr,
-    PACK: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    GLOBAL_ROWS: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_ELEMENTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, out, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
+    num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_N rows of a weight and a part of their length: times BLOCK_M inputs."""
     expert, begin, stop_pair = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
@@ -236,13 +208,12 @@ def multiply(  # type: ignore[no-untyped-def]
         pair = tl.load(order + m, mask=is_pair, other=0)
         first_row += tl.cast(expert, tl.int64) * num_out
     part_elements = num_pairs // pairs_per_row * row_elements
-    rows = weight + first_row[:, None] * row_elements
-    scales = scale + (expert * scale_rows + n // SCALE_ROWS) * scale_columns
+    rows = weight.codes + first_row[:, None] * row_elements
+    scales = weight.scales + (expert * weight.scale_rows + n // FORM.rows) * weight.scale_columns
     columns = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_elements
     of_matrix = 1.0
-    if GLOBAL != "":
-        matrix = expert * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
-        of_matrix = tl.load(whole + matrix, mask=is_row, other=1.0)
+    if FORM.whole != "":
+        of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     first = tl.program_id(2) * split_elements
     stop = tl.minimum(first + split_elements, row_elements)
@@ -251,56 +222,49 @@ def multiply(  # type: ignore[no-untyped-def]
         inside = k < stop
         is_input = inside[:, None] & is_pair[None, :]
         stored = tl.load(rows + k[None, :], mask=is_row[:, None] & inside[None, :], other=0)
-        if PACK == 1:  # a tile lies under one scale: floats are scaled once they are multiplied
-            column = start // SCALE_ELEMENTS
-            w = decode(stored, 0, table, CODE)
-            if ZERO == "middle":
-                w -= 128.0
-            elif ZERO != "":
-                before = expert * num_out
-                none = load_zeros(zero, n, column, before, scale_columns, is_row, ZERO, BITS)
-                w -= none[:, None]
+        if FORM.pack == 1:  # a tile lies under one scale: floats are scaled once multiplied
+            column = start // FORM.elements
+            w = decode(stored, 0, weight.table, FORM.code)
+            if FORM.zero != "":
+                w -= load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_row[:, None])
             v = tl.load(columns + k[:, None], mask=is_input, other=0.0)
-            s = load_scales(scales + column, is_row, SCALE)
-            if SCALE == "largest":  # of a row, which 127 stands for
+            s = load_scales(scales + column, is_row, FORM.scale)
+            if FORM.scale == "largest":  # of a row, which 127 stands for
                 s *= _PER_127
             if (
-                CODE == "int8" or CODE == "uint8"
+                FORM.code == "int8" or FORM.code == "uint8"
             ):  # libraries round their values to the scales' type
-                w = (w * s[:, None]).to(scale.dtype.element_ty)
+                w = (w * s[:, None]).to(weight.scales.dtype.element_ty)
                 sums = tl.dot(w.to(v.dtype), v, sums)
             else:
                 sums += tl.dot(w.to(v.dtype), v) * s[:, None]
         else:
-            GROUPS: tl.constexpr = BLOCK_K // SCALE_ELEMENTS if BLOCK_K > SCALE_ELEMENTS else 1
-            column = start // SCALE_ELEMENTS + tl.arange(0, GROUPS)
-            is_scale = is_row[:, None] & (column < scale_columns)[None, :]
-            if SCALE == "exponent":
-                s = load_powers(scales[:, None] + column[None, :], is_scale)
-            elif SCALE == "float":
-                s = tl.load(scales[:, None] + column[None, :], mask=is_scale, other=0.0)
+            GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
+            SIZE: tl.constexpr = BLOCK_K // GROUPS
+            column = (start // FORM.elements + tl.arange(0, GROUPS))[None, :]
+            is_scale = is_row[:, None] & (column < weight.scale_columns)
+            if FORM.scale == "exponent":
+                s = load_powers(scales[:, None] + column, is_scale)
+            elif FORM.scale == "float":
+                s = tl.load(scales[:, None] + column, mask=is_scale, other=0.0)
             else:
-                s = load_scales(scales[:, None] + column[None, :], is_scale, SCALE)
-                s = scale_scales(s, of_matrix, GLOBAL)
-            s = spread(s, BLOCK_K // GROUPS)
-            none = tl.full([1, 1], 136.0, tl.float32).to(tl.bfloat16)
-            if ZERO == "words":
-                nibble = load_zeros(
-                    zero, n[:, None], column[None, :], expert * num_out, scale_columns, is_scale,
-                    ZERO, BITS,
-                )  # fmt: skip
-                none = spread((nibble + 128).to(tl.bfloat16), BLOCK_K // GROUPS)
+                s = load_scales(scales[:, None] + column, is_scale, FORM.scale)
+                s = scale_scales(s, of_matrix, FORM)
+            s = spread(s, SIZE)
+            if FORM.zero != "":
+                none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)
+                none = spread((none + 128).to(tl.bfloat16), SIZE)
             for part in tl.static_range(4):
-                low, high = decode_pair(stored, part, table, CODE)
-                if ZERO != "":
+                low, high = decode_pair(stored, part, weight, FORM, False)
+                if FORM.zero != "":
                     low -= none
                     high -= none
                 at = columns + part * part_elements + k[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(low, s, v.dtype, CODE, SCALE), v, sums)
+                sums = tl.dot(scaled(low, s, v.dtype, FORM), v, sums)
                 v = tl.load(at + 4 * part_elements, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(high, s, v.dtype, CODE, SCALE), v, sums)
-    if SCALE == "exponent" and x.dtype.element_ty == tl.bfloat16:
+                sums = tl.dot(scaled(high, s, v.dtype, FORM), v, sums)
+    if FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
     tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])
@@ -308,37 +272,10 @@ def multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    order,
-    starts,
-    num_pairs,
-    num_out,
-    row_elements,
-    split_elements,
-    pairs_per_row,
-    num_experts,
-    weight,
-    scale,
-    zero,
-    whole,
-    table,
-    scale_rows,
-    scale_columns,
-    CODE: tl.constexpr,
-    PACK: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    GLOBAL_ROWS: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_ELEMENTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, out, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
+    num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_N rows of a weight in words, times one input.
 
     Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
@@ -351,106 +288,78 @@ def multiply_each(  # type: ignore[no-untyped-def]
         pair = tl.load(order + begin)
     first_row = tl.cast(expert, tl.int64) * num_out + n
     part_elements = num_pairs // pairs_per_row * row_elements
-    rows = weight + first_row[:, None] * row_elements
-    scales = scale + (expert * scale_rows + n // SCALE_ROWS)[:, None] * scale_columns
+    rows = weight.codes + first_row[:, None] * row_elements
+    scales = (expert * weight.scale_rows + n // FORM.rows)[:, None] * weight.scale_columns
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_elements
     # half of what 4-bit floats lack: a product of both must be no subnormal number
-    FACTOR: tl.constexpr = 2.0**64 if CODE == "fp4" else 1.0
+    FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in range(0, row_elements, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_elements
         is_word = is_row[:, None] & inside[None, :]
         words = tl.load(rows + k[None, :], mask=is_word, other=0)
-        column = (k // SCALE_ELEMENTS)[None, :]
-        s = load_scales(scales + column, is_word, SCALE)
-        none = 136.0 if ZERO == "middle" else 0.0
-        if ZERO == "words":
-            none = 128 + load_zeros(
-                zero, n[:, None], column, expert * num_out, scale_columns, is_word, ZERO, BITS
-            )
+        column = (k // FORM.elements)[None, :]
+        s = load_scales(weight.scales + scales + column, is_word, FORM.scale)
+        none = 0.0
+        if FORM.zero != "":
+            none = 128 + load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_word)
         found = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
         for part in tl.static_range(4):
-            low, high = decode_wide(words, part, table, CODE)
+            low, high = decode_pair(words, part, weight, FORM, True)
             at = inputs + part * part_elements + k
             v = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
             found += (low - none) * (v * FACTOR)
             v = tl.load(at + 4 * part_elements, mask=inside, other=0.0).to(tl.float32)[None, :]
             found += (high - none) * (v * FACTOR)
-        if CODE == "fp4":
+        if FORM.code == "fp4":
             found *= 2.0**62
         sums += found * s
     made = tl.sum(sums, 1)
-    if GLOBAL != "":
-        matrix = expert * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
-        of_matrix = tl.load(whole + matrix, mask=is_row, other=1.0)
-        made = made * of_matrix if GLOBAL == "factor" else made / of_matrix
+    if FORM.whole != "":
+        of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)
+        made = made * of_matrix if FORM.whole == "factor" else made / of_matrix
     where = out + tl.cast(pair, tl.int64) * num_out + n
     tl.store(where, made.to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
 def expand(  # type: ignore[no-untyped-def]
-    out,
-    num_out,
-    row_elements,
-    weight,
-    scale,
-    zero,
-    whole,
-    table,
-    scale_rows,
-    scale_columns,
-    CODE: tl.constexpr,
-    PACK: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    GLOBAL_ROWS: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_ELEMENTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    out, num_out, row_elements, weight, FORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """One program for a tile of a weight: writes its values in the type of ``out``.
 
     Each thread has CHUNK elements in a row, under one scale.
     """
+    expert = tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < num_out
     begins = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)) * CHUNK
     k = begins[None, :, None] + tl.arange(0, CHUNK)[None, None, :]
     inside = is_row[:, None, None] & (k < row_elements)
-    row = (n + tl.program_id(2).to(tl.int64) * num_out)[:, None, None]
-    stored = tl.load(weight + row * row_elements + k, mask=inside, other=0)
-    column = begins // SCALE_ELEMENTS
-    scales = scale + (tl.program_id(2) * scale_rows + n // SCALE_ROWS)[:, None] * scale_columns
+    row = (n + expert.to(tl.int64) * num_out)[:, None, None]
+    stored = tl.load(weight.codes + row * row_elements + k, mask=inside, other=0)
+    column = (begins // FORM.elements)[None, :]
+    scales = (expert * weight.scale_rows + n // FORM.rows)[:, None] * weight.scale_columns
     is_scale = is_row[:, None] & (begins < row_elements)[None, :]
-    s = load_scales(scales + column[None, :], is_scale, SCALE)
-    if GLOBAL != "":
-        matrix = tl.program_id(2) * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
-        s = scale_scales(s, tl.load(whole + matrix, mask=is_row, other=1.0), GLOBAL)
+    s = load_scales(weight.scales + scales + column, is_scale, FORM.scale)
+    if FORM.whole != "":
+        s = scale_scales(s, load_whole(weight, FORM, expert, num_out, n, is_row), FORM)
     s = s[:, :, None]
-    at = out + (row * row_elements + k) * PACK
     none = 0.0
-    if ZERO == "middle":
-        none = 8.0 if BITS == 4 else 128.0
-    elif ZERO != "":
-        before = tl.program_id(2) * num_out
-        none = load_zeros(
-            zero, n[:, None], column[None, :], before, scale_columns, is_scale, ZERO, BITS
-        )[:, :, None]
-    first = (decode(stored, 0, table, CODE) - none) * s
-    second = (decode(stored, PACK - 1, table, CODE) - none) * s
-    if SCALE == "largest":  # of a row, which 127 stands for
+    if FORM.zero != "":
+        none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)[:, :, None]
+    first = (decode(stored, 0, weight.table, FORM.code) - none) * s
+    second = (decode(stored, FORM.pack - 1, weight.table, FORM.code) - none) * s
+    if FORM.scale == "largest":  # of a row, which 127 stands for
         first *= _PER_127
         second *= _PER_127
-    if ZERO != "" or CODE == "int8":  # libraries compute in the scales' type
-        first = first.to(scale.dtype.element_ty)
-        second = second.to(scale.dtype.element_ty)
-    if PACK == 1:
+    if FORM.zero != "" or FORM.code == "int8":  # libraries compute in the scales' type
+        first = first.to(weight.scales.dtype.element_ty)
+        second = second.to(weight.scales.dtype.element_ty)
+    at = out + (row * row_elements + k) * FORM.pack
+    if FORM.pack == 1:
         tl.store(at, first.to(out.dtype.element_ty), mask=inside)
     else:
         both = tl.join(first.to(out.dtype.element_ty), second.to(out.dtype.element_ty))

@@ -8,6 +8,40 @@ from offplan.forms.form import BITS, Form, Kind, Packing, Part
 from offplan.runtime.forms.reference import ONES, Parts, block_of, codes_of, nested_scales
 
 
+class Weight(NamedTuple):
+    """The tensors of a weight that is stored in rows, and the sizes of its scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    whole: torch.Tensor | None
+    """Each matrix's scale of its scales."""
+    table: torch.Tensor | None
+    """What codes stand for, where that is looked up."""
+    scale_rows: int
+    scale_columns: int
+
+
+class Layout(NamedTuple):
+    """What the kernels of rows are compiled for."""
+
+    code: str
+    """How ``kernels.decode`` makes numbers of codes."""
+    pack: int
+    """Weights in an element: 1 of 8 bits, 2 or 8 of 4."""
+    scale: str
+    """What scales are: "float", "exponent" of two, a row's "largest", or a code."""
+    whole: str
+    """What they are to be made of by those of matrices: "factor", "divisor" or nothing."""
+    global_rows: int
+    """Rows of such a matrix."""
+    zero: str
+    """What is subtracted from codes: "words", "bytes", the "middle" or nothing."""
+    rows: int
+    elements: int
+    """Rows, and elements of each, that share a scale."""
+
+
 class Operands(NamedTuple):
     """A weight, or those of all experts, as arguments of kernels."""
 
@@ -17,7 +51,7 @@ class Operands(NamedTuple):
     """Elements along a row: bytes or words, or inputs where words lie along columns."""
     pack: int
     """Weights in such an element."""
-    arguments: tuple[torch.Tensor | int | None, ...]
+    arguments: tuple[Any, ...]
     """The tensors that it is stored in, and their sizes."""
     constants: dict[str, Any]
     block_k: int
@@ -67,33 +101,27 @@ def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:
     num_experts, num_out, length = codes.shape
     high, wide = block_of(form, num_out, length * pack, scales)
     whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
-    zero = "words" if form.packing is Packing.COMPRESSED_TENSORS else "bytes"
-    if Part.ZERO not in parts:
-        zero = "middle" if form.packing is Packing.COMPRESSED_TENSORS else ""
-    own = {
-        "CODE": code,
-        "PACK": pack,
-        "BITS": 8 if pack == 1 else 4,
-        "SCALE": "float",
-        "GLOBAL": "",
-        "GLOBAL_ROWS": num_out if whole is None else num_out // whole.shape[1],
-        "ZERO": zero,
-        "SCALE_ROWS": high,
-        "SCALE_ELEMENTS": wide // pack,
-    }
+    zero, scale, of_whole = "", "float", ""
+    if form.packing is Packing.COMPRESSED_TENSORS:
+        zero = "words" if Part.ZERO in parts else "middle"
+    elif Part.ZERO in parts:
+        zero = "bytes"
     if form.kind is Kind.NVFP4:
-        own["GLOBAL"] = "factor" if Part.GLOBAL_SCALE in parts else "divisor"
-        own["SCALE"] = _fp8_code(codes.device)
+        of_whole = "factor" if Part.GLOBAL_SCALE in parts else "divisor"
+        scale = _fp8_code(codes.device)
     elif form.kind is Kind.MXFP4:
-        own["SCALE"] = "exponent"
+        scale = "exponent"
     elif form.kind is Kind.BNB8:
-        own["SCALE"] = "largest"
+        scale = "largest"
     if scales.dtype.itemsize == 1:
         scales = scales.view(torch.uint8)
-    arguments = codes, scales, parts.get(Part.ZERO), whole, parts.get(Part.CODES), *scales.shape[1:]
+    global_rows = num_out if whole is None else num_out // whole.shape[1]
+    layout = Layout(code, pack, scale, of_whole, global_rows, zero, high, wide // pack)
+    tensors = codes, scales, parts.get(Part.ZERO), whole, parts.get(Part.CODES)
+    arguments = (Weight(*tensors, *scales.shape[1:]),)
     # a tile of bytes lies under one scale, one of words under one or several whole ones
     block_k = min(128, 1 << (wide.bit_length() - 1)) if pack == 1 else 64
-    return Operands(num_experts, num_out, length, pack, arguments, own, block_k)
+    return Operands(num_experts, num_out, length, pack, arguments, {"FORM": layout}, block_k)
 
 
 def _columns(form: Form, parts: Parts) -> Operands:

@@ -8,7 +8,7 @@ import triton
 
 from offplan.forms.form import Form, Kind, Part
 from offplan.runtime.forms import column_kernels, kernels, packed_kernels
-from offplan.runtime.forms.operands import Operands, is_stacked, operands_of
+from offplan.runtime.forms.operands import Layout, Operands, is_stacked, operands_of
 from offplan.runtime.forms.reference import Parts
 from offplan.runtime.forms.runnable import BLOCK_OUT, IN_PLACE_ROWS, PAIR_ROWS
 from offplan.runtime.gpu_limits import gpu_limits
@@ -62,7 +62,7 @@ def expand_on_gpu(
         blocks = {"BLOCK_N": BLOCK_OUT, "BLOCK_K": 32}
         grid = triton.cdiv(num_out, BLOCK_OUT), triton.cdiv(length, 32), num_experts
     else:
-        chunk = min(16, weight.constants["SCALE_ELEMENTS"])
+        chunk = min(16, weight.constants["FORM"].elements)
         blocks = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": chunk}
         grid = triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts
     _kernels_of(form).expand[grid](
@@ -125,7 +125,8 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
     compiles the kernels of words for compute capability 9.0 to 0.75 to 0.96 of the shared memory
     that is reckoned here.
     """
-    extra = TABLE_BYTES * BLOCK_OUT if weight.constants.get("CODE") == "table" else 0
+    layout: Layout | None = weight.constants.get("FORM")
+    extra = TABLE_BYTES * BLOCK_OUT if layout and layout.code == "table" else 0
     of_element = weight.pack * block_m * 2 + BLOCK_OUT * weight.element_bytes
     block_k = weight.block_k
     while True:
