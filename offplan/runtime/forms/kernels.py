@@ -42,14 +42,14 @@ def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def pair_bits(words, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def pair_bits(words, part: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return weights number ``part`` and ``part`` + 4 of words of eight codes: two bfloat16.
 
     Both are made at once, in the halves of a word. 4-bit floats lack a factor of 2 ** 126, whole
     numbers have 128 too many: their bits are the last ones of 128's mantissa.
     """
     both = words >> (4 * part)
-    if CODE == "fp4":
+    if FORM.code == "fp4":
         both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
     else:
         both = (both & 0x000F000F) | 0x43004300
@@ -68,7 +68,7 @@ def decode_pair(words, part: tl.constexpr, weight, FORM: tl.constexpr, WIDE: tl.
         low = tl.load(weight.table + ((words >> place) & 0xF))
         high = tl.load(weight.table + ((words >> (16 + place)) & 0xF))
     else:
-        both = pair_bits(words, part, FORM.code)
+        both = pair_bits(words, part, FORM)
         if WIDE:
             low = (both << 16).to(tl.float32, bitcast=True)
             high = (both & -65536).to(tl.float32, bitcast=True)
@@ -89,8 +89,9 @@ def load_powers(exponent, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_scales(scale, mask, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_scales(scale, mask, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load scales as float32: floats, FP8, or the powers of two that they are the exponents of."""
+    SCALE: tl.constexpr = FORM.scale
     if SCALE == "exponent":
         exponent = tl.load(scale, mask=mask, other=0).to(tl.int32)
         # 2**-127 has the bits of a subnormal number
@@ -224,16 +225,16 @@ def multiply(  # type: ignore[no-untyped-def]
         stored = tl.load(rows + k[None, :], mask=is_row[:, None] & inside[None, :], other=0)
         if FORM.pack == 1:  # a tile lies under one scale: floats are scaled once multiplied
             column = start // FORM.elements
-            w = decode(stored, 0, weight.table, FORM.code)
+            CODE: tl.constexpr = FORM.code
+            w = decode(stored, 0, weight.table, CODE)
             if FORM.zero != "":
                 w -= load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_row[:, None])
             v = tl.load(columns + k[:, None], mask=is_input, other=0.0)
-            s = load_scales(scales + column, is_row, FORM.scale)
+            s = load_scales(scales + column, is_row, FORM)
             if FORM.scale == "largest":  # of a row, which 127 stands for
                 s *= _PER_127
-            if (
-                FORM.code == "int8" or FORM.code == "uint8"
-            ):  # libraries round their values to the scales' type
+            # libraries round what whole numbers stand for to the scales' type
+            if CODE == "int8" or CODE == "uint8":
                 w = (w * s[:, None]).to(weight.scales.dtype.element_ty)
                 sums = tl.dot(w.to(v.dtype), v, sums)
             else:
@@ -248,7 +249,7 @@ def multiply(  # type: ignore[no-untyped-def]
             elif FORM.scale == "float":
                 s = tl.load(scales[:, None] + column, mask=is_scale, other=0.0)
             else:
-                s = load_scales(scales[:, None] + column, is_scale, FORM.scale)
+                s = load_scales(scales[:, None] + column, is_scale, FORM)
                 s = scale_scales(s, of_matrix, FORM)
             s = spread(s, SIZE)
             if FORM.zero != "":
@@ -300,7 +301,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
         is_word = is_row[:, None] & inside[None, :]
         words = tl.load(rows + k[None, :], mask=is_word, other=0)
         column = (k // FORM.elements)[None, :]
-        s = load_scales(weight.scales + scales + column, is_word, FORM.scale)
+        s = load_scales(weight.scales + scales + column, is_word, FORM)
         none = 0.0
         if FORM.zero != "":
             none = 128 + load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_word)
@@ -332,6 +333,7 @@ def expand(  # type: ignore[no-untyped-def]
 
     Each thread has CHUNK elements in a row, under one scale.
     """
+    CODE: tl.constexpr = FORM.code
     expert = tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < num_out
@@ -343,19 +345,19 @@ def expand(  # type: ignore[no-untyped-def]
     column = (begins // FORM.elements)[None, :]
     scales = (expert * weight.scale_rows + n // FORM.rows)[:, None] * weight.scale_columns
     is_scale = is_row[:, None] & (begins < row_elements)[None, :]
-    s = load_scales(weight.scales + scales + column, is_scale, FORM.scale)
+    s = load_scales(weight.scales + scales + column, is_scale, FORM)
     if FORM.whole != "":
         s = scale_scales(s, load_whole(weight, FORM, expert, num_out, n, is_row), FORM)
     s = s[:, :, None]
     none = 0.0
     if FORM.zero != "":
         none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)[:, :, None]
-    first = (decode(stored, 0, weight.table, FORM.code) - none) * s
-    second = (decode(stored, FORM.pack - 1, weight.table, FORM.code) - none) * s
+    first = (decode(stored, 0, weight.table, CODE) - none) * s
+    second = (decode(stored, FORM.pack - 1, weight.table, CODE) - none) * s
     if FORM.scale == "largest":  # of a row, which 127 stands for
         first *= _PER_127
         second *= _PER_127
-    if FORM.zero != "" or FORM.code == "int8":  # libraries compute in the scales' type
+    if FORM.zero != "" or CODE == "int8":  # libraries compute in the scales' type
         first = first.to(weight.scales.dtype.element_ty)
         second = second.to(weight.scales.dtype.element_ty)
     at = out + (row * row_elements + k) * FORM.pack
