@@ -80,6 +80,7 @@ def edit_state(old: str, new: str) -> Callable[[torch.Tensor], torch.Tensor]:
     [
         ("qwen3", "gptq", "g_idx", lambda index: index + 1, "groups beyond the"),
         ("qwen3", "gptq", "g_idx", lambda index: index - 1, "groups beyond the"),
+        ("qwen3", "gptq", "g_idx", lambda index: index * 0, "groups of other than 128 inputs"),
         ("qwen3", "bnb8", "weight_format", lambda _: torch.tensor(2).byte(), "order than rows"),
         ("qwen3", "nf4", "__nf4", edit_state("64", "32"), "has the blocksize 32"),
         ("qwen3", "nf4", "__nf4", edit_state("float32", "float16"), "has the dtype float16"),

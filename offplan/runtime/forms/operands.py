@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offplan.forms.form import BITS, Form, Kind, Packing, Part
-from offplan.runtime.forms.reference import ONES, Parts, block_of, codes_of, nested_scales
+from offplan.runtime.forms.reference import Parts, block_of, codes_of, nested_scales
 
 
 class Weight(NamedTuple):
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
     num_experts: int
     num_out: int
     length: int
-    """Elements along a row: bytes or words, or inputs where words lie along columns."""
+    """Elements along a row: bytes or words."""
     pack: int
     """Weights in such an element."""
     arguments: tuple[Any, ...]
@@ -75,8 +75,6 @@ def operands_of(form: Form, parts: Parts, *, in_words: bool = False) -> Operands
         parts = {part: value[None] if value.ndim > 1 else value for part, value in parts.items()}
     if form.kind is Kind.PACKED:
         return _packed(parts)
-    if form.is_by_columns:
-        return _columns(form, parts)
     return _rows(form, parts, in_words)
 
 
@@ -122,24 +120,6 @@ def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:
     # a tile of bytes lies under one scale, one of words under one or several whole ones
     block_k = min(128, 1 << (wide.bit_length() - 1)) if pack == 1 else 64
     return Operands(num_experts, num_out, length, pack, arguments, {"FORM": layout}, block_k)
-
-
-def _columns(form: Form, parts: Parts) -> Operands:
-    scales, index = parts[Part.SCALE], parts.get(Part.GROUP_INDEX)
-    num_experts, num_groups, num_out = scales.shape
-    bits, packing = BITS[form.kind], form.packing
-    assert packing is not None
-    words = parts[Part.WEIGHT]
-    num_in = words.shape[1] * (1 if packing is Packing.AWQ else 32 // bits)
-    own = {
-        "BITS": bits,
-        "PACKING": packing.value,
-        "GROUP": num_in // num_groups,
-        "ONES": ONES[bits],
-        "INDEX_ROWS": 0 if index is None else num_out // index.shape[1],
-    }
-    arguments = words, scales, parts[Part.ZERO], index, num_groups
-    return Operands(num_experts, num_out, num_in, 1, arguments, own, block_k=64)
 
 
 def _code_of(form: Form, device: torch.device) -> str:

@@ -55,6 +55,7 @@ def _expand_and_multiply(
     bias: torch.Tensor | None,
     scratch: torch.Tensor | None,
 ) -> torch.Tensor:
+    x, parts = products.sort_inputs(x, parts)
     return functional.linear(x, products.expand_on_gpu(form, parts, x.dtype, scratch), bias)
 
 

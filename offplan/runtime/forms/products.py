@@ -1,15 +1,15 @@
 """Launches the kernels that multiply and expand weights in their stored form. CUDA only."""
 
 from math import prod
-from types import ModuleType
 
 import torch
 import triton
 
 from offplan.forms.form import Form, Kind, Part
-from offplan.runtime.forms import column_kernels, kernels, packed_kernels
+from offplan.runtime.forms import kernels, packed_kernels
 from offplan.runtime.forms.operands import Layout, Operands, is_stacked, operands_of
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms.pairs import sort_pairs
+from offplan.runtime.forms.reference import Parts, restore_order
 from offplan.runtime.forms.runnable import BLOCK_OUT, IN_PLACE_ROWS, PAIR_ROWS
 from offplan.runtime.gpu_limits import gpu_limits
 
@@ -58,17 +58,12 @@ def expand_on_gpu(
             BLOCK_N=EXPANDED_ROWS, BLOCK_K=EXPANDED_WORDS,
         )  # fmt: skip
         return out.to(dtype)
-    if form.is_by_columns:
-        blocks = {"BLOCK_N": BLOCK_OUT, "BLOCK_K": 32}
-        grid = triton.cdiv(num_out, BLOCK_OUT), triton.cdiv(length, 32), num_experts
-    else:
-        chunk = min(16, weight.constants["FORM"].elements)
-        blocks = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": chunk}
-        grid = triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts
-    _kernels_of(form).expand[grid](
-        values, num_out, length, *weight.arguments, **weight.constants, **blocks
-    )
-    return values
+    chunk = min(16, weight.constants["FORM"].elements)
+    kernels.expand[(triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts)](
+        values, num_out, length, *weight.arguments, **weight.constants,
+        BLOCK_N=8, GROUPS=16, CHUNK=chunk,
+    )  # fmt: skip
+    return values.copy_(restore_order(parts, values)) if Part.GROUP_INDEX in parts else values
 
 
 def empty_values(
@@ -79,20 +74,17 @@ def empty_values(
     That is where its parts are.
     """
     weight = operands_of(form, parts)
-    num_in = weight.length * weight.pack
-    # made as they are stored, which is [in, out] of those by columns
-    shape = (num_in, weight.num_out) if form.is_by_columns else (weight.num_out, num_in)
     stack = (weight.num_experts,) if is_stacked(form, parts) else ()
+    shape = *stack, weight.num_out, weight.length * weight.pack
     if scratch is None:
-        values = torch.empty(*stack, *shape, dtype=dtype, device=parts[Part.WEIGHT].device)
-    else:
-        values = scratch[: prod((*stack, *shape))].view(*stack, *shape)
-    return values.mT if form.is_by_columns else values
+        return torch.empty(shape, dtype=dtype, device=parts[Part.WEIGHT].device)
+    return scratch[: prod(shape)].view(shape)
 
 
 def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:
     """Multiply rows, [rows, in], by a weight: [rows, out]."""
     block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(len(x))))
+    x, parts = sort_inputs(x, parts)
     return _multiply(form, parts, x, len(x), None, block_m)
 
 
@@ -113,9 +105,50 @@ def multiply_pairs(
     """
     # so many times what an expert has on average that those of most, or nearly all, are one block
     spread, most = (8, IN_PLACE_ROWS) if in_place else (2, PAIR_ROWS)
-    of_expert = spread * order.numel() // (starts.numel() - 1)
+    num_pairs = order.numel()
+    of_expert = spread * num_pairs // (starts.numel() - 1)
     block_m = max(MIN_ROWS, min(most, triton.next_power_of_2(of_expert)))
-    return _multiply(form, parts, x, order.numel(), (order, starts), block_m)
+    if Part.GROUP_INDEX in parts:
+        x, parts, order, starts = _sort_each(x, parts, order, starts)
+    made = _multiply(form, parts, x, order.numel(), (order, starts), block_m)
+    return made.view(num_pairs, -1)
+
+
+def sort_inputs(x: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, Parts]:
+    """Return rows, [..., in], with inputs in the order that a weight has them in, and its parts.
+
+    These are then those of a weight whose inputs are in their own.
+    """
+    if Part.GROUP_INDEX not in parts:
+        return x, parts
+    order, others = _split_order(parts)
+    return x.index_select(-1, order[0]), others
+
+
+def _split_order(parts: Parts) -> tuple[torch.Tensor, Parts]:
+    # a pass that only allocates may find a slot of the ring not yet filled
+    order = parts[Part.GROUP_INDEX]
+    order = order.clamp(0, order.shape[-1] - 1)
+    return order, {part: value for part, value in parts.items() if part is not Part.GROUP_INDEX}
+
+
+def _sort_each(
+    x: torch.Tensor, parts: Parts, order: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, Parts, torch.Tensor, torch.Tensor]:
+    """Do the same for each pair, whose expert has an order for each matrix that it is joined of.
+
+    Each of these is then an expert, and each pair one with each of them.
+    """
+    inputs, others = _split_order(parts)
+    num_experts, joined, _ = inputs.shape
+    num_pairs = order.numel()
+    experts = torch.repeat_interleave(starts.diff(), output_size=num_pairs)
+    experts = torch.empty_like(experts).scatter_(0, order.long(), experts)[:, None]
+    matrices = (experts * joined + torch.arange(joined, device=x.device)).flatten()
+    rows = x.repeat_interleave(len(matrices) // len(x), 0)
+    parts = {part: value.unflatten(1, (joined, -1)).flatten(0, 1) for part, value in others.items()}
+    rows = rows.gather(1, inputs.flatten(0, 1)[matrices].long())
+    return rows, parts, *sort_pairs(matrices, num_experts * joined)[1:]
 
 
 def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int, int]:
@@ -134,12 +167,6 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
         if num_stages > 1 or block_k == MIN_ROWS:
             return block_k, max(1, num_stages)
         block_k //= 2
-
-
-def _kernels_of(form: Form) -> ModuleType:
-    if form.kind is Kind.PACKED:
-        return packed_kernels
-    return column_kernels if form.is_by_columns else kernels
 
 
 def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +193,7 @@ def _multiply(
     num_out, length = weight.num_out, weight.length
     block_k, num_stages = choose_tile(weight, block_m, gpu_limits(x.device.index)[0])
     num_blocks, block_n, splits = num_pairs, EACH_OUT, 1
-    own_kernels = _kernels_of(form)
+    own_kernels = packed_kernels if form.kind is Kind.PACKED else kernels
     if weight.pack == 1 or num_pairs > EACH_ROWS * weight.num_experts:
         multiply, block_n = own_kernels.multiply, BLOCK_OUT
         num_blocks = triton.cdiv(num_pairs, block_m)
