@@ -113,7 +113,7 @@ def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:
         scale = "largest"
     if scales.dtype.itemsize == 1:
         scales = scales.view(torch.uint8)
-    global_rows = num_out if whole is None else num_out // whole.shape[1]
+    global_rows = 1 if whole is None else num_out // whole.shape[1]
     layout = Layout(code, pack, scale, of_whole, global_rows, zero, high, wide // pack)
     tensors = codes, scales, parts.get(Part.ZERO), whole, parts.get(Part.CODES)
     arguments = (Weight(*tensors, *scales.shape[1:]),)
