@@ -147,7 +147,7 @@ def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
         return stored
     if part in _TABLES:
         num_scales = parameter.of(Part.SCALE)[0].num_elements
-        wanted = (_TABLES[part] or -(-num_scales // NESTED_BLOCK),)
+        wanted: tuple[int, ...] = (_TABLES[part] or -(-num_scales // NESTED_BLOCK),)
         return wanted if (stored, dtype) == (wanted, "F32") else None
     *stack, num_out, num_in = shape
     matrix = _matrix_shape(form, part, num_out, num_in, parameter.of(Part.SCALE)[0].shape)
@@ -161,7 +161,7 @@ def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
     wanted = found
     if form.is_by_columns and part is not Part.GROUP_INDEX:  # rows are made of them once loaded
         is_awq = part is Part.WEIGHT and form.packing is Packing.AWQ
-        wanted = (num_in, num_out * BITS[form.kind] // WORD_BITS) if is_awq else matrix[::-1]
+        wanted = (num_in, num_out * BITS[form.kind] // WORD_BITS) if is_awq else found[::-1]
     is_flat = form.kind in (Kind.NF4, Kind.FP4)
     return found if _sizes(stored, is_flat) == _sizes(wanted, is_flat) else None
 
