@@ -1,7 +1,7 @@
 """Products that decode weights as they read them, in GPU memory or over the link, and expansion.
 
 A weight, [out, in] for each expert, is stored along its rows in elements of ``PACK`` weights:
-codes of ``BITS`` 8 in bytes, of 4 in words of eight or, to be expanded, in bytes of two.
+codes of 8 bits in bytes, of 4 in words of eight.
 """
 
 import triton
@@ -13,8 +13,8 @@ _PER_127 = tl.constexpr(PER_127)
 
 
 @triton.jit
-def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return weight number ``part`` of each stored byte as float32, before scales and zeros.
+def decode(stored, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what stored bytes stand for as float32, before scales and zeros.
 
     The bits of a short float are those of a float32 whose exponent has another bias.
     """
@@ -25,14 +25,6 @@ def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: igno
         values = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
         values *= 2.0**120
         values = tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
-    elif CODE == "fp4":
-        bits = stored.to(tl.int32) >> (4 * part)
-        values = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
-        values *= 2.0**126
-    elif CODE == "table":  # of bitsandbytes, whose first weight is in the high half
-        values = tl.load(table + ((stored.to(tl.int32) >> (4 - 4 * part)) & 0xF))
-    elif CODE == "uint4":
-        values = ((stored.to(tl.int32) >> (4 * part)) & 0xF).to(tl.float32)
     elif CODE == "int8":
         values = stored.to(tl.int8, bitcast=True).to(tl.float32)
     else:
@@ -99,30 +91,30 @@ def load_scales(scale, mask, FORM: tl.constexpr):  # type: ignore[no-untyped-def
     elif SCALE == "float" or SCALE == "largest":
         scales = tl.load(scale, mask=mask, other=0.0).to(tl.float32)
     else:
-        scales = decode(tl.load(scale, mask=mask, other=0), 0, None, SCALE)
+        scales = decode(tl.load(scale, mask=mask, other=0), SCALE)
     return scales
 
 
 @triton.jit
 def load_whole(weight, FORM: tl.constexpr, expert, num_out, n, is_row):  # type: ignore[no-untyped-def]
-    """Load the scale of scales of rows ``n``, [rows], that of their matrix."""
+    """Load the scale of scales of rows ``n``, that of their matrix."""
     matrix = expert * (num_out // FORM.global_rows) + n // FORM.global_rows
     return tl.load(weight.whole + matrix, mask=is_row, other=1.0)
 
 
 @triton.jit
 def scale_scales(scales, whole, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply or divide scales, [rows, columns], by that of their matrix, [rows]."""
+    """Multiply or divide scales by that of their matrix, which may be one for each of their rows."""
     if FORM.whole == "factor":
-        scales *= whole[:, None]
+        scales *= whole
     elif FORM.whole == "divisor":
-        scales = tl.div_rn(scales, tl.broadcast_to(whole[:, None], scales.shape))
+        scales = tl.div_rn(scales, tl.broadcast_to(whole, scales.shape))
     return scales
 
 
 @triton.jit
 def load_zeros(weight, FORM: tl.constexpr, n, column, first, mask):  # type: ignore[no-untyped-def]
-    """Load the code of zero of rows ``n``, [rows, 1], in groups ``column``, as float32.
+    """Load the code of zero of rows ``n`` in groups ``column``, as float32.
 
     ``first`` counts the rows of the experts before.
     """
@@ -226,7 +218,7 @@ def multiply(  # type: ignore[no-untyped-def]
         if FORM.pack == 1:  # a tile lies under one scale: floats are scaled once multiplied
             column = start // FORM.elements
             CODE: tl.constexpr = FORM.code
-            w = decode(stored, 0, weight.table, CODE)
+            w = decode(stored, CODE)
             if FORM.zero != "":
                 w -= load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_row[:, None])
             v = tl.load(columns + k[:, None], mask=is_input, other=0.0)
@@ -250,7 +242,7 @@ def multiply(  # type: ignore[no-untyped-def]
                 s = tl.load(scales[:, None] + column, mask=is_scale, other=0.0)
             else:
                 s = load_scales(scales[:, None] + column, is_scale, FORM)
-                s = scale_scales(s, of_matrix, FORM)
+                s = scale_scales(s, of_matrix[:, None], FORM)
             s = spread(s, SIZE)
             if FORM.zero != "":
                 none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)
@@ -294,29 +286,37 @@ def multiply_each(  # type: ignore[no-untyped-def]
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_elements
     # half of what 4-bit floats lack: a product of both must be no subnormal number
     FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
-    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
+    sums = tl.zeros([BLOCK_N, GROUPS, BLOCK_K // GROUPS], dtype=tl.float32)
     for start in range(0, row_elements, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_elements
         is_word = is_row[:, None] & inside[None, :]
         words = tl.load(rows + k[None, :], mask=is_word, other=0)
-        column = (k // FORM.elements)[None, :]
-        s = load_scales(weight.scales + scales + column, is_word, FORM)
-        none = 0.0
-        if FORM.zero != "":
-            none = 128 + load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_word)
         found = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        total = tl.zeros([1, BLOCK_K], dtype=tl.float32)
         for part in tl.static_range(4):
             low, high = decode_pair(words, part, weight, FORM, True)
             at = inputs + part * part_elements + k
-            v = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
-            found += (low - none) * (v * FACTOR)
+            v = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :] * FACTOR
+            found += low * v
+            total += v
             v = tl.load(at + 4 * part_elements, mask=inside, other=0.0).to(tl.float32)[None, :]
-            found += (high - none) * (v * FACTOR)
+            v *= FACTOR
+            found += high * v
+            total += v
+        # scales and zeros are loaded once a group
+        column = (start // FORM.elements + tl.arange(0, GROUPS))[None, :]
+        is_scale = is_row[:, None] & (column < weight.scale_columns)
+        s = load_scales(weight.scales + scales + column, is_scale, FORM)
+        found = tl.reshape(found, [BLOCK_N, GROUPS, BLOCK_K // GROUPS])
+        if FORM.zero != "":
+            none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)
+            found -= (none + 128)[:, :, None] * tl.reshape(total, [1, GROUPS, BLOCK_K // GROUPS])
         if FORM.code == "fp4":
             found *= 2.0**62
-        sums += found * s
-    made = tl.sum(sums, 1)
+        sums += found * s[:, :, None]
+    made = tl.sum(tl.sum(sums, 2), 1)
     if FORM.whole != "":
         of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)
         made = made * of_matrix if FORM.whole == "factor" else made / of_matrix
@@ -329,41 +329,93 @@ def expand(  # type: ignore[no-untyped-def]
     out, num_out, row_elements, weight, FORM: tl.constexpr,
     BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program for a tile of a weight: writes its values in the type of ``out``.
+    """One program for a tile of a weight in bytes: writes its values in the type of ``out``.
 
     Each thread has CHUNK elements in a row, under one scale.
     """
     CODE: tl.constexpr = FORM.code
     expert = tl.program_id(2)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    begins = ((tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)) * CHUNK)[None, :]
+    k = begins[:, :, None] + tl.arange(0, CHUNK)[None, None, :]
+    inside = (n < num_out)[:, :, None] & (k < row_elements)
+    at = (n + expert.to(tl.int64) * num_out)[:, :, None] * row_elements + k
+    stored = tl.load(weight.codes + at, mask=inside, other=0)
+    s, none = load_factors(weight, FORM, expert, num_out, n, begins, row_elements)
+    values = decode(stored, CODE)
+    if FORM.zero != "":
+        values -= none[:, :, None]
+    tl.store(out + at, finish(values, s[:, :, None], weight, out, FORM), mask=inside)
+
+
+@triton.jit
+def expand_words(  # type: ignore[no-untyped-def]
+    out, num_out, row_elements, weight, FORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program for a tile of a weight in words, as many as threads, each of which has one.
+
+    The tile is flat: of two dimensions, threads would exchange what they hold.
+    """
+    expert = tl.program_id(2)
+    word = tl.arange(0, BLOCK_N * BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + word // BLOCK_K
+    k = tl.program_id(1) * BLOCK_K + word % BLOCK_K
+    first_row = expert.to(tl.int64) * num_out
+    inside = (n < num_out) & (k < row_elements)
+    words = tl.load(weight.codes + (first_row + n) * row_elements + k, mask=inside, other=0)
+    s, none = load_factors(weight, FORM, expert, num_out, n, k, row_elements)
+    if FORM.zero != "":
+        none += 128
+    a, e = expand_pair(words, 0, s, none, weight, out, FORM)
+    b, f = expand_pair(words, 1, s, none, weight, out, FORM)
+    c, g = expand_pair(words, 2, s, none, weight, out, FORM)
+    d, h = expand_pair(words, 3, s, none, weight, out, FORM)
+    of_even = tl.join(tl.join(a, e), tl.join(c, g))
+    values = tl.join(of_even, tl.join(tl.join(b, f), tl.join(d, h)))
+    value = tl.arange(0, 8 * BLOCK_N * BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + value // (8 * BLOCK_K)
+    k = tl.program_id(1) * (8 * BLOCK_K) + value % (8 * BLOCK_K)
+    inside = (n < num_out) & (k < 8 * row_elements)
+    values = tl.reshape(values, [8 * BLOCK_N * BLOCK_K])
+    tl.store(out + (first_row + n) * (8 * row_elements) + k, values, mask=inside)
+
+
+@triton.jit
+def load_factors(weight, FORM: tl.constexpr, expert, num_out, n, k, row_elements):  # type: ignore[no-untyped-def]
+    """Load the scales and zeros of elements ``k`` of rows ``n`` as float32."""
     is_row = n < num_out
-    begins = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)) * CHUNK
-    k = begins[None, :, None] + tl.arange(0, CHUNK)[None, None, :]
-    inside = is_row[:, None, None] & (k < row_elements)
-    row = (n + expert.to(tl.int64) * num_out)[:, None, None]
-    stored = tl.load(weight.codes + row * row_elements + k, mask=inside, other=0)
-    column = (begins // FORM.elements)[None, :]
-    scales = (expert * weight.scale_rows + n // FORM.rows)[:, None] * weight.scale_columns
-    is_scale = is_row[:, None] & (begins < row_elements)[None, :]
-    s = load_scales(weight.scales + scales + column, is_scale, FORM)
+    mask = is_row & (k < row_elements)
+    column = k // FORM.elements
+    at = (expert * weight.scale_rows + n // FORM.rows) * weight.scale_columns + column
+    s = load_scales(weight.scales + at, mask, FORM)
     if FORM.whole != "":
         s = scale_scales(s, load_whole(weight, FORM, expert, num_out, n, is_row), FORM)
-    s = s[:, :, None]
     none = 0.0
     if FORM.zero != "":
-        none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)[:, :, None]
-    first = (decode(stored, 0, weight.table, CODE) - none) * s
-    second = (decode(stored, FORM.pack - 1, weight.table, CODE) - none) * s
+        none = load_zeros(weight, FORM, n, column, expert * num_out, mask)
+    return s, none
+
+
+@triton.jit
+def expand_pair(words, part: tl.constexpr, s, none, weight, out, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values, as ``out`` has them, of the weights that ``decode_pair`` makes."""
+    low, high = decode_pair(words, part, weight, FORM, True)
+    if FORM.code == "fp4":
+        low *= 2.0**126
+        high *= 2.0**126
+    if FORM.zero != "":
+        low -= none
+        high -= none
+    return finish(low, s, weight, out, FORM), finish(high, s, weight, out, FORM)
+
+
+@triton.jit
+def finish(values, s, weight, out, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scale what codes stand for, and round it as libraries do: to the type of ``out`` at last."""
+    values *= s
     if FORM.scale == "largest":  # of a row, which 127 stands for
-        first *= _PER_127
-        second *= _PER_127
-    if FORM.zero != "" or CODE == "int8":  # libraries compute in the scales' type
-        first = first.to(weight.scales.dtype.element_ty)
-        second = second.to(weight.scales.dtype.element_ty)
-    at = out + (row * row_elements + k) * FORM.pack
-    if FORM.pack == 1:
-        tl.store(at, first.to(out.dtype.element_ty), mask=inside)
-    else:
-        both = tl.join(first.to(out.dtype.element_ty), second.to(out.dtype.element_ty))
-        where = at[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]
-        tl.store(where, both, mask=inside[:, :, :, None])
+        values *= _PER_127
+    if FORM.zero != "" or FORM.code == "int8":  # libraries compute in the scales' type
+        values = values.to(weight.scales.dtype.element_ty)
+    return values.to(out.dtype.element_ty)

@@ -26,9 +26,9 @@ class Layout(NamedTuple):
     """What the kernels of rows are compiled for."""
 
     code: str
-    """How ``kernels.decode`` makes numbers of codes."""
+    """How numbers are made of codes."""
     pack: int
-    """Weights in an element: 1 of 8 bits, 2 or 8 of 4."""
+    """Weights in an element: 1 of 8 bits, 8 of 4."""
     scale: str
     """What scales are: "float", "exponent" of two, a row's "largest", or a code."""
     whole: str
@@ -65,17 +65,14 @@ def is_stacked(form: Form, parts: Parts) -> bool:
     return parts[Part.BASE if form.kind is Kind.PACKED else Part.SCALE].ndim > 2
 
 
-def operands_of(form: Form, parts: Parts, *, in_words: bool = False) -> Operands:
-    """Prepare a weight for the kernels; nothing but views and nested scales is made.
-
-    Codes of four bits in rows are given ``in_words`` of eight, else in bytes of two.
-    """
+def operands_of(form: Form, parts: Parts) -> Operands:
+    """Prepare a weight for the kernels; nothing but views and nested scales is made."""
     # what there is one of is taken as one expert's
     if not is_stacked(form, parts):
         parts = {part: value[None] if value.ndim > 1 else value for part, value in parts.items()}
     if form.kind is Kind.PACKED:
         return _packed(parts)
-    return _rows(form, parts, in_words)
+    return _rows(form, parts)
 
 
 def _packed(parts: Parts) -> Operands:
@@ -89,13 +86,13 @@ def _packed(parts: Parts) -> Operands:
     return Operands(num_experts, num_out, length, 8, arguments, {}, block_k=32, element_bytes=12)
 
 
-def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:
+def _rows(form: Form, parts: Parts) -> Operands:
     if form.kind in (Kind.NF4, Kind.FP4):
         parts = parts | {Part.SCALE: nested_scales(parts)}
     codes, scales = codes_of(parts), parts[Part.SCALE]
     code, pack = _code_of(form, codes.device), 1
     if code in ("fp4", "table", "uint4"):
-        codes, pack = (codes.view(torch.int32), 8) if in_words else (codes, 2)
+        codes, pack = codes.view(torch.int32), 8
     num_experts, num_out, length = codes.shape
     high, wide = block_of(form, num_out, length * pack, scales)
     whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))

@@ -58,11 +58,17 @@ def expand_on_gpu(
             BLOCK_N=EXPANDED_ROWS, BLOCK_K=EXPANDED_WORDS,
         )  # fmt: skip
         return out.to(dtype)
-    chunk = min(16, weight.constants["FORM"].elements)
-    kernels.expand[(triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts)](
-        values, num_out, length, *weight.arguments, **weight.constants,
-        BLOCK_N=8, GROUPS=16, CHUNK=chunk,
-    )  # fmt: skip
+    if weight.pack == 1:
+        chunk = min(16, weight.constants["FORM"].elements)
+        kernels.expand[(triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts)](
+            values, num_out, length, *weight.arguments, **weight.constants,
+            BLOCK_N=8, GROUPS=16, CHUNK=chunk,
+        )  # fmt: skip
+    else:
+        kernels.expand_words[(triton.cdiv(num_out, 2), triton.cdiv(length, 128), num_experts)](
+            values, num_out, length, *weight.arguments, **weight.constants,
+            BLOCK_N=2, BLOCK_K=128, num_warps=8,
+        )  # fmt: skip
     return values.copy_(restore_order(parts, values)) if Part.GROUP_INDEX in parts else values
 
 
@@ -189,7 +195,7 @@ def _multiply(
     pairs: tuple[torch.Tensor, torch.Tensor] | None,
     block_m: int,
 ) -> torch.Tensor:
-    weight = operands_of(form, parts, in_words=True)
+    weight = operands_of(form, parts)
     num_out, length = weight.num_out, weight.length
     block_k, num_stages = choose_tile(weight, block_m, gpu_limits(x.device.index)[0])
     num_blocks, block_n, splits = num_pairs, EACH_OUT, 1
