@@ -104,7 +104,7 @@ def load_whole(weight, FORM: tl.constexpr, expert, num_out, n, is_row):  # type:
 
 @triton.jit
 def scale_scales(scales, whole, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply or divide scales by that of their matrix, which may be one for each of their rows."""
+    """Multiply or divide scales by that of their matrix, one or one for each of their rows."""
     if FORM.whole == "factor":
         scales *= whole
     elif FORM.whole == "divisor":
@@ -144,14 +144,22 @@ def spread(of_groups, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scaled(w, s, dtype: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scale weights, bfloat16, to dtype; to 2 ** -63 of their value by exponents to bfloat16."""
+def scaled(w, s, none, dtype: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scale weights less zeros, bfloat16, to dtype.
+
+    To 2 ** -63 of their value by exponents to bfloat16.
+    """
     if s.dtype == tl.bfloat16 and dtype == tl.bfloat16:
+        if FORM.zero != "":
+            w -= none
         made = w * s
     elif FORM.scale == "exponent":
         made = (w.to(tl.float32) * s.to(tl.float32) * 2.0**63).to(dtype)
     elif FORM.code == "fp4":
         made = (w.to(tl.float32) * 2.0**126 * s).to(dtype)
+    elif FORM.zero != "":  # in one step: both products are exact, of scales of 16 bits
+        scales = s.to(tl.float32)
+        made = tl.fma(w.to(tl.float32), scales, -none.to(tl.float32) * scales).to(dtype)
     else:
         made = (w.to(tl.float32) * s.to(tl.float32)).to(dtype)
     return made
@@ -206,7 +214,7 @@ def multiply(  # type: ignore[no-untyped-def]
     columns = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_elements
     of_matrix = 1.0
     if FORM.whole != "":
-        of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)
+        of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     first = tl.program_id(2) * split_elements
     stop = tl.minimum(first + split_elements, row_elements)
@@ -242,21 +250,19 @@ def multiply(  # type: ignore[no-untyped-def]
                 s = tl.load(scales[:, None] + column, mask=is_scale, other=0.0)
             else:
                 s = load_scales(scales[:, None] + column, is_scale, FORM)
-                s = scale_scales(s, of_matrix[:, None], FORM)
+                s = scale_scales(s, of_matrix, FORM)
             s = spread(s, SIZE)
+            none = 0.0
             if FORM.zero != "":
                 none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)
                 none = spread((none + 128).to(tl.bfloat16), SIZE)
             for part in tl.static_range(4):
                 low, high = decode_pair(stored, part, weight, FORM, False)
-                if FORM.zero != "":
-                    low -= none
-                    high -= none
                 at = columns + part * part_elements + k[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(low, s, v.dtype, FORM), v, sums)
+                sums = tl.dot(scaled(low, s, none, v.dtype, FORM), v, sums)
                 v = tl.load(at + 4 * part_elements, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(high, s, v.dtype, FORM), v, sums)
+                sums = tl.dot(scaled(high, s, none, v.dtype, FORM), v, sums)
     if FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from offplan.forms.form import NESTED_BLOCK, Kind, Part
-from offplan.runtime.forms.stored import leave_group_index, part_name
+from offplan.forms.form import NESTED_BLOCK, Kind, Packing, Part
+from offplan.runtime.forms.stored import leave_part, part_name
 from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.rows import lay_out_rows, order_of
 from offplan.runtime.refusal import refuse
@@ -41,7 +41,7 @@ def heed_contents(
             assert scales is not None
             order = order_of(name, loaded[name], scales.shape[-1])
             if order is None:
-                leave_group_index(skeleton.get_submodule(path), attribute)
+                leave_part(skeleton.get_submodule(path), attribute, Part.GROUP_INDEX)
             else:
                 orders[codes.weight] = order
                 loaded[name].copy_(order.view(loaded[name].shape))
@@ -57,6 +57,22 @@ def heed_contents(
             )
     if not is_random:
         lay_out_rows(targets, loaded, orders, device)
+        _leave_middles(skeleton, targets, loaded)
+
+
+def _leave_middles(
+    skeleton: PreTrainedModel, targets: Mapping[str, Target], loaded: Mapping[str, torch.Tensor]
+) -> None:
+    """Have codes of zero in words read no more where all are the middle one, as without any."""
+    for name, target in targets.items():
+        codes = target.codes
+        if codes is None or codes.part is not Part.ZERO:
+            continue
+        middles = 0x88 if codes.form.kind is Kind.W4A16 else 0x80
+        is_words = codes.form.packing is Packing.COMPRESSED_TENSORS
+        if is_words and bool((loaded[name].view(torch.uint8) == middles).all()):
+            path, _, attribute = codes.weight.rpartition(".")
+            leave_part(skeleton.get_submodule(path), attribute, Part.ZERO)
 
 
 def _read_state(
