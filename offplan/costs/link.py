@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from math import erfc, exp, log, prod, sqrt
 
 from offplan.checkpoint.model import Experts
-from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.work import PassShape, gathers_codes
-from offplan.forms.form import Part
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, Unit
@@ -55,12 +53,6 @@ UNALIGNED_ROWS = 1.3
 
 Source: decode steps of gpt-oss on an H200, whose rows of MXFP4 have 1,440 bytes, in four plans:
 1.25, 1.30, 1.32 and 1.33.
-"""
-
-TILE_INPUTS = 64
-"""Inputs of a tile that a product reads of codes along columns, with the scales of their groups.
-
-Source: ``runtime.forms.operands``.
 """
 
 UVA_SLOWDOWN = 1.16
@@ -121,11 +113,8 @@ def uva_bytes(
             if is_coded or factor is None:
                 factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
         is_gathered = unit.is_expert and gathers_codes(experts, num_tokens)
-        if is_coded and not is_gathered:
-            if not _has_aligned_rows(unit):
-                factor = UNALIGNED_ROWS * (factor or 1.0)
-            if unit.part in (Part.SCALE, Part.ZERO):
-                factor = _lookup_factor(unit.parameters[0]) * (factor or 1.0)
+        if is_coded and not is_gathered and not _has_aligned_rows(unit):
+            factor = UNALIGNED_ROWS * (factor or 1.0)
         crossing += unit.nbytes * share * (factor or reread_factor(machine, num_tokens))
     return round(crossing)
 
@@ -141,22 +130,6 @@ def coded_reads(mean_rows: float) -> float:
         reads += beyond
         rows += CODED_ROWS
     return reads
-
-
-def _lookup_factor(weight: Parameter) -> float:
-    """How often scales cross that are looked up for each input, as a multiple of those in order.
-
-    A tile reads those of every group that its inputs lie in, once each, where in order they lie in
-    as few groups as can be. Inputs are taken to lie in any group alike.
-    Source: ``runtime.forms.column_kernels``, read; not measured: what a GPU's caches keep from one
-    tile to the next makes it less.
-    """
-    if not weight.is_shuffled or weight.form.block is None:
-        return 1.0
-    group = weight.form.block[1]
-    num_groups = weight.shape[-1] // group
-    met = num_groups * (1 - (1 - 1 / num_groups) ** TILE_INPUTS)
-    return max(1.0, met / max(1.0, TILE_INPUTS / group))
 
 
 def _has_aligned_rows(unit: Unit) -> bool:

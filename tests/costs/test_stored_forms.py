@@ -108,24 +108,16 @@ def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
     assert coded_reads(4 * CODED_ROWS) == pytest.approx(4.5, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("told", "times"),
-    [
-        ({}, 4 * (1 - (3 / 4) ** 64)),
-        ({"desc_act": False}, 1),
-        ({"static_groups": True}, 1),
-    ],
-)
-def test_scales_in_the_order_of_activations_are_looked_up(
-    tmp_path: Path, told: dict[str, bool], times: float
+@pytest.mark.parametrize("told", [{}, {"desc_act": False}, {"static_groups": True}])
+def test_scales_in_the_order_of_activations_are_read_once(
+    tmp_path: Path, told: dict[str, bool]
 ) -> None:
     config = {**FORMATS["gptq"].config, **told}
     model = open_model(str(write_quantised(tmp_path, FORMATS["gptq"]._replace(config=config))))
     machine = load_profile("h200-pcie5")
     down = [u for u in group_units(model.layers[0]) if u.name == "mlp.down_proj.weight"]
     for unit in down:
-        factor = times if unit.part in (Part.SCALE, Part.ZERO) else 1
-        assert uva_bytes(machine, [unit], None, 1) == round(factor * unit.nbytes)
+        assert uva_bytes(machine, [unit], None, 1) == unit.nbytes
     assert {unit.part for unit in down} >= {Part.SCALE, Part.ZERO, Part.GROUP_INDEX}
     # those of few experts are copied whole before they are multiplied
     routed = [u for u in group_units(model.layers[1]) if u.is_expert and u.part is Part.SCALE]

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.runtime.forms import reference
+from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -139,9 +141,9 @@ def _make_columns(
         Part.ZERO: random_words(*lead, groups, NUM_OUT // per),
     }
     if not is_awq and has_index:
-        # of one matrix, or of several that were joined
-        index = torch.randint(0, groups, (*lead, NUM_OUT // 64 if lead else 1, NUM_IN))
-        parts[Part.GROUP_INDEX] = index.to(DEVICE, torch.int32)
+        # of one matrix, or of two that were joined
+        places = torch.rand(*lead, 2 if lead else 1, NUM_IN).argsort(-1)
+        parts[Part.GROUP_INDEX] = (places // (NUM_IN // groups)).to(DEVICE, torch.int32)
     return parts
 
 
@@ -166,15 +168,16 @@ def _make_nf4(*, is_nested: bool) -> dict[Part, torch.Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expansion_is_exact(name: str, experts: int, dtype: torch.dtype) -> None:
     from offplan.runtime.forms.products import expand_on_gpu
-    from offplan.runtime.forms.reference import expand
 
     if experts and FORMS[name].kind is Kind.NF4:
         pytest.skip("experts are not stored so")
     parts = make_parts(name, *([experts] if experts else []))
     expected = expand(FORMS[name], parts, dtype)
+    form, parts = hold(FORMS[name], parts)
+    assert torch.equal(reference.expand(form, parts, dtype).nan_to_num(), expected.nan_to_num())
     scratch = torch.empty(expected.numel() + 64, dtype=dtype, device=DEVICE)
     for room in (None, scratch):
-        got = expand_on_gpu(FORMS[name], parts, dtype, room)
+        got = expand_on_gpu(form, parts, dtype, room)
         assert torch.equal(got.nan_to_num(), expected.nan_to_num())
         assert torch.equal(got.isnan(), expected.isnan())
     if dtype is torch.bfloat16 or FORMS[name] is not PACKED:  # whose values are bfloat16
@@ -192,12 +195,12 @@ def test_operators_tell_what_they_return(name: str, experts: int) -> None:
     form = FORMS[name]
     if experts and form.kind is Kind.NF4:
         pytest.skip("experts are not stored so")
-    parts = tame(make_parts(name, *([experts] if experts else [])), form)
+    form, parts = hold(form, tame(make_parts(name, *([experts] if experts else [])), form))
     x, pairs = random(1, NUM_IN).to(DTYPES[0]), []
     if experts:
-        from offplan.runtime.forms.experts import _sort
+        from offplan.runtime.forms.pairs import sort_pairs
 
-        pairs = list(_sort(torch.tensor([1], device=DEVICE), experts))
+        pairs = list(sort_pairs(torch.tensor([1], device=DEVICE), experts)[1:])
     checks = "test_faketensor"  # schemas are not checked of FP8
     weight = operators._split(form, parts)
     torch.library.opcheck(operators._expand, (*weight, DTYPES[0]), test_utils=checks)
@@ -213,12 +216,7 @@ def skip_products(form: Form, of_weight: int) -> None:
     """Skip products in bfloat16 of so many inputs with each weight."""
     from offplan.runtime.forms.products import EACH_ROWS
 
-    if (
-        of_weight > EACH_ROWS
-        and INTERPRETED
-        and form.kind in FP4_AND_INT4
-        and not form.is_by_columns
-    ):
+    if of_weight > EACH_ROWS and INTERPRETED and form.kind in FP4_AND_INT4:
         pytest.skip("the interpreter computes nothing in bfloat16")
 
 
@@ -240,13 +238,12 @@ def tame(parts: dict[Part, torch.Tensor], form: Form) -> dict[Part, torch.Tensor
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_codes(name: str, rows: int) -> None:
     from offplan.runtime.forms.products import multiply_rows
-    from offplan.runtime.forms.reference import expand
 
     skip_products(FORMS[name], rows)
     parts = tame(make_parts(name), FORMS[name])
     x = random(rows, NUM_IN).to(DTYPES[0])
     expected = x.double() @ expand(FORMS[name], parts, torch.float32).double().T
-    got = multiply_rows(FORMS[name], parts, x)
+    got = multiply_rows(*hold(FORMS[name], parts), x)
     assert (got - expected).abs().max() < 0.01 * expected.abs().max()
 
 
@@ -259,7 +256,6 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
     Packed weights are in whole blocks of 64 outputs.
     """
     from offplan.runtime.forms.products import expand_on_gpu, multiply_rows
-    from offplan.runtime.forms.reference import expand
 
     form = FORMS[name]
     if form.block == (1, NUM_IN):
@@ -269,6 +265,7 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(FORMS, name, form)
     parts = tame(make_parts(name), form)
     values = expand(form, parts, torch.float32)
+    form, parts = hold(form, parts)
     assert torch.equal(expand_on_gpu(form, parts, DTYPES[0]), values.to(DTYPES[0]))
     skip_products(form, 5)
     x = random(5, NUM_IN).to(DTYPES[0])
@@ -281,9 +278,8 @@ def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPat
 @by_form
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_products_of_experts(name: str, tokens: int) -> None:
-    from offplan.runtime.forms.experts import _sort
+    from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
-    from offplan.runtime.forms.reference import expand
 
     form = FORMS[name]
     if form.kind is Kind.NF4:
@@ -293,9 +289,10 @@ def test_products_of_experts(name: str, tokens: int) -> None:
     x = random(tokens, NUM_IN).to(DTYPES[0])
     chosen = torch.randint(0, EXPERTS, (tokens, 2), device=DEVICE)
     weights = expand(form, parts, torch.float32).double()
+    form, parts = hold(form, parts)
     by_expert = torch.einsum("ti,eoi->teo", x.double(), weights)
     expected = by_expert.gather(1, chosen[..., None].expand(-1, -1, by_expert.shape[-1]))
-    sorted_pairs = _sort(chosen.reshape(-1), EXPERTS)
+    sorted_pairs = sort_pairs(chosen.reshape(-1), EXPERTS)[1:]
     for in_place in (False, True):
         got = multiply_pairs(form, parts, x, *sorted_pairs, in_place=in_place)
         assert (got.view(tokens, 2, -1) - expected).abs().max() < 0.01 * expected.abs().max()
@@ -305,16 +302,16 @@ def test_products_of_experts(name: str, tokens: int) -> None:
 @runs_kernels
 @by_form
 def test_gathered_experts_are_those_chosen(name: str) -> None:
-    from offplan.runtime.forms.experts import _sort
     from offplan.runtime.forms.gather import gather
+    from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs
 
     form, experts = FORMS[name], 9
     if form.kind is Kind.NF4:
         pytest.skip("experts are not stored so")
-    parts = tame(make_parts(name, experts), form)
+    form, parts = hold(form, tame(make_parts(name, experts), form))
     chosen = torch.tensor([3, 8, 0, 3, 5, 8], device=DEVICE)
-    order, starts = _sort(chosen, experts)
+    _, order, starts = sort_pairs(chosen, experts)
     gathered, begins = gather(parts, chosen, order, starts)
     assert begins.tolist() == [0, 1, 3, 3, 4, 6, 6]
     for part, value in parts.items():
@@ -346,7 +343,6 @@ def values_of_every_size() -> torch.Tensor:
 @pytest.mark.parametrize("experts", [0, 2])
 def test_packed_values_are_expanded_bit_for_bit(experts: int) -> None:
     from offplan.runtime.forms.products import expand_on_gpu
-    from offplan.runtime.forms.reference import expand
 
     values = values_of_every_size()
     values = torch.stack((values.flip(0), values)) if experts else values
@@ -360,7 +356,7 @@ def test_packed_values_are_expanded_bit_for_bit(experts: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("of_experts", [False, True])
 def test_products_of_packed_rows_of_every_size(rows: int, of_experts: bool) -> None:
-    from offplan.runtime.forms.experts import _sort
+    from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.products import multiply_pairs, multiply_rows
 
     # no float16 is as large or as small as these
@@ -369,7 +365,7 @@ def test_products_of_packed_rows_of_every_size(rows: int, of_experts: bool) -> N
     if of_experts:
         values = torch.stack([values_of_every_size() for _ in range(2)])
         chosen = (torch.arange(rows, device=DEVICE) + 1) % 2
-        got = multiply_pairs(PACKED, pack_each(values), x, *_sort(chosen, 2))
+        got = multiply_pairs(PACKED, pack_each(values), x, *sort_pairs(chosen, 2)[1:])
         values = values[chosen].double()
     else:
         values = values_of_every_size()

@@ -13,6 +13,7 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.link import CODED_ROWS
 from offplan.costs.work import EXPANDED_PACKED_ROWS, EXPANDED_ROWS
 from offplan.errors import CheckpointError
+from offplan.forms.form import Part
 from offplan.runtime.forms.runnable import IN_PLACE_ROWS
 from offplan.runtime.forms.stored import MAX_ROWS, PACKED_ROWS, StoredLinear
 from offplan.runtime.loading.loaded import LoadedModel
@@ -80,6 +81,7 @@ def edit_state(old: str, new: str) -> Callable[[torch.Tensor], torch.Tensor]:
     [
         ("qwen3", "gptq", "g_idx", lambda index: index + 1, "groups beyond the"),
         ("qwen3", "gptq", "g_idx", lambda index: index - 1, "groups beyond the"),
+        ("qwen3", "gptq", "g_idx", lambda index: index * 0, "groups of other than 128 inputs"),
         ("qwen3", "bnb8", "weight_format", lambda _: torch.tensor(2).byte(), "order than rows"),
         ("qwen3", "nf4", "__nf4", edit_state("64", "32"), "has the blocksize 32"),
         ("qwen3", "nf4", "__nf4", edit_state("float32", "float16"), "has the dtype float16"),
@@ -132,6 +134,33 @@ def test_biases_that_may_be_zeros_are_refused(tmp_path: Path) -> None:
     save_file(load_file(path) | {bias: torch.zeros(64)}, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"takes {bias}; old AutoGPTQ stores biases of zeros"):
         LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_codes_of_zero_that_are_all_the_middle_one_are_not_read(
+    family: str, tmp_path: Path
+) -> None:
+    stored, _ = save_stored(family, "gptq", tmp_path, num_hidden_layers=1)
+    path = stored / "model.safetensors"
+    middle = {
+        name: torch.full_like(value, 0x77777777)
+        for name, value in load_file(path).items()
+        if name.endswith("qzeros")
+    }
+    other = "model.layers.0.self_attn.o_proj.qzeros"
+    middle[other][0, 0] += 1
+    save_file(load_file(path) | middle, path, {"format": "pt"})
+    loaded = LoadedModel(open_model(str(stored)), offload(), torch.device("cpu"), stored)
+    held = {
+        f"{name}.{weight.name}": weight
+        for name, module in loaded.module.named_modules()
+        for weight in (vars(module).get("stored"), *vars(module).get("stored_experts", {}).values())
+        if weight is not None
+    }
+    with_zeros = [name for name, weight in held.items() if Part.ZERO in weight.parts]
+    assert with_zeros == ["model.layers.0.self_attn.o_proj.weight"]
+    assert len(held) > 4
+    loaded.close()
 
 
 def test_values_that_the_config_has_more_done_with_are_refused(tmp_path: Path) -> None:

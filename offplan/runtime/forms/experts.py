@@ -62,9 +62,10 @@ def forward_stored(
         return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)
     from offplan.runtime.forms import operators  # needs triton
     from offplan.runtime.forms.gather import gather
+    from offplan.runtime.forms.pairs import sort_pairs
 
-    expert_of_pair = top_k_index.reshape(-1)
-    order, starts = _sort(expert_of_pair, experts.num_experts)
+    pairs = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
+    expert_of_pair, order, starts = pairs
     are_few = len(order) <= experts.num_experts
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ def forward_stored(
         parts, begins, in_place = stored.of(experts), starts, name in experts.in_place
         if in_place and are_few:
             in_place = False
-            parts, begins = gather(parts, expert_of_pair, order, starts)
+            parts, begins = gather(parts, *pairs)
         made = operators.multiply(stored.form, parts, x, order, begins, in_place=in_place)
         return made + getattr(experts, f"{name}_bias")[expert_of_pair] if experts.has_bias else made
 
@@ -99,17 +100,6 @@ def send(
         made = experts.post_expert_norm(made)
     weighted = made.view(*top_k_weights.shape, -1) * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
-
-
-def _sort(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """List pairs by their expert, and say where each one's begin: int32, [pairs], [experts + 1]."""
-    from offplan.runtime.forms.pairs import MAX_PAIRS, sort_pairs  # needs triton
-
-    if expert_of_pair.numel() <= MAX_PAIRS:
-        return sort_pairs(expert_of_pair, num_experts)[1:]
-    experts, order = expert_of_pair.sort(stable=True)
-    bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
-    return order.to(torch.int32), torch.searchsorted(experts, bounds, out_int32=True)
 
 
 class _Expanded:

@@ -1,7 +1,7 @@
 """Products that decode weights as they read them, in GPU memory or over the link, and expansion.
 
 A weight, [out, in] for each expert, is stored along its rows in elements of ``PACK`` weights:
-codes of ``BITS`` 8 in bytes, of 4 in words of eight or, to be expanded, in bytes of two.
+codes of 8 bits in bytes, of 4 in words of eight.
 """
 
 import triton
@@ -13,8 +13,8 @@ _PER_127 = tl.constexpr(PER_127)
 
 
 @triton.jit
-def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return weight number ``part`` of each stored byte as float32, before scales and zeros.
+def decode(stored, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return what stored bytes stand for as float32, before scales and zeros.
 
     The bits of a short float are those of a float32 whose exponent has another bias.
     """
@@ -25,14 +25,6 @@ def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: igno
         values = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
         values *= 2.0**120
         values = tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
-    elif CODE == "fp4":
-        bits = stored.to(tl.int32) >> (4 * part)
-        values = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
-        values *= 2.0**126
-    elif CODE == "table":  # of bitsandbytes, whose first weight is in the high half
-        values = tl.load(table + ((stored.to(tl.int32) >> (4 - 4 * part)) & 0xF))
-    elif CODE == "uint4":
-        values = ((stored.to(tl.int32) >> (4 * part)) & 0xF).to(tl.float32)
     elif CODE == "int8":
         values = stored.to(tl.int8, bitcast=True).to(tl.float32)
     else:
@@ -42,14 +34,14 @@ def decode(stored, part: tl.constexpr, table, CODE: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def pair_bits(words, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def pair_bits(words, part: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return weights number ``part`` and ``part`` + 4 of words of eight codes: two bfloat16.
 
     Both are made at once, in the halves of a word. 4-bit floats lack a factor of 2 ** 126, whole
     numbers have 128 too many: their bits are the last ones of 128's mantissa.
     """
     both = words >> (4 * part)
-    if CODE == "fp4":
+    if FORM.code == "fp4":
         both = ((both & 0x00080008) << 12) | ((both & 0x00070007) << 6)
     else:
         both = (both & 0x000F000F) | 0x43004300
@@ -57,38 +49,24 @@ def pair_bits(words, part: tl.constexpr, CODE: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def look_up_pair(words, part: tl.constexpr, table):  # type: ignore[no-untyped-def]
-    """Return weights number ``part`` and ``part`` + 4 of words of eight codes from a table.
+def decode_pair(words, part: tl.constexpr, weight, FORM: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return weights number ``part`` and ``part`` + 4 as ``pair_bits`` has them, or of a table.
 
-    It is bitsandbytes', of float32; the first weight of a byte is in its high half.
+    They are bfloat16 or, ``WIDE``, float32, whose first half that is. A table is bitsandbytes', of
+    float32; the first weight of a byte is in its high half.
     """
-    place: tl.constexpr = 4 * (part + 1 - part % 2 * 2)
-    return tl.load(table + ((words >> place) & 0xF)), tl.load(
-        table + ((words >> (16 + place)) & 0xF)
-    )
-
-
-@triton.jit
-def decode_pair(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return weights number ``part`` and ``part`` + 4 as ``pair_bits`` has them, or of a table."""
-    if CODE == "table":
-        low, high = look_up_pair(words, part, table)
+    if FORM.code == "table":
+        place: tl.constexpr = 4 * (part + 1 - part % 2 * 2)
+        low = tl.load(weight.table + ((words >> place) & 0xF))
+        high = tl.load(weight.table + ((words >> (16 + place)) & 0xF))
     else:
-        both = pair_bits(words, part, CODE)
-        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def decode_wide(words, part: tl.constexpr, table, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Do the same in float32, whose first half a bfloat16 is."""
-    if CODE == "table":
-        low, high = look_up_pair(words, part, table)
-    else:
-        both = pair_bits(words, part, CODE)
-        low = (both << 16).to(tl.float32, bitcast=True)
-        high = (both & -65536).to(tl.float32, bitcast=True)
+        both = pair_bits(words, part, FORM)
+        if WIDE:
+            low = (both << 16).to(tl.float32, bitcast=True)
+            high = (both & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+            high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, high
 
 
@@ -103,8 +81,9 @@ def load_powers(exponent, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_scales(scale, mask, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_scales(scale, mask, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load scales as float32: floats, FP8, or the powers of two that they are the exponents of."""
+    SCALE: tl.constexpr = FORM.scale
     if SCALE == "exponent":
         exponent = tl.load(scale, mask=mask, other=0).to(tl.int32)
         # 2**-127 has the bits of a subnormal number
@@ -112,33 +91,46 @@ def load_scales(scale, mask, SCALE: tl.constexpr):  # type: ignore[no-untyped-de
     elif SCALE == "float" or SCALE == "largest":
         scales = tl.load(scale, mask=mask, other=0.0).to(tl.float32)
     else:
-        scales = decode(tl.load(scale, mask=mask, other=0), 0, None, SCALE)
+        scales = decode(tl.load(scale, mask=mask, other=0), SCALE)
     return scales
 
 
 @triton.jit
-def scale_scales(scales, whole, GLOBAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply or divide scales, [rows, columns], by that of their matrix, [rows]."""
-    if GLOBAL == "factor":
-        scales *= whole[:, None]
-    elif GLOBAL == "divisor":
-        scales = tl.div_rn(scales, tl.broadcast_to(whole[:, None], scales.shape))
+def load_whole(weight, FORM: tl.constexpr, expert, num_out, n, is_row):  # type: ignore[no-untyped-def]
+    """Load the scale of scales of rows ``n``, that of their matrix."""
+    matrix = expert * (num_out // FORM.global_rows) + n // FORM.global_rows
+    return tl.load(weight.whole + matrix, mask=is_row, other=1.0)
+
+
+@triton.jit
+def scale_scales(scales, whole, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply or divide scales by that of their matrix, one or one for each of their rows."""
+    if FORM.whole == "factor":
+        scales *= whole
+    elif FORM.whole == "divisor":
+        scales = tl.div_rn(scales, tl.broadcast_to(whole, scales.shape))
     return scales
 
 
 @triton.jit
-def load_zeros(zero, n, column, first, columns, mask, ZERO: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_zeros(weight, FORM: tl.constexpr, n, column, first, mask):  # type: ignore[no-untyped-def]
     """Load the code of zero of rows ``n`` in groups ``column``, as float32.
 
-    ``first`` counts the rows of the experts before, ``columns`` the groups of a row.
+    ``first`` counts the rows of the experts before.
     """
-    if ZERO == "words":
-        PER: tl.constexpr = 32 // BITS
-        word = tl.load(zero + (first // PER + n // PER) * columns + column, mask=mask, other=0)
+    BITS: tl.constexpr = 8 if FORM.pack == 1 else 4
+    PER: tl.constexpr = 32 // BITS
+    if FORM.zero == "middle":
+        zeros = tl.full(mask.shape, 1 << (BITS - 1), tl.float32)
+    elif FORM.zero == "words":
+        word = (first // PER + n // PER) * weight.scale_columns + column
+        word = tl.load(weight.zeros + word, mask=mask, other=0)
         zeros = (word >> (BITS * (n % PER))) & ((1 << BITS) - 1)
     else:
-        tl.static_assert(ZERO == "bytes")
-        zeros = tl.load(zero + (first + n) * columns + column, mask=mask, other=0)
+        tl.static_assert(FORM.zero == "bytes")
+        zeros = tl.load(
+            weight.zeros + (first + n) * weight.scale_columns + column, mask=mask, other=0
+        )
     return zeros.to(tl.float32)
 
 
@@ -152,14 +144,22 @@ def spread(of_groups, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scaled(w, s, dtype: tl.constexpr, CODE: tl.constexpr, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scale weights, bfloat16, to dtype; to 2 ** -63 of their value by exponents to bfloat16."""
+def scaled(w, s, none, dtype: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scale weights less zeros, bfloat16, to dtype.
+
+    To 2 ** -63 of their value by exponents to bfloat16.
+    """
     if s.dtype == tl.bfloat16 and dtype == tl.bfloat16:
+        if FORM.zero != "":
+            w -= none
         made = w * s
-    elif SCALE == "exponent":
+    elif FORM.scale == "exponent":
         made = (w.to(tl.float32) * s.to(tl.float32) * 2.0**63).to(dtype)
-    elif CODE == "fp4":
+    elif FORM.code == "fp4":
         made = (w.to(tl.float32) * 2.0**126 * s).to(dtype)
+    elif FORM.zero != "":  # in one step: both products are exact, of scales of 16 bits
+        scales = s.to(tl.float32)
+        made = tl.fma(w.to(tl.float32), scales, -none.to(tl.float32) * scales).to(dtype)
     else:
         made = (w.to(tl.float32) * s.to(tl.float32)).to(dtype)
     return made
@@ -190,37 +190,10 @@ def find_block(starts, num_pairs, num_experts, EXPERTS: tl.constexpr, BLOCK_M: t
 
 @triton.jit
 def multiply(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    order,
-    starts,
-    num_pairs,
-    num_out,
-    row_elements,
-    split_elements,
-    pairs_per_row,
-    num_experts,
-    weight,
-    scale,
-    zero,
-    whole,
-    table,
-    scale_rows,
-    scale_columns,
-    CODE: tl.constexpr,
-    PACK: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    GLOBAL_ROWS: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_ELEMENTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, out, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
+    num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_N rows of a weight and a part of their length: times BLOCK_M inputs."""
     expert, begin, stop_pair = find_block(starts, num_pairs, num_experts, EXPERTS, BLOCK_M)
     if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
@@ -236,13 +209,12 @@ def multiply(  # type: ignore[no-untyped-def]
         pair = tl.load(order + m, mask=is_pair, other=0)
         first_row += tl.cast(expert, tl.int64) * num_out
     part_elements = num_pairs // pairs_per_row * row_elements
-    rows = weight + first_row[:, None] * row_elements
-    scales = scale + (expert * scale_rows + n // SCALE_ROWS) * scale_columns
+    rows = weight.codes + first_row[:, None] * row_elements
+    scales = weight.scales + (expert * weight.scale_rows + n // FORM.rows) * weight.scale_columns
     columns = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_elements
     of_matrix = 1.0
-    if GLOBAL != "":
-        matrix = expert * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
-        of_matrix = tl.load(whole + matrix, mask=is_row, other=1.0)
+    if FORM.whole != "":
+        of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     first = tl.program_id(2) * split_elements
     stop = tl.minimum(first + split_elements, row_elements)
@@ -251,56 +223,47 @@ def multiply(  # type: ignore[no-untyped-def]
         inside = k < stop
         is_input = inside[:, None] & is_pair[None, :]
         stored = tl.load(rows + k[None, :], mask=is_row[:, None] & inside[None, :], other=0)
-        if PACK == 1:  # a tile lies under one scale: floats are scaled once they are multiplied
-            column = start // SCALE_ELEMENTS
-            w = decode(stored, 0, table, CODE)
-            if ZERO == "middle":
-                w -= 128.0
-            elif ZERO != "":
-                before = expert * num_out
-                none = load_zeros(zero, n, column, before, scale_columns, is_row, ZERO, BITS)
-                w -= none[:, None]
+        if FORM.pack == 1:  # a tile lies under one scale: floats are scaled once multiplied
+            column = start // FORM.elements
+            CODE: tl.constexpr = FORM.code
+            w = decode(stored, CODE)
+            if FORM.zero != "":
+                w -= load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_row[:, None])
             v = tl.load(columns + k[:, None], mask=is_input, other=0.0)
-            s = load_scales(scales + column, is_row, SCALE)
-            if SCALE == "largest":  # of a row, which 127 stands for
+            s = load_scales(scales + column, is_row, FORM)
+            if FORM.scale == "largest":  # of a row, which 127 stands for
                 s *= _PER_127
-            if (
-                CODE == "int8" or CODE == "uint8"
-            ):  # libraries round their values to the scales' type
-                w = (w * s[:, None]).to(scale.dtype.element_ty)
+            # libraries round what whole numbers stand for to the scales' type
+            if CODE == "int8" or CODE == "uint8":
+                w = (w * s[:, None]).to(weight.scales.dtype.element_ty)
                 sums = tl.dot(w.to(v.dtype), v, sums)
             else:
                 sums += tl.dot(w.to(v.dtype), v) * s[:, None]
         else:
-            GROUPS: tl.constexpr = BLOCK_K // SCALE_ELEMENTS if BLOCK_K > SCALE_ELEMENTS else 1
-            column = start // SCALE_ELEMENTS + tl.arange(0, GROUPS)
-            is_scale = is_row[:, None] & (column < scale_columns)[None, :]
-            if SCALE == "exponent":
-                s = load_powers(scales[:, None] + column[None, :], is_scale)
-            elif SCALE == "float":
-                s = tl.load(scales[:, None] + column[None, :], mask=is_scale, other=0.0)
+            GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
+            SIZE: tl.constexpr = BLOCK_K // GROUPS
+            column = (start // FORM.elements + tl.arange(0, GROUPS))[None, :]
+            is_scale = is_row[:, None] & (column < weight.scale_columns)
+            if FORM.scale == "exponent":
+                s = load_powers(scales[:, None] + column, is_scale)
+            elif FORM.scale == "float":
+                s = tl.load(scales[:, None] + column, mask=is_scale, other=0.0)
             else:
-                s = load_scales(scales[:, None] + column[None, :], is_scale, SCALE)
-                s = scale_scales(s, of_matrix, GLOBAL)
-            s = spread(s, BLOCK_K // GROUPS)
-            none = tl.full([1, 1], 136.0, tl.float32).to(tl.bfloat16)
-            if ZERO == "words":
-                nibble = load_zeros(
-                    zero, n[:, None], column[None, :], expert * num_out, scale_columns, is_scale,
-                    ZERO, BITS,
-                )  # fmt: skip
-                none = spread((nibble + 128).to(tl.bfloat16), BLOCK_K // GROUPS)
+                s = load_scales(scales[:, None] + column, is_scale, FORM)
+                s = scale_scales(s, of_matrix, FORM)
+            s = spread(s, SIZE)
+            none = 0.0
+            if FORM.zero != "":
+                none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)
+                none = spread((none + 128).to(tl.bfloat16), SIZE)
             for part in tl.static_range(4):
-                low, high = decode_pair(stored, part, table, CODE)
-                if ZERO != "":
-                    low -= none
-                    high -= none
+                low, high = decode_pair(stored, part, weight, FORM, False)
                 at = columns + part * part_elements + k[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(low, s, v.dtype, CODE, SCALE), v, sums)
+                sums = tl.dot(scaled(low, s, none, v.dtype, FORM), v, sums)
                 v = tl.load(at + 4 * part_elements, mask=is_input, other=0.0)
-                sums = tl.dot(scaled(high, s, v.dtype, CODE, SCALE), v, sums)
-    if SCALE == "exponent" and x.dtype.element_ty == tl.bfloat16:
+                sums = tl.dot(scaled(high, s, none, v.dtype, FORM), v, sums)
+    if FORM.scale == "exponent" and x.dtype.element_ty == tl.bfloat16:
         sums *= 2.0**63
     where = out + (tl.program_id(2) * num_pairs + pair).to(tl.int64)[None, :] * num_out + n[:, None]
     tl.store(where, sums.to(out.dtype.element_ty), mask=is_pair[None, :] & is_row[:, None])
@@ -308,37 +271,10 @@ def multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    order,
-    starts,
-    num_pairs,
-    num_out,
-    row_elements,
-    split_elements,
-    pairs_per_row,
-    num_experts,
-    weight,
-    scale,
-    zero,
-    whole,
-    table,
-    scale_rows,
-    scale_columns,
-    CODE: tl.constexpr,
-    PACK: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    GLOBAL_ROWS: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_ELEMENTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, out, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
+    num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_N rows of a weight in words, times one input.
 
     Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
@@ -351,108 +287,141 @@ def multiply_each(  # type: ignore[no-untyped-def]
         pair = tl.load(order + begin)
     first_row = tl.cast(expert, tl.int64) * num_out + n
     part_elements = num_pairs // pairs_per_row * row_elements
-    rows = weight + first_row[:, None] * row_elements
-    scales = scale + (expert * scale_rows + n // SCALE_ROWS)[:, None] * scale_columns
+    rows = weight.codes + first_row[:, None] * row_elements
+    scales = (expert * weight.scale_rows + n // FORM.rows)[:, None] * weight.scale_columns
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_elements
     # half of what 4-bit floats lack: a product of both must be no subnormal number
-    FACTOR: tl.constexpr = 2.0**64 if CODE == "fp4" else 1.0
-    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    FACTOR: tl.constexpr = 2.0**64 if FORM.code == "fp4" else 1.0
+    GROUPS: tl.constexpr = BLOCK_K // FORM.elements if FORM.elements < BLOCK_K else 1
+    sums = tl.zeros([BLOCK_N, GROUPS, BLOCK_K // GROUPS], dtype=tl.float32)
     for start in range(0, row_elements, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_elements
         is_word = is_row[:, None] & inside[None, :]
         words = tl.load(rows + k[None, :], mask=is_word, other=0)
-        column = (k // SCALE_ELEMENTS)[None, :]
-        s = load_scales(scales + column, is_word, SCALE)
-        none = 136.0 if ZERO == "middle" else 0.0
-        if ZERO == "words":
-            none = 128 + load_zeros(
-                zero, n[:, None], column, expert * num_out, scale_columns, is_word, ZERO, BITS
-            )
         found = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        total = tl.zeros([1, BLOCK_K], dtype=tl.float32)
         for part in tl.static_range(4):
-            low, high = decode_wide(words, part, table, CODE)
+            low, high = decode_pair(words, part, weight, FORM, True)
             at = inputs + part * part_elements + k
-            v = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
-            found += (low - none) * (v * FACTOR)
+            v = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :] * FACTOR
+            found += low * v
+            total += v
             v = tl.load(at + 4 * part_elements, mask=inside, other=0.0).to(tl.float32)[None, :]
-            found += (high - none) * (v * FACTOR)
-        if CODE == "fp4":
+            v *= FACTOR
+            found += high * v
+            total += v
+        # scales and zeros are loaded once a group
+        column = (start // FORM.elements + tl.arange(0, GROUPS))[None, :]
+        is_scale = is_row[:, None] & (column < weight.scale_columns)
+        s = load_scales(weight.scales + scales + column, is_scale, FORM)
+        found = tl.reshape(found, [BLOCK_N, GROUPS, BLOCK_K // GROUPS])
+        if FORM.zero != "":
+            none = load_zeros(weight, FORM, n[:, None], column, expert * num_out, is_scale)
+            found -= (none + 128)[:, :, None] * tl.reshape(total, [1, GROUPS, BLOCK_K // GROUPS])
+        if FORM.code == "fp4":
             found *= 2.0**62
-        sums += found * s
-    made = tl.sum(sums, 1)
-    if GLOBAL != "":
-        matrix = expert * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
-        of_matrix = tl.load(whole + matrix, mask=is_row, other=1.0)
-        made = made * of_matrix if GLOBAL == "factor" else made / of_matrix
+        sums += found * s[:, :, None]
+    made = tl.sum(tl.sum(sums, 2), 1)
+    if FORM.whole != "":
+        of_matrix = load_whole(weight, FORM, expert, num_out, n, is_row)
+        made = made * of_matrix if FORM.whole == "factor" else made / of_matrix
     where = out + tl.cast(pair, tl.int64) * num_out + n
     tl.store(where, made.to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
 def expand(  # type: ignore[no-untyped-def]
-    out,
-    num_out,
-    row_elements,
-    weight,
-    scale,
-    zero,
-    whole,
-    table,
-    scale_rows,
-    scale_columns,
-    CODE: tl.constexpr,
-    PACK: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    GLOBAL_ROWS: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_ELEMENTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One program for a tile of a weight: writes its values in the type of ``out``.
+    out, num_out, row_elements, weight, FORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program for a tile of a weight in bytes: writes its values in the type of ``out``.
 
     Each thread has CHUNK elements in a row, under one scale.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    CODE: tl.constexpr = FORM.code
+    expert = tl.program_id(2)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    begins = ((tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)) * CHUNK)[None, :]
+    k = begins[:, :, None] + tl.arange(0, CHUNK)[None, None, :]
+    inside = (n < num_out)[:, :, None] & (k < row_elements)
+    at = (n + expert.to(tl.int64) * num_out)[:, :, None] * row_elements + k
+    stored = tl.load(weight.codes + at, mask=inside, other=0)
+    s, none = load_factors(weight, FORM, expert, num_out, n, begins, row_elements)
+    values = decode(stored, CODE)
+    if FORM.zero != "":
+        values -= none[:, :, None]
+    tl.store(out + at, finish(values, s[:, :, None], weight, out, FORM), mask=inside)
+
+
+@triton.jit
+def expand_words(  # type: ignore[no-untyped-def]
+    out, num_out, row_elements, weight, FORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program for a tile of a weight in words, as many as threads, each of which has one.
+
+    The tile is flat: of two dimensions, threads would exchange what they hold.
+    """
+    expert = tl.program_id(2)
+    word = tl.arange(0, BLOCK_N * BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + word // BLOCK_K
+    k = tl.program_id(1) * BLOCK_K + word % BLOCK_K
+    first_row = expert.to(tl.int64) * num_out
+    inside = (n < num_out) & (k < row_elements)
+    words = tl.load(weight.codes + (first_row + n) * row_elements + k, mask=inside, other=0)
+    s, none = load_factors(weight, FORM, expert, num_out, n, k, row_elements)
+    if FORM.zero != "":
+        none += 128
+    a, e = expand_pair(words, 0, s, none, weight, out, FORM)
+    b, f = expand_pair(words, 1, s, none, weight, out, FORM)
+    c, g = expand_pair(words, 2, s, none, weight, out, FORM)
+    d, h = expand_pair(words, 3, s, none, weight, out, FORM)
+    of_even = tl.join(tl.join(a, e), tl.join(c, g))
+    values = tl.join(of_even, tl.join(tl.join(b, f), tl.join(d, h)))
+    value = tl.arange(0, 8 * BLOCK_N * BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + value // (8 * BLOCK_K)
+    k = tl.program_id(1) * (8 * BLOCK_K) + value % (8 * BLOCK_K)
+    inside = (n < num_out) & (k < 8 * row_elements)
+    values = tl.reshape(values, [8 * BLOCK_N * BLOCK_K])
+    tl.store(out + (first_row + n) * (8 * row_elements) + k, values, mask=inside)
+
+
+@triton.jit
+def load_factors(weight, FORM: tl.constexpr, expert, num_out, n, k, row_elements):  # type: ignore[no-untyped-def]
+    """Load the scales and zeros of elements ``k`` of rows ``n`` as float32."""
     is_row = n < num_out
-    begins = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)) * CHUNK
-    k = begins[None, :, None] + tl.arange(0, CHUNK)[None, None, :]
-    inside = is_row[:, None, None] & (k < row_elements)
-    row = (n + tl.program_id(2).to(tl.int64) * num_out)[:, None, None]
-    stored = tl.load(weight + row * row_elements + k, mask=inside, other=0)
-    column = begins // SCALE_ELEMENTS
-    scales = scale + (tl.program_id(2) * scale_rows + n // SCALE_ROWS)[:, None] * scale_columns
-    is_scale = is_row[:, None] & (begins < row_elements)[None, :]
-    s = load_scales(scales + column[None, :], is_scale, SCALE)
-    if GLOBAL != "":
-        matrix = tl.program_id(2) * (num_out // GLOBAL_ROWS) + n // GLOBAL_ROWS
-        s = scale_scales(s, tl.load(whole + matrix, mask=is_row, other=1.0), GLOBAL)
-    s = s[:, :, None]
-    at = out + (row * row_elements + k) * PACK
+    mask = is_row & (k < row_elements)
+    column = k // FORM.elements
+    at = (expert * weight.scale_rows + n // FORM.rows) * weight.scale_columns + column
+    s = load_scales(weight.scales + at, mask, FORM)
+    if FORM.whole != "":
+        s = scale_scales(s, load_whole(weight, FORM, expert, num_out, n, is_row), FORM)
     none = 0.0
-    if ZERO == "middle":
-        none = 8.0 if BITS == 4 else 128.0
-    elif ZERO != "":
-        before = tl.program_id(2) * num_out
-        none = load_zeros(
-            zero, n[:, None], column[None, :], before, scale_columns, is_scale, ZERO, BITS
-        )[:, :, None]
-    first = (decode(stored, 0, table, CODE) - none) * s
-    second = (decode(stored, PACK - 1, table, CODE) - none) * s
-    if SCALE == "largest":  # of a row, which 127 stands for
-        first *= _PER_127
-        second *= _PER_127
-    if ZERO != "" or CODE == "int8":  # libraries compute in the scales' type
-        first = first.to(scale.dtype.element_ty)
-        second = second.to(scale.dtype.element_ty)
-    if PACK == 1:
-        tl.store(at, first.to(out.dtype.element_ty), mask=inside)
-    else:
-        both = tl.join(first.to(out.dtype.element_ty), second.to(out.dtype.element_ty))
-        where = at[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]
-        tl.store(where, both, mask=inside[:, :, :, None])
+    if FORM.zero != "":
+        none = load_zeros(weight, FORM, n, column, expert * num_out, mask)
+    return s, none
+
+
+@triton.jit
+def expand_pair(words, part: tl.constexpr, s, none, weight, out, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values, as ``out`` has them, of the weights that ``decode_pair`` makes."""
+    low, high = decode_pair(words, part, weight, FORM, True)
+    if FORM.code == "fp4":
+        low *= 2.0**126
+        high *= 2.0**126
+    if FORM.zero != "":
+        low -= none
+        high -= none
+    return finish(low, s, weight, out, FORM), finish(high, s, weight, out, FORM)
+
+
+@triton.jit
+def finish(values, s, weight, out, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scale what codes stand for, and round it as libraries do: to the type of ``out`` at last."""
+    values *= s
+    if FORM.scale == "largest":  # of a row, which 127 stands for
+        values *= _PER_127
+    if FORM.zero != "" or FORM.code == "int8":  # libraries compute in the scales' type
+        values = values.to(weight.scales.dtype.element_ty)
+    return values.to(out.dtype.element_ty)

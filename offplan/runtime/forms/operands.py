@@ -5,7 +5,41 @@ from typing import Any, NamedTuple
 import torch
 
 from offplan.forms.form import BITS, Form, Kind, Packing, Part
-from offplan.runtime.forms.reference import ONES, Parts, block_of, codes_of, nested_scales
+from offplan.runtime.forms.reference import Parts, block_of, codes_of, nested_scales
+
+
+class Weight(NamedTuple):
+    """The tensors of a weight that is stored in rows, and the sizes of its scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    whole: torch.Tensor | None
+    """Each matrix's scale of its scales."""
+    table: torch.Tensor | None
+    """What codes stand for, where that is looked up."""
+    scale_rows: int
+    scale_columns: int
+
+
+class Layout(NamedTuple):
+    """What the kernels of rows are compiled for."""
+
+    code: str
+    """How numbers are made of codes."""
+    pack: int
+    """Weights in an element: 1 of 8 bits, 8 of 4."""
+    scale: str
+    """What scales are: "float", "exponent" of two, a row's "largest", or a code."""
+    whole: str
+    """What they are to be made of by those of matrices: "factor", "divisor" or nothing."""
+    global_rows: int
+    """Rows of such a matrix."""
+    zero: str
+    """What is subtracted from codes: "words", "bytes", the "middle" or nothing."""
+    rows: int
+    elements: int
+    """Rows, and elements of each, that share a scale."""
 
 
 class Operands(NamedTuple):
@@ -14,10 +48,10 @@ class Operands(NamedTuple):
     num_experts: int
     num_out: int
     length: int
-    """Elements along a row: bytes or words, or inputs where words lie along columns."""
+    """Elements along a row: bytes or words."""
     pack: int
     """Weights in such an element."""
-    arguments: tuple[torch.Tensor | int | None, ...]
+    arguments: tuple[Any, ...]
     """The tensors that it is stored in, and their sizes."""
     constants: dict[str, Any]
     block_k: int
@@ -31,19 +65,14 @@ def is_stacked(form: Form, parts: Parts) -> bool:
     return parts[Part.WEIGHT if form.kind is Kind.PACKED else Part.SCALE].ndim > 2
 
 
-def operands_of(form: Form, parts: Parts, *, in_words: bool = False) -> Operands:
-    """Prepare a weight for the kernels; nothing but views and nested scales is made.
-
-    Codes of four bits in rows are given ``in_words`` of eight, else in bytes of two.
-    """
+def operands_of(form: Form, parts: Parts) -> Operands:
+    """Prepare a weight for the kernels; nothing but views and nested scales is made."""
     # what there is one of is taken as one expert's
     if not is_stacked(form, parts):
         parts = {part: value[None] if value.ndim > 1 else value for part, value in parts.items()}
     if form.kind is Kind.PACKED:
         return _packed(parts)
-    if form.is_by_columns:
-        return _columns(form, parts)
-    return _rows(form, parts, in_words)
+    return _rows(form, parts)
 
 
 def _packed(parts: Parts) -> Operands:
@@ -57,61 +86,37 @@ def _packed(parts: Parts) -> Operands:
     return Operands(num_experts, num_out, length, 8, arguments, {}, block_k=32, element_bytes=12)
 
 
-def _rows(form: Form, parts: Parts, in_words: bool) -> Operands:
+def _rows(form: Form, parts: Parts) -> Operands:
     if form.kind in (Kind.NF4, Kind.FP4):
         parts = parts | {Part.SCALE: nested_scales(parts)}
     codes, scales = codes_of(parts), parts[Part.SCALE]
     code, pack = _code_of(form, codes.device), 1
     if code in ("fp4", "table", "uint4"):
-        codes, pack = (codes.view(torch.int32), 8) if in_words else (codes, 2)
+        codes, pack = codes.view(torch.int32), 8
     num_experts, num_out, length = codes.shape
     high, wide = block_of(form, num_out, length * pack, scales)
     whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
-    zero = "words" if form.packing is Packing.COMPRESSED_TENSORS else "bytes"
-    if Part.ZERO not in parts:
-        zero = "middle" if form.packing is Packing.COMPRESSED_TENSORS else ""
-    own = {
-        "CODE": code,
-        "PACK": pack,
-        "BITS": 8 if pack == 1 else 4,
-        "SCALE": "float",
-        "GLOBAL": "",
-        "GLOBAL_ROWS": num_out if whole is None else num_out // whole.shape[1],
-        "ZERO": zero,
-        "SCALE_ROWS": high,
-        "SCALE_ELEMENTS": wide // pack,
-    }
+    zero, scale, of_whole = "", "float", ""
+    if form.packing is Packing.COMPRESSED_TENSORS:
+        zero = "words" if Part.ZERO in parts else "middle"
+    elif Part.ZERO in parts:
+        zero = "bytes"
     if form.kind is Kind.NVFP4:
-        own["GLOBAL"] = "factor" if Part.GLOBAL_SCALE in parts else "divisor"
-        own["SCALE"] = _fp8_code(codes.device)
+        of_whole = "factor" if Part.GLOBAL_SCALE in parts else "divisor"
+        scale = _fp8_code(codes.device)
     elif form.kind is Kind.MXFP4:
-        own["SCALE"] = "exponent"
+        scale = "exponent"
     elif form.kind is Kind.BNB8:
-        own["SCALE"] = "largest"
+        scale = "largest"
     if scales.dtype.itemsize == 1:
         scales = scales.view(torch.uint8)
-    arguments = codes, scales, parts.get(Part.ZERO), whole, parts.get(Part.CODES), *scales.shape[1:]
+    global_rows = 1 if whole is None else num_out // whole.shape[1]
+    layout = Layout(code, pack, scale, of_whole, global_rows, zero, high, wide // pack)
+    tensors = codes, scales, parts.get(Part.ZERO), whole, parts.get(Part.CODES)
+    arguments = (Weight(*tensors, *scales.shape[1:]),)
     # a tile of bytes lies under one scale, one of words under one or several whole ones
     block_k = min(128, 1 << (wide.bit_length() - 1)) if pack == 1 else 64
-    return Operands(num_experts, num_out, length, pack, arguments, own, block_k)
-
-
-def _columns(form: Form, parts: Parts) -> Operands:
-    scales, index = parts[Part.SCALE], parts.get(Part.GROUP_INDEX)
-    num_experts, num_groups, num_out = scales.shape
-    bits, packing = BITS[form.kind], form.packing
-    assert packing is not None
-    words = parts[Part.WEIGHT]
-    num_in = words.shape[1] * (1 if packing is Packing.AWQ else 32 // bits)
-    own = {
-        "BITS": bits,
-        "PACKING": packing.value,
-        "GROUP": num_in // num_groups,
-        "ONES": ONES[bits],
-        "INDEX_ROWS": 0 if index is None else num_out // index.shape[1],
-    }
-    arguments = words, scales, parts[Part.ZERO], index, num_groups
-    return Operands(num_experts, num_out, num_in, 1, arguments, own, block_k=64)
+    return Operands(num_experts, num_out, length, pack, arguments, {"FORM": layout}, block_k)
 
 
 def _code_of(form: Form, device: torch.device) -> str:

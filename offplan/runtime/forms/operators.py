@@ -4,6 +4,9 @@ It would otherwise analyse each kernel, for seconds and anew for each layer that
 only.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -12,28 +15,8 @@ from offplan.runtime.forms import products
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Parts
 
-
-def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a weight, [..., out, in], in ``dtype``."""
-    if not torch.compiler.is_compiling():
-        return products.expand_on_gpu(form, parts, dtype)
-    return _expand(*_split(form, parts), dtype)
-
-
-def linear(
-    form: Form,
-    parts: Parts,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-) -> torch.Tensor:
-    """Multiply ``x``, [..., in], by a weight's values, which are made first: [..., out].
-
-    They are made in ``scratch``, if there is one: see ``products.expand_on_gpu``.
-    """
-    if not torch.compiler.is_compiling():
-        return _expand_and_multiply(form, parts, x, bias, scratch)
-    return _linear(*_split(form, parts), x, bias, scratch)
+Compute = Callable[..., torch.Tensor]
+"""What is computed from a form, parts and further arguments."""
 
 
 def multiply(
@@ -43,9 +26,7 @@ def multiply(
 
     As ``products.multiply_rows`` and ``multiply_pairs`` do.
     """
-    if not torch.compiler.is_compiling():
-        return _product(form, parts, [x, *pairs], in_place)
-    return _multiply(*_split(form, parts), [x, *pairs], in_place)
+    return _multiply_all(form, parts, [x, *pairs], in_place)
 
 
 def _expand_and_multiply(
@@ -55,6 +36,7 @@ def _expand_and_multiply(
     bias: torch.Tensor | None,
     scratch: torch.Tensor | None,
 ) -> torch.Tensor:
+    x, parts = products.sort_inputs(x, parts)
     return functional.linear(x, products.expand_on_gpu(form, parts, x.dtype, scratch), bias)
 
 
@@ -78,51 +60,52 @@ def _join(names: str, block: list[int], tensors: list[torch.Tensor]) -> tuple[Fo
     return form, dict(zip(map(Part, parts), tensors, strict=True))
 
 
-def _num_out(names: str, block: list[int], tensors: list[torch.Tensor]) -> int:
-    return operands_of(*_join(names, block, tensors)).num_out
+def _operator(name: str, others: str, compute: Compute, describe: Compute) -> tuple[Any, Compute]:
+    """Make an operator of what computes, and what calls it where torch.compile would analyse that.
+
+    ``others`` declares the arguments after form and parts; ``describe`` returns an empty tensor of
+    the result's shape.
+    """
+    operator = torch.library.custom_op(
+        f"offplan::{name}",
+        lambda *weight_and: compute(*_join(*weight_and[:3]), *weight_and[3:]),
+        mutates_args=(),
+        schema=f"(str names, int[] block, Tensor[] tensors, {others}) -> Tensor",
+    )
+    operator.register_fake(lambda *weight_and: describe(*_join(*weight_and[:3]), *weight_and[3:]))
+
+    def call(form: Form, parts: Parts, *arguments: Any) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            return compute(form, parts, *arguments)
+        made: torch.Tensor = operator(*_split(form, parts), *arguments)
+        return made
+
+    return operator, call
 
 
-@torch.library.custom_op("offplan::expand", mutates_args=())
-def _expand(
-    names: str, block: list[int], tensors: list[torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    return products.expand_on_gpu(*_join(names, block, tensors), dtype)
-
+_expand, expand = _operator(
+    "expand", "ScalarType dtype", products.expand_on_gpu, products.empty_values
+)
+"""``expand`` returns the values of a weight, [..., out, in], in ``dtype``."""
 
 # That it changes the scratch is not declared: what it leaves there nobody reads. All of a session
 # runs on one stream, and no view of the scratch is returned; otherwise it would be wrong.
-@torch.library.custom_op("offplan::linear", mutates_args=())
-def _linear(
-    names: str,
-    block: list[int],
-    tensors: list[torch.Tensor],
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-) -> torch.Tensor:
-    return _expand_and_multiply(*_join(names, block, tensors), x, bias, scratch)
-
-
-@torch.library.custom_op("offplan::multiply", mutates_args=())
-def _multiply(
-    names: str,
-    block: list[int],
-    tensors: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    in_place: bool,
-) -> torch.Tensor:
-    return _product(*_join(names, block, tensors), inputs, in_place)
-
-
-# what each returns, for torch.compile
-_expand.register_fake(
-    lambda names, block, tensors, dtype: products.empty_values(*_join(names, block, tensors), dtype)
+_linear, linear = _operator(
+    "linear",
+    "Tensor x, Tensor? bias, Tensor? scratch",
+    _expand_and_multiply,
+    lambda form, parts, x, *_: x.new_empty(*x.shape[:-1], operands_of(form, parts).num_out),
 )
-_linear.register_fake(
-    lambda names, block, tensors, x, *_: x.new_empty(*x.shape[:-1], _num_out(names, block, tensors))
-)
-_multiply.register_fake(
-    lambda names, block, tensors, inputs, _: inputs[0].new_empty(
-        len(inputs[0]) if len(inputs) == 1 else inputs[1].numel(), _num_out(names, block, tensors)
-    )
+"""``linear`` multiplies ``x``, [..., in], by a weight's values, which are made first: [..., out].
+
+They are made in ``scratch``, if there is one: see ``products.expand_on_gpu``.
+"""
+
+_multiply, _multiply_all = _operator(
+    "multiply",
+    "Tensor[] inputs, bool in_place",
+    _product,
+    lambda form, parts, inputs, _: inputs[0].new_empty(
+        len(inputs[0]) if len(inputs) == 1 else inputs[1].numel(), operands_of(form, parts).num_out
+    ),
 )

@@ -248,13 +248,20 @@ def multiply_each(  # type: ignore[no-untyped-def]
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_words
-    bases = point_at_bases(base, expert, num_out, row_words, n)
+    # four rows' bases are one word: what is as large the compiler asks for tiles ahead
+    num_blocks = (row_words + _BASE_WORDS - 1) // _BASE_WORDS
+    before = n // _PATCH_ROWS * (_PATCH_ROWS // 4) * num_blocks + n % _PATCH_ROWS // 4
+    before += tl.cast(expert, tl.int64) * (num_out * num_blocks) // 4
+    bases = (base.to(tl.pointer_type(tl.int32), bitcast=True) + before)[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in tl.range(0, row_words, BLOCK_K, num_stages=3):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_words
         is_word = inside[None, :]
-        powers = load_bases(bases, start, row_words, BLOCK_K) - _INPUT_POWER
+        block = (start // _BASE_WORDS + tl.arange(0, BLOCK_K // _BASE_WORDS))[None, :]
+        is_block = block < num_blocks
+        found = tl.load(bases + block * (_PATCH_ROWS // 4), mask=is_block, other=0)
+        powers = ((found >> (n % 4 * 8)[:, None]) & 0xFF) - _INPUT_POWER
         tile = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
@@ -264,7 +271,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
                 at = inputs + (4 * half + part) * part_elements + k
                 tile += low * load_scaled(at, inside)[None, :]
                 tile += high * load_scaled(at + 2 * part_elements, inside)[None, :]
-        sums += tile * two_to(powers)
+        sums += tile * spread(two_to(powers), _BASE_WORDS)
     made = tl.sum(sums, 1)
     own, patch, stop_patch = find_patches(
         patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N

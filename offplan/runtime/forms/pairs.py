@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 MAX_PAIRS = 1024
-"""Pairs of a token and an expert that are taken together: a program holds all of them to sort."""
+"""Pairs of a token and an expert that a kernel sorts: a program holds all of them."""
 
 
 @triton.jit
@@ -28,8 +28,13 @@ Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def sort_pairs(expert_of_pair: torch.Tensor, num_experts: int) -> Pairs:
-    """Sort pairs, [pairs], by their expert."""
+    """Sort pairs, [pairs], by their expert: int32, [pairs], [experts + 1]."""
     num_pairs = expert_of_pair.numel()
+    if num_pairs > MAX_PAIRS:
+        experts, order = expert_of_pair.sort(stable=True)
+        bounds = torch.arange(num_experts + 1, device=experts.device, dtype=experts.dtype)
+        starts = torch.searchsorted(experts, bounds, out_int32=True)
+        return expert_of_pair, order.to(torch.int32), starts
     order = expert_of_pair.new_empty(num_pairs, dtype=torch.int32)
     starts = expert_of_pair.new_empty(num_experts + 1, dtype=torch.int32)
     block = triton.next_power_of_2(num_pairs)

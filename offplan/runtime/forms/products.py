@@ -1,15 +1,15 @@
 """Launches the kernels that multiply and expand weights in their stored form. CUDA only."""
 
 from math import prod
-from types import ModuleType
 
 import torch
 import triton
 
 from offplan.forms.form import Form, Kind, Part
-from offplan.runtime.forms import column_kernels, kernels, packed_kernels
-from offplan.runtime.forms.operands import Operands, is_stacked, operands_of
-from offplan.runtime.forms.reference import Parts
+from offplan.runtime.forms import kernels, packed_kernels
+from offplan.runtime.forms.operands import Layout, Operands, is_stacked, operands_of
+from offplan.runtime.forms.pairs import sort_pairs
+from offplan.runtime.forms.reference import Parts, restore_order
 from offplan.runtime.forms.runnable import BLOCK_OUT, IN_PLACE_ROWS, PAIR_ROWS
 from offplan.runtime.gpu_limits import gpu_limits
 
@@ -24,6 +24,11 @@ Source: 12,288 x 4,096 of FP8 on an H200 took 17 us in four parts of 192 program
 
 EACH_OUT, EACH_ELEMENTS = 16, 64
 """Rows, and words of each, that a program multiplies by one input at a time."""
+EACH_REGISTERS = 80
+"""Registers of a thread that multiplies packed weights by one input, at most.
+
+Source: a layer of Qwen3-8B on an H200 took 129 us so, and 132 with the 92 that the compiler takes.
+"""
 EXPANDED_ROWS, EXPANDED_WORDS = 4, 256
 """Rows of packed weights that a program expands, and words of their exponents at a time.
 
@@ -58,17 +63,18 @@ def expand_on_gpu(
             BLOCK_N=EXPANDED_ROWS, BLOCK_K=EXPANDED_WORDS,
         )  # fmt: skip
         return out.to(dtype)
-    if form.is_by_columns:
-        blocks = {"BLOCK_N": BLOCK_OUT, "BLOCK_K": 32}
-        grid = triton.cdiv(num_out, BLOCK_OUT), triton.cdiv(length, 32), num_experts
+    if weight.pack == 1:
+        chunk = min(16, weight.constants["FORM"].elements)
+        kernels.expand[(triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts)](
+            values, num_out, length, *weight.arguments, **weight.constants,
+            BLOCK_N=8, GROUPS=16, CHUNK=chunk,
+        )  # fmt: skip
     else:
-        chunk = min(16, weight.constants["SCALE_ELEMENTS"])
-        blocks = {"BLOCK_N": 8, "GROUPS": 16, "CHUNK": chunk}
-        grid = triton.cdiv(num_out, 8), triton.cdiv(length, 16 * chunk), num_experts
-    _kernels_of(form).expand[grid](
-        values, num_out, length, *weight.arguments, **weight.constants, **blocks
-    )
-    return values
+        kernels.expand_words[(triton.cdiv(num_out, 2), triton.cdiv(length, 128), num_experts)](
+            values, num_out, length, *weight.arguments, **weight.constants,
+            BLOCK_N=2, BLOCK_K=128, num_warps=8,
+        )  # fmt: skip
+    return values.copy_(restore_order(parts, values)) if Part.GROUP_INDEX in parts else values
 
 
 def empty_values(
@@ -79,20 +85,17 @@ def empty_values(
     That is where its parts are.
     """
     weight = operands_of(form, parts)
-    num_in = weight.length * weight.pack
-    # made as they are stored, which is [in, out] of those by columns
-    shape = (num_in, weight.num_out) if form.is_by_columns else (weight.num_out, num_in)
     stack = (weight.num_experts,) if is_stacked(form, parts) else ()
+    shape = *stack, weight.num_out, weight.length * weight.pack
     if scratch is None:
-        values = torch.empty(*stack, *shape, dtype=dtype, device=parts[Part.WEIGHT].device)
-    else:
-        values = scratch[: prod((*stack, *shape))].view(*stack, *shape)
-    return values.mT if form.is_by_columns else values
+        return torch.empty(shape, dtype=dtype, device=parts[Part.WEIGHT].device)
+    return scratch[: prod(shape)].view(shape)
 
 
 def multiply_rows(form: Form, parts: Parts, x: torch.Tensor) -> torch.Tensor:
     """Multiply rows, [rows, in], by a weight: [rows, out]."""
     block_m = max(MIN_ROWS, min(128, triton.next_power_of_2(len(x))))
+    x, parts = sort_inputs(x, parts)
     return _multiply(form, parts, x, len(x), None, block_m)
 
 
@@ -113,9 +116,50 @@ def multiply_pairs(
     """
     # so many times what an expert has on average that those of most, or nearly all, are one block
     spread, most = (8, IN_PLACE_ROWS) if in_place else (2, PAIR_ROWS)
-    of_expert = spread * order.numel() // (starts.numel() - 1)
+    num_pairs = order.numel()
+    of_expert = spread * num_pairs // (starts.numel() - 1)
     block_m = max(MIN_ROWS, min(most, triton.next_power_of_2(of_expert)))
-    return _multiply(form, parts, x, order.numel(), (order, starts), block_m)
+    if Part.GROUP_INDEX in parts:
+        x, parts, order, starts = _sort_each(x, parts, order, starts)
+    made = _multiply(form, parts, x, order.numel(), (order, starts), block_m)
+    return made.view(num_pairs, -1)
+
+
+def sort_inputs(x: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, Parts]:
+    """Return rows, [..., in], with inputs in the order that a weight has them in, and its parts.
+
+    These are then those of a weight whose inputs are in their own.
+    """
+    if Part.GROUP_INDEX not in parts:
+        return x, parts
+    order, others = _split_order(parts)
+    return x.index_select(-1, order[0]), others
+
+
+def _split_order(parts: Parts) -> tuple[torch.Tensor, Parts]:
+    # a pass that only allocates may find a slot of the ring not yet filled
+    order = parts[Part.GROUP_INDEX]
+    order = order.clamp(0, order.shape[-1] - 1)
+    return order, {part: value for part, value in parts.items() if part is not Part.GROUP_INDEX}
+
+
+def _sort_each(
+    x: torch.Tensor, parts: Parts, order: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, Parts, torch.Tensor, torch.Tensor]:
+    """Do the same for each pair, whose expert has an order for each matrix that it is joined of.
+
+    Each of these is then an expert, and each pair one with each of them.
+    """
+    inputs, others = _split_order(parts)
+    num_experts, joined, _ = inputs.shape
+    num_pairs = order.numel()
+    experts = torch.repeat_interleave(starts.diff(), output_size=num_pairs)
+    experts = torch.empty_like(experts).scatter_(0, order.long(), experts)[:, None]
+    matrices = (experts * joined + torch.arange(joined, device=x.device)).flatten()
+    rows = x.repeat_interleave(len(matrices) // len(x), 0)
+    parts = {part: value.unflatten(1, (joined, -1)).flatten(0, 1) for part, value in others.items()}
+    rows = rows.gather(1, inputs.flatten(0, 1)[matrices].long())
+    return rows, parts, *sort_pairs(matrices, num_experts * joined)[1:]
 
 
 def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int, int]:
@@ -125,7 +169,8 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
     compiles the kernels of words for compute capability 9.0 to 0.75 to 0.96 of the shared memory
     that is reckoned here.
     """
-    extra = TABLE_BYTES * BLOCK_OUT if weight.constants.get("CODE") == "table" else 0
+    layout: Layout | None = weight.constants.get("FORM")
+    extra = TABLE_BYTES * BLOCK_OUT if layout and layout.code == "table" else 0
     of_element = weight.pack * block_m * 2 + BLOCK_OUT * weight.element_bytes
     block_k = weight.block_k
     while True:
@@ -133,12 +178,6 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
         if num_stages > 1 or block_k == MIN_ROWS:
             return block_k, max(1, num_stages)
         block_k //= 2
-
-
-def _kernels_of(form: Form) -> ModuleType:
-    if form.kind is Kind.PACKED:
-        return packed_kernels
-    return column_kernels if form.is_by_columns else kernels
 
 
 def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
@@ -164,11 +203,12 @@ def _multiply(
     pairs: tuple[torch.Tensor, torch.Tensor] | None,
     block_m: int,
 ) -> torch.Tensor:
-    weight = operands_of(form, parts, in_words=True)
+    weight = operands_of(form, parts)
     num_out, length = weight.num_out, weight.length
     block_k, num_stages = choose_tile(weight, block_m, gpu_limits(x.device.index)[0])
     num_blocks, block_n, splits = num_pairs, EACH_OUT, 1
-    own_kernels = _kernels_of(form)
+    options: dict[str, int] = {}
+    own_kernels = packed_kernels if form.kind is Kind.PACKED else kernels
     if weight.pack == 1 or num_pairs > EACH_ROWS * weight.num_experts:
         multiply, block_n = own_kernels.multiply, BLOCK_OUT
         num_blocks = triton.cdiv(num_pairs, block_m)
@@ -178,6 +218,7 @@ def _multiply(
         splits = max(1, min(4, SPLIT_PROGRAMS // programs, length // (2 * block_k)))
     else:
         multiply, block_k = own_kernels.multiply_each, EACH_ELEMENTS
+        options = {"maxnreg": EACH_REGISTERS} if form.kind is Kind.PACKED else {}
     split = triton.cdiv(triton.cdiv(length, splits), block_k) * block_k
     out = x.new_empty(splits, num_pairs, num_out, dtype=torch.float32 if splits > 1 else x.dtype)
     multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](
@@ -191,5 +232,6 @@ def _multiply(
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=num_stages,
+        **options,
     )  # fmt: skip
     return out[0] if splits == 1 else out.sum(0).to(x.dtype)

@@ -1,7 +1,5 @@
 """The values that stored codes stand for, by plain torch: what every kernel must agree with."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -14,8 +12,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 """Values of 4-bit floats, by code. Source: OCP Microscaling Formats v1.0."""
 PER_127 = 7.874015718698502e-3
 """What bitsandbytes takes for 1 / 127. Source: bitsandbytes 0.49, ``int8_vectorwise_dequant``."""
-_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where a word has the code of each of its columns. Source: AutoAWQ, ``AWQ_REVERSE_ORDER``."""
 ONES = {4: 0x11111111, 8: 0x01010101}
 """A word whose codes are ones, by their bits. GPTQ adds it to words of zeros, carries included.
 
@@ -33,10 +29,22 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     """
     if form.kind is Kind.PACKED:
         return _expand_packed(parts).to(dtype)
-    numbers, scales = (_expand_columns if form.is_by_columns else _expand_rows)(form, parts)
+    numbers, scales = _expand_rows(form, parts)
     # whole numbers are computed with in the scales' type, as their libraries do
     values = numbers.to(scales.dtype) * scales
-    return (values * PER_127 if form.kind is Kind.BNB8 else values).to(dtype)
+    values = (values * PER_127 if form.kind is Kind.BNB8 else values).to(dtype)
+    return restore_order(parts, values)
+
+
+def restore_order(parts: Parts, values: torch.Tensor) -> torch.Tensor:
+    """Return values, [..., out, in], with each input in its place, where parts have them sorted."""
+    order = parts.get(Part.GROUP_INDEX)
+    if order is None:
+        return values
+    # joined matrices have an order each
+    of_each = values.unflatten(-2, (order.shape[-2], -1))
+    places = order.argsort(-1).unsqueeze(-2).expand_as(of_each)
+    return of_each.gather(-1, places).flatten(-3, -2)
 
 
 def codes_of(parts: Parts) -> torch.Tensor:
@@ -144,27 +152,6 @@ def _zeros_of(form: Form, parts: Parts, scales: torch.Tensor) -> torch.Tensor:
     return _unpack(zeros.mT, bits).mT
 
 
-def _expand_columns(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what codes less their zeros stand for and their scales, each [..., out, in]."""
-    bits, scales = BITS[form.kind], parts[Part.SCALE]
-    num_groups, num_out = scales.shape[-2:]
-    if form.packing is Packing.AWQ:
-        numbers = _unpack(parts[Part.WEIGHT], bits, _AWQ_NIBBLES)
-        zeros = _unpack(parts[Part.ZERO], bits, _AWQ_NIBBLES)
-    else:
-        numbers = _unpack(parts[Part.WEIGHT].mT, bits).mT
-        words = parts[Part.ZERO]
-        zeros = _unpack(words + ONES[bits] if form.packing is Packing.GPTQ else words, bits)
-    num_in = numbers.shape[-2]
-    index = (torch.arange(num_in, device=scales.device) // (num_in // num_groups))[None]
-    if Part.GROUP_INDEX in parts:
-        # a pass that only allocates may find a slot of the ring not yet filled
-        index = parts[Part.GROUP_INDEX].long().clamp(0, num_groups - 1)
-    # the group of each weight, [..., in, out]; joined matrices have an index each
-    groups = index.repeat_interleave(num_out // index.shape[-2], -2).mT.expand(numbers.shape)
-    return (numbers - zeros.gather(-2, groups)).mT, scales.gather(-2, groups).mT
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
@@ -174,7 +161,7 @@ def _halves(codes: torch.Tensor, shifts: tuple[int, int]) -> torch.Tensor:
     return torch.stack([(codes >> shift) & 0xF for shift in shifts], -1).flatten(-2).int()
 
 
-def _unpack(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
-    """Return the codes of 32-bit words, int32 of [..., words x codes], in order or as placed."""
-    order = torch.tensor(places or range(32 // bits), dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> (bits * order)) & ((1 << bits) - 1)).flatten(-2)
+def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of 32-bit words, int32 of [..., words x codes], in order."""
+    places = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> places) & ((1 << bits) - 1)).flatten(-2)

@@ -24,7 +24,7 @@ and 11.2 by 128 where experts are chosen alike, 15.8 and 12.1 where some are cho
 _ROWS_PER_ZERO = 8
 """Rows whose zeros are packed in one word of compressed-tensors, at most."""
 _MIN_GROUP = 32
-"""Weights of a row that share a scale of whole numbers, at least, where rows are stored."""
+"""Weights of a row that share a scale of whole numbers, at least."""
 _HALVES = {Kind.MXFP4, Kind.NVFP4, Kind.NF4, Kind.FP4}
 """Kinds of two weights in a byte."""
 
@@ -116,8 +116,6 @@ def check_joined(name: str, form: Form, whole: tuple[int, ...], of_each: tuple[i
     if whole[-1] != of_each[-1]:
         raise refuse(f"{name} joins matrices along their inputs, stored as {form.kind.value}")
     step = max(form.block[0] if form.block is not None else 1, _ROWS_PER_ZERO)
-    if form.is_by_columns:
-        step = BLOCK_OUT  # a program takes the group index of one of them
     if whole[-2] != of_each[-2] and of_each[-2] % step:
         raise refuse(f"{name} joins matrices of {of_each[-2]} rows, no multiple of {step}")
 
@@ -148,7 +146,7 @@ def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
         return stored
     if part in _TABLES:
         num_scales = parameter.of(Part.SCALE)[0].num_elements
-        wanted = (_TABLES[part] or -(-num_scales // NESTED_BLOCK),)
+        wanted: tuple[int, ...] = (_TABLES[part] or -(-num_scales // NESTED_BLOCK),)
         return wanted if (stored, dtype) == (wanted, "F32") else None
     *stack, num_out, num_in = shape
     matrix = _matrix_shape(form, part, num_out, num_in, parameter.of(Part.SCALE)[0].shape)
@@ -159,8 +157,12 @@ def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
         return stored  # the bytes of each block apart
     if part is Part.ZERO and dtype != ("I8" if form.packing is Packing.NONE else "I32"):
         return None
+    wanted = found
+    if form.is_by_columns and part is not Part.GROUP_INDEX:  # rows are made of them once loaded
+        is_awq = part is Part.WEIGHT and form.packing is Packing.AWQ
+        wanted = (num_in, num_out * BITS[form.kind] // WORD_BITS) if is_awq else found[::-1]
     is_flat = form.kind in (Kind.NF4, Kind.FP4)
-    return found if _sizes(stored, is_flat) == _sizes(found, is_flat) else None
+    return found if _sizes(stored, is_flat) == _sizes(wanted, is_flat) else None
 
 
 def _matrix_shape(
@@ -185,22 +187,17 @@ def _matrix_shape(
     is_power = wide >= _MIN_GROUP and wide & (wide - 1) == 0
     if is_whole and (not wide or num_in % wide):
         return None
-    is_read = is_power or wide in (num_in, FP4_GROUPS.get(form.kind)) or form.is_by_columns
-    if not is_read:
+    if not is_power and wide not in (num_in, FP4_GROUPS.get(form.kind)):
         return None
     rows, groups = -(-num_out // high), -(-num_in // wide)
     if part is Part.ZERO and form.packing is not Packing.NONE:
         rows = rows * BITS[form.kind] // WORD_BITS
-    return (groups, rows) if form.is_by_columns else (rows, groups)
+    return rows, groups
 
 
 def _codes_shape(form: Form, num_out: int, num_in: int) -> tuple[int, ...]:
     """Return the shape in which the codes of a matrix are held."""
-    if form.packing in (Packing.GPTQ, Packing.GPTQ_V2):
-        return num_in * BITS[form.kind] // WORD_BITS, num_out
-    if form.packing is Packing.AWQ:
-        return num_in, num_out * BITS[form.kind] // WORD_BITS
-    if form.packing is Packing.COMPRESSED_TENSORS:
+    if form.kind in BITS and form.packing is not Packing.NONE:
         return num_out, num_in * BITS[form.kind] // WORD_BITS
     return num_out, num_in // (2 if form.kind in _HALVES else 1)
 

@@ -84,11 +84,11 @@ class StoredLinear(nn.Linear):
         return made if self.bias is None else made + self.bias
 
 
-def leave_group_index(module: nn.Module, name: str) -> None:
-    """Have the group index of a weight read no more: groups follow each other in their order."""
+def leave_part(module: nn.Module, name: str, unread: Part) -> None:
+    """Have a part of a weight read no more, which says what holds without it."""
     is_linear = isinstance(module, StoredLinear)
     holder, key = (vars(module), "stored") if is_linear else (vars(module)["stored_experts"], name)
-    parts = tuple(part for part in holder[key].parts if part is not Part.GROUP_INDEX)
+    parts = tuple(part for part in holder[key].parts if part is not unread)
     holder[key] = replace(holder[key], parts=parts)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from offplan.forms.form import NESTED_BLOCK, Kind, Part
-from offplan.runtime.forms.stored import leave_group_index, part_name
+from offplan.forms.form import NESTED_BLOCK, Kind, Packing, Part
+from offplan.runtime.forms.stored import leave_part, part_name
 from offplan.runtime.loading.mapping import Target
+from offplan.runtime.loading.rows import lay_out_rows, order_of
 from offplan.runtime.refusal import refuse
 
 
@@ -23,11 +24,13 @@ def heed_contents(
     *,
     is_random: bool,
 ) -> None:
-    """Check group indices and bitsandbytes' states, and keep what is added to nested scales.
+    """Check group indices and bitsandbytes' states, keep what is added to nested scales, lay out
+    in rows what is stored by columns.
 
     ``loaded`` are the parts by parameter name, ``dtype`` is what is computed with, as torch names
     it. Raises CheckpointError for contents that are not executed; ``is_random`` ones say nothing.
     """
+    orders: dict[str, torch.Tensor] = {}
     for name, target in targets.items():
         codes = target.codes
         if codes is None or codes.part not in (Part.GROUP_INDEX, Part.STATE):
@@ -36,12 +39,12 @@ def heed_contents(
         if codes.part is Part.GROUP_INDEX:
             scales = targets[part_name(codes.weight, Part.SCALE)].codes
             assert scales is not None
-            found, num_groups = loaded[name].cpu(), scales.shape[-2]
-            if not 0 <= int(found.min()) <= int(found.max()) < num_groups:
-                raise refuse(f"{name} has groups beyond the {num_groups} that have scales")
-            num_in = found.shape[-1]
-            if bool((found == torch.arange(num_in) // (num_in // num_groups)).all()):
-                leave_group_index(skeleton.get_submodule(path), attribute)
+            order = order_of(name, loaded[name], scales.shape[-1])
+            if order is None:
+                leave_part(skeleton.get_submodule(path), attribute, Part.GROUP_INDEX)
+            else:
+                orders[codes.weight] = order
+                loaded[name].copy_(order.view(loaded[name].shape))
         elif codes.form.kind is Kind.BNB8:
             if not is_random and loaded[name].any():
                 raise refuse(f"{codes.weight} is stored in another order than rows")
@@ -52,6 +55,24 @@ def heed_contents(
                 torch.tensor([offset], dtype=torch.float32, device=device),
                 persistent=False,
             )
+    if not is_random:
+        lay_out_rows(targets, loaded, orders, device)
+        _leave_middles(skeleton, targets, loaded)
+
+
+def _leave_middles(
+    skeleton: PreTrainedModel, targets: Mapping[str, Target], loaded: Mapping[str, torch.Tensor]
+) -> None:
+    """Have codes of zero in words read no more where all are the middle one, as without any."""
+    for name, target in targets.items():
+        codes = target.codes
+        if codes is None or codes.part is not Part.ZERO:
+            continue
+        middles = 0x88 if codes.form.kind is Kind.W4A16 else 0x80
+        is_words = codes.form.packing is Packing.COMPRESSED_TENSORS
+        if is_words and bool((loaded[name].view(torch.uint8) == middles).all()):
+            path, _, attribute = codes.weight.rpartition(".")
+            leave_part(skeleton.get_submodule(path), attribute, Part.ZERO)
 
 
 def _read_state(

@@ -12,7 +12,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import FLOATS, TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import Form, Kind, Part
+from offplan.forms.form import Form, Kind, Packing, Part
 from offplan.forms.names import part_of
 from offplan.runtime.forms.runnable import (
     check_experts,
@@ -84,6 +84,8 @@ class Codes:
     part: Part
     shape: tuple[int, ...]
     dtype: torch.dtype
+    by_columns: Packing | None = None
+    """How the checkpoint packs whole numbers by columns, of which it holds rows once loaded."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,7 @@ def _map_codes(
     assert held is not None
     if len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:
         raise refuse(f"{name} joins matrices whose {part.value}s differ in type or shape")
-    # what is held as [in, out] is joined along the other dimension
-    is_mirrored = form.is_by_columns and part is not Part.GROUP_INDEX
-    arranged = _arrange(found.converter, found.sources, [held] * len(tensors), is_mirrored)
+    arranged = _arrange(found.converter, found.sources, [held] * len(tensors))
     wanted = tuple(skeleton.get_parameter(name).shape)
     if is_transposed(module):
         wanted = (*wanted[:-2], wanted[-1], wanted[-2])
@@ -230,7 +230,10 @@ def _map_codes(
     pieces, whole = arranged
     pieces = tuple(replace(each, unpacked=unpacked.get(each.tensor.name)) for each in pieces)
     check_joined(name, form, wanted, shape)
-    codes = Codes(name, form, part, whole, stored_dtype(tensors[0]))
+    by_columns = form.packing if form.is_by_columns else None
+    if by_columns is not None:
+        form = form._replace(packing=Packing.COMPRESSED_TENSORS)
+    codes = Codes(name, form, part, whole, stored_dtype(tensors[0]), by_columns)
     return {f"{path}.{part_name(attribute, part)}": Target(pieces, codes=codes)}
 
 
@@ -254,13 +257,11 @@ def _arrange(
     converter: WeightConverter | None,
     found: list[Source],
     shapes: Sequence[tuple[int, ...]],
-    is_mirrored: bool = False,
 ) -> tuple[tuple[Piece, ...], tuple[int, ...]] | None:
     """Find the view of one parameter that each stored tensor fills: stacked, concatenated or both.
 
-    ``shapes`` are those that the tensors are taken to have; ``is_mirrored`` says that these are
-    [in, out] where the converter's are [out, in]. Returns the views and the parameter's shape, None
-    where views will not do.
+    ``shapes`` are those that the tensors are taken to have. Returns the views and the parameter's
+    shape, None where views will not do.
     """
     if converter is None:
         return tuple(Piece(tensor) for tensor, _ in found), shapes[-1]
@@ -280,8 +281,6 @@ def _arrange(
     order = [pattern for pattern in converter.source_patterns if pattern in parts]
     is_stacked = MergeModulelist in operations
     axis = converter.operations[-1].dim - is_stacked if Concatenate in operations else None
-    if axis in (0, 1) and is_mirrored and len(shapes[0]) == 2:
-        axis = 1 - axis
     pieces: list[Piece] = []
     for pattern, tensors in parts.items():
         for number, (tensor, shape) in enumerate(tensors):

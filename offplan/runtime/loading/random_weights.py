@@ -86,9 +86,8 @@ def _fill_of(codes: Codes) -> torch.Tensor:
     scale = _SPREAD / _OF_CODES.get(form.kind, _FP8_SPREAD)
     if part is Part.ZERO and form.kind in BITS and form.packing is not Packing.NONE:
         bits = BITS[form.kind]
-        middle = (1 << (bits - 1)) - (form.packing is Packing.GPTQ)  # which stores them less one
-        # a word of them, as a number of 32 bits that has a sign
-        return torch.tensor(middle * ONES[bits], dtype=torch.int64)
+        # a word of those in the middle, as a number of 32 bits that has a sign
+        return torch.tensor((1 << (bits - 1)) * ONES[bits], dtype=torch.int64)
     if part is Part.GROUP_INDEX:
         block = form.block or (1, last)
         return torch.arange(last) // block[1]
