@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError, PlanError
+from offplan.held.held import Held, hold
 from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
-from offplan.packing import pack_model
 from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
@@ -27,7 +27,8 @@ from offplan.units import format_bytes
 class Analysis:
     """What ``analyze`` found: a result, why there is none, or what could not be measured."""
 
-    model: Model
+    held: Held
+    """What the ranks hold of the model, nothing of it packed."""
     why_not_run: str | None
     """Why ``run`` cannot execute the model; None where it can."""
     machine: MachineProfile | None
@@ -48,7 +49,7 @@ class Analysis:
             return None
         plan = self.result.plan
         linked = self.machine.with_link(plan.offload.store, plan.goal.ranks)
-        return find_crossovers(self.model, linked, plan)
+        return find_crossovers(self.held.pack(plan.offload.packing), linked, plan)
 
 
 def analyze_question(question: Question) -> Analysis:
@@ -56,15 +57,14 @@ def analyze_question(question: Question) -> Analysis:
     try:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
-        model = question.model
-        why_not = why_not_run(model.whole, question.workload.context)
-        return Analysis(model, why_not, question.machine, infeasible=error)
+        why_not = why_not_run(hold(question.model), question.workload.context)
+        return Analysis(question.held, why_not, question.machine, infeasible=error)
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
-    model, sooner = question.model, find_sooner(question, result)
-    return Analysis(model, why_not_plan(model, result.plan), question.machine, result, sooner)
+    why_not, sooner = why_not_plan(question.model, result.plan), find_sooner(question, result)
+    return Analysis(question.held, why_not, question.machine, result, sooner)
 
 
 def why_not_plan(model: Model, plan: Plan) -> str | None:
@@ -73,7 +73,7 @@ def why_not_plan(model: Model, plan: Plan) -> str | None:
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
-    return why_not_run(pack_model(model.whole, plan.offload.packing), plan.workload.context)
+    return why_not_run(hold(model, plan.offload.packing), plan.workload.context)
 
 
 def describe_running(model: Model, why_not: str | None) -> str:
@@ -91,11 +91,11 @@ def describe_running(model: Model, why_not: str | None) -> str:
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show all that a plan rests on, part by part: the model, the machine, reasons and terms."""
-    parts = render_model(analysis.model.whole)
+    parts = render_model(analysis.held.model)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:
         parts += render_plan(analysis.result, analysis.crossovers)
-        if shares := list_shares(analysis.model, analysis.machine, analysis.result.plan):
+        if shares := list_shares(analysis.held, analysis.machine, analysis.result.plan):
             parts.append(render_shares(shares))
     return parts

@@ -41,7 +41,7 @@ class LoadedModel:
         """
         with bringing_kernels(device) if offload.packing else nullcontext():
             prepared = prepare(model, offload, device)
-        self.model, self.placement = prepared.model, prepared.placement
+        self.model, self.placement = model, prepared.placement
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
         self._places = find_places(self.module)

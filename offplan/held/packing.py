@@ -1,4 +1,4 @@
-"""The model as a plan holds it: with the weights packed that its ``packing`` takes."""
+"""Weights that a plan holds packed without loss."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +11,7 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.errors import PlanError
 from offplan.forms.form import RAW, Kind, Part
 from offplan.forms.packed import PACKED, can_pack, packed_parts
+from offplan.held.stage import Stage
 from offplan.plan import Packing
 
 
@@ -20,16 +21,17 @@ def pack_everything(model: Model, *, head: bool = True) -> Packing:
     return Packing(group_size=1, num_in_group=1, output_head=packs_head)
 
 
-def pack_model(model: Model, packing: Packing | None) -> Model:
-    """Return the model with the weights packed that a plan says; one that is packed stays so.
+def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
+    """Return a stage with the weights packed that a plan says.
 
     Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. Raises
     PlanError for packing that takes nothing, or the experts of some layers alone, or a head that
     cannot be packed.
     """
+    assert stage.packing is None, "a stage is packed once"
     if packing is None:
-        return model
-    packs = {id(parameter) for parameter in packable(model)}
+        return stage
+    packs, source = {id(parameter) for parameter in packable(stage.model)}, stage.model.source
 
     def hold(layer: Layer) -> Layer:
         if not packing.selects_layer(layer.index):
@@ -39,11 +41,11 @@ def pack_model(model: Model, packing: Packing | None) -> Model:
         )
         return replace(layer, parameters=held)
 
-    layers = tuple(map(hold, model.layers))
+    layers = tuple(map(hold, stage.layers))
     taken = [is_packed(p) for layer in layers for p in layer.parameters]
     if not any(taken):
         raise PlanError(
-            f"packing takes nothing: {model.source} has no bfloat16 matrices in the layers that it "
+            f"packing takes nothing: {source} has no bfloat16 matrices in the layers that it "
             "matches and that can be packed; leave out `packing`, or plan again with --no-packing"
         )
     experts = [p for layer in layers for p in layer.parameters if _is_matrix(p) and p.is_expert]
@@ -52,16 +54,15 @@ def pack_model(model: Model, packing: Packing | None) -> Model:
             "packing takes some of the routed experts' weights only: they are multiplied in one "
             "way in all layers; take those of all layers, or none"
         )
-    if not packing.output_head or model.held_outside:
-        return replace(model, layers=layers)
-    if why_not := _why_not_pack_head(model):
-        raise PlanError(
-            f"packing takes the output head, and that of {model.source} cannot be packed: "
-            f"{why_not}; leave out `output_head`"
-        )
-    outside = tuple(_pack(p) if p is model.head else p for p in model.outside_parameters)
-    tensors = tuple(tensor for parameter in outside for tensor in parameter.stored)
-    return replace(model, layers=layers, outside=tensors, held_outside=outside)
+    outside = stage.outside
+    if packing.output_head:
+        if why_not := _why_not_pack_head(stage.model):
+            raise PlanError(
+                f"packing takes the output head, and that of {source} cannot be packed: "
+                f"{why_not}; leave out `output_head`"
+            )
+        outside = tuple(_pack(p) if p is stage.head else p for p in outside)
+    return replace(stage, layers=layers, outside=outside, packing=packing)
 
 
 def unpack_layer(layer: Layer) -> Layer:
