@@ -354,8 +354,8 @@ def _check_layers(skeleton: PreTrainedModel, stage: Stage, targets: Mapping[str,
         for piece in target.pieces:
             if stored.get(piece.tensor.name) != owner:
                 raise refuse(
-                    f"{stage.model.source} keeps its layers where `run` does not look ({name} is not "
-                    f"of the layer that {piece.tensor.name} is stored for)"
+                    f"{stage.model.source} keeps its layers where `run` does not look ({name} is "
+                    f"not of the layer that {piece.tensor.name} is stored for)"
                 )
 
 
