@@ -8,6 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from offplan.packing import is_packed, pack_everything, pack_model
 
 import offplan.library.machines
 import offplan.machine.measure
@@ -24,7 +25,6 @@ from offplan.machine.profile import (
     load_profile,
     parse_profile,
 )
-from offplan.packing import is_packed, pack_everything, pack_model
 from offplan.plan import Workload, load_plan
 from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE

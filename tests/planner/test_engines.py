@@ -140,9 +140,9 @@ def lock(offload: Offload, question: Question) -> float:
     """Bytes that the engine page-locks, or the plan's own; infinite where it cannot say it."""
     if not can_say(offload, question):
         return NEVER
-    model, budget = question.model, question.budget
-    taken = predict(model, question.planned_machine, question.workload, budget, offload)
-    said = say_offload(offload, model, str(question.goal.engine))
+    held, budget = question.held, question.budget
+    taken = predict(held, question.planned_machine, question.workload, budget, offload)
+    said = say_offload(offload, held, str(question.goal.engine))
     return max(said.pinned_bytes, taken.host_memory_bytes)
 
 
@@ -163,11 +163,11 @@ def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
 
 
 def can_say(offload: Offload, question: Question) -> bool:
-    model, budget = question.model, question.budget
+    held, budget = question.held, question.budget
     assert question.goal.engine is not None
     try:
-        said = say_offload(offload, model, question.goal.engine)
+        said = say_offload(offload, held, question.goal.engine)
     except ExportError:
         return False
-    taken = predict(model, question.planned_machine, question.workload, budget, offload)
+    taken = predict(held, question.planned_machine, question.workload, budget, offload)
     return taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from offplan.packing import pack_everything
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +23,6 @@ import offplan.runtime.loading.staging
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.forms.form import Part
-from offplan.packing import pack_everything
 from offplan.placement import place
 from offplan.plan import Offload, Packing
 from offplan.runtime.loading.loaded import LoadedModel
