@@ -8,7 +8,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from offplan.packing import is_packed, pack_everything, pack_model
 
 import offplan.library.machines
 import offplan.machine.measure
@@ -16,6 +15,8 @@ import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
+from offplan.held.held import hold
+from offplan.held.packing import is_packed, pack_everything
 from offplan.library.machines import find_machine, measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import (
@@ -76,7 +77,7 @@ def test_layers_are_timed_once(machine: Machine) -> None:
     assert first == second
     assert first.free_gpu_bytes == first.profile.gpu_memory.value - 2**30
     assert (machine.num_layer_times, machine.num_packed_times) == (1, 1)
-    packed = pack_model(model, pack_everything(model)).layers[0].key
+    packed = hold(model, pack_everything(model)).layers[0].key
     assert [time.layer for time in first.profile.layer_times] == ["x", model.layers[0].key, packed]
     assert machine.with_others == [False, False]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
 from offplan.files import answer_path, keep, read_kept
+from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.plan import Offload
 from offplan.runtime.refusal import refuse_long_texts
@@ -86,7 +87,7 @@ def check_before_fetching(
 def _ask_process(stage: Stage) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     # without what was worked out of its config, which may hold functions that cannot be pickled
-    asked = pickle.dumps(replace(stage, model=replace(stage.model)))
+    asked = pickle.dumps((replace(stage.model), stage.packing))
     try:
         done = subprocess.run(
             command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
@@ -100,5 +101,6 @@ def _ask_process(stage: Stage) -> str | None:
 def answer() -> None:
     """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
     gc.disable()  # a process of one question: there is no garbage worth the time
-    print(json.dumps(find_obstacle(pickle.load(sys.stdin.buffer))))
+    model, packing = pickle.load(sys.stdin.buffer)
+    print(json.dumps(find_obstacle(hold(model, packing))))
     gc.freeze()

@@ -89,7 +89,9 @@ def _fastest_ps(ways: Sequence[PassCompute]) -> int:
 
 
 def write_plan(space: Space, question: Question, offload: Offload) -> Plan:
-    """Write the plan of a question that offloads so; ``space`` has no other packing."""
-    workload, budget = question.workload, question.budget
-    prediction = predict(space.held, space.machine, workload, budget, offload)
+    """Write the plan of a question that offloads so, maybe with only some layers packed."""
+    workload, budget, held = question.workload, question.budget, space.held
+    if offload.packing != space.packing:
+        held = question.held.pack(offload.packing)
+    prediction = predict(held, space.machine, workload, budget, offload)
     return question.answer(offload, prediction)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from offplan.packing import pack_everything
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -23,9 +22,10 @@ import offplan.runtime.loading.staging
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
 from offplan.forms.form import Part
-from offplan.placement import place
+from offplan.held.packing import pack_everything
 from offplan.plan import Offload, Packing
 from offplan.runtime.loading.loaded import LoadedModel
+from tests.held import place
 from tests.runtime.conftest import LATENTS
 from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, offload, run_greedily
