@@ -19,7 +19,7 @@ ARROWS = {
     "choices": [],
     "hostmem": ["errors", "units"],
     "forms": ["errors"],
-    "checkpoint": ["errors", "units", "progress", "files", "forms", "ranks"],
+    "checkpoint": ["errors", "units", "progress", "files", "forms"],
     "machine": ["records", "progress", "files", "hostmem", "choices", "ranks"],
     "segments": [],
     "ranks": [],

@@ -99,6 +99,7 @@ def test_the_largest_stage_counts(model: Model) -> None:
     goal = Goal(engine="vllm", tensor_parallel=2, pipeline_parallel=2)
     plan = make_plan().model_copy(update={"goal": goal})
     held = lower(model, goal, plan.workload)
+    assert len(held.stages) == 2
     more = [growth(stage, ANY_KERNELS) for stage in held.stages]
     assert export_plan(plan, model, "vllm").said.more_gpu_bytes == max(more) == more[0]
     assert more[0] * 2 == more[1] * 3

@@ -119,6 +119,7 @@ def test_what_ranks_hold(architecture: str, ranks: Ranks, tmp_path: Path) -> Non
         return
     held = lower(model, goal, plan.workload)
     export = export_plan(plan.model_copy(update={"goal": goal}), model, "vllm")
+    assert len(held.stages) == ranks.pipeline
     for number, stage in enumerate(held.stages):
         config = parse_command(export.command[1:])
         real, outside_bytes = record_stage(config, tmp_path, number)
@@ -147,6 +148,7 @@ def test_vllm_moves_what_the_plan_says_of_ranks(
     plan = plan.model_copy(update={"goal": goal})
     held = lower(model, goal, plan.workload)
     command = export_plan(plan, model, "vllm").command
+    assert len(held.stages) == ranks.pipeline
     for number, stage in enumerate(held.stages):
         engine, version = find_engine("vllm")
         said = engine.say(rule, place(stage, plan.offload), stage, version)

@@ -203,6 +203,7 @@ def test_the_worker_of_a_rank_takes_what_its_share_has(
         return
     config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
     held = lower(model, plan.goal, plan.workload)
+    assert len(held.stages) == ranks.pipeline
     for number, stage in enumerate(held.stages):
         offloader = seam.worker.PlanOffloader(seam.worker.take_plan(config, number), lambda: None)
         build_on_meta(seam, config, offloader, tmp_path, number)
