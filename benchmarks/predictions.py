@@ -26,7 +26,7 @@ from offplan.held.packing import pack_everything
 from offplan.library.asking import pose
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Goal, Workload, dump_plan
+from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.planner.space import prefill_chunks
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
@@ -36,6 +36,7 @@ MODELS = {QWEN: "Qwen3-8B", LITE: "DeepSeek-V2-Lite"} | {
     for name in (
         *("Qwen3-8B FP8", "Qwen3-32B W4A16", "Qwen3-30B-A3B FP8", "DeepSeek-V3 8 layers"),
         *("gpt-oss-20b", "gpt-oss-120b"),
+        *("Mistral-Nemo-12B", "ERNIE-4.5-21B-A3B GPTQ"),  # neither served to tune anything
     )
 }
 CONFIGS = {name: config for config, name in MODELS.items()}
@@ -106,6 +107,8 @@ CASES = [
     Case(QWEN, None, gpu_gib=12, packing=True, **LONG),
     Case(LITE, None, gpu_gib=16.5, packing=True),
     Case(LITE, None, gpu_gib=16.5, packing=True, **LONG),
+    *(Case(CONFIGS["Mistral-Nemo-12B"], None, b, gpu_gib=16, packing=True) for b in (1, 4, 16)),
+    *(Case(CONFIGS["ERNIE-4.5-21B-A3B GPTQ"], None, b, gpu_gib=8) for b in (1, 4, 16)),
 ]
 
 
@@ -115,6 +118,23 @@ def bench(plan: Path) -> dict[str, Any]:
     options = ["--dummy-weights", "--repeats", "3", "--steps", "10", "--json"]
     done = subprocess.run([*command, plan, *options], check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
+
+
+def count_touched(case: Case, offload: Offload) -> float | None:
+    """Count the distinct experts that a decode step reads in a layer; None where none has any.
+
+    On the same random weights; raises CalledProcessError, whose stderr says why.
+    """
+    command = [sys.executable, "-m", "benchmarks.run_plan", case.config]
+    rules = json.dumps([rule.model_dump(mode="json") for rule in offload.rules])
+    options = ["--rules", rules, "--prefetch-step", str(offload.prefetch_step)]
+    options += ["--prefill-chunk", str(offload.prefill_chunk), "--context", str(case.context)]
+    options += ["--prompt-tokens", str(case.prompt_tokens), "--batch", str(case.batch)]
+    if offload.packing is not None:
+        options += ["--packing", offload.packing.model_dump_json()]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    touched: float | None = json.loads(done.stdout)["results"][0].get("touched_experts")
+    return touched
 
 
 def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
@@ -140,12 +160,17 @@ def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict
     benched = bench(plan)
     predicted, measured = benched["predicted"], benched["measured"]
     floor = asdict(planned.floor)
+    touched = None
+    if model.experts is not None and case.batch > 1:
+        counted = count_touched(case, planned.plan.offload)
+        touched = {"predicted": model.experts.touched(case.batch), "counted": counted}
     return {
         "name": case.name,
         "budget_bytes": budget.gpu_memory,
         "offload": planned.plan.offload.model_dump(mode="json"),
         "predicted": predicted,
         "measured": {key: measured[key] for key in ("gpu_memory", "link")},
+        "touched_experts": touched,
         **{
             phase: {
                 "predicted_s": predicted[phase]["step_s"],

@@ -41,6 +41,12 @@ state spaces and convolutions are refused.
 Sparse attention whose indexers choose the tokens that each one sees (DeepSeek-V3.2, GLM-5) runs on
 texts of no more tokens than they choose (`index_topk`, 2,048 unless the config says another
 number): of such a text they choose all. Plans of a longer context are made, and `run` refuses them.
+
+Stock transformers changes a weight of Youtu where the config has a `pad_token_id`. It zeroes the
+padding token's row of the input embedding after loading, whatever the checkpoint stores there.
+offplan keeps the row as stored. Unless the stored row is zero, stock's logits differ from offplan's
+behind a padding token in the text. Where the head is tied to the embedding, they also differ for
+that token at every position: stock's are 0. This page's comparison leaves `pad_token_id` out.
 """
 
 

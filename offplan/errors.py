@@ -5,6 +5,7 @@
     OffplanError                 exit code 1: it failed
      +- InputError               exit code 2: bad usage or bad input
      |   +- CheckpointError      a model that cannot be read or understood
+     |   |   +- UnpackableError  weights that a plan packs, and that do not pack
      |   +- PlanError            a plan file that is not valid, or not this model's
      |   +- ProfileError         a machine profile that is not valid, or not there
      |   +- ExportError          a plan that an engine's flags cannot say
@@ -12,6 +13,7 @@
      +- DriftError               exit code 4: the model, or a plan that is checked, has drifted
      +- MemoryLimitError         the host or the GPU ran out of memory
      +- HubError                 the Hub was not reached, or failed
+     +- NotANumberError          the model gave NaN in place of logits
 """
 
 
@@ -29,6 +31,17 @@ class InputError(OffplanError):
 
 class CheckpointError(InputError):
     """The model cannot be read, or its layers cannot be understood."""
+
+
+class UnpackableError(CheckpointError):
+    """Weights that a plan packs have more patches than room.
+
+    ``names`` are these weights as ``--leave-unpacked`` takes them.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 class PlanError(InputError):
@@ -68,3 +81,18 @@ class MemoryLimitError(OffplanError):
 
 class HubError(OffplanError):
     """The Hub cannot be reached, is busy or fails; asking again later may do."""
+
+
+class NotANumberError(OffplanError):
+    """The model gave NaN in place of logits, by which no token can be chosen.
+
+    ``numbers`` are the sequences of the batch, or the texts, that it concerns, from 0 on; ``cause``
+    says which layer of the pass gave the first NaN.
+    """
+
+    def __init__(self, cause: str, numbers: list[int], names: list[str]) -> None:
+        super().__init__(
+            f"{', '.join(names)}: the logits of the next token are NaN, and no token can be chosen "
+            f"by them; {cause}. Fetch the checkpoint again; if NaN stays, compare with transformers"
+        )
+        self.cause, self.numbers = cause, numbers

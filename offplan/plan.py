@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from offplan.choices import ObjectiveName, Store
@@ -23,6 +22,7 @@ from offplan.records import (
     Rate,
     Record,
     Seconds,
+    dump_yaml,
     load_yaml,
     read_text,
 )
@@ -35,6 +35,8 @@ MOST = 2**24
 MOST_CACHED = 2**32
 """Tokens of all sequences together, beyond any memory."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
+UnpackedName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*$")]
+"""A layer's number, a segment or both with a dot between, or ``output_head``."""
 MOST_FILE_BYTES = 2**18
 """Beyond any plan's file."""
 PRINTED_TO = 1e-3
@@ -64,6 +66,8 @@ class ModelRef(Record):
     headers_sha256: str
     config_sha256: str | None = None
     """Fingerprint of ``config.json``; null in plans from before it was recorded."""
+    generation_config_sha256: str | None = None
+    """Fingerprint of ``generation_config.json``; left out where there is none, or none is known."""
     dtype: str
     """The type that most bytes are stored in, as torch names it: ``bfloat16``."""
 
@@ -76,6 +80,11 @@ class Workload(Record):
     output_tokens: Count = 128
     context: Count = 4096
     """Tokens a sequence may reach; the KV cache is sized by it."""
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps of a request: the prompt gives the first output token, steps all others."""
+        return self.output_tokens - 1
 
     @property
     def decode_context(self) -> int:
@@ -121,6 +130,9 @@ class Goal(Record):
     """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
     packing: bool = True
     """Whether weights may be packed; no engine's flags can say that."""
+    leave_unpacked: tuple[UnpackedName, ...] = ()
+    """Weights that stay as they are stored, whatever is packed: ``7``, ``7.mlp.down_proj``,
+    ``mlp.down_proj``, ``output_head``."""
     tensor_parallel: Count = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel: Count = 1
@@ -240,6 +252,8 @@ class Packing(Record):
     """Of every ``group_size`` layers the last ``num_in_group``."""
     output_head: bool = False
     """Whether the output head is packed, too."""
+    leave_unpacked: tuple[UnpackedName, ...] = ()
+    """Weights that stay as they are stored all the same; experts of a layer stay together."""
 
     @model_validator(mode="after")
     def _is_within(self) -> "Packing":
@@ -418,8 +432,12 @@ def dump_plan(plan: Plan) -> str:
     Quantities are rounded to four digits, sizes that must be exact are printed exactly.
     """
     data = plan.dump_with_units()
+    if plan.model.generation_config_sha256 is None:
+        del data["model"]["generation_config_sha256"]
     for key in ("goal", "offload", "prediction"):
         data[key] = leave_out_usual(data[key])
+    if (packing := data["offload"].get("packing")) is not None:
+        data["offload"]["packing"] = leave_out_usual(packing)
     data["offload"]["rules"] = list(map(leave_out_usual, data["offload"]["rules"]))
     lines = [f"offplan: {data.pop('offplan')}"]
     for key, section in data.items():
@@ -429,11 +447,12 @@ def dump_plan(plan: Plan) -> str:
 
 def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is null, and what most plans would say alike."""
-    usual = (
+    usual: tuple[tuple[str, object], ...] = (
         ("embeddings", "device"),
         ("store", "host"),
         ("peer_memory", "0 B"),
         ("packing", True),
+        ("leave_unpacked", []),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),
         ("expert_parallel", 1),
@@ -458,5 +477,5 @@ def _dump_section(key: str, section: dict[str, Any]) -> list[str]:
 
 def flow(value: Any) -> str:
     """Write a value on one line of a plan's file."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    text = dump_yaml(value, width=10**6, on_one_line=True)
     return text.removesuffix("\n").removesuffix("\n...")

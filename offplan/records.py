@@ -122,6 +122,10 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
+class _Dumper(yaml.SafeDumper):
+    """Puts texts in quotes that the loader would take for something else, such as ``58e57``."""
+
+
 def _construct_plain(loader: _Loader, node: yaml.ScalarNode) -> Any:
     return json.loads(loader.construct_scalar(node).lower())
 
@@ -135,7 +139,8 @@ for _name, _pattern in {
     "float": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e[-+]?[0-9]+)?",
 }.items():  # Source: YAML 1.2.2, 10.2, the JSON schema
     _tag = f"tag:yaml.org,2002:{_name}"
-    _Loader.add_implicit_resolver(_tag, re.compile(rf"({_pattern})\Z", re.IGNORECASE), None)
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(_tag, re.compile(rf"({_pattern})\Z", re.IGNORECASE), None)
     if _name != "null":
         _Loader.add_constructor(_tag, _construct_plain)
 
@@ -149,6 +154,13 @@ def load_yaml(text: str) -> Any:
     # besides its own, what a value raises that is not of the type that it says
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(_shorten(" ".join(str(error).split()))) from None
+
+
+def dump_yaml(value: Any, *, width: int, on_one_line: bool = False) -> str:
+    """Write plain values in lines of ``width`` characters: ``load_yaml`` reads them back."""
+    return yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=on_one_line, sort_keys=False, width=width
+    )
 
 
 def read_text(path: Path, what: str, max_bytes: int, error: type[InputError]) -> str:

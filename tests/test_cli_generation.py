@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from offplan.runtime import texts
 from offplan.runtime.session import Session
@@ -333,3 +335,26 @@ def test_batches_are_of_like_lengths() -> None:
     assert lengths == [[6, 9], [2, 2, 3], [20]]
     alike = texts.form_batches(asked, 3, changes_with_length=True)
     assert [[text.number for text in each] for each in alike] == [[0], [1, 3], [2], [4], [5]]
+
+
+def test_nan(run: Run, copy: Path, asked: Path, tmp_path: Path) -> None:
+    """The one prompt with an A, whose embedding is NaN, is named; what was made before stays."""
+    (token,) = AutoTokenizer.from_pretrained(copy)("A").input_ids
+    for shard in copy.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if (table := tensors.get("model.embed_tokens.weight")) is not None:
+            table[token] = torch.nan
+            save_file(tensors, shard, metadata={"format": "pt"})
+    code, out, err = run("--model", copy, "--prompt", "A plan")
+    assert (code, out.strip()) == (1, "")
+    assert "--prompt 1: the logits of the next token are NaN" in err
+    made = tmp_path / "made.jsonl"
+    rerun = ("--model", copy, "--prompts", asked, "-o", made)
+    code, out, err = run(*rerun)
+    assert (code, out) == (1, "")
+    assert "line 5: the logits of the next token are NaN" in err
+    assert "the input embedding gives the first NaN" in err
+    assert set(read_results(made)) == {"Weights", "The GPU", "Weights that do"}
+    asked.write_text(asked.read_text().replace('{"prompt": "A plan"}', ""))
+    assert run(*rerun).code == 0
+    assert set(read_results(made)) == {*PROMPTS} - {"A plan"}

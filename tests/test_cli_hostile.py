@@ -11,7 +11,7 @@ import pytest
 
 from offplan.cli import output
 from offplan.runtime.session import Session
-from tests.cli import CLI, ROOT, RUNS, TINY_MOE, write_plan
+from tests.cli import CLI, ROOT, RULES, RUNS, TINY_MOE, write_plan
 from tests.rendering import show
 
 PROFILE = ROOT / "offplan" / "machine" / "profiles" / "cpu.yaml"
@@ -75,9 +75,9 @@ def test_reports_and_notes_are_printable(capsys: pytest.CaptureFixture[str], tex
         ("generation_config.json", '{"repetition_penalty": 1.1}'),
     ],
 )
-def test_files_of_odd_types(cli: CLI, copy: Path, file: str, content: str) -> None:
+def test_files_of_odd_types(cli: CLI, copy: Path, tmp_path: Path, file: str, content: str) -> None:
     (copy / file).write_text(content, "utf-8")
-    plan = ROOT / "plans" / "tiny-moe.yaml"
+    plan = write_plan(tmp_path, RULES["resident"])
     arguments = ("--prompt", "We", "--max-new-tokens", 1, "--device", "cpu")
     code, _, err = cli("run", plan, "--model", copy, *arguments)
     assert code in (0, 2)
@@ -116,6 +116,7 @@ def run(shell: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+SHIPPED = ROOT / "plans" / "tiny-moe.yaml"
 MAKE = f'"$@" plan {TINY_MOE} --machine cpu'
 
 
@@ -124,8 +125,7 @@ MAKE = f'"$@" plan {TINY_MOE} --machine cpu'
     [
         (f"{MAKE} | true; exit ${{PIPESTATUS[0]}}", 141),
         (f"{MAKE} | head -c1 > /dev/null; exit ${{PIPESTATUS[0]}}", 0),
-        (f"{MAKE} >&-", 0),
-        (f"{MAKE} <&- >&- 2>&-", 0),
+        (f"{MAKE} <&- >&- 2>&-", 1),
         (f"{MAKE}x 2>&-", 2),
     ],
 )
@@ -133,6 +133,37 @@ def test_streams_that_nobody_reads(shell: str, code: int) -> None:
     done = run(shell)
     assert done.returncode == code
     assert not done.stderr if "2>&-" in shell else done.stderr.endswith(RUNS)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"plan {TINY_MOE} --machine cpu",
+        f"analyze {TINY_MOE} --machine cpu --json",
+        f"show {SHIPPED}",
+        f"check {SHIPPED} --file-only",
+        f"replan {SHIPPED}",
+        f"report {SHIPPED} -o -",
+        f"run {SHIPPED} --device cpu --prompt x",
+        f"run {SHIPPED} --device cpu --prompt x --json",
+        f"bench {SHIPPED} --device cpu",
+        "measure --device cpu",
+        "machines",
+        "schema",
+        "--version",
+        "plan --help",
+    ],
+)
+def test_a_result_for_a_closed_stdout(command: str) -> None:
+    done = run(f'"$@" {command} >&-')
+    assert done.returncode == 1
+    *_, told = done.stderr.splitlines()
+    assert told.startswith("offplan: standard output is closed, and the result would be printed")
+
+
+def test_a_closed_stdout_that_nothing_is_printed_to(tmp_path: Path) -> None:
+    done = run(f"{MAKE} -o {tmp_path / 'plan.yaml'} >&-")
+    assert (done.returncode, (tmp_path / "plan.yaml").is_file()) == (0, True), done.stderr
 
 
 def test_what_tokenizers_prints_is_no_part_of_the_result(copy: Path) -> None:
@@ -145,7 +176,7 @@ def test_what_tokenizers_prints_is_no_part_of_the_result(copy: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)["text"]) == (0, "i")
     assert "unknown kwarg" in done.stderr
     closed = run(f'"$@" run {plan} --model {copy} {arguments} <&- >&- 2>&-')
-    assert closed.returncode == 0
+    assert closed.returncode == 1
 
 
 def test_help_that_nobody_reads() -> None:

@@ -129,7 +129,7 @@ floor                   280 ms             27 ms
 over the link           15 GiB           1.4 GiB
 
 A request takes 4.7 s, estimated: 29.41 tokens/s in decode.
-Bound of its bytes 4.012 s (x1.171); floor of any plan 3.7 s (x1.270); all
+Bound of its bytes 3.983 s (x1.180); floor of any plan 3.7 s (x1.270); all
 estimated.
 """
 

@@ -38,7 +38,7 @@ def test_the_shipped_plan_in_json(cli: CLI) -> None:
     assert code == 0
     assert f"Weights{data['text']}" == WEIGHTS
     facts = ["device", "batch", "prompt_tokens", "output_tokens"]
-    figures = ["predicted", "predicted_as_run", "measured"]
+    figures = ["predicted", "predicted_as_run", "measured", "left_unpacked"]
     assert list(data) == ["offplan", *facts, "text", "texts", *figures]
     ended = {"text": data["text"], "num_tokens": data["output_tokens"], "finish_reason": "stop"}
     assert data["texts"] == [ended]
@@ -52,13 +52,12 @@ def test_a_text_ends_where_the_generation_config_says(cli: CLI, tmp_path: Path) 
     model = shutil.copytree(TINY_MOE, tmp_path / "model")
     d = ord("d") - ord("!")  # tokens of this model are printable characters
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, d]}))
+    plan = write_plan(tmp_path, RULES["resident"])
     arguments = ("--model", model, "--prompt", "Weights", "--device", "cpu", "--json")
-    code, out, _ = cli("run", "plans/tiny-moe.yaml", *arguments)
+    code, out, _ = cli("run", plan, *arguments)
     assert (code, json.loads(out)["text"]) == (0, " that d")
     (model / "generation_config.json").unlink()
-    assert (
-        f"Weights{json.loads(cli('run', 'plans/tiny-moe.yaml', *arguments).out)['text']}" == WEIGHTS
-    )
+    assert f"Weights{json.loads(cli('run', plan, *arguments).out)['text']}" == WEIGHTS
 
 
 def test_bytes_moved_are_those_of_the_schedule(cli: CLI, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class Walk:
         yield f"takes {(prefill.step_s - prefill.bound_s) * 1e3:.2f} ms more"
         yield f"({waits[0] * 1e-9:.2f} ms)"
         yield f"({waits[1] * 1e-9:.2f} + {waits[2] * 1e-9:.2f} ms)"
-        yield f"{prefill.step_s * 1e3:.2f} ms + 128 x {decode.step_s * 1e3:.3f} ms"
+        yield f"{prefill.step_s * 1e3:.2f} ms + 127 x {decode.step_s * 1e3:.3f} ms"
         yield f"= {self.prediction.objective_s:.3f} s"
 
 

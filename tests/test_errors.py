@@ -15,6 +15,7 @@ def test_exit_codes() -> None:
         "OffplanError": 1,
         "InputError": 2,
         "CheckpointError": 2,
+        "UnpackableError": 2,
         "PlanError": 2,
         "ProfileError": 2,
         "ExportError": 2,
@@ -22,6 +23,7 @@ def test_exit_codes() -> None:
         "DriftError": 4,
         "MemoryLimitError": 1,
         "HubError": 1,
+        "NotANumberError": 1,
     }
 
 

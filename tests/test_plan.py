@@ -34,7 +34,7 @@ from offplan.plan import (
     parse_plan,
 )
 from offplan.planner.make import make_plan
-from offplan.records import Basis, load_yaml
+from offplan.records import Basis, dump_yaml, load_yaml
 from tests.costs.builders import dense_model, make_machine, moe_model, rule
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
@@ -206,6 +206,15 @@ def test_odd_documents_are_refused(tmp_path: Path, text: str) -> None:
 def test_values_are_what_they_look_like(value: str) -> None:
     assert load_yaml(f"a: {value}") == {"a": value}
     assert load_yaml("[1, -2.5, 1e-05, true, null, ~]") == [1, -2.5, 1e-05, True, None, None]
+
+
+@pytest.mark.parametrize("text", ["589e57806582", "1e5", "-2", "0.5", "nULL", "TRue", "", "1:30"])
+def test_texts_are_read_back_as_texts(text: str) -> None:
+    """A layer's digest may have digits and one ``e`` alone."""
+    for value in ({"a": text}, [text], text):
+        assert load_yaml(dump_yaml(value, width=100)) == value
+        assert load_yaml(dump_yaml(value, width=100, on_one_line=True)) == value
+    assert dump_yaml([1, 1e-05, True, None], width=100, on_one_line=True).count("'") == 0
 
 
 def test_many_keys_are_compared_at_once(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def assemble(source: str, stored: Stored) -> Model:
         experts=experts,
         headers_sha256=headers_sha256(stored.tensors),
         num_tensors=len(stored.tensors),
+        generation=stored.generation,
         notes=(
             *stored.notes,
             *split.notes,

@@ -3,14 +3,14 @@
 That takes seconds, most of them to import torch: what was built is kept on disk.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offplan.checkpoint.architecture import Routing, read_architecture
-from offplan.checkpoint.folder import is_file, read_config, read_index
+from offplan.checkpoint.built_cache import BUILT, BuiltTensors, built_key
+from offplan.checkpoint.folder import is_file, read_config, read_generation, read_index
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.quantise import Use, quantise
 from offplan.checkpoint.quiet import quietly
@@ -23,7 +23,6 @@ from offplan.checkpoint.tensors import (
     split_expert,
 )
 from offplan.errors import CheckpointError
-from offplan.files import answer_path, keep, read_kept
 from offplan.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ _MAX_LAYERS = 1_000
 """Most layers of a stack, past any model's: transformers builds an object for each of its parts."""
 _MAX_EXPERTS = 100_000
 """Most experts over all layers, past any model's: each becomes a tensor of the checkpoint."""
-_MAX_KEPT_BYTES = 2**28
-"""Bytes of the longest list of tensors that is read again, past any model's."""
 _LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
 """Keys that say, in the configs of transformers' architectures, how many layers a stack has."""
 
@@ -73,7 +70,9 @@ def read_config_only(path: Path, on_progress: Progress | None = None) -> Stored:
     if architecture.num_prediction_layers:
         notes.append("layers that predict further tokens, if stored, are not counted")
     notes += _compare_with_index(path, tensors)
-    return Stored(config, tensors, notes=tuple(notes))
+    # without one, it may be among the weights
+    generation = read_generation(path.parent) or None
+    return Stored(config, tensors, generation=generation, notes=tuple(notes))
 
 
 def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
@@ -88,25 +87,21 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
 
 def _find_tensors(
     config: Mapping[str, Any], where: str, on_progress: Progress | None
-) -> list[tuple[TensorInfo, Use]]:
+) -> BuiltTensors:
     """Return what ``_build_tensors`` builds, which is kept on disk."""
-    path = answer_path("built", json.dumps(config))
-    kept = read_kept(path, _MAX_KEPT_BYTES)
+    key = built_key(config)
+    kept = BUILT.find(key)
     if kept is not None:
-        return [
-            (TensorInfo(name, dtype, tuple(shape)), Use(use))
-            for name, dtype, shape, use in json.loads(kept)
-        ]
+        return kept
     report = on_progress or silent("")
     report(0, 1)
     built = _build_tensors(config, where)
     report(1, 1)
-    entries = [(tensor.name, tensor.dtype, tensor.shape, use.value) for tensor, use in built]
-    keep(path, json.dumps(entries).encode())
+    BUILT.keep(key, built)
     return built
 
 
-def _build_tensors(config: Mapping[str, Any], where: str) -> list[tuple[TensorInfo, Use]]:
+def _build_tensors(config: Mapping[str, Any], where: str) -> BuiltTensors:
     """Return the tensors that ``save_pretrained`` would write unquantised, and their use.
 
     They are named as in the checkpoint.
@@ -166,9 +161,7 @@ def _mark_uses(model: Any) -> "dict[torch.dtype, tuple[torch.dtype, Use]]":
     return {mark: original for original, mark in marks.items()}
 
 
-def _without_idle_experts(
-    routing: Routing, built: list[tuple[TensorInfo, Use]]
-) -> list[tuple[TensorInfo, Use]]:
+def _without_idle_experts(routing: Routing, built: BuiltTensors) -> BuiltTensors:
     """Drop the halves that transformers allocates for LongCat's experts that compute nothing.
 
     Source: transformers 5.23, ``LongcatFlashExperts``: gate and up for ``n_routed_experts +

@@ -28,6 +28,12 @@ def find_file(repo: str, filename: str, commit: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def is_absent(repo: str, filename: str, commit: str) -> bool:
+    """Whether the Hub has said that this commit has no such file, as far as its cache knows."""
+    found = try_to_load_from_cache(repo, filename, revision=commit)
+    return found is not None and not isinstance(found, str)
+
+
 def fetch(repo: str, filename: str, revision: str | None) -> Path:
     """Bring one small file into the Hub's cache, or find it there.
 

@@ -8,6 +8,11 @@ from typing import Any
 
 from offplan.checkpoint.config import states_quantisation
 from offplan.checkpoint.headers import LENGTH_BYTES, header_length, parse_header
+from offplan.checkpoint.identity import (
+    GENERATION_NAME,
+    NO_GENERATION,
+    fingerprint_generation,
+)
 from offplan.checkpoint.index import Index, check_against_index, parse_index
 from offplan.checkpoint.jsontext import load_object, quote, shorten
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
@@ -49,7 +54,7 @@ def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:
             on_progress(done, len(shards))
     if index is not None:
         check_against_index(index, tensors, str(folder / INDEX_NAME))
-    return Stored(config, tuple(tensors))
+    return Stored(config, tuple(tensors), generation=read_generation(folder))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -71,6 +76,15 @@ def read_config(path: Path) -> dict[str, Any]:
     stated = load_object(_read_small(beside), str(beside)).get("quantization")
     own = stated if isinstance(stated, dict) else {}
     return config | {"quantization_config": own | {"quant_method": "modelopt"}}
+
+
+def read_generation(folder: Path) -> str:
+    """Return the fingerprint of a folder's generation config, ``NO_GENERATION`` without any.
+
+    Raises CheckpointError when it cannot be read.
+    """
+    path = folder / GENERATION_NAME
+    return fingerprint_generation(_read_small(path)) if is_file(path) else NO_GENERATION
 
 
 def read_index(path: Path) -> Index:

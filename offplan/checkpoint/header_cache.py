@@ -1,15 +1,15 @@
 """Headers from the Hub kept on disk, so that a second run and offline mode need no network.
 
-One file a shard under ``HF_HOME/offplan/headers/<org--name>/<commit>/``: a checksum, the size of
-the whole shard (8 bytes, little-endian), then the shard's first bytes as served: length and JSON.
+One file a shard under ``HF_HOME/offplan/headers/<org--name>/<commit>/``.
 """
 
-from pathlib import Path
 from typing import NamedTuple
 
-from offplan.checkpoint.headers import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
+from offplan.checkpoint.headers import LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.files import keep, read_kept
+from offplan.kept import KeptAnswers
+
+_SIZE_BYTES = 8
 
 
 class ShardStart(NamedTuple):
@@ -25,20 +25,35 @@ class ShardStart(NamedTuple):
         return parse_header(self.data[LENGTH_BYTES:], self.file_bytes, shard, where)
 
 
-def cache_path(home: Path, repo: str, commit: str, shard: str) -> Path:
-    """Name the file that keeps a shard's header."""
-    repo, shard = repo.replace("/", "--"), shard.replace("/", "--")
-    return home / "offplan" / "headers" / repo / commit / f"{shard}.header"
+class KeptHeader:
+    """The place of one shard's header on this machine's disk."""
+
+    def __init__(self, repo: str, commit: str, shard: str) -> None:
+        """Name the header of ``shard`` at a ``commit`` of ``repo``."""
+        self._key = {"repo": repo, "commit": commit, "shard": shard}
+        repo, shard = repo.replace("/", "--"), shard.replace("/", "--")
+        self._name = f"{repo}/{commit}/{shard}.header"
+
+    def find(self) -> ShardStart | None:
+        """Return the header, or None where there is none that can be believed."""
+        return _HEADERS.find(self._key, self._name)
+
+    def keep(self, start: ShardStart) -> None:
+        """Keep the header, where the disk takes it."""
+        _HEADERS.keep(self._key, start, self._name)
 
 
-def load_start(path: Path) -> ShardStart | None:
-    """Return a shard's header, or None when there is none to be read."""
-    content = read_kept(path, 8 + LENGTH_BYTES + MAX_HEADER_BYTES)
-    if content is None:
-        return None
-    return ShardStart(content[8:], int.from_bytes(content[:8], "little") or None)
+def _encode(start: ShardStart) -> bytes:
+    return (start.file_bytes or 0).to_bytes(_SIZE_BYTES, "little") + start.data
 
 
-def store_start(path: Path, start: ShardStart) -> None:
-    """Keep a header, where the disk takes it; it appears whole or not at all."""
-    keep(path, (start.file_bytes or 0).to_bytes(8, "little") + start.data)
+def _decode(content: bytes) -> ShardStart:
+    size, data = content[:_SIZE_BYTES], content[_SIZE_BYTES:]
+    start = ShardStart(data, int.from_bytes(size, "little") or None)
+    if len(data) != LENGTH_BYTES + header_length(data[:LENGTH_BYTES], start.file_bytes, "kept"):
+        raise ValueError("this is not a whole header")
+    return start
+
+
+_HEADERS = KeptAnswers("headers", _SIZE_BYTES + LENGTH_BYTES + MAX_HEADER_BYTES, _encode, _decode)
+"""The shard's size (8 bytes, little-endian), then its first bytes as served: length and JSON."""

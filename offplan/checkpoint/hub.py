@@ -11,23 +11,25 @@ from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import logging
 
 from offplan.checkpoint.config import states_quantisation
-from offplan.checkpoint.download import PATIENCE_S, fetch, find_file
+from offplan.checkpoint.download import PATIENCE_S, fetch, fetch_where_present, find_file, is_absent
 from offplan.checkpoint.folder import (
     ADAPTER_ALONE,
     ADAPTER_NAME,
     QUANTISATION_NAME,
     read_config,
+    read_generation,
     read_index,
     read_shard,
 )
-from offplan.checkpoint.header_cache import cache_path, load_start, store_start
+from offplan.checkpoint.header_cache import KeptHeader
 from offplan.checkpoint.hub_errors import NoSuchFile, explaining
+from offplan.checkpoint.identity import GENERATION_NAME, NO_GENERATION
 from offplan.checkpoint.index import Index, check_against_index
 from offplan.checkpoint.quiet import quietly
 from offplan.checkpoint.ranges import read_header
 from offplan.checkpoint.tensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Stored, TensorInfo
 from offplan.checkpoint.threads import in_threads
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, HubError
 from offplan.forms.recognise import CODE_TYPES
 from offplan.progress import Progress
 
@@ -51,7 +53,17 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress | None = Non
         with suppress(NoSuchFile):
             fetch(repo, QUANTISATION_NAME, commit)
             config = read_config(config_path)
-    return Stored(config, tuple(tensors), revision=commit)
+    generation = _read_generation(repo, commit)
+    return Stored(config, tuple(tensors), revision=commit, generation=generation)
+
+
+def _read_generation(repo: str, commit: str) -> str | None:
+    """Return the fingerprint of a generation config; None where neither cache nor Hub tells."""
+    with suppress(HubError):
+        fetch_where_present(repo, commit, (GENERATION_NAME,))
+    if (path := find_file(repo, GENERATION_NAME, commit)) is not None:
+        return read_generation(path.parent)
+    return NO_GENERATION if is_absent(repo, GENERATION_NAME, commit) else None
 
 
 def _read_tensors(repo: str, commit: str, on_progress: Progress | None) -> list[TensorInfo]:
@@ -74,9 +86,9 @@ class _Shards:
 
     def is_known(self, shard: str) -> bool:
         """Whether the shard or its header is on this machine."""
-        return (
-            self._header(shard).exists() or find_file(self._repo, shard, self._commit) is not None
-        )
+        if find_file(self._repo, shard, self._commit) is not None:
+            return True
+        return KeptHeader(self._repo, self._commit, shard).find() is not None
 
     def read_all(self, sizes: dict[str, int], on_progress: Progress | None) -> list[TensorInfo]:
         """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
@@ -89,23 +101,21 @@ class _Shards:
                     on_progress(done, len(sizes))
         return tensors
 
-    def _header(self, shard: str) -> Path:
-        return cache_path(Path(constants.HF_HOME), self._repo, self._commit, shard)
-
     def _read(self, shard: str, size: int) -> list[TensorInfo]:
         where = f"{self._repo}: {shard}"
         local = find_file(self._repo, shard, self._commit)
         if local is not None:
             return read_shard(local, shard)
+        kept = KeptHeader(self._repo, self._commit, shard)
         # A damaged cache is no fault of the checkpoint's: it is read again.
         with suppress(CheckpointError):
-            if (cached := load_start(self._header(shard))) is not None:
-                return cached.parse(shard, where)
+            if (known := kept.find()) is not None:
+                return known.parse(shard, where)
         url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
         with explaining(self._repo, self._commit, shard):
             start = read_header(url, size, where)
         tensors = start.parse(shard, where)
-        store_start(self._header(shard), start)
+        kept.keep(start)
         return tensors
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from offplan.checkpoint.architecture import Architecture, read_architecture
 from offplan.checkpoint.group import group_outside, resize
+from offplan.checkpoint.identity import fingerprint
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
 
@@ -133,6 +134,9 @@ class Model:
     headers_sha256: str
     """Fingerprint of the sorted names, dtypes and shapes, the same on the Hub and in a folder."""
     num_tensors: int
+    generation: str | None = None
+    """Fingerprint of ``generation_config.json``, ``NO_GENERATION`` where the model has none; None
+    where that is not known."""
     towers: frozenset[str] = frozenset()
     """Names in ``outside`` of what reads images and sound beside a text part that runs alone."""
     notes: tuple[str, ...] = ()
@@ -147,8 +151,12 @@ class Model:
     @cached_property
     def config_sha256(self) -> str:
         """Fingerprint of all in the config that may change what the model gives."""
-        content = json.dumps(_without_volatile(self.config), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return fingerprint(self.config)
+
+    @property
+    def generation_config_sha256(self) -> str | None:
+        """Fingerprint of the generation config; None where there is none, or none is known."""
+        return self.generation or None
 
     @property
     def element_bytes(self) -> int:
@@ -206,21 +214,6 @@ class Model:
         """Weights that are stored, whatever their form: scales and the like are none."""
         in_layers = (p for layer in self.layers for p in layer.parameters)
         return sum(p.num_weights for p in (*in_layers, *self.outside_parameters))
-
-
-_VOLATILE = frozenset(
-    ("_commit_hash", "_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version")
-)
-"""Keys of a config that change nothing that a model gives, or (its types) are checked apart."""
-
-
-def _without_volatile(value: Any) -> Any:
-    """Drop volatile keys of a config, at every depth."""
-    if isinstance(value, list):
-        return [_without_volatile(each) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _without_volatile(each) for key, each in value.items() if key not in _VOLATILE}
 
 
 INPUT_EMBEDDINGS = frozenset(

@@ -73,6 +73,8 @@ class Stored:
     """All tensors, in no particular order."""
     revision: str | None = None
     """The Hub commit; None off the Hub."""
+    generation: str | None = None
+    """Fingerprint of the generation config, as a ``Model`` has it."""
     notes: tuple[str, ...] = ()
     """Sentences on what the source could not tell."""
 

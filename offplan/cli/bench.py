@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, print_result, waiting
+from offplan.cli.output import ProgressBar, check_stdout, print_note, print_result, waiting
 
 
 def bench(
@@ -28,6 +28,7 @@ def bench(
     from offplan.cli.planning import open_plan_to_run
 
     # before torch is imported, which takes seconds: the mistakes that need none
+    check_stdout()
     loaded, found = open_plan_to_run(plan, model)
 
     with waiting("starting torch"):
@@ -45,5 +46,7 @@ def bench(
         device=device,
         dummy_weights=dummy_weights,
         on_stage=ProgressBar,
+        tell=print_note,
     )
-    print_result(bench_payload(loaded, result), *render_bench(loaded, result), json=json)
+    ran = result.ran
+    print_result(bench_payload(ran, result), *render_bench(ran, result), json=json)

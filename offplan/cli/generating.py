@@ -7,6 +7,7 @@ from offplan.cli.asked import Asked
 from offplan.cli.live import LiveLine
 from offplan.cli.output import waiting
 from offplan.cli.told import Teller
+from offplan.errors import NotANumberError
 from offplan.library.repricing import predict_workload
 from offplan.plan import Plan
 from offplan.report.run import RunResult
@@ -36,9 +37,14 @@ def generate_asked(
         num_tokens = lengths[-1]
         _warm_up(session, batch, lengths[0])
         with LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown) as live:
-            for text, piece in generate_texts(session, batches, asked.sampling, measured):
-                teller.take(text, piece)
-                live.count(1, num_ended=text.finish is not None)
+            try:
+                for text, piece in generate_texts(session, batches, asked.sampling, measured):
+                    teller.take(text, piece)
+                    live.count(1, num_ended=text.finish is not None)
+            except NotANumberError as error:
+                teller.finish()  # what came out before is shown
+                names = [asked.prompts[number][0] for number in error.numbers]
+                raise NotANumberError(error.cause, error.numbers, names) from None
         teller.finish()
     else:
         tokens = random_prompt(model, workload)

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from offplan.checkpoint.jsontext import quote, unique_keys
 from offplan.cli.inputs import read_input
+from offplan.cli.locked import open_locked
 from offplan.cli.output import STANDARD, check_writable, print_note
 from offplan.errors import InputError
 
@@ -109,7 +110,8 @@ class Results:
     def __init__(self, path: Path, lines: Sequence[Line], settings: str, *, force: bool) -> None:
         """Go on with the file ``path``, or begin it; ``force`` begins it anew.
 
-        ``settings`` stands for all that the texts depend on beside their prompts. Raises InputError
+        No other process can until the results are closed. ``settings`` stands for all that the
+        texts depend on beside their prompts. Raises InputError where another run writes the file,
         where there is another file, or results of other prompts or settings.
         """
         self.done: set[int] = set()
@@ -119,15 +121,20 @@ class Results:
         if path == STANDARD:
             return
         check_writable(path, force=True)
-        whole = 0
-        if path.exists() and not force:
-            whole = self._read(path, {line.number: line for line in lines})
-        self._file = path.open("a", encoding="ascii")
-        self._file.truncate(whole)  # a line that was being written when the process ended
+        # before it is read: what another run adds behind our back would be made a second time
+        file = open_locked(path)
+        try:
+            whole = 0 if force else self._read(path, {line.number: line for line in lines})
+            file.truncate(whole)  # a line that was being written when the process ended
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
 
     def _read(self, path: Path, lines: Mapping[int, Line]) -> int:
         """Note what is done; return the bytes of the file's whole lines."""
         *texts, part = path.read_bytes().split(b"\n")
+        num_doubled = 0
         for number, text in enumerate(texts, start=1):
             where = f"{path}, line {number}"
             try:
@@ -144,7 +151,13 @@ class Results:
                     f"{where} is the result of another prompt, model or option: name another file, "
                     "or replace it with --force"
                 )
+            num_doubled += line.number in self.done
             self.done.add(line.number)
+        if num_doubled:
+            print_note(
+                f"{path}: found {num_doubled:,} more results than one a prompt, expected none (two "
+                "runs may have written the file); they stay: take them out, or name --force"
+            )
         if not texts and part[: len(_BEGINNING)] != _BEGINNING[: len(part)]:
             raise InputError(
                 f"{path} is no result of offplan run: name another file, or replace it with --force"

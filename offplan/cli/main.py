@@ -18,6 +18,25 @@ _NO_THREAD = "can't start new thread"
 """What Python's RuntimeError says where there is no memory for another thread's stack."""
 
 
+class ClosedOutput(TextIOWrapper):
+    """Standard output that the shell has closed: it takes no text.
+
+    Its descriptor leads to no file, so that what compiled code prints does no harm.
+    """
+
+    def writable(self) -> bool:
+        """Whether it takes text: it does not."""
+        return False
+
+    def write(self, text: str) -> int:
+        """Raise OffplanError, unless there is nothing to write."""
+        from offplan.cli.output import check_stdout
+
+        if text:
+            check_stdout()
+        return len(text)
+
+
 def main() -> None:
     """Run the command line; always ends in ``SystemExit``."""
     code = _run()
@@ -106,7 +125,7 @@ def _prepare_streams() -> None:
     """Have all three standard streams, also where the shell has closed them."""
     # in the order of their descriptors, which else the next files that are opened would get
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stdout or ClosedOutput(open(os.devnull, "wb"))  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: better than no report

@@ -7,7 +7,14 @@ import typer
 
 from offplan.choices import DeviceName
 from offplan.cli import options
-from offplan.cli.output import STANDARD, ProgressBar, check_writable, print_result, save_file
+from offplan.cli.output import (
+    STANDARD,
+    ProgressBar,
+    check_stdout,
+    check_writable,
+    print_result,
+    save_file,
+)
 
 
 def measure(
@@ -45,6 +52,7 @@ def measure(
 
     if output == STANDARD:  # where it goes anyway
         output = None
+    check_stdout()
     check_writable(output, force=force)
     if device == "cuda":
         require_gpu()

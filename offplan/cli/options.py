@@ -192,6 +192,22 @@ ExportedTo = Annotated[
         help="Whose command: vllm, vllm-worker, sglang, or a version of it, vllm==0.31.",
     ),
 ]
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """Read names with commas between."""
+    return tuple(name for each in text.split(",") if (name := each.strip()))
+
+
+LeaveUnpacked = Annotated[
+    Any,
+    typer.Option(
+        "--leave-unpacked",
+        metavar="NAMES",
+        parser=read_names,
+        help="Leave layers or segments as stored: 7, 7.mlp.down_proj, mlp.down_proj, output_head.",
+    ),
+]
 Packing = Annotated[
     bool,
     typer.Option(

@@ -11,7 +11,7 @@ from threading import Timer
 from typing import IO, TYPE_CHECKING, Any
 
 from offplan.cli.printable import printable
-from offplan.errors import InputError
+from offplan.errors import InputError, OffplanError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,6 +94,15 @@ def waiting(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def check_stdout() -> None:
+    """Raise OffplanError where standard output is closed, so that a result would be lost."""
+    if not sys.stdout.writable():
+        raise OffplanError(
+            "standard output is closed, and the result would be printed there: leave it open, or "
+            "send it to a file"
+        )
 
 
 def check_writable(*paths: Path | None, force: bool) -> None:

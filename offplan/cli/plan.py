@@ -17,7 +17,7 @@ def plan(query: Query) -> None:
     from offplan.planner.make import make_plan
     from offplan.report.analysis import analyze_result, render_analysis
     from offplan.report.answer import describe_answer, render_answer
-    from offplan.report.payload import plan_payload
+    from offplan.report.payload import plan_payload, shortage_payload
 
     query.check()
     if query.svg == STANDARD and (query.json or query.plan_file is None):
@@ -43,6 +43,6 @@ def plan(query: Query) -> None:
     if query.plan_file is not None:
         save_plan(query.plan_file, made, force=query.force)
     if query.json:
-        print_json(plan_payload(made, analysis.why_not_run))
+        print_json({**plan_payload(made, analysis.why_not_run), **shortage_payload(analysis)})
     elif query.plan_file is None:
         sys.stdout.write(dump_plan(made))

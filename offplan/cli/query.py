@@ -47,6 +47,7 @@ class Query:
     pipeline_parallel: options.PipelineParallel = 1
     expert_parallel: options.ExpertParallel = 1
     packing: options.Packing = True
+    leave_unpacked: options.LeaveUnpacked = None
     frontier: options.Frontier = False
     revision: options.Revision = None
     source: options.Source = None
@@ -107,6 +108,7 @@ class Query:
             max_tpot_s=self.max_tpot,
             engine=self.engine,
             packing=self.packing,
+            leave_unpacked=self.leave_unpacked or (),
             ranks=self.ranks,
         )
         note_budget(question, self.gpu_memory)

@@ -28,6 +28,7 @@ def replan(
         bool,
         typer.Option("--accept-drift", help="Plan for the model as it is, if it is another one."),
     ] = False,
+    leave_unpacked: options.LeaveUnpacked = None,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -73,7 +74,13 @@ def replan(
     if chosen is not None and chosen.profile_name is not None:
         named = relocate_profile(chosen.profile_name, Path(), plan.resolve().parent)
         chosen = replace(chosen, profile_name=named)
-    question = ask_again(old, model=found, machine=chosen, accept_drift=accept_drift)
+    question = ask_again(
+        old,
+        model=found,
+        machine=chosen,
+        accept_drift=accept_drift,
+        leave_unpacked=leave_unpacked,
+    )
     note_budget(question, old.budget.gpu_memory)
     with waiting("planning"):
         made = make_plan(question).plan

@@ -13,6 +13,7 @@ from offplan.cli.output import (
     JSON_VERSION,
     STANDARD,
     ProgressBar,
+    check_stdout,
     print_json,
     print_note,
     print_result,
@@ -81,6 +82,7 @@ def run(
     from offplan.cli.planning import open_plan_to_run
 
     # before torch is imported, which takes seconds: the mistakes that need none
+    check_stdout()
     is_prompted = bool(prompt or prompt_file or prompts)
     _check_usage(
         {
@@ -133,9 +135,15 @@ def run(
         elif texts and not json:
             alone = loaded.workload.batch == 1 or len(texts) == 1
             teller = Printer(asked.shown, alone=alone)
-        session = stack.enter_context(
-            load_session(loaded, found, chosen, dummy_weights=dummy_weights, on_stage=ProgressBar)
+        loaded, opened = load_session(
+            loaded,
+            found,
+            chosen,
+            dummy_weights=dummy_weights,
+            on_stage=ProgressBar,
+            tell=print_note,
         )
+        session = stack.enter_context(opened)
         if (peer := session.loaded.store.peer) is not None:
             print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
         result = generate_asked(session, loaded, found, asked, texts, teller)

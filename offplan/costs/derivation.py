@@ -73,7 +73,7 @@ def derive_prediction(held: Held, machine: MachineProfile, plan: Plan) -> tuple[
         "objective",
         prediction.objective_s,
         "s",
-        "prefill.step + output tokens x decode.step",
+        "prefill.step + (output tokens - 1) x decode.step",
         (Input("output tokens", plan.workload.output_tokens, "count"),),
     )
     return (*terms, objective)

@@ -57,7 +57,7 @@ def find_floor(
         prefill_link_bytes=prefill_bytes,
         decode_s=decode_s,
         prefill_s=prefill_s,
-        objective_s=prefill_s + workload.output_tokens * decode_s,
+        objective_s=prefill_s + workload.num_steps * decode_s,
     )
 
 

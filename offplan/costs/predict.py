@@ -27,9 +27,9 @@ class RequestTimes:
     prefill: PhaseTimes
     decode: PhaseTimes
 
-    def objective_ps(self, output_tokens: int) -> Fraction:
-        """Picoseconds of a request: the prompt, and a decode step for each output token."""
-        return self.prefill.step_ps + output_tokens * self.decode.step_ps
+    def objective_ps(self, workload: Workload) -> Fraction:
+        """Picoseconds of a request: the prompt, which gives the first token, and decode steps."""
+        return self.prefill.step_ps + workload.num_steps * self.decode.step_ps
 
 
 def price_request(
@@ -102,7 +102,7 @@ def predict_stage(
     times = price_request(placement, stage, machine, prompt, decode)
     on_peer = placement.slab_bytes if offload.store == "peer" else 0
     return Prediction(
-        objective=to_seconds(times.objective_ps(workload.output_tokens)),
+        objective=to_seconds(times.objective_ps(workload)),
         basis="measured" if prompt.measured and decode.measured else "estimated",
         prefill=times.prefill.predict(),
         decode=times.decode.predict(),

@@ -34,9 +34,9 @@ class Kind(str, Enum):
     FP4 = "fp4"
     """bitsandbytes' floats of 4 bits, likewise."""
     PACKED = "packed"
-    """bfloat16 values, bit-exact: a byte of sign and mantissa each, and half a byte for the
-    exponent. A row's weights are packed in two halves, so that one byte has the exponents of
-    weights j and j + in / 2."""
+    """bfloat16 values, bit-exact: a byte of sign and mantissa each, half a byte for the exponent,
+    and a base of exponents for each block of weights. A row's weights are packed in two halves, so
+    that one byte has the exponents of weights j and j + in / 2."""
     OTHER = "other"
     """A way that is sized, not understood."""
 
@@ -72,15 +72,18 @@ class Part(str, Enum):
     STATE = "state"
     """What else bitsandbytes keeps: its parameters as JSON, or the name of a layout."""
     EXPONENT = "exponent"
-    """Of packed values [..., out, in / 2]: how far below the row's BASE the biased exponents of
-    weights j (the low half of a byte) and j + in / 2 (the high half) are, 0 to 14; 15 for a zero
-    farther below, and for a weight that PATCHES has instead, whose byte in WEIGHT is 0."""
+    """Of packed values [..., out, in / 2]: how far above the block's BASE the biased exponents of
+    weights j (the low half of a byte) and j + in / 2 (the high half) are, 1 to 15. A code of 0 is
+    an exponent of 0: of a zero, of a subnormal number in a block whose BASE is 0, and of a weight
+    that PATCHES has instead, whose byte in WEIGHT is 0."""
     BASE = "base"
-    """The largest biased exponent of each row of packed values: uint8 [..., out, 1]."""
+    """The base of exponents, 0 to 127, of each block of packed values: uint8
+    [..., out / 64, ceil(in / 256) * 64]. A block is 128 bytes of a row of EXPONENT, the row's last
+    block what is left; the bases of 64 rows' first blocks come first, then of their second."""
     PATCHES = "patches"
-    """Packed values, not zero, that are too small for their row's codes: int32 [..., reserve, 2],
-    by row, then column, of each matrix: row * in + column, and the bits of the bfloat16. The rest
-    is unused."""
+    """Packed values, not zero, that no code of their block reaches: int32 [..., reserve, 2], by
+    row, then column, of each matrix: row * in + column, and the bits of the bfloat16. The rest is
+    unused."""
     PATCH_BLOCKS = "patch_blocks"
     """Where the PATCHES of each 64 rows begin and end: int32 [..., out / 64, 2]."""
 
@@ -113,7 +116,14 @@ NESTED_BLOCK = 256
 """Scales of bitsandbytes that share a scale of theirs."""
 
 PATCH_ROWS = 64
-"""Rows of a packed matrix whose patches are found together; it has a multiple of them."""
+"""Rows of a packed matrix whose patches and bases lie together; it has a multiple of them."""
+BASE_BYTES = 128
+"""Bytes of packed exponents that share a base, of two weights each."""
+MOST_EXPONENT = 142
+"""The largest biased exponent of a packed weight that is no patch: of weights below 2**16.
+
+A base is 15 less at most: two to its power, 127 at most, is a float32.
+"""
 
 
 def patch_reserve(num_out: int, num_in: int) -> int:

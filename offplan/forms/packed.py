@@ -2,7 +2,7 @@
 
 from math import prod
 
-from offplan.forms.form import PATCH_ROWS, Form, Kind, Part, patch_reserve
+from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Form, Kind, Part, patch_reserve
 
 PACKED = Form(Kind.PACKED)
 
@@ -20,10 +20,11 @@ def packed_parts(shape: tuple[int, ...]) -> dict[Part, tuple[str, tuple[int, ...
     """Return the type (safetensors' name) and shape of each part of [..., out, in]."""
     *stack, num_out, num_in = shape
     assert prod(shape), "an empty matrix is stored as it is"
+    num_blocks = -(-num_in // (2 * BASE_BYTES))
     matrix = {
         Part.WEIGHT: ("U8", (num_out, num_in)),
         Part.EXPONENT: ("U8", (num_out, num_in // 2)),
-        Part.BASE: ("U8", (num_out, 1)),
+        Part.BASE: ("U8", (num_out // PATCH_ROWS, num_blocks * PATCH_ROWS)),
         Part.PATCHES: ("I32", (patch_reserve(num_out, num_in), 2)),
         Part.PATCH_BLOCKS: ("I32", (num_out // PATCH_ROWS, 2)),
     }

@@ -1,6 +1,6 @@
 """Weights that a plan holds packed without loss."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from offplan.checkpoint.architecture import Architecture
@@ -8,37 +8,101 @@ from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.tensors import TensorInfo, Tensors
-from offplan.errors import PlanError
+from offplan.errors import InputError, PlanError
 from offplan.forms.form import RAW, Kind, Part
 from offplan.forms.packed import PACKED, can_pack, packed_parts
 from offplan.held.stage import Stage
 from offplan.plan import Packing
+from offplan.unpacked import OUTPUT_HEAD, Unpacked
+
+NOTHING = Unpacked()
+"""No weight is left out."""
 
 
-def pack_everything(model: Model, *, head: bool = True) -> Packing:
-    """Return the packing that takes all that can be packed, the head only if ``head`` is true."""
-    packs_head = head and _why_not_pack_head(model) is None
-    return Packing(group_size=1, num_in_group=1, output_head=packs_head)
+def pack_everything(model: Model, *, head: bool = True, unpacked: Unpacked = NOTHING) -> Packing:
+    """Return the packing that takes all that can be packed but what is left ``unpacked``.
+
+    It takes the head only if ``head`` is true.
+    """
+    packs_head = head and not unpacked.takes_head and _why_not_pack_head(model) is None
+    names = tuple(name for name in unpacked.names if name != OUTPUT_HEAD)
+    return Packing(group_size=1, num_in_group=1, output_head=packs_head, leave_unpacked=names)
+
+
+def leave_unpacked(model: Model, packing: Packing, names: Iterable[str]) -> Packing | None:
+    """Return a packing that leaves some more weights as they are stored; None if all are, then."""
+    unpacked = Unpacked(packing.leave_unpacked).with_names(names)
+    left = tuple(name for name in unpacked.names if name != OUTPUT_HEAD)
+    head = packing.output_head and not unpacked.takes_head
+    less = packing.model_copy(update={"leave_unpacked": left, "output_head": head})
+    return less if _taken(model, less) else None
+
+
+def check_unpacked(model: Model, unpacked: Unpacked) -> None:
+    """Raise InputError for a name that no matrix of a model's layers has."""
+    for name in unpacked.names:
+        one = Unpacked((name,))
+        is_there = one.takes_head or any(
+            one.takes(layer.index, p.name) and _is_matrix(p)
+            for layer in model.layers
+            for p in layer.parameters
+        )
+        if not is_there:
+            raise InputError(
+                f"leave-unpacked {name}: no matrix of {model.source} goes by it; name one of the "
+                f"layers 0 to {len(model.layers) - 1} (7), a segment (mlp.down_proj), both "
+                "(7.mlp.down_proj), or output_head"
+            )
+
+
+def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
+    """Name weights of a model, given by the tensors that the checkpoint stores, as ``Unpacked``.
+
+    A weight that is given in all layers which have it is named by its segment alone.
+    """
+    found: dict[str, list[int]] = {}
+    everywhere: dict[str, list[int]] = {}
+    for layer in model.layers:
+        for p in layer.parameters:
+            name = p.name.removesuffix(".weight")
+            everywhere.setdefault(name, []).append(layer.index)
+            if any(tensor.name in weights for tensor in p.tensors):
+                found.setdefault(name, []).append(layer.index)
+    names = [
+        one
+        for name, layers in found.items()
+        for one in (
+            [name]
+            if layers == everywhere[name] and len(layers) > 1
+            else [f"{layer}.{name}" for layer in layers]
+        )
+    ]
+    head = model.head
+    if head is not None and any(t.name in weights for t in head.tensors):
+        names.append(OUTPUT_HEAD)
+    return NOTHING.with_names(names).names
 
 
 def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
     """Return a stage with the weights packed that a plan says.
 
     Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. Raises
-    PlanError for packing that takes nothing, or the experts of some layers alone, or a head that
-    cannot be packed.
+    PlanError for packing that takes nothing, or some of a layer's experts alone, or a head that
+    cannot be packed, and for a name that it leaves out and that is not there.
     """
     assert stage.packing is None, "a stage is packed once"
     if packing is None:
         return stage
-    packs, source = {id(parameter) for parameter in packable(stage.model)}, stage.model.source
+    model, source = stage.model, stage.model.source
+    unpacked = Unpacked(packing.leave_unpacked)
+    try:
+        check_unpacked(model, unpacked)
+    except InputError as error:
+        raise PlanError(f"packing: {error}") from None
+    packs = _taken(model, packing)
 
     def hold(layer: Layer) -> Layer:
-        if not packing.selects_layer(layer.index):
-            return layer
-        held = tuple(
-            _pack(p) if id(p) in packs and packing.matches(p.name) else p for p in layer.parameters
-        )
+        held = tuple(_pack(p) if id(p) in packs else p for p in layer.parameters)
         return replace(layer, parameters=held)
 
     layers = tuple(map(hold, stage.layers))
@@ -48,15 +112,15 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
             f"packing takes nothing: {source} has no bfloat16 matrices in the layers that it "
             "matches and that can be packed; leave out `packing`, or plan again with --no-packing"
         )
-    experts = [p for layer in layers for p in layer.parameters if _is_matrix(p) and p.is_expert]
-    if len({is_packed(p) for p in experts}) > 1:
-        raise PlanError(
-            "packing takes some of the routed experts' weights only: they are multiplied in one "
-            "way in all layers; take those of all layers, or none"
-        )
+    for layer in layers:
+        if len({is_packed(p) for p in layer.parameters if _is_matrix(p) and p.is_expert}) > 1:
+            raise PlanError(
+                f"packing takes some of the routed experts' weights of layer {layer.index} only: "
+                "those of a layer are multiplied in one way; take all of them, or none"
+            )
     outside = stage.outside
-    if packing.output_head:
-        if why_not := _why_not_pack_head(stage.model):
+    if packing.output_head and not unpacked.takes_head:
+        if why_not := _why_not_pack_head(model):
             raise PlanError(
                 f"packing takes the output head, and that of {source} cannot be packed: "
                 f"{why_not}; leave out `output_head`"
@@ -81,20 +145,40 @@ def is_packed(parameter: Parameter) -> bool:
     return parameter.form.kind is Kind.PACKED
 
 
-def packable(model: Model) -> list[Parameter]:
-    """List the weights of the layers that can be packed, told from headers and config alone."""
+def packable(model: Model, unpacked: Unpacked = NOTHING) -> list[Parameter]:
+    """List the weights of the layers that can be packed, told from headers and config alone.
+
+    Those that are left ``unpacked`` are not among them. The routed experts of a layer are
+    multiplied in one way: where one of their weights stays, all do.
+    """
     architecture = model.architecture
     if model.dtype != "bfloat16" or architecture.quantisation is not None:
         return []
     if architecture.matrices_in_out:
         return []
-    found = [p for layer in model.layers for p in layer.parameters if _fits(p, architecture)]
-    experts = [p for layer in model.layers for p in layer.parameters if p.is_expert]
-    fitting = sum(p.is_expert for p in found)
-    # experts of a model are all multiplied in one way
-    if fitting < sum(map(_is_matrix, experts)):
-        found = [p for p in found if not p.is_expert]
+    found: list[Parameter] = []
+    for layer in model.layers:
+        fitting = [
+            p
+            for p in layer.parameters
+            if _fits(p, architecture) and not unpacked.takes(layer.index, p.name)
+        ]
+        num_experts = sum(_is_matrix(p) and p.is_expert for p in layer.parameters)
+        all_fit = sum(p.is_expert for p in fitting) == num_experts
+        found += [p for p in fitting if all_fit or not p.is_expert]
     return found
+
+
+def _taken(model: Model, packing: Packing) -> set[int]:
+    """Return the identities of the layers' weights that a packing takes."""
+    packs = {id(parameter) for parameter in packable(model, Unpacked(packing.leave_unpacked))}
+    return {
+        id(p)
+        for layer in model.layers
+        if packing.selects_layer(layer.index)
+        for p in layer.parameters
+        if id(p) in packs and packing.matches(p.name)
+    }
 
 
 def _why_not_pack_head(model: Model) -> str | None:

@@ -1,5 +1,6 @@
 """Questions to the planner: asked by a caller, or asked again as a plan file records them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pydantic import ValidationError
@@ -33,6 +34,7 @@ def ask(
     max_tpot_s: float | None = None,
     engine: str | None = None,
     packing: bool = True,
+    leave_unpacked: Sequence[str] = (),
     ranks: Ranks = ONE_RANK,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
@@ -46,10 +48,11 @@ def ask(
     most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its flags can say,
     and ``ranks`` are the GPUs that it divides the model among: ``gpu_memory`` is then each one's,
     ``host_memory`` that of all together. With ``packing`` bfloat16 weights are packed without loss
-    where that is faster.
+    where that is faster; ``leave_unpacked`` names weights that stay as they are stored: ``7``,
+    ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``.
 
-    Raises InputError for a limit below zero and for an engine beside the store ``peer``, and
-    ProfileError where the link to a second GPU is not known.
+    Raises InputError for a limit below zero, for a name that no weight has and for an engine beside
+    the store ``peer``, and ProfileError where the link to a second GPU is not known.
     """
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
@@ -60,6 +63,7 @@ def ask(
             max_tpot=max_tpot_s,
             engine=engine,
             packing=packing,
+            leave_unpacked=tuple(leave_unpacked),
             tensor_parallel=ranks.tensor,
             pipeline_parallel=ranks.pipeline,
             expert_parallel=ranks.expert,
@@ -77,6 +81,7 @@ def ask_again(
     model: Model | str | None = None,
     machine: Machine | None = None,
     accept_drift: bool = False,
+    leave_unpacked: Sequence[str] | None = None,
     on_progress: Progress | None = None,
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
@@ -84,7 +89,8 @@ def ask_again(
     From the same profile, ``make_plan`` makes the same plan of it, byte for byte. ``model`` is the
     plan's model, opened already or where it is to be read instead of where the plan says;
     ``machine`` takes the place of the one that the plan names. With ``accept_drift`` the question
-    is about the model as it is by now, though it is not the plan's. ``on_progress`` hears (shards
+    is about the model as it is by now, though it is not the plan's. ``leave_unpacked`` takes the
+    place of the names that the plan records. ``on_progress`` hears (shards
     read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
@@ -107,7 +113,10 @@ def ask_again(
     found = model if accept_drift else open_planned_model(plan, model)
     # a local copy goes by the name that the plan has for it
     named = replace(found, source=plan.model.source, revision=plan.model.revision)
-    asked = plan.workload, plan.budget, plan.goal, plan.offload.store
+    goal = plan.goal
+    if leave_unpacked is not None:
+        goal = goal.model_copy(update={"leave_unpacked": tuple(leave_unpacked)})
+    asked = plan.workload, plan.budget, goal, plan.offload.store
     return pose(named, profile, *asked, name)
 
 

@@ -1,7 +1,7 @@
 """``bench_plan``: what a plan takes on this machine, beside other ways to run its workload."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from offplan.hostmem.limits import peak_host_bytes
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import price_again
 from offplan.library.runnable import check_before_fetching
+from offplan.library.unpackable import Tell, load_settled, settle_packing
 from offplan.plan import Plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import device_name, find_device
@@ -43,6 +44,8 @@ class BenchResult:
     """Time and memory that the plan took."""
     host_bytes: int
     """Host memory of the process at its peak, libraries included, with the plan loaded."""
+    ran: Plan
+    """The plan that was measured: another one where weights turned out not to pack."""
     others: Mapping[str, Measurement | str]
     """Other ways by name; a text says why one could not be measured."""
 
@@ -57,13 +60,15 @@ def bench_plan(
     device: str | torch.device | None = None,
     dummy_weights: bool = False,
     on_stage: Stages = silent,
+    tell: Tell | None = None,
 ) -> BenchResult:
     """Measure a plan's workload on random tokens: time, bytes moved, stalls and memory.
 
     ``others`` are further ways to run it, of WAYS: ``resident``, ``serial``, ``accelerate``; one
     that fails does not take the others with it. In each of ``num_repeats`` requests ``num_steps``
     decode steps are timed (DEFAULT_STEPS where they fit, if left out). ``model``, ``device``,
-    ``dummy_weights`` and ``on_stage`` are as in ``open_session``.
+    ``dummy_weights`` and ``on_stage`` are as in ``open_session``. ``tell`` hears of weights that do
+    not pack; without it no plan is made again around them.
 
     Raises what ``open_session`` raises, and InputError for a way that there is not, a model whose
     vocabulary is not known, and more steps than the context has room for.
@@ -84,6 +89,8 @@ def bench_plan(
     chosen = find_device(device)
     if not dummy_weights:
         check_before_fetching(found, plan.offload, workload.context, chosen)
+        if tell is not None:
+            plan = settle_packing(plan, found, tell)
     setup = Bench(
         model=found,
         offload=plan.offload,
@@ -96,7 +103,14 @@ def bench_plan(
         used_before=bytes_in_use(chosen),
     )
     # first, so that the peaks that only grow are the plan's own
-    measured, host_bytes = measure_plan(setup, on_stage), peak_host_bytes()
+    plan, measured = load_settled(
+        plan,
+        found,
+        chosen,
+        lambda plan: measure_plan(replace(setup, offload=plan.offload), on_stage),
+        tell,
+    )
+    host_bytes, setup = peak_host_bytes(), replace(setup, offload=plan.offload)
     return BenchResult(
         device=device_name(chosen),
         batch=workload.batch,
@@ -105,6 +119,7 @@ def bench_plan(
         num_repeats=num_repeats,
         plan=measured,
         host_bytes=host_bytes,
+        ran=plan,
         others={name: _measure_way(name, setup, on_stage) for name in others},
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
@@ -110,9 +109,7 @@ def _add_model(
 
     ``held`` is the model as it is stored, and as plans may hold it besides.
     """
-    from huggingface_hub import constants
-
-    from offplan.machine.layer_cache import LayerTimeCache
+    from offplan.machine.layer_cache import LAYER_TIMES
     from offplan.planner.space import prefill_chunks
     from offplan.runtime.measuring.layer_key import layer_times_key
     from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
@@ -124,11 +121,11 @@ def _add_model(
         return profile.model_copy(update={"layer_times": times})
     known: dict[str, list[LayerTime]] = {}
     for each in held:
-        kept = LayerTimeCache(Path(constants.HF_HOME), layer_times_key(each, workload, chunks))
-        found = None if afresh else kept.load()
+        key = layer_times_key(each, workload, chunks)
+        found = None if afresh else LAYER_TIMES.find(key)
         if found is None:
             found = measure_layer_times(each, workload, chunks, progress)
-            kept.store(found)
+            LAYER_TIMES.keep(key, tuple(found))
         # what is the same either way was measured first as it is stored
         for time in [time for time in found if time.layer not in known]:
             known.setdefault(time.layer, []).append(time)

@@ -45,7 +45,7 @@ def price_as_run(plan: Plan, model: Model) -> Plan:
     A plan made for an engine loses that engine, and gets the prediction that its decision has
     without. It comes back as it is where the profile that it was made from is not there any more.
     """
-    machine = None if plan.goal.engine is None else _find_machine(plan)
+    machine = None if plan.goal.engine is None else find_planned_machine(plan)
     if machine is None:
         return plan
     own = plan.model_copy(update={"goal": plan.goal.model_copy(update={"engine": None})})
@@ -57,7 +57,7 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
 
     None where the profile that the plan was made from is not there any more.
     """
-    machine = _find_machine(plan)
+    machine = find_planned_machine(plan)
     if machine is None:
         return None
     held = lower(model, plan.goal, workload).pack(plan.offload.packing)
@@ -66,7 +66,7 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
 
 def price_decision(plan: Plan, model: Model) -> Plan:
     """Do what ``price_again`` does, whether or not the budget is kept."""
-    machine = _find_machine(plan)
+    machine = find_planned_machine(plan)
     priced = price_on(plan, model, machine or load_profile(STAND_IN))
     if machine is None:
         _refuse_changes(plan, priced.prediction)
@@ -91,8 +91,8 @@ def list_changes(before: Plan, after: Plan) -> list[str]:
     return [changes[term] for term in _HEADLINES if term in changes] or [*changes.values()]
 
 
-def _find_machine(plan: Plan) -> MachineProfile | None:
-    """Find the profile that a plan was made from; None where it is gone, or another by now."""
+def find_planned_machine(plan: Plan) -> MachineProfile | None:
+    """Return the profile that a plan was made from; None where it is gone, or another by now."""
     try:
         machine = open_planned_machine(plan)
     except ProfileError:

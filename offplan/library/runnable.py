@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
-from offplan.files import answer_path, keep, read_kept
 from offplan.held.held import hold
 from offplan.held.stage import Stage
+from offplan.kept import KeptAnswers, installed_versions
 from offplan.plan import Offload
 from offplan.runtime.refusal import refuse_long_texts
 
@@ -22,8 +22,17 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 120
 """Seconds after which a model that is still being built is given up."""
-_RUNS = b"runs"
+_RUNS = "runs"
 """What is kept of a model that can be run."""
+
+
+def _decode(content: bytes) -> str:
+    if content.decode() != _RUNS:
+        raise ValueError("nothing else is kept")
+    return _RUNS
+
+
+_RUNNABLE = KeptAnswers("runnable", len(_RUNS), str.encode, _decode)
 
 
 def why_not_run(stage: Stage, context: int = 1) -> str | None:
@@ -41,14 +50,17 @@ def why_not_run(stage: Stage, context: int = 1) -> str | None:
         refuse_long_texts(model, context)
     except CheckpointError as error:
         return str(error)
-    # a plan may have some of it packed
-    held = (stage.outside_key, *(layer.key for layer in stage.layers))
-    path = answer_path("runnable", model.source, model.headers_sha256, model.config_sha256, *held)
-    if read_kept(path, len(_RUNS)) == _RUNS:
+    key = {
+        "model": [model.source, model.headers_sha256, model.config_sha256],
+        # a plan may have some of it packed
+        "held": [stage.outside_key, *(layer.key for layer in stage.layers)],
+        **installed_versions(),
+    }
+    if _RUNNABLE.find(key) is not None:
         return None
     reason = find_obstacle(stage) if "torch" in sys.modules else _ask_process(stage)
     if reason is None:  # an obstacle may pass: a package may be missing, the machine be busy
-        keep(path, _RUNS)
+        _RUNNABLE.keep(key, _RUNS)
     return reason
 
 

@@ -8,6 +8,7 @@ from offplan.errors import InputError
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import price_again
 from offplan.library.runnable import check_before_fetching
+from offplan.library.unpackable import Tell, load_settled, settle_packing
 from offplan.plan import Plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import find_device
@@ -29,16 +30,17 @@ def open_session(
     ``dummy_weights`` are random, and none are read. ``on_stage`` hears what begins.
 
     Raises CheckpointError, HubError and DriftError where the model is not the plan's, PlanError
-    where it was edited and exceeds its budget or cannot be priced again, InputError for a device
+    where it was edited and exceeds its budget or cannot be priced again, UnpackableError for
+    weights that the plan packs and that turn out not to pack, unless they are resident and the
+    budget has room for them as they are stored, InputError for a device
     that is not here and a model without weights, MemoryLimitError, and what Session raises, with
     whatever was taken until then given back.
     """
     plan.require_one_gpu()
     found = open_planned_model(plan, model, on_stage("reading headers"))
     price_again(plan, found)  # for what it refuses
-    return load_session(
-        plan, found, find_device(device), dummy_weights=dummy_weights, on_stage=on_stage
-    )
+    chosen = find_device(device)
+    return load_session(plan, found, chosen, dummy_weights=dummy_weights, on_stage=on_stage)[1]
 
 
 def load_session(
@@ -48,18 +50,29 @@ def load_session(
     *,
     dummy_weights: bool = False,
     on_stage: Stages = silent,
-) -> Session:
-    """Do what ``open_session`` does, once plan and model are checked and the device is found."""
+    tell: Tell | None = None,
+) -> tuple[Plan, Session]:
+    """Do what ``open_session`` does, once plan and model are checked and the device is found.
+
+    Returns the plan that was loaded by, too: with ``tell``, which hears of it, a plan whose weights
+    turn out not to pack is made again where it has no room for them as they are stored.
+    """
     if not dummy_weights:
         check_before_fetching(model, plan.offload, plan.workload.context, device)
-    return Session(
-        model,
-        plan.offload,
-        context=plan.workload.context,
-        device=device,
-        folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
-        on_progress=on_stage("loading"),
-    )
+        if tell is not None:
+            plan = settle_packing(plan, model, tell)
+
+    def load(plan: Plan) -> Session:
+        return Session(
+            model,
+            plan.offload,
+            context=plan.workload.context,
+            device=device,
+            folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
+            on_progress=on_stage("loading"),
+        )
+
+    return load_settled(plan, model, device, load, tell)
 
 
 def check_context(plan: Plan, prompt_tokens: int, num_tokens: int) -> None:

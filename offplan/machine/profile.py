@@ -5,7 +5,6 @@ import json
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
-import yaml
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -18,7 +17,17 @@ from offplan.machine.curve import MAX_FACTOR, Curve, Rereads
 from offplan.machine.name import MachineName, parse_name
 from offplan.machine.name import shipped_profiles as shipped_profiles
 from offplan.ranks import Ranks
-from offplan.records import Basis, Bytes, Flops, Rate, Record, Seconds, load_yaml, read_text
+from offplan.records import (
+    Basis,
+    Bytes,
+    Flops,
+    Rate,
+    Record,
+    Seconds,
+    dump_yaml,
+    load_yaml,
+    read_text,
+)
 
 PROFILE_VERSION = 1
 MOST_FILE_BYTES = 2**20
@@ -324,4 +333,4 @@ def profile_schema() -> dict[str, Any]:
 def dump_profile(profile: MachineProfile) -> str:
     """Print a profile as YAML, with plain numbers: it reads back to an equal profile."""
     data = profile.model_dump(mode="json", exclude_none=True)
-    return yaml.safe_dump(data, sort_keys=False, width=100)
+    return dump_yaml(data, width=100)

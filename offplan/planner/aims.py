@@ -36,7 +36,7 @@ def limits_ps(goal: Goal) -> tuple[float, float]:
 class Fastest:
     """The least time of a request, among plans that keep both limits."""
 
-    weights: tuple[int, int]
+    weights: tuple[int, float]
     """Weights of prompt and decode step; zeros ask for any plan that keeps the limits."""
     limits_ps: tuple[float, float] = (NEVER, NEVER)
 
@@ -47,7 +47,7 @@ class Fastest:
 
     def exact(self, prompt_ps: int, step_ps: Fraction) -> Fraction:
         """Weigh times that keep the limits, without rounding."""
-        return self.weights[0] * prompt_ps + self.weights[1] * step_ps
+        return self.weights[0] * prompt_ps + Fraction(self.weights[1]) * step_ps
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,8 @@ class Nearest:
         pairs = zip(times, self.limits_ps, strict=True)
         return max([Fraction(1), *(t / Fraction(max(1.0, s)) for t, s in pairs if s != NEVER)])
 
+
+WITHIN = 1 + sys.float_info.epsilon
+"""The least float above the value that ``Nearest`` gives plans that keep both limits."""
 
 Aim = Fastest | Nearest

@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from offplan.costs.engine_runtime import NUM_POOLS, engine_runtime
 from offplan.placement import build_slab
 from offplan.plan import Backend, Rule
@@ -105,7 +107,7 @@ class InPlaceRules:
             rules,
             rank,
             times_ps=(times[0], times[1]),
-            link_bytes=sum(w * each for w, each in zip(space.weights, crossing, strict=True)),
+            link_bytes=int(np.dot(space.weights, crossing)),
             gpu_lack=float(needed + copied - off_gpu),
             host_lack=float(host_bytes - room.host_bytes[setting]),
         )

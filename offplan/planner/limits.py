@@ -29,17 +29,18 @@ def check_range(space: Space) -> None:
         step_bytes += count * space.step_read_bytes(units)
         reads = [count * each for each in space.prompt_read_bytes(units)]
         prompt_bytes = [sum(pair) for pair in zip(prompt_bytes, reads, strict=True)]
-    slowdown, outputs = ceil(space.slowdown), question.workload.output_tokens
+    slowdown, workload = ceil(space.slowdown), question.workload
     step_ps = space.decode.resident_ps + copies_ps + slowdown * space.reading_ps(step_bytes)
     prompt_ps = max(
         each.prefill.resident_ps + copies_ps + slowdown * space.reading_ps(read + each.row_bytes[0])
         for each, read in zip(settings, prompt_bytes, strict=True)
     )
-    moved_bytes = max(prompt_bytes) + outputs * step_bytes
+    moved_bytes = max(prompt_bytes) + workload.num_steps * step_bytes
     held_bytes = max(each.device_bytes for each in settings)
     if max(prompt_ps + NUM_STEPS * step_ps, moved_bytes, held_bytes) > MOST:
         raise InputError(
-            f"requests of {question.workload.batch} x {question.workload.prompt_tokens} prompt "
-            f"tokens and {outputs} output tokens may take longer on {space.machine.name}, or move "
-            "more bytes, than can be counted: lower --batch, --prompt-tokens or --output-tokens"
+            f"requests of {workload.batch} x {workload.prompt_tokens} prompt tokens and "
+            f"{workload.output_tokens} output tokens may take longer on {space.machine.name}, "
+            "or move more bytes, than can be counted: lower --batch, --prompt-tokens or "
+            "--output-tokens"
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from offplan.costs.threshold import least_that
 from offplan.errors import InfeasibleError
 from offplan.plan import Offload
-from offplan.planner.aims import Nearest, limits_ps
+from offplan.planner.aims import WITHIN, Nearest, limits_ps
 from offplan.planner.context import find_longest_context
 from offplan.planner.find import PlanResult, find_plan, write_plan
 from offplan.planner.infeasible import RESOLUTION, explain_infeasible
@@ -62,15 +62,13 @@ def _make_latency_plan(question: Question) -> PlanResult:
 def _unreachable(
     searcher: Searcher, question: Question, aim: Nearest, offload: Offload
 ) -> InfeasibleError:
-    """Say how near the targets the nearest plan comes, and how much GPU memory would do.
-
-    The memory is looked for among plans of one rule: it is enough, if not always the least.
-    """
+    """Say how near the targets the nearest plan comes, and how much GPU memory would do."""
     space, budget = searcher.space, question.budget
 
     def reaches(gpu_memory: int) -> bool:
         asked = question.with_gpu_memory(gpu_memory).budget
-        best = find_best(searcher, asked, aim, max_rules=1).best
+        # what misses a target is not wanted at all, so that hardly any plan is priced
+        best = find_best(searcher, asked, aim, WITHIN).best
         return best is not None and best.value <= 1
 
     enough, helps = None, "no GPU memory of this machine would do"

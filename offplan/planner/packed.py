@@ -63,7 +63,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
     The output head is packed as where all is: it takes most for what it costs.
     """
     if any(parameter.is_expert for parameter in packable(plain.question.model)):
-        return None  # experts are packed in all layers or in none
+        return None  # the search packs experts in all layers or in none
     layers = list_patterns(len(plain.kind_of)).layers
     saved = np.array(
         [a.nbytes - b.nbytes for a, b in zip(plain.stage.layers, packed.stage.layers, strict=True)]
@@ -97,6 +97,7 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
                 group_size=int(patterns.group_size[pattern]),
                 num_in_group=int(patterns.num_in_group[pattern]),
                 output_head=packed.packing is not None and packed.packing.output_head,
+                leave_unpacked=() if packed.packing is None else packed.packing.leave_unpacked,
             ),
         ),
     )

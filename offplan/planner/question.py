@@ -7,8 +7,10 @@ from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.errors import InputError
 from offplan.held.held import Held
+from offplan.held.packing import check_unpacked
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
+from offplan.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Question:
 
     GPU memory is that of each rank, host memory that of all ranks together.
 
-    Raises InputError for an engine beside a second GPU's memory, and ProfileError where the link to
-    that memory is not known.
+    Raises InputError for an engine beside a second GPU's memory and for weights to leave unpacked
+    that the model does not have, and ProfileError where the link to that memory is not known.
     """
 
     held: Held
@@ -35,6 +37,7 @@ class Question:
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
+        check_unpacked(self.model, self.unpacked)
         if engine is not None and self.store != "host":
             raise InputError(
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
@@ -56,6 +59,11 @@ class Question:
     def may_pack(self) -> bool:
         """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
         return self.goal.packing and self.goal.engine is None and not self.machine.is_cpu
+
+    @property
+    def unpacked(self) -> Unpacked:
+        """Weights that stay as they are stored."""
+        return Unpacked(self.goal.leave_unpacked)
 
     def with_gpu_memory(self, num_bytes: int) -> "Question":
         """Ask the same with another budget of GPU memory, no more than the machine has."""

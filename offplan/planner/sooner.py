@@ -18,7 +18,7 @@ HARDLY_MORE = 1.02
 
 
 def find_sooner(question: Question, result: PlanResult) -> Plan | None:
-    """Find such a plan of at most one rule, which is found at once; its goal is a target.
+    """Find the fastest such plan; its goal is a target.
 
     None where there is none, and where the question has a goal that is not a request's time.
     """
@@ -31,7 +31,7 @@ def find_sooner(question: Question, result: PlanResult) -> Plan | None:
     searcher = Searcher(Space(asked))
     aim = Fastest(searcher.space.weights, limits_ps(asked.goal))
     most_ps = HARDLY_MORE * PS_PER_S * fastest.objective_s
-    best = find_best(searcher, asked.budget, aim, most_ps, max_rules=1).best
+    best = find_best(searcher, asked.budget, aim, most_ps).best
     if best is None:
         return None
     return write_plan(searcher.space_of(best.offload), asked, best.offload)

@@ -48,6 +48,10 @@ PREFETCH_STEPS = (1, 2, 3, 4)
 PREFILL_CHUNKS = (8192, 4096, 2048, 1024, 512)
 """Chunks tried beside the whole prompt; longer ones than the prompt are left out."""
 
+TIE_WEIGHT = 2.0**-32
+"""Weight of a decode step that never runs: 23 picoseconds for a step of 0.1 s. A power of two, so
+that products are exact; not less, so that floats still tell values apart."""
+
 BACKENDS = (
     (Backend.PREFETCH, Backend.PREFETCH),
     (Backend.PREFETCH, Backend.UVA),
@@ -146,9 +150,12 @@ class Space:
         return None if name is None else find_engine(name)[0]
 
     @property
-    def weights(self) -> tuple[int, int]:
-        """Weights of prompt and decode step in a request's time: a step for each output token."""
-        return 1, self.question.workload.output_tokens
+    def weights(self) -> tuple[int, float]:
+        """Weights of prompt and decode step in a request's time.
+
+        Where a request has no step, the shorter step decides between equal prompts.
+        """
+        return 1, self.question.workload.num_steps or TIE_WEIGHT
 
     @cached_property
     def slowdown(self) -> float:

@@ -11,11 +11,14 @@ from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import Held, hold
 from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
+from offplan.packing_sample import find_unpackable
 from offplan.plan import Plan
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
+from offplan.planner.rereads import Rereads, find_rereads
 from offplan.planner.sooner import find_sooner
+from offplan.planner.unused import Unused, find_unused
 from offplan.report.machine import render_machine
 from offplan.report.model import render_model
 from offplan.report.plan import render_plan
@@ -37,10 +40,21 @@ class Analysis:
     """The plan and its reasons; None where there is none."""
     sooner: Plan | None = None
     """A plan whose first token comes much sooner, for hardly more time in all; None without."""
+    rereads: Rereads | None = None
+    """A prompt that reads weights again and again; None where it does not."""
+    unused: Unused | None = None
+    """Memory that stays unused though the plan offloads; None for a few per cent of the budget."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
     """What could not be measured, so that nothing was planned; None where all was."""
+
+    @cached_property
+    def unpackable(self) -> tuple[str, ...]:
+        """Weights that the plan packs and that a sample of local files shows not to pack."""
+        if self.result is None:
+            return ()
+        return find_unpackable(self.held.model, self.result.plan.offload.packing)
 
     @cached_property
     def crossovers(self) -> Crossovers | None:
@@ -63,8 +77,16 @@ def analyze_question(question: Question) -> Analysis:
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
-    why_not, sooner = why_not_plan(question.model, result.plan), find_sooner(question, result)
-    return Analysis(question.held, why_not, question.machine, result, sooner)
+    plan = result.plan
+    return Analysis(
+        question.held,
+        why_not_plan(question.model, plan),
+        question.machine,
+        result,
+        find_sooner(question, result),
+        find_rereads(question, plan),
+        find_unused(question, plan),
+    )
 
 
 def why_not_plan(model: Model, plan: Plan) -> str | None:

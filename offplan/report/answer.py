@@ -13,6 +13,7 @@ from offplan.held.packing import is_packed
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Backend, Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
+from offplan.report.advice import describe_advice
 from offplan.report.analysis import Analysis, describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import draw_layers, draw_memory
@@ -60,8 +61,7 @@ def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> 
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
     lines = [describe_fit(plan, machine), *describe_engine_memory(plan, analysis.held)]
     lines += [*describe_ranks(plan, analysis.held, machine), describe_speed(plan)]
-    if analysis.sooner is not None:
-        lines.append(describe_sooner(plan, analysis.sooner))
+    lines += describe_advice(analysis, plan)
     return [*lines, describe_running(analysis.held.model, analysis.why_not_run)]
 
 
@@ -139,16 +139,6 @@ def describe_speed(plan: Plan) -> str:
         f"{rate} tokens a second{batch}, {format_seconds(step_s)} each; the first after "
         f"{format_seconds(prediction.prefill.step_s)} (prompt of {workload.prompt_tokens}; "
         f"{prediction.basis})."
-    )
-
-
-def describe_sooner(plan: Plan, sooner: Plan) -> str:
-    """Say what a first token that comes sooner costs, and how to ask for it."""
-    more = sooner.prediction.objective_s / plan.prediction.objective_s - 1
-    target = sooner.goal.targets.replace(" s", "s").replace(" ms", "ms").replace(" us", "us")
-    return (
-        f"A first token after {format_seconds(sooner.prediction.prefill.step_s)} takes {more:.1%} "
-        f"longer in all: {target}"
     )
 
 

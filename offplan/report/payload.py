@@ -33,8 +33,10 @@ dump = TypeAdapter(Any).dump_python
 def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     """Return what ``analyze --json`` prints; ``plan`` is null if nothing fits or was measured.
 
-    ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``sooner`` is a
-    plan that has its first token much sooner for hardly more time, or null.
+    ``model`` and ``layers`` are whole, ``ranks`` what each of several GPUs holds. ``unpackable``
+    names weights that a sample shows not to pack, as ``--leave-unpacked`` takes them. ``sooner`` is
+    a plan that has its first token much sooner for hardly more time, or null; ``rereads`` and
+    ``unused`` are as ``shortage_payload`` has them.
     """
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
@@ -44,7 +46,9 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
+        "unpackable": [*analysis.unpackable],
         "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
+        **shortage_payload(analysis),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),
         "unmeasured": analysis.unmeasured,
@@ -52,8 +56,20 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
 
 
 def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
-    """Return what ``plan --json`` prints: the plan file's own keys, and ``run``."""
+    """Return what ``replan --json`` prints: the plan file's own keys, and ``run``.
+
+    ``plan --json`` adds those of ``shortage_payload``.
+    """
     return {**plan.model_dump(mode="json"), **running_payload(why_not_run)}
+
+
+def shortage_payload(analysis: Analysis) -> dict[str, Any]:
+    """Return the keys that say where a plan's memory is too small: ``rereads`` and ``unused``.
+
+    ``rereads`` is how often the prompt reads weights, and what would have it read them once;
+    ``unused`` is the memory that the plan leaves though it offloads. Both are null as a rule.
+    """
+    return {"rereads": dump(analysis.rereads), "unused": dump(analysis.unused)}
 
 
 def running_payload(why_not: str | None) -> dict[str, Any]:
@@ -132,6 +148,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "predicted": _prediction_payload(plan.prediction),
         "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
+        "left_unpacked": [*plan.goal.leave_unpacked],
     }
 
 
@@ -143,7 +160,7 @@ def text_payload(text: "Text") -> dict[str, Any]:
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
-        **dump(result, exclude={"plan", "host_bytes", "others"}),
+        **dump(result, exclude={"plan", "host_bytes", "others", "ran"}),
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {
@@ -156,6 +173,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "gpu_memory": {"total_bytes": result.plan.gpu_bytes},
             "host_memory": {"process_bytes": result.host_bytes},
         },
+        "left_unpacked": [*plan.goal.leave_unpacked],
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }
 

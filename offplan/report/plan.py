@@ -79,8 +79,8 @@ def describe_request(plan: Plan) -> str:
 def describe_gap(result: PlanResult) -> str:
     """Say how far the plan is from what physics allows, in a line."""
     prediction, floor_s = result.plan.prediction, result.floor.objective_s
-    steps = result.plan.workload.output_tokens
-    bound_s = prediction.prefill.bound_s + steps * prediction.decode.bound_s
+    num_steps = result.plan.workload.num_steps
+    bound_s = prediction.prefill.bound_s + num_steps * prediction.decode.bound_s
     return (
         f"Bound of its bytes {format_seconds(bound_s)} (x{prediction.objective_s / bound_s:.3f}); "
         f"floor of any plan {format_seconds(floor_s)} (x{result.gap:.3f})"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offplan.errors import InputError
-from offplan.runtime.sampling import Choose, choose_likeliest
+from offplan.errors import InputError, NotANumberError
+from offplan.runtime.sampling import NO_TOKEN, Choose, choose_likeliest, mark_nan
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 
@@ -48,6 +48,7 @@ def generate(
     *,
     choose: Choose = choose_likeliest,
     lengths: Sequence[int] | None = None,
+    ended: set[int] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield up to ``num_tokens`` tokens that follow ``prompt`` (int64, [batch, tokens]).
 
@@ -61,28 +62,36 @@ def generate(
     one step by step: these are yielded, too, and do not count as made. Nothing is padded.
     Source: Meta's reference code of Llama generates so for prompts of unlike lengths.
 
+    ``ended`` are the rows whose text has ended; whoever takes the tokens may add to them.
+
+    Raises NotANumberError in place of the tokens of a pass whose logits are NaN in a row that has
+    not ended. The device finds that out, and the host reads it with the tokens. The session then
+    runs that pass once more, and the error names the layer that gave the first NaN.
+
     Raises what ``Session.prefill`` and ``Session.decode`` raise, when the token in question is
     taken, and InputError for unlike lengths where the session does not take them.
     """
     measured = Measured() if measured is None else measured
     following = _Following(session, prompt, lengths or [prompt.shape[1]] * len(prompt), choose)
     num_tokens += following.num_read
-    ended: set[int] = set()
+    ended = set() if ended is None else ended
     # Page-locked once, before anything is queued: a later allocation would wait for the device.
     on_gpu = session.device.type == "cuda"
     host = torch.empty(num_tokens, len(prompt), dtype=torch.int64, pin_memory=on_gpu)
     began = time.perf_counter()
     moved = session.link_bytes
     with session.stream():
-        tokens = following.choose(session.prefill(following.prompt), 0)
-        arrival = _Arrival(tokens, host[0])
+        logits = session.prefill(following.prompt)
+        tokens = following.choose(logits, 0)
+        arrival = _Arrival(mark_nan(tokens, logits), host[0])
     measured.prefill_link_bytes = session.link_bytes - moved
     for step in range(num_tokens):
         arrived, moved = arrival, session.link_bytes
         if step + 1 < num_tokens:
             with session.stream():  # never across a yield: the caller has a stream of its own
-                tokens = following.choose(session.decode(tokens), step + 1)
-                arrival = _Arrival(tokens, host[step + 1])
+                logits = session.decode(tokens)
+                tokens = following.choose(logits, step + 1)
+                arrival = _Arrival(mark_nan(tokens, logits), host[step + 1])
             measured.decode_link_bytes += session.link_bytes - moved
             measured.num_decodes += 1
         token, now = arrived.wait()
@@ -90,9 +99,11 @@ def generate(
             measured.first_token_s = now - began
         else:
             measured.step_s.append(now - began)
-        began = now
+        began, made = now, token.tolist()
+        if failed := [r for r, each in enumerate(made) if each == NO_TOKEN and r not in ended]:
+            cause = session.find_nan(following.prompt, host[:step].clamp(min=0))
+            raise NotANumberError(cause, failed, [f"sequence {row}" for row in failed])
         yield token
-        made = token.tolist()
         ended |= {row for row in following.rows(step) if made[row] in stop_tokens}
         if len(ended) == len(token):
             return
@@ -141,7 +152,7 @@ class _Arrival:
 
     def __init__(self, tokens: torch.Tensor, host: torch.Tensor) -> None:
         self._host = host
-        host.copy_(tokens[:, 0], non_blocking=True)
+        host.copy_(tokens, non_blocking=True)
         self._moment = time.perf_counter()
         self._event = torch.cuda.current_stream().record_event() if tokens.is_cuda else None
 

@@ -16,12 +16,12 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from offplan.checkpoint.identity import GENERATION_NAME as _FILE
 from offplan.checkpoint.jsontext import describe, quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_small_files
 from offplan.errors import InputError
 
-_FILE = "generation_config.json"
 _NOT_HEEDED: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "constraints": (),
@@ -108,7 +108,7 @@ def read_rules(model: Model, tokenizer: Any) -> Rules:
         if value is not None and value not in neutral:
             raise InputError(
                 f"{where} has {key} {quote(value)}, which `run` does not heed and which would "
-                "change what it generates: take it out of a copy, and name that with --model"
+                "change what it generates: take it out of a copy, and plan that"
             )
     ends = _list(found.eos_token_id, int, "eos_token_id", where)
     if not ends:

@@ -29,6 +29,18 @@ def choose_likeliest(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return logits.argmax(-1, keepdim=True)
 
 
+NO_TOKEN = -1
+"""Stands on the host where a token was chosen of logits that hold a NaN."""
+
+
+def mark_nan(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Return ``tokens``, int64 of [batch, 1], as [batch], NO_TOKEN where the logits hold a NaN.
+
+    A maximum is NaN if any logit is; it takes no memory, and the host waits for nothing.
+    """
+    return torch.where(logits.amax(-1).isnan(), NO_TOKEN, tokens[:, 0])
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn, under transformers' names; temperature 0 is greedy."""

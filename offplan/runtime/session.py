@@ -173,6 +173,20 @@ class Session:
         with self.stream(), torch.inference_mode():
             return self.runner.decode(tokens)
 
+    def find_nan(self, prompt: torch.Tensor, fed: torch.Tensor) -> str:
+        """Say which layer gave the first NaN of the last pass, by running that pass once more.
+
+        ``prompt`` and ``fed`` are what the sequences at hand were made of: int64 of [batch, tokens]
+        and, one row for each decode step, of [steps, batch]. Waits for the device after each layer.
+        No sequence is begun afterwards. Memory that runs out is told in what is returned.
+        """
+        self._check_open()
+        try:
+            with self.stream(), torch.inference_mode():
+                return self.runner.find_nan(prompt.to(self.device), fed)
+        except (torch.OutOfMemoryError, MemoryError):
+            return "memory ran out when offplan ran the pass once more to find the layer"
+
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the session is closed and its weights are gone: open another one")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from offplan.errors import NotANumberError
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.rules import Rules
 from offplan.runtime.sampling import Sampling, make_ruled_chooser
@@ -180,10 +181,20 @@ def generate_texts(
                 [text.number for text in rows],
                 session.device,
             )
-        steps = generate(session, prompt, num_tokens, measured, choose=choose, lengths=lengths)
-        for step, tokens in enumerate(steps, start=min(lengths)):
-            for text, token in zip(batch, tokens.tolist(), strict=False):
-                if text.finish is None and step >= len(text.prompt):
-                    yield text, text.add(token)
-            if all(text.finish for text in batch):
-                break
+        ended = set(range(len(batch), num_rows))
+        steps = generate(
+            session, prompt, num_tokens, measured, choose=choose, lengths=lengths, ended=ended
+        )
+        try:
+            for step, tokens in enumerate(steps, start=min(lengths)):
+                for row, (text, token) in enumerate(zip(batch, tokens.tolist(), strict=False)):
+                    if text.finish is None and step >= len(text.prompt):
+                        yield text, text.add(token)
+                        if text.finish is not None:
+                            ended.add(row)
+                if all(text.finish for text in batch):
+                    break
+        except NotANumberError as error:
+            numbers = [batch[row].number for row in error.numbers]
+            names = [f"text {number}" for number in numbers]
+            raise NotANumberError(error.cause, numbers, names) from None

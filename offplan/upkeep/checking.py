@@ -74,8 +74,12 @@ def _check_model(plan: Plan, model: Model) -> Iterator[Finding]:
     yield from (Finding("model", "drift", text) for text in drifts)
     if not drifts:
         at = f" at {plan.model.revision[:12]}" if plan.model.revision else ""
-        config = " and config.json" if plan.model.config_sha256 else ""
-        text = f"headers{config} of {plan.model.source}{at} are those of the plan"
+        files = "headers"
+        if plan.model.config_sha256:
+            files += " and config.json"
+        if plan.model.generation_config_sha256 and model.generation is not None:
+            files = f"{files.replace(' and', ',')} and generation_config.json"
+        text = f"{files} of {plan.model.source}{at} are those of the plan"
         yield Finding("model", "holds", text)
 
 

@@ -51,7 +51,7 @@ else:
         "sha": model.headers_sha256, "revision": model.revision, "heard": heard,
         "num_tensors": model.num_tensors, "loaded_bytes": hold(model).loaded_bytes,
         "offsets": sorted(t.offset for t in model.outside), "files": files,
-        "config_sha": model.config_sha256,
+        "config_sha": model.config_sha256, "generation": model.generation,
     }))
 """
 

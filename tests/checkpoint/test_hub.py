@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from offplan.checkpoint.identity import GENERATION_NAME, NO_GENERATION, fingerprint_generation
 from offplan.checkpoint.open import open_model
 from offplan.held.held import hold
 from tests.checkpoint.files import (
@@ -106,6 +107,24 @@ def test_what_modelopt_says_beside_a_config_that_is_silent_is_fetched(serve, tmp
     got = open_from(hub.url, tmp_path / "home")
     assert got["config_sha"] == open_model(str(folder)).config_sha256
     assert open_from(hub.url, tmp_path / "home", HF_HUB_OFFLINE="1") == got
+
+
+def test_the_generation_config_is_part_of_the_model(serve, folders, tmp_path):
+    assert open_model(str(folders[0])).generation == NO_GENERATION
+    hub = serve(folders[0])
+    assert open_from(hub.url, tmp_path / "none")["generation"] == NO_GENERATION
+    assert open_from(hub.url, tmp_path / "none", HF_HUB_OFFLINE="1")["generation"] == NO_GENERATION
+    hub.files[GENERATION_NAME] = b'{"eos_token_id": 2}'
+    got = open_from(hub.url, tmp_path / "home")
+    assert got["generation"] == fingerprint_generation(b'{"eos_token_id": 2}')
+    asked = len(hub.requests)
+    assert open_from(hub.url, tmp_path / "home", HF_HUB_OFFLINE="1") == got
+    assert open_from("http://127.0.0.1:9", tmp_path / "home") == got
+    assert len(hub.requests) == asked
+    for path in (tmp_path / "home" / "hub").rglob(GENERATION_NAME):
+        path.unlink()  # as it is where another program brought the rest
+    unknown = open_from(hub.url, tmp_path / "home", HF_HUB_OFFLINE="1")
+    assert unknown == {**got, "generation": None}
 
 
 def test_name_without_an_organisation_and_files_elsewhere(single, folders, tmp_path):

@@ -32,10 +32,10 @@ def test_everything_resident_moves_nothing() -> None:
     assert prediction.host_memory_bytes == 0
 
 
-def test_objective_is_prompt_and_every_output_token() -> None:
+def test_objective_is_prompt_and_a_step_for_every_token_after_the_first() -> None:
     offload = Offload(prefetch_step=2, prefill_chunk=512, rules=(rule("mlp"),))
     prediction = predict(dense_model(4), make_machine(), WORKLOAD, BUDGET, offload)
-    total = prediction.prefill.step_s + 10 * prediction.decode.step_s
+    total = prediction.prefill.step_s + 9 * prediction.decode.step_s
     assert prediction.objective_s == pytest.approx(total)
     assert prediction.prefill.link_bytes == prediction.decode.link_bytes  # two chunks, one pass
     assert prediction.host_memory_bytes == prediction.decode.link_bytes

@@ -145,7 +145,7 @@ class BruteForce:
             offload,
             to_seconds(times.prefill.step_ps),
             to_seconds(times.decode.step_ps),
-            to_seconds(times.objective_ps(self.question.workload.output_tokens)),
+            to_seconds(times.objective_ps(self.question.workload)),
         )
 
     @cached_property

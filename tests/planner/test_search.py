@@ -54,6 +54,29 @@ def test_one_rule_equals_brute_force(name: str, share: float, h2d: float) -> Non
 
 
 @pytest.mark.parametrize(
+    ("layers", "share", "h2d", "prompt"),
+    [
+        ([FEW_DENSE] * 3, 0.8, 5e9, 64),
+        ([FEW_DENSE] * 3, 0.2, 1e9, 512),
+        ([FEW_MOE] * 3, 0.8, 20e9, 512),
+    ],
+)
+def test_one_output_token_takes_the_shortest_prompt_then_the_shortest_step(
+    layers: list[Shapes], share: float, h2d: float, prompt: int
+) -> None:
+    workload = Workload(prompt_tokens=prompt, output_tokens=1, context=600)
+    question = ask(make_model(layers), make_machine(h2d=h2d, uva=0.8 * h2d), share, workload)
+    found = BruteForce(question, (prompt,))
+    plans = [*found.singles, *found.pairs]
+    least_s = min(each.prefill_s for each in plans)
+    steps_s = {each.decode_s for each in plans if each.prefill_s == least_s}
+    prediction = make_plan(question).plan.prediction
+    assert prediction.objective_s == prediction.prefill.step_s == least_s
+    assert len(steps_s) > 1
+    assert prediction.decode.step_s == min(steps_s)
+
+
+@pytest.mark.parametrize(
     ("layers", "share", "h2d", "num_rules"),
     [
         ([DENSE] * 3, 0.1, 10e9, 2),

@@ -95,7 +95,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     # or neither chunks nor positions would count before thousands of tokens
     **{name: {"attention_chunk_size": 6, "floor_scale": 4} for name in ("llama4", "llama4_text")},
     "longcat_flash": {"n_layer": None, "n_layers": None, "num_key_value_heads": 4},
-    # stock zeroes the padding's row of a tied embedding, whatever is stored
+    # stock zeroes the padding's row of the embedding, whatever is stored: docs/families.md
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     **{family: {"rope_parameters": MROPE} for family in _MROPES.split()},
     "zaya": {"num_experts_per_tok": 1},

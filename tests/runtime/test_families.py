@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -12,6 +13,7 @@ from offplan.checkpoint.model_types import FLOAT32_PARTS_STORED
 from offplan.checkpoint.open import open_model
 from offplan.held.held import hold
 from tests.runtime.families import (
+    OWN_SIZES,
     PROMPT,
     VARIANTS,
     compare,
@@ -82,6 +84,29 @@ def test_a_family_is_refused(family: str) -> None:
     outcome = compare(family, "plain")
     assert outcome.kind == "refused"
     assert REFUSED[family] in outcome.why
+
+
+@pytest.mark.parametrize("variant", ["tied", "untied"])
+def test_stock_zeroes_the_paddings_row_of_youtu(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/families.md says; no text of the comparison has the token."""
+    token, name = 1, "model.embed_tokens.weight"
+    monkeypatch.setitem(OWN_SIZES, "youtu", {**OWN_SIZES["youtu"], "pad_token_id": token})
+
+    def look(folder: Path) -> None:
+        assert load_file(folder / "model.safetensors")[name][token].all()
+        assert not load_stock(folder).get_parameter(name)[token].any()
+
+    def zero(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        weights = {name: weight.clone() for name, weight in load_file(path).items()}
+        weights[name][token] = 0
+        save_file(weights, path, {"format": "pt"})
+
+    as_stored = compare("youtu", variant, change=look).kind
+    assert as_stored == ("wrong" if variant == "tied" else "exact")
+    assert compare("youtu", variant, change=zero).kind == "exact"
 
 
 def test_the_docs_say_what_is_tested_here() -> None:

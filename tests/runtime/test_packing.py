@@ -21,27 +21,41 @@ from offplan.runtime.forms.stored import (
 PACKED = Form(Kind.PACKED)
 
 
-@given(st.data(), st.sampled_from([(64, 8), (128, 24)]), st.integers(0, 80))
+def needs_patch(bits: torch.Tensor) -> torch.Tensor:
+    """Whether weights need patches, by what the form is said to be, block by block."""
+    num_in = bits.shape[1]
+    exponents, found = (bits.int() >> 7) & 0xFF, torch.zeros(bits.shape, dtype=torch.bool)
+    for start in range(0, num_in // 2, 128):
+        of_half = torch.arange(start, min(start + 128, num_in // 2))
+        columns = torch.cat((of_half, of_half + num_in // 2))
+        own = exponents[:, columns]
+        base = (own.where(own <= 142, 0).amax(1, keepdim=True) - 15).clamp(min=0)
+        codes = own - base
+        reached = (codes <= 15) & ((codes > 0) | ((codes == 0) & (base == 0)))
+        found[:, columns] = ~reached & ((bits[:, columns] << 1) != 0)
+    return found
+
+
+@given(st.data(), st.sampled_from([(64, 8), (128, 24), (64, 520)]), st.integers(0, 80))
 def test_any_bits_come_back_or_are_refused(
     data: st.DataObject, shape: tuple[int, int], num_odd: int
 ) -> None:
     """Rows of exponents that codes reach, but for so many weights of any bits at all."""
     num_weights = shape[0] * shape[1]
-    drawn = data.draw(st.binary(min_size=2 * num_weights, max_size=2 * num_weights))
-    bits = torch.frombuffer(bytearray(drawn), dtype=torch.int16).view(shape)
-    tops = torch.tensor(data.draw(st.lists(st.integers(0, 255), min_size=64, max_size=64)))
+    seed = data.draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
+    tops = torch.tensor(data.draw(st.lists(st.integers(0, 142), min_size=64, max_size=64)))
     tops = tops.repeat(shape[0] // 64)[:, None]
     exponents = (tops - ((bits.int() >> 7) & 0xFF) % 15).clamp(0)
-    odd = torch.tensor(data.draw(st.permutations(range(num_weights)))[:num_odd], dtype=torch.long)
+    odd = torch.randperm(num_weights, generator=generator)[:num_odd]
     tame = ((bits & -0x7F81) | (exponents << 7)).short().view(-1)
     tame[odd] = bits.view(-1)[odd]
     pruned = data.draw(st.integers(0, 15))  # with both signs, and a row that is pruned whole
     tame = torch.where((bits.view(-1) & 15) < pruned, tame & -0x8000, tame)
     tame.view(shape)[0, : shape[1] * (pruned % 2)] = 0
     values = tame.view(shape).view(torch.bfloat16)
-    exponents = (values.view(torch.int16).int() >> 7) & 0xFF
-    too_small = exponents < exponents.amax(1, keepdim=True) - 14
-    num_escapes = int((too_small & (values != 0)).sum())
+    num_escapes = int(needs_patch(tame.view(shape)).sum())
     if num_escapes > patch_reserve(*shape):
         with pytest.raises(TooManyEscapes, match=f"found {num_escapes} weights"):
             pack(values)
@@ -51,6 +65,36 @@ def test_any_bits_come_back_or_are_refused(
     assert torch.equal(expand(PACKED, parts, torch.bfloat16).view(torch.int16), tame.view(shape))
 
 
+def test_every_bit_pattern_comes_back_as_it_went_in() -> None:
+    """NaN with their payloads, infinities, subnormal numbers and zeros of both signs."""
+    bits = torch.arange(2**16, dtype=torch.int32).short().view(128, 512)
+    shuffled = bits.view(-1)[torch.randperm(2**16)].view(128, 512)
+    for each in (bits, bits.T.reshape(128, 512), shuffled):
+        parts = pack(each.view(torch.bfloat16), reserve=each.numel())
+        assert torch.equal(expand(PACKED, parts, torch.bfloat16).view(torch.int16), each)
+        assert int(parts[Part.PATCH_BLOCKS][-1, 1]) == int(needs_patch(each).sum())
+
+
+@pytest.mark.parametrize("odd", [1e30, float("nan"), float("inf"), 2.0**16, 1e-30])
+def test_an_outlier_is_one_patch_whatever_it_is_beside(odd: float) -> None:
+    values = torch.full((64, 520), 0.01, dtype=torch.bfloat16)
+    values[::2, 300] = odd
+    parts = pack(values)
+    assert int(parts[Part.PATCH_BLOCKS][-1, 1]) == 32
+    assert torch.equal(
+        expand(PACKED, parts, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+    )
+
+
+def test_a_block_of_outliers_alone_is_all_patches() -> None:
+    values = torch.ones(64, 520, dtype=torch.bfloat16)
+    values[5, 128:256] = values[5, 388:516] = 1e30
+    parts = pack(values, reserve=1000)
+    assert int(parts[Part.PATCH_BLOCKS][-1, 1]) == 256
+    assert parts[Part.BASE].view(3, 64)[:, 5].tolist() == [112, 0, 112]
+    assert torch.equal(expand(PACKED, parts, torch.bfloat16), values)
+
+
 def test_parts_are_as_they_are_described() -> None:
     values = torch.ones(128, 16, dtype=torch.bfloat16)
     values[64, 1], values[65, 9], values[66, 15] = -1.5, 0.25, 2.0**-20
@@ -58,9 +102,10 @@ def test_parts_are_as_they_are_described() -> None:
     parts = pack(values)
     assert parts[Part.WEIGHT][64, :2].tolist() == [0, 0xC0]
     assert parts[Part.WEIGHT][65].tolist() == [0, 0x80, *[0] * 14]
-    assert parts[Part.EXPONENT][65].tolist() == [0, 0x2F, 0xF0, 0, 0, 0, 0, 0]
-    assert parts[Part.EXPONENT][66].tolist() == [0, 0, 0, 0, 0, 0, 0, 0xF0]
-    assert parts[Part.BASE].tolist() == [[127]] * 128
+    ones = [0xFF] * 8
+    assert parts[Part.EXPONENT][65].tolist() == [0xFF, 0xD0, 0x0F, *ones[3:]]
+    assert parts[Part.EXPONENT][66].tolist() == [*ones[1:], 0x0F]
+    assert parts[Part.BASE].tolist() == [[127 - 15] * 64] * 2
     assert parts[Part.PATCHES].shape == (64, 2)
     assert parts[Part.PATCHES][0].tolist() == [66 * 16 + 15, (127 - 20) << 7]
     assert parts[Part.PATCH_BLOCKS].tolist() == [[0, 0], [0, 1]]
@@ -94,3 +139,12 @@ def test_many_rows_are_multiplied_as_if_nothing_was_packed(device: str) -> None:
     assert torch.equal(module(x), plain(x))
     share_scratch(nn.ModuleList([module]), torch.bfloat16, torch.device(device))
     assert torch.equal(module(x[: PACKED_ROWS + 1]), plain(x[: PACKED_ROWS + 1]))
+
+
+def test_bases_are_of_128_bytes_of_exponents_of_64_rows() -> None:
+    values = torch.full((128, 528), 2.0**-10, dtype=torch.bfloat16)
+    values[3, 127], values[70, 264 + 128], values[71, 527] = 1.0, 2.0, 4.0
+    base = pack(values)[Part.BASE].view(2, 3, 64)
+    values = torch.full((2, 3, 64), 127 - 10 - 15, dtype=torch.uint8)
+    values[0, 0, 3], values[1, 1, 6], values[1, 2, 7] = 112, 113, 114
+    assert torch.equal(base, values)

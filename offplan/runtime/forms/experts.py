@@ -11,6 +11,9 @@ from offplan.runtime.forms.stored import KERNEL_TYPES, StoredWeight, part_name
 from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
 
 STORED_EXPERTS_NAME = "offplan_stored"
+PLAIN_WAY = "plain_way"
+"""Attribute that holds what multiplies a layer's experts by their values, in a model of which other
+layers' experts are stored as codes: transformers asks for one implementation for all of them."""
 FEW_TOKENS = 16
 """Tokens up to which transformers multiplies each by its own experts, which waits for nothing."""
 
@@ -42,11 +45,17 @@ def forward_stored(
 ) -> torch.Tensor:
     """Send tokens, [tokens, hidden], through their experts; returns [tokens, hidden].
 
-    ``top_k_index`` and ``top_k_weights`` are [tokens, k]. On a GPU each weight is multiplied from
+    ``top_k_index`` and ``top_k_weights`` are [tokens, k]. Experts that are held by their values are
+    handed on to their PLAIN_WAY. On a GPU each weight is multiplied from
     its codes, read once for up to 64 pairs of a token and an expert, 128 in host memory; elsewhere
     it is expanded. Few experts' codes that lie there are copied first: their rows begin amid lines
     of the link, and scales are a few bytes a row.
     """
+    if not holds_codes(experts):
+        made: torch.Tensor = vars(experts)[PLAIN_WAY](
+            experts, hidden_states, top_k_index, top_k_weights
+        )
+        return made
     if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_TYPES:
         name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
         expanded = _Expanded(experts, hidden_states.dtype)

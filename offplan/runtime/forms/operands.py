@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
 def is_stacked(form: Form, parts: Parts) -> bool:
     """Whether parts are those of experts' weights, be it of one, and not of a weight alone."""
-    return parts[Part.BASE if form.kind is Kind.PACKED else Part.SCALE].ndim > 2
+    return parts[Part.WEIGHT if form.kind is Kind.PACKED else Part.SCALE].ndim > 2
 
 
 def operands_of(form: Form, parts: Parts, *, in_words: bool = False) -> Operands:

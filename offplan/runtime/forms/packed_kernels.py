@@ -8,19 +8,26 @@ in whole blocks of 64.
 import triton
 import triton.language as tl
 
-from offplan.forms.form import PATCH_ROWS
-from offplan.runtime.forms.kernels import find_block
-from offplan.runtime.forms.reference import ESCAPE
+from offplan.forms.form import BASE_BYTES, PATCH_ROWS
+from offplan.runtime.forms.kernels import find_block, spread
 
-_ESCAPE = tl.constexpr(ESCAPE)
+INPUT_FACTOR = 2.0**48
+"""What bfloat16 inputs are multiplied by: their products with codes as they are, of 2**-126 to
+2**-111, are then no subnormal numbers."""
+
 _PATCH_ROWS = tl.constexpr(PATCH_ROWS)
-_MOST_POWER = tl.constexpr(126)
-"""The largest power of two that weights are scaled by in bfloat16."""
+_BASE_WORDS = tl.constexpr(BASE_BYTES // 4)
+"""Words of exponents that share a base."""
+_INPUT_POWER = tl.constexpr(48)
+_INPUT_FACTOR = tl.constexpr(INPUT_FACTOR)
+_CODE_POWER = tl.constexpr(113)
+_CODE_FACTOR = tl.constexpr(2.0**113)
+"""What codes are multiplied by instead, to be float16: 2**-13 to 2**2, no subnormal numbers."""
 
 
 @triton.jit
 def pair_codes(exponents, half: tl.constexpr, part: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the codes of weights ``part`` (0 or 1) and ``part`` + 2, as low bits of exponents."""
+    """Return the codes of weights ``part`` (0 or 1) and ``part`` + 2 as their exponents' bits."""
     if 8 * part + 4 * half < 7:
         codes = exponents << (7 - 8 * part - 4 * half)
     else:
@@ -29,24 +36,24 @@ def pair_codes(exponents, half: tl.constexpr, part: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def pair_bits(words, codes, top, part: tl.constexpr):  # type: ignore[no-untyped-def]
+def pair_bits(words, codes, part: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return weights ``part`` (0 or 1) and ``part`` + 2 of a half's words: two bfloat16 in a word.
 
-    ``codes`` are theirs, ``top`` is the exponent that code 0 stands for, [rows]; with those of
-    ``pair_codes`` eight operations make two weights.
+    They lack a factor of two to the power of their base. ``codes`` are theirs; with those of
+    ``pair_codes`` five operations make two weights.
     """
     if part == 0:
         both = ((words << 8) & -0x7FFF8000) | (words & 0x007F007F)
     else:
         both = (words & -0x7FFF8000) | ((words >> 8) & 0x007F007F)
-    return both + ((top * 0x00800080)[:, None] - codes)
+    return both | codes
 
 
 @triton.jit
-def zero_escapes(both, codes, top):  # type: ignore[no-untyped-def]
-    """Return two bfloat16 of a word with the exponent of an escape, ``top`` - 15, made 0."""
-    is_escape = ((codes + 0x00800080) >> 4) & 0x00800080
-    return both - is_escape * (top - _ESCAPE)[:, None]
+def add_base(both, codes, base):  # type: ignore[no-untyped-def]
+    """Add the base to the exponents of two bfloat16 of a word whose codes are not 0."""
+    is_more = ((codes + 0x07800780) >> 4) & 0x00800080
+    return both + is_more * base
 
 
 @triton.jit
@@ -62,15 +69,29 @@ def two_to(power):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_tops(base):  # type: ignore[no-untyped-def]
-    """Return what rows' exponents are decoded from, and how many powers of two less that is.
+def point_at_bases(base, expert, num_out, row_words, row):  # type: ignore[no-untyped-def]
+    """Return pointers to the bases of rows' first blocks; those of the next block are 64 behind."""
+    num_blocks = (row_words + _BASE_WORDS - 1) // _BASE_WORDS
+    of_expert = tl.cast(expert, tl.int64) * (num_out * num_blocks)
+    rows_before = row // _PATCH_ROWS * _PATCH_ROWS
+    return base + of_expert + rows_before * num_blocks + row % _PATCH_ROWS
 
-    Decoded from 15, an escape is zero without a look at it. Rows of lower exponents have none;
-    those with NaN or infinities, which their exponent of 255 makes, are decoded as they are.
-    """
-    largest = tl.load(base).to(tl.int32)
-    top = tl.where(largest == 255, largest, tl.minimum(largest, _ESCAPE))
-    return top, largest - top
+
+@triton.jit
+def load_bases(bases, start, row_words, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the bases of rows' words from ``start``, where a block begins, on: [rows, WORDS]."""
+    BLOCKS: tl.constexpr = WORDS // _BASE_WORDS
+    block = (tl.arange(0, BLOCKS) + start // _BASE_WORDS)[None, :]
+    inside = block * _BASE_WORDS < row_words
+    of_blocks = tl.load(bases[:, None] + block * _PATCH_ROWS, mask=inside, other=0).to(tl.int32)
+    return spread(of_blocks, _BASE_WORDS)
+
+
+@triton.jit
+def load_scaled(at, inside):  # type: ignore[no-untyped-def]
+    """Load inputs as float32, scaled by INPUT_POWER, as bfloat16 ones are stored."""
+    v = tl.load(at, mask=inside, other=0.0)
+    return v.to(tl.float32) if v.dtype == tl.bfloat16 else v.to(tl.float32) * _INPUT_FACTOR
 
 
 @triton.jit
@@ -143,9 +164,8 @@ def multiply(  # type: ignore[no-untyped-def]
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
     inputs = x + (pair // pairs_per_row).to(tl.int64)[None, :] * row_words
-    top, lacking = load_tops(base + first_row)
-    powers = tl.minimum(lacking, _MOST_POWER)
-    factors = two_to(powers)[:, None]
+    bases = point_at_bases(base, expert, num_out, row_words, n)
+    scale: tl.constexpr = _INPUT_POWER if x.dtype.element_ty == tl.bfloat16 else _CODE_POWER
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     first = tl.program_id(2) * split_words
     stop = tl.minimum(first + split_words, row_words)
@@ -154,25 +174,27 @@ def multiply(  # type: ignore[no-untyped-def]
         inside = k < stop
         is_word = inside[None, :]
         is_input = inside[:, None] & is_pair[None, :]
+        # asked for here, the bases are there when the tile is done
+        powers = tl.load(bases + start // _BASE_WORDS * _PATCH_ROWS).to(tl.int32) - scale
+        tile = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
             for part in tl.static_range(2):
-                both = pair_bits(words, pair_codes(codes, half, part), top, part)
+                both = pair_bits(words, pair_codes(codes, half, part), part)
                 at = inputs + (4 * half + part) * part_elements + k[:, None]
                 v = tl.load(at, mask=is_input, other=0.0)
                 u = tl.load(at + 2 * part_elements, mask=is_input, other=0.0)
                 if v.dtype == tl.bfloat16:
-                    scale = factors.to(tl.bfloat16)
-                    low = both.to(tl.int16).to(tl.bfloat16, bitcast=True) * scale
-                    high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) * scale
+                    low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+                    high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
                 else:
                     low, high = widen(both)
-                    low = (low * factors).to(v.dtype)
-                    high = (high * factors).to(v.dtype)
-                sums = tl.dot(low, v, sums)
-                sums = tl.dot(high, u, sums)
-    sums *= two_to(lacking - powers)[:, None]
+                    low = (low * _CODE_FACTOR).to(v.dtype)
+                    high = (high * _CODE_FACTOR).to(v.dtype)
+                tile = tl.dot(low, v, tile)
+                tile = tl.dot(high, u, tile)
+        sums += tile * two_to(powers)[:, None]
     if tl.program_id(2) == 0:
         own, patch, stop_patch = find_patches(
             patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
@@ -183,6 +205,8 @@ def multiply(  # type: ignore[no-untyped-def]
             is_own = (row >= 0)[:, None] & is_pair[None, :]
             place = place_of(column, row_words, part_elements)
             v = tl.load(inputs + place[:, None], mask=is_own, other=0.0)
+            if v.dtype == tl.bfloat16:
+                v = (v.to(tl.float32) * (1 / _INPUT_FACTOR)).to(v.dtype)
             value = (bits << 16).to(tl.float32, bitcast=True)
             found = tl.where(row[None, :] == n[:, None], value[None, :], 0.0)
             sums = tl.dot(found.to(v.dtype), v, sums)
@@ -224,27 +248,24 @@ def multiply_each(  # type: ignore[no-untyped-def]
     halves = exponent + first_row[:, None] * row_words
     rows = weight + first_row[:, None] * (2 * row_words)
     inputs = x + tl.cast(pair // pairs_per_row, tl.int64) * row_words
-    top, _ = load_tops(base + first_row)
+    bases = point_at_bases(base, expert, num_out, row_words, n)
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in tl.range(0, row_words, BLOCK_K, num_stages=3):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_words
         is_word = inside[None, :]
+        powers = load_bases(bases, start, row_words, BLOCK_K) - _INPUT_POWER
+        tile = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
         codes = tl.load(halves + k[None, :], mask=is_word, other=0)
         for half in tl.static_range(2):
             words = tl.load(rows + half * row_words + k[None, :], mask=is_word, other=0)
             for part in tl.static_range(2):
-                low, high = widen(pair_bits(words, pair_codes(codes, half, part), top, part))
+                low, high = widen(pair_bits(words, pair_codes(codes, half, part), part))
                 at = inputs + (4 * half + part) * part_elements + k
-                # weights are as small as 2**-126: their products must be no subnormal numbers
-                v = tl.load(at, mask=inside, other=0.0).to(tl.float32) * 2.0**64
-                sums += low * v[None, :]
-                v = tl.load(at + 2 * part_elements, mask=inside, other=0.0).to(tl.float32) * 2.0**64
-                sums += high * v[None, :]
-    _, lacking = load_tops(base + first_row)
-    # no float32 is the whole of what is lacking
-    powers = tl.minimum(lacking, 150)
-    made = tl.sum(sums, 1) * two_to(powers - 64) * two_to(lacking - powers)
+                tile += low * load_scaled(at, inside)[None, :]
+                tile += high * load_scaled(at + 2 * part_elements, inside)[None, :]
+        sums += tile * two_to(powers)
+    made = tl.sum(sums, 1)
     own, patch, stop_patch = find_patches(
         patches, patch_blocks, reserve, expert, num_out, tl.program_id(0) * BLOCK_N
     )
@@ -254,7 +275,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
         is_own = (row // BLOCK_N == tl.program_id(0)) & (row >= 0)
         place = place_of(column, row_words, part_elements)
         value = (bits << 16).to(tl.float32, bitcast=True)
-        found = tl.load(inputs + place, mask=is_own, other=0.0).to(tl.float32) * value
+        found = load_scaled(inputs + place, is_own) * (1 / _INPUT_FACTOR) * value
         made += tl.sum(tl.where(row[None, :] == n[:, None], found[None, :], 0.0), 1)
     where = out + tl.cast(pair, tl.int64) * num_out + n
     tl.store(where, made.to(out.dtype.element_ty))
@@ -278,19 +299,20 @@ def expand(  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.program_id(1)
     first_row = tl.cast(expert, tl.int64) * num_out + n
-    top = tl.load(base + first_row).to(tl.int32)
+    bases = point_at_bases(base, expert, num_out, row_words, n)
     halves = exponent + first_row[:, None] * row_words
     rows = first_row[:, None] * (2 * row_words)
     for start in range(0, row_words, BLOCK_K):
         k = (start + tl.arange(0, BLOCK_K))[None, :]
         is_word = k < row_words
+        powers = load_bases(bases, start, row_words, BLOCK_K)
         codes = tl.load(halves + k, mask=is_word, other=0)
         for half in tl.static_range(2):
             at = rows + half * row_words + k
             words = tl.load(weight + at, mask=is_word, other=0)
             low, high = pair_codes(codes, half, 0), pair_codes(codes, half, 1)
-            even = zero_escapes(pair_bits(words, low, top, 0), low, top)
-            odd = zero_escapes(pair_bits(words, high, top, 1), high, top)
+            even = add_base(pair_bits(words, low, 0), low, powers)
+            odd = add_base(pair_bits(words, high, 1), high, powers)
             both = tl.join((even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536))
             where = out + 2 * at[:, :, None] + tl.arange(0, 2)[None, None, :]
             tl.store(where, both, mask=is_word[:, :, None])

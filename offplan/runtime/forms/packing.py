@@ -1,18 +1,20 @@
 """bfloat16 weights are packed without loss, in plain torch, where they lie."""
 
 import torch
+from torch import nn
 
-from offplan.forms.form import PATCH_ROWS, Part, patch_reserve
-from offplan.runtime.forms.reference import ESCAPE, Parts
+from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, PATCH_ROWS, Part, patch_reserve
+from offplan.runtime.forms.reference import Parts
 
 
 class TooManyEscapes(ValueError):
-    """A matrix has more weights, zeros apart, that no code of their row reaches than have room."""
+    """A matrix has more weights other than zero that no code reaches than it has room for."""
 
     def __init__(self, num_escapes: int, reserve: int) -> None:
         super().__init__(
-            f"found {num_escapes} weights other than zero whose exponents are {ESCAPE} or more "
-            f"below their row's largest, expected at most {reserve}"
+            f"found {num_escapes} weights other than zero that are 2**16 or more, infinite or NaN, "
+            f"or too small beside others of their block of {2 * BASE_BYTES}, "
+            f"expected at most {reserve}"
         )
         self.num_escapes = num_escapes
         self.reserve = reserve
@@ -28,13 +30,17 @@ def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:
     low, high = values.view(torch.uint8).view(num_out, num_in, 2).unbind(-1)
     weight = (high & 0x80).bitwise_or_(low & 0x7F)
     exponents = (high << 1).bitwise_or_(low >> 7)
-    base = exponents.amax(1, keepdim=True)
-    codes = torch.sub(base, exponents, out=exponents)
-    # zeros among them keep their sign, and need no patch
-    escapes = (codes >= ESCAPE).logical_and_(values.view(torch.int16) << 1)
-    codes.clamp_(max=ESCAPE)
-    weight.masked_fill_(escapes, 0)
-    places = escapes.view(-1).nonzero().view(-1)
+    base = find_bases(exponents)
+    spread = base.repeat_interleave(BASE_BYTES, 1)[:, None, : num_in // 2]
+    # modulo 256: what is below the base is above 15
+    codes = exponents.view(num_out, 2, num_in // 2).sub_(spread)
+    escapes = (codes - 1) >= 15
+    # zeros among them keep their sign, and subnormal numbers of a base of 0 their mantissa
+    patched = (escapes & ((codes | spread) != 0)).view(num_out, num_in)
+    patched.logical_and_(values.view(torch.int16) << 1)
+    codes.masked_fill_(escapes, 0)
+    weight.masked_fill_(patched, 0)
+    places = patched.view(-1).nonzero().view(-1)
     if reserve is None:
         reserve = patch_reserve(num_out, num_in)
     if len(places) > reserve:
@@ -42,12 +48,23 @@ def pack(values: torch.Tensor, reserve: int | None = None) -> Parts:
     patches = torch.zeros(reserve, 2, dtype=torch.int32, device=values.device)
     patches[: len(places), 0] = places.to(torch.int32)
     patches[: len(places), 1] = values.view(torch.int16).view(-1)[places].to(torch.int32) & 0xFFFF
-    counts = escapes.view(-1, PATCH_ROWS * num_in).sum(1)
+    counts = patched.view(-1, PATCH_ROWS * num_in).sum(1)
     ends = counts.cumsum(0)
     return {
         Part.WEIGHT: weight,
-        Part.EXPONENT: codes[:, : num_in // 2] | (codes[:, num_in // 2 :] << 4),
-        Part.BASE: base,
+        Part.EXPONENT: codes[:, 0] | (codes[:, 1] << 4),
+        Part.BASE: base.unflatten(0, (-1, PATCH_ROWS)).mT.flatten(1),
         Part.PATCHES: patches,
         Part.PATCH_BLOCKS: torch.stack((ends - counts, ends), 1).to(torch.int32),
     }
+
+
+def find_bases(exponents: torch.Tensor) -> torch.Tensor:
+    """Return the base of each block of biased exponents, uint8 of [out, in]: [out, blocks].
+
+    The largest exponent of a block that is no patch by itself has code 15.
+    """
+    num_out, num_in = exponents.shape
+    tops = exponents.masked_fill(exponents > MOST_EXPONENT, 0).view(num_out, 2, num_in // 2).amax(1)
+    tops = nn.functional.pad(tops, (0, -tops.shape[1] % BASE_BYTES))
+    return tops.view(num_out, -1, BASE_BYTES).amax(2).clamp_(min=15).sub_(15)

@@ -148,6 +148,9 @@ def _planes_of(form: Form, weight: Operands, x: torch.Tensor) -> torch.Tensor:
     """
     if form.kind is Kind.PACKED:
         planes = x.unflatten(-1, (2, weight.length, 4)).permute(1, 3, 0, 2)
+        if x.dtype == torch.bfloat16:
+            scaled = torch.empty(planes.shape, dtype=x.dtype, device=x.device)
+            return torch.mul(planes, packed_kernels.INPUT_FACTOR, out=scaled)
     else:
         planes = x.unflatten(-1, (weight.length, weight.pack)).permute(2, 0, 1)
     return planes.contiguous()

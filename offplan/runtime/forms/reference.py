@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from offplan.forms.form import BITS, NESTED_BLOCK, Form, Kind, Packing, Part
+from offplan.forms.form import BASE_BYTES, BITS, NESTED_BLOCK, Form, Kind, Packing, Part
 
 Parts = dict[Part, torch.Tensor]
 """The stored tensors of a weight, or those of all experts in one, by what they are to it."""
@@ -21,10 +21,6 @@ ONES = {4: 0x11111111, 8: 0x01010101}
 
 Source: GPTQModel, ``convert_gptq_v1_to_v2_format_module``.
 """
-
-
-ESCAPE = 15
-"""The code of packed weights that have no other: zeros, and what PATCHES have."""
 
 
 def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +68,10 @@ def _expand_packed(parts: Parts) -> torch.Tensor:
     """Return packed values, bfloat16 of [..., out, in], bit for bit."""
     weight, base, halves = (parts[part] for part in (Part.WEIGHT, Part.BASE, Part.EXPONENT))
     codes = torch.cat((halves & 0xF, halves >> 4), -1).short()
-    exponents = (base.short() - codes).where(codes != ESCAPE, 0)
+    num_rows = weight.shape[-2] // base.shape[-2]
+    base = base.unflatten(-1, (-1, num_rows)).mT.flatten(-3, -2)
+    base = base.repeat_interleave(BASE_BYTES, -1)[..., : halves.shape[-1]]
+    exponents = (torch.cat((base, base), -1) + codes).where(codes != 0, 0)
     bits = weight.short()
     bits = ((bits & 0x80) << 8) | (bits & 0x7F) | (exponents << 7)
     reserve, num_weights = parts[Part.PATCHES].shape[-2], weight.shape[-2] * weight.shape[-1]

@@ -123,16 +123,15 @@ def check_joined(name: str, form: Form, whole: tuple[int, ...], of_each: tuple[i
 
 
 def check_experts(model: nn.Module, coded: Collection[str]) -> None:
-    """Raise CheckpointError for experts of which a part is stored as codes and the rest is not."""
-    weights = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if hasattr(module, "has_gate")
-        for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    ]
-    plain = [name for name in weights if name not in coded]
-    if plain and len(plain) < len(weights):
-        raise refuse(f"{plain[0]} is stored by its values, other experts are not")
+    """Raise CheckpointError for a layer's experts of which one weight alone is stored as codes."""
+    for path, module in model.named_modules():
+        if hasattr(module, "has_gate"):
+            names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+            plain = [f"{path}.{name}" for name in names if f"{path}.{name}" not in coded]
+            if len(plain) == 1:
+                raise refuse(
+                    f"{plain[0]} is stored by its values, the other weight of these experts is not"
+                )
 
 
 def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:

@@ -7,6 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
+from offplan.errors import UnpackableError
+from offplan.held.packing import name_weights
 from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
@@ -15,7 +17,7 @@ from offplan.runtime.forms.stored import drop_scratch, share_scratch
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import Target
-from offplan.runtime.loading.packed import bringing_kernels
+from offplan.runtime.loading.packed import OverfullError, bringing_kernels
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import decoder_layers
@@ -37,7 +39,8 @@ class LoadedModel:
         """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
 
         Raises what ``prepare`` raises, CheckpointError for files that cannot be read or have
-        changed, MemoryLimitError when memory runs out.
+        changed, UnpackableError for weights that the plan packs and that have more patches than
+        room, MemoryLimitError when memory runs out.
         """
         with bringing_kernels(device) if offload.packing else nullcontext():
             prepared = prepare(model, offload, device)
@@ -53,7 +56,13 @@ class LoadedModel:
         )
         try:
             loaded = self.store.resident | self.store.offloaded
-            load_weights(folder, targets, loaded, on_progress)
+            try:
+                load_weights(folder, targets, loaded, on_progress)
+            except OverfullError as error:
+                names = name_weights(self.model, error.tensors)
+                raise UnpackableError(
+                    f"{error}; plan it again with --leave-unpacked {','.join(names)}", names
+                ) from None
             self.store.page_lock()
             dtype = self.model.dtype
             share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)

@@ -11,7 +11,7 @@ import torch
 
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import PATCH_ROWS, Kind, Part
+from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Kind, Part
 from offplan.forms.packed import PACKED
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
@@ -34,7 +34,26 @@ Make = Callable[[torch.Tensor, str], Parts]
 out of them against them."""
 
 
-@dataclass(frozen=True)
+class _Overfull(Exception):
+    """A matrix has more patches than are reserved for."""
+
+    def __init__(self, num_patches: int, reserve: int) -> None:
+        super().__init__(num_patches, reserve)
+        self.num_patches, self.reserve = num_patches, reserve
+
+
+class OverfullError(Exception):
+    """Matrices have more patches than are reserved for.
+
+    ``tensors`` are what the checkpoint stores of them and of what is joined to them, by name.
+    """
+
+    def __init__(self, message: str, tensors: frozenset[str]) -> None:
+        super().__init__(message)
+        self.tensors = tensors
+
+
+@dataclass(frozen=True, eq=False)
 class Matrix:
     """A matrix that is stored by its values, [out, in], and where its parts are to lie."""
 
@@ -60,8 +79,8 @@ class Matrix:
     def pack(self, fill: Fill, make: Make, buffer: torch.Tensor) -> int:
         """Have ``make`` pack what ``fill`` puts into a CPU buffer, bfloat16, run by run.
 
-        Returns the bytes of its values. Raises CheckpointError where they have more patches than
-        are reserved for.
+        Returns the bytes of its values. Raises _Overfull where they have more patches than are
+        reserved for.
         """
         num_in = self.tensor.shape[1]
         patches, blocks, num_patches = [], [], 0
@@ -70,7 +89,9 @@ class Matrix:
             fill(self, start, rows)
             parts = make(rows, self.tensor.name)
             for part in (Part.WEIGHT, Part.EXPONENT, Part.BASE):
-                _put(parts[part], self.places[part][start:stop], buffer.view(torch.uint8))
+                rows_each = (stop - start) // len(parts[part])  # bases are of 64 rows together
+                place = self.places[part][start // rows_each : stop // rows_each]
+                _put(parts[part], place, buffer.view(torch.uint8))
             ends = parts[Part.PATCH_BLOCKS].cpu()
             own = parts[Part.PATCHES].cpu()
             patches.append(own + torch.tensor([(self.first_row + start) * num_in, 0]))
@@ -78,11 +99,7 @@ class Matrix:
             num_patches += len(own)
         reserve = len(self.places[Part.PATCHES])
         if num_patches > reserve:
-            raise CheckpointError(
-                f"{self.tensor.name} cannot be held packed: found {num_patches} weights that are "
-                "too small beside others of their rows (beside an infinity or a NaN all are), "
-                f"expected at most {reserve}; plan it again with --no-packing"
-            )
+            raise _Overfull(num_patches, reserve)
         self.places[Part.PATCHES][:num_patches].copy_(torch.cat(patches))
         self.places[Part.PATCH_BLOCKS].copy_(torch.cat(blocks))
         return self.tensor.nbytes
@@ -132,8 +149,9 @@ def open_packing(
 ) -> Iterator[Callable[[Fill], Iterator[int]]]:
     """Set aside what packs matrices on ``device``, and give a function that packs them all.
 
-    It has each packed by one of a few threads, and yields the bytes of each. Leaving the context
-    waits for the copies, and gives back what packing took of a CUDA device's memory.
+    It has each packed by one of a few threads, and yields the bytes of each; once all are packed
+    that can be, it raises OverfullError for those that cannot. Leaving the context waits for the
+    copies, and gives back what packing took of a CUDA device's memory.
     """
     if not matrices:
         yield lambda _: iter(())
@@ -171,12 +189,35 @@ def open_packing(
 
         def pack_each(fill: Fill) -> Iterator[int]:
             ordered = sorted(matrices, key=lambda m: (m.tensor.shard or "", m.tensor.offset))
-            for future in as_completed([threads.submit(pack_one, each, fill) for each in ordered]):
-                yield future.result()
+            futures = {threads.submit(pack_one, each, fill): each for each in ordered}
+            overfull: dict[Matrix, _Overfull] = {}
+            for future in as_completed(futures):
+                try:
+                    yield future.result()
+                except _Overfull as error:
+                    overfull[futures[future]] = error
             if stream is not None:  # leaving waits, too, but shows no copy that failed
                 stream.synchronize()
+            if overfull:
+                raise _describe_overfull(overfull, matrices)
 
         yield pack_each
+
+
+def _describe_overfull(
+    overfull: Mapping[Matrix, _Overfull], matrices: Sequence[Matrix]
+) -> OverfullError:
+    """Say which matrices have no room, and why the first of them has none."""
+    weights = {matrix.weight for matrix in overfull}
+    first = min(overfull, key=lambda matrix: matrix.tensor.name)
+    error = overfull[first]
+    others = f"; so have {len(overfull) - 1} other matrices" if len(overfull) > 1 else ""
+    return OverfullError(
+        f"{first.tensor.name} cannot be held packed: found {error.num_patches} weights that are "
+        f"2**16 or more, infinite or NaN, or too small beside others of their block of "
+        f"{2 * BASE_BYTES}, expected at most {error.reserve}{others}",
+        frozenset(matrix.tensor.name for matrix in matrices if matrix.weight in weights),
+    )
 
 
 def _give_back(device: torch.device) -> None:

@@ -7,8 +7,9 @@ from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.placement import Phase
-from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
+from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
+from offplan.runtime.transformers_private import ExpertsInterface
 
 KERNEL_TYPES = ("bfloat16", "float16")
 """Types that our own kernels multiply: they would round float32 to TF32, and overfill tiles."""
@@ -24,6 +25,10 @@ class ExpertKernels:
         self._decoder = module.get_decoder()
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
+        experts = [part for part in module.modules() if hasattr(part, "has_gate")]
+        plain = [part for part in experts if not holds_codes(part)]
+        self._plain = plain if len(plain) < len(experts) else []
+        """Experts held by their values, in a model of which others are stored as codes."""
         self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
         self.choose(Phase.DECODE, 1)  # what transformers would take need not know what is stored
@@ -38,9 +43,13 @@ class ExpertKernels:
             name = self._own
         else:
             name = "batched_mm" if num_tokens == 1 or must_not_wait else "grouped_mm"
-        if name != self._current:
-            self._decoder.set_experts_implementation(name)
-            self._current = name
+        if name == self._current:
+            return
+        for experts in self._plain:
+            vars(experts)[PLAIN_WAY] = ExpertsInterface()[name]
+        if not (self._plain and self._current):
+            self._decoder.set_experts_implementation(STORED_EXPERTS_NAME if self._plain else name)
+        self._current = name
 
     def can_capture(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens, over all sequences, never waits for the host."""
@@ -65,11 +74,14 @@ def find_own_experts(
 
     The name is empty where they do not know this model's experts. For more pairs of a token and an
     expert than this they would read experts several times. Experts that are stored as codes are
-    known to ours alone, ``with_kernels`` or without.
+    known to ours alone, ``with_kernels`` or without; where others are held by their values, the
+    answer is about these.
     """
     # only those that transformers lets choose how they are multiplied say what they are made of
     experts = [part for part in module.modules() if hasattr(part, "has_gate")]
-    if any(map(holds_codes, experts)):
+    coded = [part for part in experts if holds_codes(part)]
+    experts = [part for part in experts if not holds_codes(part)]
+    if coded and not experts:
         return STORED_EXPERTS_NAME, sys.maxsize
     if with_kernels and experts and model.dtype in KERNEL_TYPES:
         from offplan.runtime.forms.pairs import MAX_PAIRS

@@ -50,6 +50,10 @@ class Call:
     """Other arguments by name: masks, positions, rotary tables, the layer's cache."""
 
 
+See = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""A call is told a layer's index and its hidden states, before and after."""
+
+
 class _AllNoted(Exception):
     """Ends a forward pass whose rest, the head above all, nobody asked for."""
 
@@ -67,6 +71,7 @@ class DecoderLayers:
         self._steps: list[Callable[..., Any]] = []
         self._beside: list[tuple[None, ...] | None] = []
         """What each layer returns behind hidden states where it returns a tuple, as was probed."""
+        self._see: See | None = None
         self.call: Callable[[int, Call], torch.Tensor] = self.step
         """What is done where the model calls a layer, whose index it is told."""
         if compiled:
@@ -101,7 +106,18 @@ class DecoderLayers:
         hidden, beside = (made[0], made[1:]) if isinstance(made, tuple) else (made, None)
         if not isinstance(hidden, torch.Tensor) or beside != self._beside[index]:
             raise refuse(f"layer {index} returns more than hidden states, which is not handed on")
+        if self._see is not None:
+            self._see(index, call.hidden, hidden)
         return hidden
+
+    @contextmanager
+    def seen_by(self, see: See) -> Iterator[None]:
+        """Context in which ``see`` is told of each layer once it has run; nothing is captured."""
+        self._see = see
+        try:
+            yield
+        finally:
+            self._see = None
 
     def note_calls(self, forward: Callable[[], Any]) -> list[Call]:
         """Return what ``forward`` would call each layer with; neither they run nor what follows."""

@@ -23,6 +23,7 @@ from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.passes.link import Link
+from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.schedule import Schedule, build_pass, empty_ring
 
 MAX_CAPTURED_TOKENS = 4096
@@ -153,6 +154,37 @@ class ModelRunner:
             self._position.tensor.add_(1)
             self.length += 1
         return logits
+
+    def find_nan(self, prompt: torch.Tensor, fed: torch.Tensor) -> str:
+        """Run the last pass of a text once more, and say what in it gives the first NaN.
+
+        ``prompt``, int64 of [batch, tokens], is the one that was read last, and ``fed``, int64 of
+        [steps, batch], the tokens of the steps behind it; the last of these is the pass in
+        question. Caches are cut where that pass found them. States of linear attention are not
+        kept, and rotary embeddings may have changed: such texts are read from their prompt on.
+
+        Nothing is captured, and the host waits for every layer. No sequence is begun afterwards.
+        """
+        watch = NanWatch()
+        captures, self._capture = self._capture, False
+        try:
+            self._give_back(self._forget_passes)  # uncaptured, a pass takes as much memory again
+            passes = [partial(self.prefill, prompt)]
+            passes += [partial(self.decode, tokens[:, None]) for tokens in fed.to(prompt.device)]
+            if len(fed) and not self._linear and not self.changes_with_length:
+                before = prompt.shape[1] + len(fed) - 1
+                self.layers.forget_from(before)
+                self.set_length(before)
+            else:
+                for run in passes[:-1]:
+                    run()
+            with self.layers.seen_by(watch.see):
+                return watch.describe_rest(passes[-1]())
+        except NanFoundError as found:
+            return str(found)
+        finally:
+            self._capture = captures
+            self.length = 0
 
     def set_length(self, num_tokens: int) -> None:
         """Say that the cache holds so many tokens; queued on the current stream."""

@@ -1,0 +1,100 @@
+"""A few rows of each matrix that a plan packs, read from local files: which will not pack."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import CheckpointError
+from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, patch_reserve
+from offplan.held.held import hold
+from offplan.held.packing import is_packed, name_weights
+from offplan.held.stage import Stage
+from offplan.plan import Packing
+
+NUM_RUNS, RUN_ROWS = 4, 4
+"""Runs of rows that are read of a matrix, evenly apart, and rows of each.
+
+Source: 16 rows of 4,096 weights have room for 128 patches, which a sample tells from 192 by five
+standard deviations.
+"""
+NUM_EXPERTS = 2
+"""Routed experts of a layer that are looked at, of each of their weights."""
+CERTAIN = 1.5
+"""Times the patches of a sample must exceed its share of the room before a matrix is given up.
+Loading tries the others, and knows for certain."""
+FEW = 16
+"""Patches more than that share, besides: a single odd row is no proof."""
+
+
+def find_unpackable(model: Model, packing: Packing | None) -> tuple[str, ...]:
+    """Name the weights, as ``Unpacked`` does, whose sample has far more patches than room.
+
+    Reads nothing for a model that lies in no local folder. Raises CheckpointError for files that
+    cannot be read.
+    """
+    folder = Path(model.source)
+    if packing is None or model.revision is not None or not folder.is_dir():
+        return ()
+    stage = hold(model, packing)
+    with ExitStack() as stack:
+        files: dict[str, int] = {}
+
+        def open_shard(name: str) -> int:
+            if name not in files:
+                files[name] = os.open(folder / name, os.O_RDONLY)
+                stack.callback(os.close, files[name])
+            return files[name]
+
+        try:
+            beyond = {
+                tensor.name
+                for tensor in _sampled(stage)
+                if tensor.shard is not None and _exceeds(open_shard(tensor.shard), tensor)
+            }
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
+    return name_weights(model, beyond)
+
+
+def _sampled(stage: Stage) -> Iterator[TensorInfo]:
+    """Yield the stored matrices that are looked at, one of several experts' where one holds all."""
+    for parameter in filter(is_packed, stage.parameters):
+        tensors = parameter.unpacked
+        for tensor in tensors[:: max(1, len(tensors) // NUM_EXPERTS)][:NUM_EXPERTS]:
+            *stack, num_out, num_in = tensor.shape
+            middle = tensor.offset + prod(stack) // 2 * num_out * num_in * 2
+            yield tensor._replace(shape=(num_out, num_in), offset=middle)
+
+
+def _exceeds(file: int, matrix: TensorInfo) -> bool:
+    """Whether sampled rows have so many patches that those of the matrix have no room."""
+    num_out, num_in = matrix.shape
+    room = patch_reserve(num_out, num_in) / (num_out * num_in)
+    num_patches = num_weights = 0
+    for run in range(NUM_RUNS):
+        first = (num_out - RUN_ROWS) * run // (NUM_RUNS - 1)
+        data = os.pread(file, RUN_ROWS * num_in * 2, matrix.offset + first * num_in * 2)
+        if len(data) < RUN_ROWS * num_in * 2:
+            return False  # loading tells of a file that was cut short
+        num_patches += _count_patches(np.frombuffer(data, "<u2").reshape(RUN_ROWS, num_in))
+        num_weights += RUN_ROWS * num_in
+    return num_patches > CERTAIN * room * num_weights + FEW
+
+
+def _count_patches(bits: np.ndarray[tuple[int, int], np.dtype[np.uint16]]) -> int:
+    """Count the patches of rows of bfloat16 bits, [rows, in], as ``runtime.forms.packing`` does."""
+    num_rows, num_in = bits.shape
+    exponents = ((bits >> 7) & 0xFF).astype(np.int16).reshape(num_rows, 2, num_in // 2)
+    tops = np.where(exponents > MOST_EXPONENT, 0, exponents).max(1)
+    starts = np.arange(0, num_in // 2, BASE_BYTES)
+    bases = np.maximum(np.maximum.reduceat(tops, starts, axis=1), 15) - 15
+    base = bases.repeat(BASE_BYTES, axis=1)[:, None, : num_in // 2]
+    codes = exponents - base
+    is_escape = ((codes < 1) | (codes > 15)) & ((codes != 0) | (base != 0))
+    return int(np.count_nonzero(is_escape.reshape(bits.shape) & ((bits & 0x7FFF) != 0)))

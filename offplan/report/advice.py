@@ -1,0 +1,69 @@
+"""What the answer adds to a plan's figures: a sooner first token, and where memory is too small."""
+
+from offplan.plan import Plan
+from offplan.planner.rereads import Rereads
+from offplan.planner.unused import Unused
+from offplan.report.analysis import Analysis
+from offplan.units import format_bytes, format_bytes_enough, format_seconds
+
+
+def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
+    """Say what there is to say beside a plan's figures, a line for each; often nothing."""
+    lines = []
+    if analysis.sooner is not None:
+        lines.append(_describe_sooner(plan, analysis.sooner))
+    if analysis.rereads is not None:
+        lines.append(_describe_rereads(analysis.rereads))
+    if analysis.unused is not None:
+        lines.append(_describe_unused(analysis.unused, plan))
+    if analysis.unpackable:
+        names = ",".join(analysis.unpackable)
+        lines.append(
+            f"A sample of the weights shows that {names} will not pack: `run` holds them as stored "
+            f"or plans again; --leave-unpacked {names} plans without packing them now."
+        )
+    return lines
+
+
+def _describe_sooner(plan: Plan, sooner: Plan) -> str:
+    """Say what a first token that comes sooner costs, and how to ask for it."""
+    more = sooner.prediction.objective_s / plan.prediction.objective_s - 1
+    target = sooner.goal.targets.replace(" s", "s").replace(" ms", "ms").replace(" us", "us")
+    return (
+        f"A first token after {format_seconds(sooner.prediction.prefill.step_s)} takes {more:.1%} "
+        f"longer in all: {target}"
+    )
+
+
+def _describe_rereads(rereads: Rereads) -> str:
+    """Say how often a prompt reads weights, and what would have it read them once."""
+    count = f"{rereads.num_reads:.{0 if rereads.num_reads >= 10 else 1}f}"
+    told = f"The prompt reads weights {count} times over the link"
+    remedies = []
+    if rereads.batch is not None:
+        remedies.append(f"a batch of {rereads.batch}")
+    if rereads.context is not None:
+        remedies.append(f"a context of {rereads.context} tokens")
+    if rereads.more_gpu_bytes is not None:
+        remedies.append(f"{format_bytes_enough(rereads.more_gpu_bytes)} more of GPU memory")
+    if not remedies:
+        return f"{told}."
+    *others, last = remedies
+    either = f"{', '.join(others)} or {last}" if others else last
+    return f"{told}; with {either} it would read them once."
+
+
+def _describe_unused(unused: Unused, plan: Plan) -> str:
+    """Say how much of the budget stays unused, and why."""
+    share = unused.unused_bytes / plan.budget.gpu_memory
+    told = f"{format_bytes(unused.unused_bytes)} of the budget ({share:.1%}) stay unused"
+    if unused.smallest_bytes > unused.unused_bytes:
+        return (
+            f"{told}: the smallest part that is offloaded, {unused.smallest_part} of a layer, "
+            f"takes {format_bytes(unused.smallest_bytes)}."
+        )
+    told += ": no plan that was searched takes more of it and is faster"
+    if unused.slot_bytes > unused.unused_bytes:
+        slot = format_bytes(unused.slot_bytes)
+        told += f"; one more slot, for all that a layer streams, takes {slot}"
+    return f"{told}."
