@@ -44,7 +44,7 @@ class LoadedModel:
         """
         with bringing_kernels(device) if offload.packing else nullcontext():
             prepared = prepare(model, offload, device)
-        self.model, self.placement = model, prepared.placement
+        self.model, self.stage, self.placement = model, prepared.stage, prepared.placement
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
         self._places = find_places(self.module)
