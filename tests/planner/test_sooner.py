@@ -47,7 +47,7 @@ def test_a_much_sooner_first_token_for_hardly_more(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "share", "prompt"), [("rtx4090", 0.5, 512), ("h100", 0.3, 8000)]
+    ("machine", "share", "prompt"), [("rtx4090", 0.4, 2000), ("h100", 0.3, 8000)]
 )
 def test_one_that_two_rules_alone_make(
     model: Model, machine: str, share: float, prompt: int
