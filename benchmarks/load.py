@@ -25,8 +25,9 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.held.held import hold
+from offplan.held.packing import pack_everything
 from offplan.hostmem.block import HostBlock
-from offplan.packing import pack_everything
 from offplan.plan import Backend, Offload, Rule
 from offplan.runtime.loading import loaded as runtime_loaded
 from offplan.runtime.loading.loaded import LoadedModel
@@ -46,9 +47,9 @@ def synthesize(config: Path, folder: Path, deviation: float = 1.0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(config, folder / "config.json")
     model = open_model(str(config))
-    tensors = [t for layer in model.layers for p in layer.parameters for t in p.tensors]
+    tensors = [tensor for parameter in hold(model).parameters for tensor in parameter.stored]
     shards: list[list[TensorInfo]] = [[]]
-    for tensor in [*tensors, *model.loaded_outside]:
+    for tensor in tensors:
         if sum(t.nbytes for t in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(tensor)

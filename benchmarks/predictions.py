@@ -21,12 +21,13 @@ from benchmarks.decode_and_prefill import LITE, QWEN
 from benchmarks.run_plan import describe_machine
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.held.held import hold
+from offplan.held.packing import pack_everything
+from offplan.library.asking import pose
 from offplan.machine.measure import measure_machine
 from offplan.machine.profile import MachineProfile
-from offplan.packing import pack_everything, pack_model
 from offplan.plan import Budget, Goal, Offload, Workload, dump_plan
 from offplan.planner.make import make_plan
-from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
 from offplan.runtime.measuring.layer_times import measure_layer_times, measure_model_reads
 
@@ -143,17 +144,17 @@ def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
         return Budget(gpu_memory=round(case.gpu_gib * 2**30))
     total = machine.gpu_memory.value
     for _ in range(2):  # the margin is a share of the budget: the second round has it right
-        question = Question(model, machine, case.workload, Budget(gpu_memory=total))
+        question = pose(model, machine, case.workload, Budget(gpu_memory=total))
         plan = make_plan(question).plan
         total = plan.prediction.gpu_memory.total_bytes
-    return Budget(gpu_memory=total - round((1 - case.share) * model.loaded_bytes))
+    return Budget(gpu_memory=total - round((1 - case.share) * hold(model).loaded_bytes))
 
 
 def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict[str, Any]:
     """Plan and bench one case."""
     budget = find_budget(case, model, machine)
     goal = Goal(packing=case.packing)
-    planned = make_plan(Question(model, machine, case.workload, budget, goal))
+    planned = make_plan(pose(model, machine, case.workload, budget, goal))
     plan = folder / "plan.yaml"
     plan.write_text(dump_plan(planned.plan))
     benched = bench(plan)
@@ -203,13 +204,14 @@ def main() -> None:
             measured_for = case.config, workload, case.packing
             if measured_for not in machines:
                 chunks = prefill_chunks(workload.prompt_tokens)
-                times = measure_layer_times(model, workload, chunks)
+                stage = hold(model)
+                times = measure_layer_times(stage, workload, chunks)
                 if case.packing:  # what lies outside the layers was measured with them
                     known = {time.layer for time in times}
-                    held = pack_model(model, pack_everything(model))
+                    held = hold(model, pack_everything(model))
                     packed = measure_layer_times(held, workload, chunks)
                     times += tuple(time for time in packed if time.layer not in known)
-                reads = measure_model_reads(model, workload, chunks, here.uva.value)
+                reads = measure_model_reads(stage, workload, chunks, here.uva.value)
                 measured = {"layer_times": times, "in_place_reads": reads}
                 machines[measured_for] = here.model_copy(update=measured)
             try:

@@ -12,7 +12,9 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import CheckpointError
 from offplan.forms.form import BASE_BYTES, MOST_EXPONENT, patch_reserve
-from offplan.packing import is_packed, name_weights, pack_model
+from offplan.held.held import hold
+from offplan.held.packing import is_packed, name_weights
+from offplan.held.stage import Stage
 from offplan.plan import Packing
 
 NUM_RUNS, RUN_ROWS = 4, 4
@@ -39,7 +41,7 @@ def find_unpackable(model: Model, packing: Packing | None) -> tuple[str, ...]:
     folder = Path(model.source)
     if packing is None or model.revision is not None or not folder.is_dir():
         return ()
-    held = pack_model(model, packing)
+    stage = hold(model, packing)
     with ExitStack() as stack:
         files: dict[str, int] = {}
 
@@ -52,7 +54,7 @@ def find_unpackable(model: Model, packing: Packing | None) -> tuple[str, ...]:
         try:
             beyond = {
                 tensor.name
-                for tensor in _sampled(held)
+                for tensor in _sampled(stage)
                 if tensor.shard is not None and _exceeds(open_shard(tensor.shard), tensor)
             }
         except OSError as error:
@@ -60,9 +62,9 @@ def find_unpackable(model: Model, packing: Packing | None) -> tuple[str, ...]:
     return name_weights(model, beyond)
 
 
-def _sampled(model: Model) -> Iterator[TensorInfo]:
+def _sampled(stage: Stage) -> Iterator[TensorInfo]:
     """Yield the stored matrices that are looked at, one of several experts' where one holds all."""
-    for parameter in filter(is_packed, model.loaded_parameters):
+    for parameter in filter(is_packed, stage.parameters):
         tensors = parameter.unpacked
         for tensor in tensors[:: max(1, len(tensors) // NUM_EXPERTS)][:NUM_EXPERTS]:
             *stack, num_out, num_in = tensor.shape

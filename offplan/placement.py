@@ -1,4 +1,4 @@
-"""Plan and model in, a place for every parameter out.
+"""Plan and stage in, a place for every unit out.
 
 The placement knows names, bytes and offsets, and no torch: the planner prices it and the runtime
 carries it out.
@@ -10,28 +10,15 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from offplan.checkpoint.model import Layer, Model
-from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
-from offplan.forms.form import Part
-from offplan.packing import pack_model
+from offplan.held.stage import Stage
+from offplan.held.unit import Unit, group_units
 from offplan.plan import Backend, Offload, Rule
 from offplan.units import format_bytes
 
 ALIGNMENT_BYTES = 256
 """Every tensor in a slab starts on such a boundary, as the CUDA allocator's own blocks would."""
-
-FUSED_EXPERT_PARTS = (("gate_proj", "up_proj"), ("w1", "w3"))
-"""Projections of the routed experts that are one parameter once loaded.
-
-Source: transformers' conversion mapping (``gate_up_proj``), vLLM (``w13_weight``).
-"""
-FUSED_PARTS = (("q_conv1d", "k_conv1d", "v_conv1d"),)
-"""Parts of a layer beside its experts that are one parameter once loaded.
-
-Source: transformers' conversion mapping (``linear_attn.conv1d``).
-"""
 
 
 class Phase(str, Enum):
@@ -39,44 +26,6 @@ class Phase(str, Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is placed as one: a part of a parameter, or of those that the runtime fuses into one.
-
-    All parts of a parameter have its name, so that every rule takes them together.
-    """
-
-    layer: int
-    parameters: tuple[Parameter, ...]
-    part: Part = Part.WEIGHT
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(parameter.part_bytes[self.part] for parameter in self.parameters)
-
-    @property
-    def tensors(self) -> list[TensorInfo]:
-        """The stored tensors of this part of all its parameters."""
-        return [tensor for parameter in self.parameters for tensor in parameter.of(self.part)]
-
-    @property
-    def name(self) -> str:
-        """The first parameter's name, relative to the layer."""
-        return self.parameters[0].name
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether it holds routed experts."""
-        return self.parameters[0].is_expert
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first parameter's weight; of routed experts with their number."""
-        shape, tensors = self.parameters[0].shape, self.parameters[0].tensors
-        return (len(tensors), *shape) if self.is_expert and len(shape) == 2 else shape
 
 
 @dataclass(frozen=True)
@@ -172,41 +121,18 @@ def _spans(slabs: Iterable[Slab], phase: Phase) -> list[Span]:
     return [span for slab in slabs if (span := slab.span(phase)) is not None]
 
 
-def group_units(layer: Layer) -> tuple[Unit, ...]:
-    """Split a layer into units, in the order of their names.
+def place(stage: Stage, offload: Offload) -> Placement:
+    """Carry a plan's decision over to a stage; the first rule that takes a parameter wins.
 
-    What takes another type's size when it is loaded is in none, nor is what it is fused with: its
-    bytes are not those that a slab would hold.
+    The stage is held by the decision's packing. Raises PlanError for a rule that takes nothing, for
+    one that splits what the runtime fuses, and for an embedding that cannot lie on the host.
     """
-    fused = {False: FUSED_PARTS, True: FUSED_EXPERT_PARTS}
-    partners = {
-        is_expert: {part: group for group in groups for part in group}
-        for is_expert, groups in fused.items()
-    }
-    groups: dict[tuple[object, ...], list[Parameter]] = {}
-    for parameter in layer.parameters:
-        parts = parameter.name.split(".")
-        key = tuple(partners[parameter.is_expert].get(part, part) for part in parts)
-        groups.setdefault(key, []).append(parameter)
-    return tuple(
-        Unit(layer.index, tuple(parameters), part)
-        for parameters in groups.values()
-        if all(parameter.resized is None for parameter in parameters)
-        for part in parameters[0].parts
-    )
-
-
-def place(model: Model, offload: Offload) -> Placement:
-    """Carry a plan's decision over to the model; the first rule that takes a parameter wins.
-
-    Raises PlanError for a rule that takes nothing, for one that splits what the runtime fuses, for
-    packing that does either, and for an embedding that cannot lie on the host.
-    """
-    model, rules = pack_model(model, offload.packing), offload.rules
+    assert stage.packing == offload.packing, "a stage is lowered with the plan's packing"
+    rules = offload.rules
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []
-    for layer in model.layers:
+    for layer in stage.layers:
         chosen: list[tuple[Unit, Rule]] = []
         for unit in group_units(layer):
             number = _first_rule(unit, rules, left)
@@ -217,15 +143,16 @@ def place(model: Model, offload: Offload) -> Placement:
         if chosen:
             slabs.append(build_slab(chosen))
     if unused:
-        raise PlanError(_describe_unused(min(unused), rules[min(unused)], model))
+        raise PlanError(_describe_unused(min(unused), rules[min(unused)], stage))
     streamed = [_spans(slabs, phase) for phase in Phase]
-    embedding = model.input_embedding if offload.embeddings == "host" else None
-    if offload.embeddings == "host" and model.whole.input_embedding is None:
+    embedding = stage.input_embedding if offload.embeddings == "host" else None
+    if offload.embeddings == "host" and stage.model.input_embedding is None:
         raise PlanError(
-            f"embeddings: host needs an input embedding of its own; that of {model.source} is "
-            "tied to the head, changes its type when it is loaded, or was not found"
+            "embeddings: host needs an input embedding of its own; that of "
+            f"{stage.model.source} is tied to the head, changes its type when it is loaded, or "
+            "was not found"
         )
-    weights = model.loaded_bytes - (embedding.nbytes if embedding is not None else 0)
+    weights = stage.loaded_bytes - (embedding.nbytes if embedding is not None else 0)
     return Placement(
         slabs=tuple(slabs),
         num_slots=min(offload.prefetch_step, max(map(len, streamed))),
@@ -278,17 +205,17 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _describe_unused(number: int, rule: Rule, model: Model) -> str:
-    segments = sorted({segment for layer in model.layers for segment in layer.segments})
+def _describe_unused(number: int, rule: Rule, stage: Stage) -> str:
+    segments = sorted({segment for layer in stage.layers for segment in layer.segments})
     if rule.cpu_offload_params and not any(rule.matches(f"{name}.weight") for name in segments):
         return (
-            f"rule {number + 1} matches nothing: no parameter of {model.source} has the segment "
-            f"{list(rule.cpu_offload_params)}; its segments are {', '.join(segments)}"
+            f"rule {number + 1} matches nothing: no parameter of {stage.model.source} has the "
+            f"segment {list(rule.cpu_offload_params)}; its segments are {', '.join(segments)}"
         )
     what = f"group_size {rule.group_size}, num_in_group {rule.num_in_group}"
     if rule.max_bytes is not None:
         what = f"max_bytes {format_bytes(rule.max_bytes)}"
     return (
-        f"rule {number + 1} takes nothing: {what} selects no layer of {len(model.layers)} that "
+        f"rule {number + 1} takes nothing: {what} selects no layer of {len(stage.layers)} that "
         "has its segments, or an earlier rule takes them all"
     )

@@ -15,6 +15,8 @@ import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
+from offplan.held.held import hold
+from offplan.held.packing import is_packed, pack_everything
 from offplan.library.machines import find_machine, measure_here
 from offplan.machine import measure_cpu
 from offplan.machine.profile import (
@@ -24,7 +26,6 @@ from offplan.machine.profile import (
     load_profile,
     parse_profile,
 )
-from offplan.packing import is_packed, pack_everything, pack_model
 from offplan.plan import Workload, load_plan
 from offplan.runtime.measuring import layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
@@ -76,7 +77,7 @@ def test_layers_are_timed_once(machine: Machine) -> None:
     assert first == second
     assert first.free_gpu_bytes == first.profile.gpu_memory.value - 2**30
     assert (machine.num_layer_times, machine.num_packed_times) == (1, 1)
-    packed = pack_model(model, pack_everything(model)).layers[0].key
+    packed = hold(model, pack_everything(model)).layers[0].key
     assert [time.layer for time in first.profile.layer_times] == ["x", model.layers[0].key, packed]
     assert machine.with_others == [False, False]
 

@@ -7,7 +7,7 @@ import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.placement import group_units
+from offplan.held.unit import group_units
 from offplan.plan import Backend, Offload, Plan, Rule, load_plan
 from offplan.upkeep.comparing import Move, compare_plans
 from tests.checkpoint.quantised import FORMATS, write_quantised

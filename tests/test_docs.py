@@ -26,9 +26,11 @@ from offplan.costs.activations import (
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
 from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import MARGIN
-from offplan.costs.predict import predict
+from offplan.costs.predict import predict_stage
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import PACKED_SLOWDOWNS, PassShape, decode_shape, prefill_shapes
+from offplan.held.held import hold
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, Slab, place
 from offplan.plan import Plan, Prediction, load_plan
@@ -127,24 +129,25 @@ class Walk:
         config = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
         self.model: Model = open_model(str(config))
         self.machine: MachineProfile = load_profile(self.plan.machine.profile or "")
-        self.placement: Placement = place(self.model, self.plan.offload)
+        self.stage: Stage = hold(self.model, self.plan.offload.packing)
+        self.placement: Placement = place(self.stage, self.plan.offload)
         self.slab: Slab = next(slab for slab in self.placement.slabs if slab.layer == 13)
         second = self.plan.offload.rules[1]
         self.in_second = [
             slab.layer for slab in self.placement.slabs if second.selects_layer(slab.layer)
         ]
         workload, budget = self.plan.workload, self.plan.budget
-        self.prediction: Prediction = predict(
-            self.model, self.machine, workload, budget, self.plan.offload
+        self.prediction: Prediction = predict_stage(
+            self.stage, self.machine, workload, budget, self.plan.offload
         )
 
     def sizes(self) -> Iterator[int]:
         """Bytes that the page names."""
-        model, memory = self.model, self.prediction.gpu_memory
+        stage, memory = self.stage, self.prediction.gpu_memory
         embedding = self.placement.host_embedding
         assert embedding is not None
         first, *second = self.slab.entries
-        yield from (model.loaded_bytes, embedding.nbytes, self.plan.budget.gpu_memory)
+        yield from (stage.loaded_bytes, embedding.nbytes, self.plan.budget.gpu_memory)
         yield from (first.unit.nbytes, 36 * first.unit.nbytes, self.placement.slot_bytes)
         taken = sum(entry.unit.nbytes for entry in second)
         yield from (taken, len(self.in_second) * taken, 4 * taken)
@@ -154,18 +157,18 @@ class Walk:
         yield self.plan.budget.gpu_memory - memory.total_bytes
         yield from (self.placement.slab_bytes, self.prediction.host_memory_bytes)
         (prompt,) = prefill_shapes(self.plan.workload, self.plan.offload.prefill_chunk)
-        layer = model.layers[0]
-        yield from (hidden_bytes(model, prompt), mlp_bytes(model, layer, prompt))
-        yield from (logits_bytes(model, prompt), waiting_bytes(model, self.plan.workload, prompt))
+        layer = stage.layers[0]
+        yield from (hidden_bytes(stage, prompt), mlp_bytes(stage, layer, prompt))
+        yield from (logits_bytes(stage, prompt), waiting_bytes(stage, self.plan.workload, prompt))
         step = PassShape(Phase.DECODE, 1, 1, self.plan.workload.context)
-        assert attention_bytes(model, layer, step) < mlp_bytes(model, layer, step)
-        yield hidden_bytes(model, step) + mlp_bytes(model, layer, step) + logits_bytes(model, step)
+        assert attention_bytes(stage, layer, step) < mlp_bytes(stage, layer, step)
+        yield hidden_bytes(stage, step) + mlp_bytes(stage, layer, step) + logits_bytes(stage, step)
 
     def times(self) -> Iterator[str]:
         """Times that the page names, as it names them."""
         machine, workload = self.machine, self.plan.workload
         first, *second = self.slab.entries
-        compute = ModelCompute(self.model, machine)
+        compute = ModelCompute(self.stage, machine)
         step = compute.price(decode_shape(workload))
         prompt = compute.price(*prefill_shapes(workload, self.plan.offload.prefill_chunk))
         copy_s = machine.copy_seconds(first.unit.nbytes)

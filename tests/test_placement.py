@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.placement import ALIGNMENT_BYTES, Phase, group_units
+from offplan.held.held import hold
+from offplan.held.unit import group_units
+from offplan.placement import ALIGNMENT_BYTES, Phase
 from offplan.plan import Backend, Rule
 from tests.costs.builders import DENSE, dense_model, make_model, moe_model, place_rules, rule
 from tests.costs.strategies import odd_models, place_or_skip, rule_lists
@@ -17,7 +19,9 @@ def test_bytes_add_up(data: st.DataObject, model: Model, prefetch_step: int) -> 
     rules = data.draw(rule_lists(len(model.layers)))
     placement = place_or_skip(model, rules, prefetch_step)
     on_host = [entry.unit for slab in placement.slabs for entry in slab.entries]
-    assert placement.resident_bytes + sum(unit.nbytes for unit in on_host) == model.loaded_bytes
+    assert (
+        placement.resident_bytes + sum(unit.nbytes for unit in on_host) == hold(model).loaded_bytes
+    )
     assert len({(unit.layer, unit.name) for unit in on_host}) == len(on_host)
     assert placement.num_slots <= prefetch_step
     assert placement.ring_bytes == placement.num_slots * placement.slot_bytes

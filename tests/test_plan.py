@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 
 from offplan import units
 from offplan.errors import DriftError, PlanError
+from offplan.library.asking import pose
 from offplan.library.planned import open_planned_model
 from offplan.plan import (
     Backend,
@@ -33,7 +34,6 @@ from offplan.plan import (
     parse_plan,
 )
 from offplan.planner.make import make_plan
-from offplan.planner.question import Question
 from offplan.records import Basis, dump_yaml, load_yaml
 from tests.costs.builders import dense_model, make_machine, moe_model, rule
 
@@ -43,7 +43,7 @@ WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
 def example() -> Plan:
     """A plan that offloads experts."""
     budget = Budget(gpu_memory=3_000_000, host_memory=2**30)
-    plan = make_plan(Question(moe_model(8), make_machine(), WORKLOAD, budget)).plan
+    plan = make_plan(pose(moe_model(8), make_machine(), WORKLOAD, budget)).plan
     assert plan.offload.rules
     return plan
 
@@ -374,7 +374,7 @@ def test_the_schema_names_the_key_that_is_wrong(written: str, edited: str, key: 
 
 def test_nothing_to_offload_is_an_empty_list() -> None:
     budget = Budget(gpu_memory=2**30)
-    plan = make_plan(Question(dense_model(2), make_machine(), WORKLOAD, budget)).plan
+    plan = make_plan(pose(dense_model(2), make_machine(), WORKLOAD, budget)).plan
     assert "rules: []" in dump_plan(plan)
 
 

@@ -8,6 +8,7 @@ import pytest
 from jsonschema.validators import validator_for
 
 from offplan.checkpoint.open import open_model
+from offplan.library.planned import hold_planned
 from offplan.library.repricing import price_on
 from offplan.machine.profile import load_profile
 from offplan.plan import load_plan
@@ -43,7 +44,7 @@ def test_the_picture_is_of_its_plan(path: Path) -> None:
     plan = load_plan(PLANS / f"{path.stem}.yaml")
     machine = load_profile("h200-pcie5")
     model = open_model(str(folder / "qwen3-8b" / "config.json"), name=plan.model.source)
-    drawn = draw_poster(portray(price_on(plan, model, machine), model, machine))
+    drawn = draw_poster(portray(price_on(plan, model, machine), hold_planned(plan, model), machine))
     assert drawn == path.read_text("utf-8"), f"run plans/replan.sh to renew {path.name}"
 
 

@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM
 from offplan.checkpoint.open import open_model
 from offplan.cli.output import JSON_VERSION
 from offplan.errors import CheckpointError, MemoryLimitError, OffplanError
+from offplan.held.held import hold
 from offplan.hostmem import limits
 from offplan.library import runnable
 from offplan.library.runnable import check_before_fetching, find_obstacle, why_not_run
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import CLI, TINY_MOE
 from tests.engines.configs import STORED_CODES
+from tests.held import open_stage
 from tests.runtime.families import PROMPT, make_config
 from tests.runtime.plans import offload, open_session
 
@@ -32,14 +34,14 @@ def both_ways(copy: Path) -> Path:
 
 
 def test_what_runs_and_what_does_not(both_ways: Path) -> None:
-    assert find_obstacle(open_model(str(TINY_MOE))) is None
-    assert "tokens behind its own" in (find_obstacle(open_model(str(both_ways))) or "")
+    assert find_obstacle(open_stage(TINY_MOE)) is None
+    assert "tokens behind its own" in (find_obstacle(open_stage(both_ways)) or "")
 
 
 def test_headers_that_no_parameter_takes(both_ways: Path) -> None:
     config = json.loads((TINY_MOE / "config.json").read_text())
     (both_ways / "config.json").write_text(json.dumps(config | {"n_shared_experts": 2}))
-    assert "belongs to another" in (find_obstacle(open_model(str(both_ways))) or "")
+    assert "belongs to another" in (find_obstacle(open_stage(both_ways)) or "")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_a_config_that_no_pass_survives(
     family: str, changes: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     _save_changed(family, changes, tmp_path)
-    obstacle = find_obstacle(open_model(str(tmp_path))) or ""
+    obstacle = find_obstacle(open_stage(tmp_path)) or ""
     assert "correct config.json if it contradicts itself" in obstacle
     assert said in obstacle
     with pytest.raises(CheckpointError, match=re.escape(said)):
@@ -92,20 +94,20 @@ def test_that_a_model_runs_is_kept_and_obstacles_are_not(
     model = open_model(str(TINY_MOE))
     for answer, told in (("it was busy", "it was busy"), (None, None), ("never asked", None)):
         monkeypatch.setattr(runnable, "find_obstacle", lambda _, answer=answer: answer)
-        assert why_not_run(model) == told
+        assert why_not_run(hold(model)) == told
 
 
 def test_a_process_of_its_own_says_the_same(both_ways: Path) -> None:
-    model = open_model(str(both_ways))
-    assert runnable._ask_process(model) == find_obstacle(model)
+    stage = open_stage(both_ways)
+    assert runnable._ask_process(stage) == find_obstacle(stage)
 
 
 def test_a_process_is_asked_of_a_quantised_model_that_was_planned(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(STORED_CODES))
-    model = open_model(str(path))
-    assert model.architecture.quantisation is not None  # it holds a function from now on
-    assert runnable._ask_process(model) == find_obstacle(model)
+    stage = open_stage(path)
+    assert stage.model.architecture.quantisation is not None  # it holds a function from now on
+    assert runnable._ask_process(stage) == find_obstacle(stage)
 
 
 def test_nothing_is_fetched_for_a_model_that_cannot_run(both_ways: Path) -> None:
@@ -118,8 +120,8 @@ def test_nothing_is_fetched_for_a_model_that_cannot_run(both_ways: Path) -> None
 def test_long_texts_that_sparse_attention_leaves_tokens_of(tmp_path: Path) -> None:
     _save_changed("deepseek_v32", {"index_topk": 8}, tmp_path)
     model, told = open_model(str(tmp_path), name="on/the-hub"), "texts of more than 8 tokens"
-    assert why_not_run(model, context=8) is None
-    assert told in (why_not_run(model, context=9) or "")
+    assert why_not_run(hold(model), context=8) is None
+    assert told in (why_not_run(hold(model), context=9) or "")
     check_before_fetching(model, offload(), 8, CPU)
     with pytest.raises(CheckpointError, match=told):
         check_before_fetching(model, offload(), 9, CPU)
@@ -153,4 +155,4 @@ def test_the_commands_say_so(cli: CLI, both_ways: Path) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_that_no_config_explains_are_refused(tmp_path: Path, name: str) -> None:
     folder = write_quantised(tmp_path, FORMATS[name]._replace(config=None))
-    assert find_obstacle(open_model(str(folder))) is not None
+    assert find_obstacle(open_stage(folder)) is not None

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from offplan.checkpoint.open import open_model
 from offplan.errors import UnpackableError
 from offplan.forms.form import Part
+from offplan.held.held import hold
+from offplan.held.packing import is_packed, pack_everything
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_on
 from offplan.library.sessions import open_session
 from offplan.library.unpackable import leave_as_stored
-from offplan.packing import is_packed, pack_everything, pack_model
 from offplan.packing_sample import _count_patches, find_unpackable
 from offplan.plan import Plan, Rule, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
@@ -127,9 +128,9 @@ def test_resident_weights_are_held_as_stored(folder: Path, name: str) -> None:
     )
     assert torch.equal(logits_of(plan), logits_of(unpacked))
     with open_session(plan, device="cpu") as session:
-        held = [p for p in session.loaded.model.loaded_parameters if not is_packed(p)]
+        held = [p for p in session.loaded.stage.parameters if not is_packed(p)]
         assert any(name in {t.name for t in p.tensors} for p in held)
-        assert any(map(is_packed, session.loaded.model.loaded_parameters))
+        assert any(map(is_packed, session.loaded.stage.parameters))
 
 
 def test_what_the_budget_has_no_room_for(folder: Path) -> None:
@@ -143,8 +144,7 @@ def test_what_the_budget_has_no_room_for(folder: Path) -> None:
     assert kept is not None
     assert kept.goal.leave_unpacked == ("1.self_attn.q_proj",)
     resident = [
-        sum(p.nbytes for p in pack_model(model, each.offload.packing).loaded_parameters)
-        for each in (plan, kept)
+        sum(p.nbytes for p in hold(model, each.offload.packing).parameters) for each in (plan, kept)
     ]
     grown = [each.prediction.gpu_memory.resident_bytes for each in (plan, kept)]
     assert abs((grown[1] - grown[0]) - (resident[1] - resident[0])) < 4096
@@ -198,9 +198,11 @@ def test_analyze_says_what_a_sample_shows(folder: Path) -> None:
     plan, model = plan_for(folder), open_model(str(folder))
     question = ask(model, load_machine("h200-pcie5"), plan.workload, gpu_memory=2**31)
     result = replace(make_plan(question), plan=plan)
-    analysis = Analysis(model, None, question.machine, result)
+    analysis = Analysis(question.held, None, question.machine, result)
     assert analysis.unpackable == ("1.self_attn.q_proj",)
     lines = describe_answer(analysis, plan, question.machine)
     assert [line for line in lines if "--leave-unpacked 1.self_attn.q_proj plans" in line]
-    none = Analysis(model, None, question.machine, make_plan(question))  # which packs nothing
+    none = Analysis(
+        question.held, None, question.machine, make_plan(question)
+    )  # which packs nothing
     assert none.unpackable == ()

@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,6 @@ from offplan.checkpoint.group import group_outside, resize
 from offplan.checkpoint.identity import fingerprint
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
-from offplan.ranks import Ranks
 
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of each type that models compute in, as torch names them."""
@@ -111,22 +110,6 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What makes a model the part of a whole one that one rank of an engine holds."""
-
-    whole: "Model"
-    engine: str
-    """The engine that divides it, maybe with a version: ``vllm==0.31``."""
-    ranks: Ranks
-    stage: int
-    """Which of the pipeline's stages it is, from 0 on."""
-    architecture: Architecture
-    """The whole model's, with the heads, the experts and the layers of the rank."""
-    stages: tuple["Model", ...] = ()
-    """What a rank of each stage holds, this one's too; () in those that are listed here."""
-
-
-@dataclass(frozen=True)
 class Model:
     """A checkpoint understood: everything that planning needs, without a byte of weights."""
 
@@ -158,31 +141,10 @@ class Model:
     """Names in ``outside`` of what reads images and sound beside a text part that runs alone."""
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was not understood, what a config cannot show."""
-    derived_bytes: int = 0
-    """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
-    held_outside: tuple[Parameter, ...] = ()
-    """The parameters outside the layers where a plan holds one packed; () where they are stored as
-    they are held. ``outside`` then lists its parts."""
-    loaded_by: str | None = None
-    """The engine that loads and runs it, by name: ``vllm``; None is offplan's own runtime."""
-    share: Share | None = None
-    """What it is a part of, where it is what one rank of several holds; None of a whole model."""
-
-    @property
-    def whole(self) -> "Model":
-        """The model itself, or the one that it is a rank's share of."""
-        return self if self.share is None else self.share.whole
-
-    @property
-    def stages(self) -> tuple["Model", ...]:
-        """What a rank of each stage of the pipeline holds; the model itself where it is in one."""
-        return (self,) if self.share is None else self.share.stages or (self,)
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The architecture that the config describes, or a rank's part of it."""
-        if self.share is not None:
-            return self.share.architecture
+        """The architecture that the config describes."""
         last = max((layer.index for layer in self.layers), default=-1)
         return read_architecture(self.config, last + 1)
 
@@ -206,50 +168,10 @@ class Model:
         """Bytes of all tensors as stored."""
         return sum(layer.nbytes for layer in self.layers) + sum(t.nbytes for t in self.outside)
 
-    def as_loaded_by(self, engine: str | None) -> "Model":
-        """Return the model as other engines load it; None is ``run``, as a checkpoint is opened.
-
-        They load its towers, and of latent attention's ``kv_b_proj`` they keep a copy beside it,
-        as the two matrices that decode steps multiply latents by.
-        Source: vLLM 0.33, ``mla_attention`` (``W_UK_T``, ``W_UV``); SGLang 0.5.23 (``w_kc``).
-        """
-        if engine is None and self.loaded_by is None:
-            return self
-        if engine is None:
-            not_loaded = self.not_loaded | self.towers
-            return replace(self, not_loaded=not_loaded, derived_bytes=0, loaded_by=None)
-        absorbed = (
-            parameter.num_weights
-            for layer in self.layers
-            for parameter in layer.parameters
-            if parameter.name.endswith("kv_b_proj.weight")
-        )
-        derived_bytes = sum(absorbed) * self.element_bytes
-        left_out = self.not_loaded - self.towers
-        return replace(
-            self,
-            not_loaded=left_out,
-            derived_bytes=derived_bytes,
-            loaded_by=engine.partition("==")[0],
-        )
-
     @cached_property
     def outside_parameters(self) -> tuple[Parameter, ...]:
         """What lies outside the layers, each weight with its scales, by their whole names."""
-        return self.held_outside or group_outside(self.outside, self.architecture)
-
-    @cached_property
-    def loaded_parameters(self) -> tuple[Parameter, ...]:
-        """What is loaded: the parameters of the layers, and those outside."""
-        in_layers = (parameter for layer in self.layers for parameter in layer.parameters)
-        outside = {tensor.name for tensor in self.loaded_outside}
-        return (*in_layers, *(p for p in self.outside_parameters if p.tensors[0].name in outside))
-
-    @cached_property
-    def loaded_outside(self) -> Tensors:
-        """Tensors outside the layers that ``run`` loads: those that a text needs."""
-        unneeded = self.not_loaded | self.towers
-        return tuple(tensor for tensor in self.outside if tensor.name not in unneeded)
+        return group_outside(self.outside, self.architecture)
 
     @cached_property
     def tower_bytes(self) -> int:
@@ -257,27 +179,15 @@ class Model:
         return sum(tensor.nbytes for tensor in self.outside if tensor.name in self.towers)
 
     @cached_property
-    def outside_bytes(self) -> int:
-        """Bytes outside the layers once loaded, in the types that they are then in."""
-        loaded = (p for p in self.outside_parameters if p.tensors[0].name not in self.not_loaded)
-        return sum(resize(p, self.architecture, self.dtype).loaded_bytes for p in loaded)
-
-    @cached_property
-    def outside_key(self) -> str:
-        """Name what lies outside the layers for its cost, as ``Layer.key`` does for a layer."""
-        tensors = sorted((t.name, t.dtype, t.shape) for t in self.loaded_outside)
-        return f"outside-{hashlib.sha256(json.dumps(tensors).encode()).hexdigest()[:12]}"
-
-    @cached_property
     def input_embedding(self) -> TensorInfo | None:
         """The input embedding, if it is a tensor of its own; None where the head is tied to it.
 
         Only a few rows of it are read in a pass, so it may as well lie on the host. None where it
         is stored in another form than its values: it cannot be read by row; or in a type of another
-        size than they are used in. None, too, in a stage of a pipeline that does not hold it.
+        size than they are used in.
         """
-        named = self._outside_named(INPUT_EMBEDDINGS)
-        if len(named) != 1 or not named[0].form.is_raw or not self.whole.stores_head:
+        named = find_matrices(self._loaded_outside, INPUT_EMBEDDINGS)
+        if len(named) != 1 or not named[0].form.is_raw or not self.stores_head:
             return None
         if resize(named[0], self.architecture, self.dtype).resized is not None:
             return None
@@ -286,38 +196,18 @@ class Model:
     @cached_property
     def stores_head(self) -> bool:
         """Whether the head is a tensor of its own."""
-        return bool(self._outside_named(OUTPUT_HEADS))
+        return bool(find_matrices(self._loaded_outside, OUTPUT_HEADS))
 
     @cached_property
     def head(self) -> Parameter | None:
-        """The matrix that turns hidden states into logits: the head, or what it is tied to.
-
-        None in a stage of a pipeline that others follow.
-        """
-        if self.share is not None and self.share.stage < self.share.ranks.pipeline - 1:
-            return None
-        named = self._outside_named(OUTPUT_HEADS) or self._outside_named(INPUT_EMBEDDINGS)
+        """The matrix that turns hidden states into logits: the head, or what it is tied to."""
+        named = find_matrices(self._loaded_outside, OUTPUT_HEADS)
+        named = named or find_matrices(self._loaded_outside, INPUT_EMBEDDINGS)
         return named[0] if named else None
 
-    def _outside_named(self, owners: frozenset[str]) -> list[Parameter]:
-        """Matrices outside the layers that belong to modules of these names, and are loaded."""
-        return [
-            parameter
-            for parameter in self.outside_parameters
-            if owner(parameter.name) in owners
-            and len(parameter.shape) == 2
-            and parameter.tensors[0].name not in self.not_loaded
-        ]
-
-    @cached_property
-    def loaded_bytes(self) -> int:
-        """Bytes once loaded, in the types that they are then in, without what is not loaded.
-
-        What is made of weights when they are loaded is counted.
-        """
-        in_layers = (p for layer in self.layers for p in layer.parameters)
-        in_layers_bytes = sum(p.loaded_bytes for p in in_layers)
-        return in_layers_bytes + self.outside_bytes + self.derived_bytes
+    @property
+    def _loaded_outside(self) -> Iterable[Parameter]:
+        return (p for p in self.outside_parameters if p.tensors[0].name not in self.not_loaded)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -341,6 +231,11 @@ def compute_dtype(stored: str, stated: str | None) -> str:
     """
     floats = (dtype for dtype in (stored, stated) if dtype in FLOAT_BYTES)
     return next(floats, "bfloat16")
+
+
+def find_matrices(parameters: Iterable[Parameter], owners: frozenset[str]) -> list[Parameter]:
+    """List the matrices among parameters outside the layers that belong to such modules."""
+    return [p for p in parameters if owner(p.name) in owners and len(p.shape) == 2]
 
 
 def owner(name: str) -> str:

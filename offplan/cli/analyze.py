@@ -12,6 +12,7 @@ from offplan.errors import InfeasibleError, InputError
 def analyze(query: Query) -> None:
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.cli.planning import save_plan
+    from offplan.held.held import Held, hold
     from offplan.library.machines import why_unmeasured
     from offplan.library.runnable import why_not_run
     from offplan.report.analysis import Analysis, analyze_question, render_analysis
@@ -28,7 +29,9 @@ def analyze(query: Query) -> None:
         return
     with waiting("planning"):
         if question is None:
-            analysis = Analysis(model, why_not_run(model), None, unmeasured=why_unmeasured())
+            held = hold(model)
+            found = Held((held,)), why_not_run(held)
+            analysis = Analysis(*found, None, unmeasured=why_unmeasured())
         else:
             analysis = analyze_question(question)
     answer = render_answer(analysis, shlex.join(["offplan", *sys.argv[1:]]), query.plan_file)

@@ -31,7 +31,9 @@ def explain(
     priced = price_on(loaded, question.model, question.planned_machine)
     if changes := list_changes(loaded, priced):
         print_note(f"{plan} says otherwise: {'; '.join(changes)} here")
-    terms = derive_prediction(question.model, question.planned_machine, priced)
+    terms = derive_prediction(
+        question.held.pack(priced.offload.packing), question.planned_machine, priced
+    )
     neighbours = find_neighbours(question, priced)
     payload = explanation_payload(terms, neighbours)
     print_result(payload, *render_explanation(priced, terms, neighbours), json=json)

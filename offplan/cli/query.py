@@ -133,7 +133,9 @@ class Query:
         from offplan.report.poster import draw_poster
 
         if self.svg is not None:
-            picture = draw_poster(portray(plan, question.model, question.machine))
+            picture = draw_poster(
+                portray(plan, question.held.pack(plan.offload.packing), question.machine)
+            )
             save_file(self.svg, printable(picture), force=self.force)
 
     @property

@@ -39,9 +39,9 @@ def report(
     from, or --machine.
     """
     from offplan.cli.planning import open_plan
-    from offplan.engines.ranks import hold_model
     from offplan.library.asking import ask_again
     from offplan.library.machines import load_machine
+    from offplan.library.planned import hold_planned
     from offplan.library.repricing import list_changes, price_on
     from offplan.plan import dump_plan, load_plan
     from offplan.planner.frontier import find_frontier
@@ -61,7 +61,7 @@ def report(
         )
     if machine is None and loaded.machine.profile is None:
         priced, found = open_plan(plan, model)
-        portrait = Portrait(priced, hold_model(found, priced.goal, priced.workload))
+        portrait = Portrait(priced, hold_planned(priced, found))
         notes.append(
             f"Neither time nor frontier is shown: the figures of {loaded.machine.name} were "
             "measured and kept in no profile; name one with --machine."
@@ -75,7 +75,7 @@ def report(
         priced = price_on(asked, question.model, question.planned_machine)
         if changes := list_changes(loaded, priced):
             print_note(f"{plan} says otherwise: {'; '.join(changes)} here")
-        portrait = portray(priced, question.model, question.machine)
+        portrait = portray(priced, question.held.pack(priced.offload.packing), question.machine)
         if portrait.lanes is None:
             notes.append(
                 f"A prompt and a step in time are not drawn: {priced.goal.engine} runs the plan by "

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from offplan.checkpoint.matrices import output_width
-from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.roles import Role, role_of
 from offplan.checkpoint.windows import Mixer
@@ -18,6 +18,7 @@ from offplan.costs.work import (
     prefill_shapes,
 )
 from offplan.forms.form import Kind, Part
+from offplan.held.stage import Stage
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -154,45 +155,45 @@ _MLP_ROLES = frozenset({Role.GATE_UP, Role.DOWN, Role.SHARED_EXPERTS})
 _EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
 
 
-def activation_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
+def activation_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
     """Bytes of the larger phase's temporaries, those of a decode step once more, and codes' own.
 
     Captured graphs keep a step's beside an uncaptured prompt. Source: ``runtime.session.Session``,
     ``runtime.passes.captured.Passes``.
     """
-    prompt, step = phase_bytes(model, workload, prefill_chunk)
-    return max(step, prompt) + step + scratch_bytes(model) + coded_experts_bytes(model)
+    prompt, step = phase_bytes(stage, workload, prefill_chunk)
+    return max(step, prompt) + step + scratch_bytes(stage) + coded_experts_bytes(stage)
 
 
-def scratch_bytes(model: Model) -> int:
+def scratch_bytes(stage: Stage) -> int:
     """Bytes of the memory that dense layers make the values of their codes in, for many tokens.
 
     It holds those of the largest weight. Source: ``runtime.forms.stored.share_scratch``.
     """
-    if model.dtype not in KERNEL_TYPES:
+    if stage.dtype not in KERNEL_TYPES:
         return 0
-    coded = (p for layer in model.layers for p in layer.parameters if not p.form.is_raw)
+    coded = (p for layer in stage.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
-    return most * model.element_bytes
+    return most * stage.element_bytes
 
 
-def coded_experts_bytes(model: Model) -> int:
+def coded_experts_bytes(stage: Stage) -> int:
     """CODED_EXPERTS_BYTES where offplan runs experts stored as codes, other than packed; else 0."""
-    if model.loaded_by is not None:
+    if stage.engine is not None:
         return 0
-    experts = (p for layer in model.layers for p in layer.parameters if p.is_expert)
+    experts = (p for layer in stage.layers for p in layer.parameters if p.is_expert)
     coded = any(p.form.kind not in (Kind.RAW, Kind.PACKED) for p in experts)
     return coded * CODED_EXPERTS_BYTES
 
 
-def phase_bytes(model: Model, workload: Workload, prefill_chunk: int) -> tuple[int, int]:
+def phase_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> tuple[int, int]:
     """Bytes of the temporaries of a prompt, and of a decode step.
 
     A prompt's are its largest chunk's, and what waits meanwhile. A chunk has hidden states + the
     largest block + logits: of a layer only one block, attention or MLP, is alive at a time. A
     chunk that is not as long as the plan's runs uncompiled.
     """
-    layers = _distinct_layers(model)
+    layers = _distinct_layers(stage)
     # of chunks with as many tokens, the last one reaches furthest and takes most
     last = {shape.tokens: shape for shape in prefill_shapes(workload, prefill_chunk)}
 
@@ -200,26 +201,26 @@ def phase_bytes(model: Model, workload: Workload, prefill_chunk: int) -> tuple[i
         blocks = [attention_bytes, mlp_bytes, per_layer_bytes]
         if shape.phase is Phase.PREFILL and shape.tokens != prefill_chunk:
             blocks.append(eager_expert_bytes)
-        most = max(block(model, layer, shape) for block in blocks for layer in layers)
-        expanded = max(expanded_bytes(model, layer, shape) for layer in layers)
-        return hidden_bytes(model, shape) + most + expanded + logits_bytes(model, shape)
+        most = max(block(stage, layer, shape) for block in blocks for layer in layers)
+        expanded = max(expanded_bytes(stage, layer, shape) for layer in layers)
+        return hidden_bytes(stage, shape) + most + expanded + logits_bytes(stage, shape)
 
-    prompt = max(of_chunk(shape) + waiting_bytes(model, workload, shape) for shape in last.values())
+    prompt = max(of_chunk(shape) + waiting_bytes(stage, workload, shape) for shape in last.values())
 
     # of decode steps the last one takes most
     return prompt, of_chunk(PassShape(Phase.DECODE, workload.batch, 1, workload.context))
 
 
-def expanded_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def expanded_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of values that are made of stored codes in memory of their own, not in the scratch.
 
     They are EXPANDED_COPIES of those of the largest weight: of what latent attention absorbs in
     decode, and in types that no kernel multiplies. Scales that are quantised too are made for every
     product, NESTED_SCALE_BYTES of each at once. Source: ``runtime.forms.stored``.
     """
-    size = model.element_bytes
+    size = stage.element_bytes
     made = [p for p in layer.parameters if expands(p, shape, size)]
-    if model.dtype in KERNEL_TYPES:  # the others are made in the scratch
+    if stage.dtype in KERNEL_TYPES:  # the others are made in the scratch
         is_step = shape.phase is Phase.DECODE
         made = [p for p in made if is_step and is_absorbed(p)]
     largest = max((p.num_weights for p in made), default=0)
@@ -231,7 +232,7 @@ def _nested_bytes(parameters: Iterable[Parameter]) -> int:
     return NESTED_SCALE_BYTES * max((scales.num_elements for scales in nested), default=0)
 
 
-def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
+def waiting_bytes(stage: Stage, workload: Workload, chunk: PassShape) -> int:
     """Bytes that a prompt keeps while ``chunk`` is in a layer.
 
     WAITING_COPIES of a hidden state of every other token, since all chunks pass a layer before the
@@ -239,53 +240,53 @@ def waiting_bytes(model: Model, workload: Workload, chunk: PassShape) -> int:
     prompt, a cosine and a sine for each element of a query head; and the keys and values that
     chunks of latent attention expand, of all heads.
     """
-    dims = attention_dims(model.architecture, chunk.phase)
+    dims = attention_dims(stage.architecture, chunk.phase)
     others = workload.batch * (workload.prompt_tokens - chunk.tokens)
-    kept = WAITING_COPIES * others * _hidden_width(model)
-    kept += workload.batch * workload.prompt_tokens * model.architecture.per_layer_width
+    kept = WAITING_COPIES * others * _hidden_width(stage)
+    kept += workload.batch * workload.prompt_tokens * stage.architecture.per_layer_width
     kept += 2 * workload.prompt_tokens * dims.query_dim
-    if chunk.is_part and model.architecture.latents is not None:
+    if chunk.is_part and stage.architecture.latents is not None:
         width = dims.num_heads * (dims.query_dim + dims.value_dim)
         kept += workload.batch * workload.prompt_tokens * width
-    return kept * model.element_bytes
+    return kept * stage.element_bytes
 
 
-def hidden_bytes(model: Model, shape: PassShape) -> int:
+def hidden_bytes(stage: Stage, shape: PassShape) -> int:
     """Bytes of hidden states: HIDDEN_COPIES x new tokens x hidden size x element size.
 
     A token has as many of them as AltUp keeps.
     """
-    return HIDDEN_COPIES * shape.num_tokens * _hidden_width(model) * model.element_bytes
+    return HIDDEN_COPIES * shape.num_tokens * _hidden_width(stage) * stage.element_bytes
 
 
-def _hidden_width(model: Model) -> int:
-    return model.architecture.num_streams * model.architecture.hidden_size
+def _hidden_width(stage: Stage) -> int:
+    return stage.architecture.num_streams * stage.architecture.hidden_size
 
 
-def per_layer_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def per_layer_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of what is handed to layers, while it is made: PER_LAYER_COPIES x new tokens x width.
 
     It is made ahead of the layers, for all of them.
     """
-    width = model.architecture.per_layer_width
-    return PER_LAYER_COPIES * shape.num_tokens * width * model.element_bytes
+    width = stage.architecture.per_layer_width
+    return PER_LAYER_COPIES * shape.num_tokens * width * stage.element_bytes
 
 
-def logits_bytes(model: Model, shape: PassShape) -> int:
+def logits_bytes(stage: Stage, shape: PassShape) -> int:
     """Bytes of the logits of each sequence's last token: LOGIT_COPIES x batch x vocabulary.
 
     With them live the values of a head that is stored as codes, where these are made.
     """
-    head, size = model.head, model.element_bytes
-    if head is None:
+    head, whole, size = stage.head, stage.model.head, stage.element_bytes
+    if head is None or whole is None:
         return 0
     made = head.num_weights if head_expands(head, shape, size) else 0
     # ranks gather those of the whole vocabulary
-    num_logits = shape.batch * (model.whole.head or head).shape[0]
+    num_logits = shape.batch * whole.shape[0]
     return (LOGIT_COPIES * num_logits + made) * size + _nested_bytes([head])
 
 
-def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def attention_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of attention's temporaries.
 
     They are ATTENTION_COPIES x new tokens x the width of its products; in prefill JOINED_PARTS of
@@ -294,27 +295,27 @@ def attention_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     attention ``latent_bytes``. Linear attention has none of these.
     """
     if layer.kv_cache.state_bytes:
-        return linear_bytes(model, layer, shape)
-    width = _output_width(model, layer, _ATTENTION_ROLES)
-    total = ATTENTION_COPIES * shape.num_tokens * width * model.element_bytes
-    dims, window = attention_dims(model.architecture, shape.phase), layer.kv_cache.window
+        return linear_bytes(stage, layer, shape)
+    width = _output_width(stage, layer, _ATTENTION_ROLES)
+    total = ATTENTION_COPIES * shape.num_tokens * width * stage.element_bytes
+    dims, window = attention_dims(stage.architecture, shape.phase), layer.kv_cache.window
     if window is not None and window >= shape.context:
         window = None
-    is_chunked = model.architecture.mixers[layer.index] is Mixer.CHUNKED
+    is_chunked = stage.architecture.mixers[layer.index] is Mixer.CHUNKED
     if shape.phase is Phase.PREFILL and window is not None and not is_chunked:
         total += MASK_BYTES * shape.tokens * min(shape.context, shape.tokens + window - 1)
     elif shape.phase is Phase.PREFILL and (window is not None or shape.tokens < shape.context):
         made = shape.num_tokens * dims.num_heads * dims.value_dim
-        total += JOINED_PARTS * made * model.element_bytes
-    heads = model.architecture.attention
+        total += JOINED_PARTS * made * stage.element_bytes
+    heads = stage.architecture.attention
     if shape.phase is Phase.DECODE and (heads.sinks or heads.soft_cap is not None):
         total += SCORE_BYTES * shape.batch * shape.context * heads.num_heads
-    if model.architecture.latents is not None:
-        total += latent_bytes(model, layer, shape)
+    if stage.architecture.latents is not None:
+        total += latent_bytes(stage, layer, shape)
     return total
 
 
-def linear_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def linear_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of linear attention's temporaries.
 
     They are ATTENTION_COPIES x new tokens x the width of what it returns; for a span of the tokens
@@ -322,11 +323,11 @@ def linear_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     of all sequences RULE_STATES times.
     """
     span = min(shape.tokens, SPAN_TOKENS)
-    returned = shape.num_tokens * _output_width(model, layer, {Role.ATTENTION_OUTPUT})
-    multiplied = shape.batch * span * _output_width(model, layer, {Role.QKV})
-    total = ATTENTION_COPIES * (returned + multiplied) * model.element_bytes
+    returned = shape.num_tokens * _output_width(stage, layer, {Role.ATTENTION_OUTPUT})
+    multiplied = shape.batch * span * _output_width(stage, layer, {Role.QKV})
+    total = ATTENTION_COPIES * (returned + multiplied) * stage.element_bytes
     total += RULE_STATES * shape.batch * layer.kv_cache.state_bytes
-    linear = model.architecture.linear
+    linear = stage.architecture.linear
     if linear is not None and shape.phase is Phase.PREFILL:
         of_head = RULE_KEYS * linear.key_head_dim + RULE_VALUES * linear.value_head_dim
         of_head += RULE_PAIRS * RULE_CHUNK
@@ -335,7 +336,7 @@ def linear_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     return total
 
 
-def latent_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def latent_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes that latent attention takes besides.
 
     In prefill the keys and values of every head for the new tokens (twice: the product, and keys
@@ -343,12 +344,12 @@ def latent_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
     one softmax sum; without the kernel SCORE_BYTES for every head and cached token.
     Source: ``runtime.model.latent``.
     """
-    dims = attention_dims(model.architecture, shape.phase)
+    dims = attention_dims(stage.architecture, shape.phase)
     if shape.phase is Phase.PREFILL:
         width = 2 * dims.num_heads * (dims.query_dim + dims.value_dim)
-        return shape.num_tokens * width * model.element_bytes
+        return shape.num_tokens * width * stage.element_bytes
     rank, rope = dims.value_dim, dims.query_dim - dims.value_dim
-    in_kernel = model.dtype in KERNEL_TYPES and layer.kv_cache.window is None
+    in_kernel = stage.dtype in KERNEL_TYPES and layer.kv_cache.window is None
     if not in_kernel or not (_is_power(rank) and _is_power(rope)):
         return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
     blocks = shape.batch * -(-dims.num_heads // KERNEL_HEADS)
@@ -360,80 +361,80 @@ def _is_power(dim: int) -> bool:
     return dim >= 16 and dim & (dim - 1) == 0
 
 
-def mlp_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def mlp_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of the temporaries of the MLP, of shared and of routed experts.
 
     They are new tokens x the width of the products (gate, up, down), and the same for each of a
     token's experts with ROUTED_COPIES of its hidden state; where the runtime has their weights
     gathered, those too.
     """
-    dense = _output_width(model, layer, _MLP_ROLES)
+    dense = _output_width(stage, layer, _MLP_ROLES)
     routed = gathered = 0
-    if layer.expert_bytes and model.experts is not None:
-        hidden = model.architecture.hidden_size
-        width = _output_width(model, layer, _EXPERT_ROLES)
-        routed = model.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
-        pairs = shape.num_tokens * model.experts.num_experts_per_token
-        gathered = pairs * _gathered_bytes(model, layer, shape)
-    return shape.num_tokens * (dense + routed) * model.element_bytes + gathered
+    if layer.expert_bytes and stage.experts is not None:
+        hidden = stage.architecture.hidden_size
+        width = _output_width(stage, layer, _EXPERT_ROLES)
+        routed = stage.experts.num_experts_per_token * (width + ROUTED_COPIES * hidden)
+        pairs = shape.num_tokens * stage.experts.num_experts_per_token
+        gathered = pairs * _gathered_bytes(stage, layer, shape)
+    return shape.num_tokens * (dense + routed) * stage.element_bytes + gathered
 
 
-def eager_expert_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def eager_expert_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of the temporaries of many tokens' routed experts, uncompiled.
 
     Each of a token's experts takes the more of two: EAGER_COPIES of its hidden state; one of them,
     what gate and up give, and as much again for their product.
     """
-    if not layer.expert_bytes or model.experts is None:
+    if not layer.expert_bytes or stage.experts is None:
         return 0
-    hidden = model.architecture.hidden_size
-    inside = _output_width(model, layer, _EXPERT_ROLES) - hidden
+    hidden = stage.architecture.hidden_size
+    inside = _output_width(stage, layer, _EXPERT_ROLES) - hidden
     of_pair = max(EAGER_COPIES * hidden, hidden + 2 * inside)
-    pairs = shape.num_tokens * model.experts.num_experts_per_token
-    return pairs * of_pair * model.element_bytes
+    pairs = shape.num_tokens * stage.experts.num_experts_per_token
+    return pairs * of_pair * stage.element_bytes
 
 
-def _gathered_bytes(model: Model, layer: Layer, shape: PassShape) -> int:
+def _gathered_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
     """Bytes of an expert's weights that are copied for each pair of a token and an expert.
 
     They are those of ``batched_mm``; of experts that are stored as codes, the largest weight's, as
     if it were in place. Source: ``runtime.model.kernels.ExpertKernels`` and
     ``runtime.forms.experts.forward_stored``.
     """
-    assert model.experts is not None
+    assert stage.experts is not None
     experts = [parameter for parameter in layer.parameters if parameter.is_expert]
     if any(not parameter.form.is_raw for parameter in experts):
-        if not gathers_codes(model.experts, shape.num_tokens):
+        if not gathers_codes(stage.experts, shape.num_tokens):
             return 0
         by_role = Counter[Role | None]()
         for parameter in experts:
             by_role[role_of(parameter)] += parameter.nbytes
-        return max(by_role.values()) // model.experts.num_experts
-    served = model.dtype in KERNEL_TYPES and all(
+        return max(by_role.values()) // stage.experts.num_experts
+    served = stage.dtype in KERNEL_TYPES and all(
         len(p.shape) > 1 and not any(size % KERNEL_MULTIPLE for size in p.shape[-2:])
         for p in experts
     )
-    looped = shape.phase is Phase.DECODE and model.dtype != "bfloat16"
+    looped = shape.phase is Phase.DECODE and stage.dtype != "bfloat16"
     copies = not served and (shape.num_tokens == 1 or looped)
-    return model.experts.bytes_per_expert if copies else 0
+    return stage.experts.bytes_per_expert if copies else 0
 
 
-def _output_width(model: Model, layer: Layer, roles: Collection[Role]) -> int:
+def _output_width(stage: Stage, layer: Layer, roles: Collection[Role]) -> int:
     """Elements that a token's products with a layer's matrices of these roles have.
 
     They are one expert's where the roles are the routed experts'.
     """
     return sum(
-        output_width(parameter, model.architecture)
+        output_width(parameter, stage.architecture)
         for parameter in layer.parameters
         if role_of(parameter) in roles
     )
 
 
-def _distinct_layers(model: Model) -> list[Layer]:
+def _distinct_layers(stage: Stage) -> list[Layer]:
     """One layer of each kind of structure: same names, first shapes and forms."""
     distinct = {
         (layer.kv_cache, tuple((p.name, p.shape, p.form) for p in layer.parameters)): layer
-        for layer in model.layers
+        for layer in stage.layers
     }
     return list(distinct.values())

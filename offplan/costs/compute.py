@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
-from offplan.checkpoint.model import Model
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import LayerWork, PassShape, head_expands, layer_work, packed_slowdown
+from offplan.held.packing import is_packed
+from offplan.held.stage import Stage
 from offplan.machine.profile import LayerTime, MachineProfile
-from offplan.packing import is_packed
 
 MATMUL_EFFICIENCY = 0.75
 """Share of the profile's matmul rate that the products of a whole layer reach.
@@ -52,21 +52,21 @@ class PassCompute:
 class ModelCompute:
     """Prices the passes of one model on one machine; equal layers are summed up once."""
 
-    model: Model
+    stage: Stage
     machine: MachineProfile
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """``Layer.key`` of every layer."""
-        return tuple(layer.key for layer in self.model.layers)
+        return tuple(layer.key for layer in self.stage.layers)
 
     @cached_property
     def works(self) -> dict[str, LayerWork]:
         """The work of each kind of layer, by its key."""
         works: dict[str, LayerWork] = {}
-        for layer in self.model.layers:
+        for layer in self.stage.layers:
             if layer.key not in works:
-                works[layer.key] = layer_work(self.model, layer)
+                works[layer.key] = layer_work(self.stage, layer)
         return works
 
     def price(self, *shapes: PassShape) -> PassCompute:
@@ -75,7 +75,7 @@ class ModelCompute:
             {key: layer_time(self.machine, work, shape) for key, work in self.works.items()}
             for shape in shapes
         ]
-        outside = [outside_time(self.machine, self.model, shape) for shape in shapes]
+        outside = [outside_time(self.machine, self.stage, shape) for shape in shapes]
         times = {key: sum(to_ps(chunk[key].seconds) for chunk in chunks) for key in self.works}
         return PassCompute(
             shapes,
@@ -108,13 +108,13 @@ def layer_time(machine: MachineProfile, work: LayerWork, shape: PassShape) -> Co
     return _measured_or(machine, work.key, shape, estimate)
 
 
-def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> ComputeTime:
+def outside_time(machine: MachineProfile, stage: Stage, shape: PassShape) -> ComputeTime:
     """Price embedding rows, final norm and the head on the last token of each sequence.
 
     The values of a head that is stored as codes may have to be made, and then read; one that is
     packed is read at the speed of its values, but for PACKED_SLOWDOWNS.
     """
-    head, element_bytes = model.head, model.element_bytes
+    head, element_bytes = stage.head, stage.element_bytes
 
     def estimate(at: PassShape) -> float:
         if head is None:
@@ -129,7 +129,7 @@ def outside_time(machine: MachineProfile, model: Model, shape: PassShape) -> Com
         flops = 2 * head.num_weights * at.batch
         return max(reading, flops / (machine.matmul.value * MATMUL_EFFICIENCY))
 
-    return _measured_or(machine, model.outside_key, shape, estimate)
+    return _measured_or(machine, stage.outside_key, shape, estimate)
 
 
 def _measured_or(

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.link import uva_bytes
@@ -12,9 +11,11 @@ from offplan.costs.predict import predict
 from offplan.costs.threshold import least_from_powers
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape
+from offplan.held.held import Held
+from offplan.held.stage import Stage
+from offplan.held.unit import group_units
 from offplan.machine.profile import MachineProfile
-from offplan.packing import pack_model
-from offplan.placement import Phase, group_units
+from offplan.placement import Phase
 from offplan.plan import Backend, Plan, Workload
 
 MOST_BATCH = 4096
@@ -39,16 +40,16 @@ class Crossovers:
     """The least number of prompt tokens whose compute hides the copies of prefill."""
 
 
-def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crossovers:
+def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossovers:
     """Find where a plan's bottleneck changes with the batch and the prompt.
 
-    ``machine`` has the link to the plan's store.
+    ``held`` is so by the plan's packing; ``machine`` has the link to the plan's store.
     """
-    model = pack_model(model, plan.offload.packing)
+    stage = held.stage
 
     def computes_enough(phase: Phase, changed: str, value: int) -> bool:
         workload = plan.workload.model_copy(update={changed: value})
-        prediction = predict(model, machine, workload, plan.budget, plan.offload)
+        prediction = predict(held, machine, workload, plan.budget, plan.offload)
         figures = prediction.decode if phase is Phase.DECODE else prediction.prefill
         return figures.compute_s >= figures.link_s
 
@@ -56,8 +57,8 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
     # prompts longer than the plan's are read in chunks of its size
     hides = partial(computes_enough, Phase.PREFILL, "prompt_tokens")
     moves = plan.prediction.decode.link_bytes > 0
-    wins = _streaming_wins(model, machine, plan.workload)
-    engine = engine_runtime(model)
+    wins = _streaming_wins(stage, machine, plan.workload)
+    engine = engine_runtime(stage)
     reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
     streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
     return Crossovers(
@@ -68,7 +69,7 @@ def find_crossovers(model: Model, machine: MachineProfile, plan: Plan) -> Crosso
 
 
 def _streaming_wins(
-    model: Model, machine: MachineProfile, workload: Workload
+    stage: Stage, machine: MachineProfile, workload: Workload
 ) -> Callable[[int], bool]:
     """Tell whether max(compute, copies) < compute + reading, were all experts offloaded.
 
@@ -76,17 +77,17 @@ def _streaming_wins(
     """
     offloaded = [
         [unit for unit in group_units(layer) if unit.is_expert]
-        for layer in model.layers
+        for layer in stage.layers
         if layer.expert_bytes
     ]
-    compute = ModelCompute(model, machine)
+    compute = ModelCompute(stage, machine)
     copies_s = sum(machine.copy_seconds(sum(u.nbytes for u in units)) for units in offloaded)
 
     def wins(batch: int) -> bool:
-        read = sum(uva_bytes(machine, units, model.experts, batch) for units in offloaded)
+        read = sum(uva_bytes(machine, units, stage.experts, batch) for units in offloaded)
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = to_seconds(compute.price(shape).resident_ps)
-        in_turns = engine_runtime(model) is not None
+        in_turns = engine_runtime(stage) is not None
         streaming_s = resident_s + copies_s if in_turns else max(resident_s, copies_s)
         return streaming_s < resident_s + read / machine.uva.value
 

@@ -4,18 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from offplan.checkpoint.model import Model
 from offplan.costs.activations import coded_experts_bytes, phase_bytes, scratch_bytes
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
-from offplan.costs.memory import MARGIN, context_bytes, kv_cache_bytes
+from offplan.costs.memory import MARGIN, kv_cache_bytes
 from offplan.costs.pass_times import pass_times
-from offplan.costs.predict import predict
+from offplan.costs.predict import predict, predict_stage
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.held.held import Held
+from offplan.held.packing import is_packed
+from offplan.held.stage import Stage
 from offplan.machine.profile import Figure, MachineProfile
-from offplan.packing import is_packed, pack_model
 from offplan.placement import Phase, Placement, place
 from offplan.plan import PhasePrediction, Plan
 from offplan.schedule import Copy, Schedule, build_steady_request
@@ -59,15 +60,15 @@ class Term:
     inputs: tuple[Input, ...]
 
 
-def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
+def derive_prediction(held: Held, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
     """Derive every number that a plan's decision is predicted to cost on a machine.
 
-    ``model`` is as the plan's engine loads it; ``machine`` has the link to the plan's store. Raises
-    PlanError for rules that do not fit the model.
+    ``held`` is as the plan's runner holds the model; ``machine`` has the link to the plan's store.
+    Raises PlanError for rules that do not fit the model.
     """
-    stages = [_derive_stage(stage, machine, plan) for stage in model.stages]
+    stages = [_derive_stage(stage, machine, plan) for stage in held.stages]
     terms = stages[0] if len(stages) == 1 else tuple(_join(stages))
-    prediction = predict(model, machine, plan.workload, plan.budget, plan.offload)
+    prediction = predict(held, machine, plan.workload, plan.budget, plan.offload)
     objective = Term(
         "objective",
         prediction.objective_s,
@@ -78,21 +79,20 @@ def derive_prediction(model: Model, machine: MachineProfile, plan: Plan) -> tupl
     return (*terms, objective)
 
 
-def _derive_stage(model: Model, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
+def _derive_stage(stage: Stage, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
     """Derive what a rank of one stage takes, or the only GPU; of host memory all of the stage."""
     workload, offload = plan.workload, plan.offload
-    model = pack_model(model, offload.packing)
-    placement = place(model, offload)
-    prediction = predict(model, machine, workload, plan.budget, offload)
-    prompt_schedule, step_schedule = _schedules(placement, model)
-    compute = ModelCompute(model, machine)
+    placement = place(stage, offload)
+    prediction = predict_stage(stage, machine, workload, plan.budget, offload)
+    prompt_schedule, step_schedule = _schedules(placement, stage)
+    compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
     step = compute.price(decode_shape(workload))
     return (
-        *_derive_memory(model, machine, plan, placement),
+        *_derive_memory(stage, machine, plan, placement),
         _derive_host_memory(plan, placement),
-        *_derive_phase(placement, model, machine, prompt, prompt_schedule, prediction.prefill),
-        *_derive_phase(placement, model, machine, step, step_schedule, prediction.decode),
+        *_derive_phase(placement, stage, machine, prompt, prompt_schedule, prediction.prefill),
+        *_derive_phase(placement, stage, machine, step, step_schedule, prediction.decode),
     )
 
 
@@ -112,10 +112,10 @@ def _join(stages: Sequence[tuple[Term, ...]]) -> Iterator[Term]:
             yield Term(path, sum(t.value for t in same), unit, "the sum of all stages", inputs)
 
 
-def _schedules(placement: Placement, model: Model) -> tuple[Schedule, Schedule]:
+def _schedules(placement: Placement, stage: Stage) -> tuple[Schedule, Schedule]:
     """Return the schedules of a prompt and of a decode step; on engines that of one chunk."""
-    num_layers = len(model.layers)
-    engine = engine_runtime(model)
+    num_layers = len(stage.layers)
+    engine = engine_runtime(stage)
     if engine is not None:
         prompt, step = (build_engine_pass(engine, placement, num_layers, each) for each in Phase)
         return prompt, step
@@ -124,12 +124,12 @@ def _schedules(placement: Placement, model: Model) -> tuple[Schedule, Schedule]:
 
 
 def _derive_memory(
-    model: Model, machine: MachineProfile, plan: Plan, placement: Placement
+    stage: Stage, machine: MachineProfile, plan: Plan, placement: Placement
 ) -> Iterator[Term]:
     workload, chunk = plan.workload, plan.offload.prefill_chunk
     embedding = placement.host_embedding.nbytes if placement.host_embedding is not None else 0
-    taken = model.loaded_bytes - embedding - placement.resident_bytes
-    packed = [p for p in model.loaded_parameters if is_packed(p)]
+    taken = stage.loaded_bytes - embedding - placement.resident_bytes
+    packed = [p for p in stage.parameters if is_packed(p)]
     saved = sum(sum(tensor.nbytes for tensor in p.unpacked) - p.nbytes for p in packed)
     less = " - what packing saves" if packed else ""
     total = 0.0
@@ -141,9 +141,9 @@ def _derive_memory(
 
     yield term(
         "resident",
-        model.loaded_bytes - taken - embedding,
+        stage.loaded_bytes - taken - embedding,
         f"weights{less} - what rules take - embedding on the host",
-        Input("weights", model.loaded_bytes + saved, "bytes"),
+        Input("weights", stage.loaded_bytes + saved, "bytes"),
         *([Input("what packing saves", saved, "bytes")] if packed else []),
         Input("what rules take", taken, "bytes"),
         Input("embedding on the host", embedding, "bytes"),
@@ -155,10 +155,10 @@ def _derive_memory(
         Input("slots", placement.num_slots, "count"),
         Input("largest span", placement.slot_bytes, "bytes"),
     )
-    of_token = sum(layer.kv_cache.bytes_per_token for layer in model.layers)
-    state = sum(layer.kv_cache.state_bytes for layer in model.layers)
-    kept = context_bytes(model, workload)
-    blocks = kv_cache_bytes(model, workload, chunk) - kept
+    of_token = sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
+    state = sum(layer.kv_cache.state_bytes for layer in stage.layers)
+    kept = stage.cache_bytes(workload)
+    blocks = kv_cache_bytes(stage, workload, chunk) - kept
     yield term(
         "kv_cache",
         kept + blocks,
@@ -169,8 +169,8 @@ def _derive_memory(
         Input("state of linear attention", state, "bytes"),
         Input("an engine's blocks", blocks, "bytes"),
     )
-    (prompt, step), scratch = phase_bytes(model, workload, chunk), scratch_bytes(model)
-    coded = coded_experts_bytes(model)
+    (prompt, step), scratch = phase_bytes(stage, workload, chunk), scratch_bytes(stage)
+    coded = coded_experts_bytes(stage)
     yield term(
         "activations",
         max(prompt, step) + step + scratch + coded,
@@ -210,19 +210,19 @@ def _derive_host_memory(plan: Plan, placement: Placement) -> Term:
 
 def _derive_phase(
     placement: Placement,
-    model: Model,
+    stage: Stage,
     machine: MachineProfile,
     priced: PassCompute,
     schedule: Schedule,
     prediction: PhasePrediction,
 ) -> Iterator[Term]:
     phase = schedule.phase.value
-    engine = engine_runtime(model)
+    engine = engine_runtime(stage)
     if engine is None:
-        num_passes, times = 1, pass_times(placement, model, machine, priced)
+        num_passes, times = 1, pass_times(placement, stage, machine, priced)
     else:
         num_passes = len(priced.shapes)
-        times = engine_pass_times(engine, placement, model, machine, priced)
+        times = engine_pass_times(engine, placement, stage, machine, priced)
     num_copies = sum(isinstance(operation, Copy) for operation in schedule.operations)
     copied_bytes, read_bytes = num_passes * schedule.link_bytes, times.uva_bytes
     if engine is not None and engine.copies_in_place:
@@ -232,7 +232,7 @@ def _derive_phase(
     source = "measured on the machine, at these shapes"
     if not priced.measured:
         source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
-        if any(is_packed(p) for layer in model.layers for p in layer.parameters):
+        if any(is_packed(p) for layer in stage.layers for p in layer.parameters):
             source += "; what packing adds is as on an H200"
     yield Term(
         f"{phase}.compute",

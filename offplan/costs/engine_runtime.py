@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.checkpoint.model import Model
+from offplan.held.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,6 @@ NUM_POOLS = 2
 _RUNTIMES = {"vllm": _VLLM, "vllm-worker": _VLLM, "sglang": SGLANG}
 
 
-def engine_runtime(model: Model) -> EngineRuntime | None:
+def engine_runtime(stage: Stage) -> EngineRuntime | None:
     """Return how the engine that loads a model runs it; None where offplan's own runtime does."""
-    return None if model.loaded_by is None else _RUNTIMES[model.loaded_by]
+    return None if stage.engine is None else _RUNTIMES[stage.engine]

@@ -29,11 +29,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from offplan.checkpoint.model import Model
 from offplan.costs.compute import PassCompute
 from offplan.costs.engine_runtime import EngineRuntime
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PassTimes, PhaseTimes, Time, run_step, to_ps
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.schedule import Copy, Schedule, build_repeated_pass
@@ -42,7 +42,7 @@ from offplan.schedule import Copy, Schedule, build_repeated_pass
 def price_engine_prompt(
     engine: EngineRuntime,
     placement: Placement,
-    model: Model,
+    stage: Stage,
     machine: MachineProfile,
     prompt: PassCompute,
 ) -> PhaseTimes:
@@ -50,8 +50,8 @@ def price_engine_prompt(
 
     ``model`` is as the engine loads it.
     """
-    times = engine_pass_times(engine, placement, model, machine, prompt)
-    schedule = build_engine_pass(engine, placement, len(model.layers), Phase.PREFILL)
+    times = engine_pass_times(engine, placement, stage, machine, prompt)
+    schedule = build_engine_pass(engine, placement, len(stage.layers), Phase.PREFILL)
     num_passes, step_ps = len(prompt.shapes), times.resident_ps + sum(times.uva_ps)
     if schedule.link_bytes:
         of_one = replace(
@@ -69,13 +69,13 @@ def price_engine_prompt(
 def price_engine_step(
     engine: EngineRuntime,
     placement: Placement,
-    model: Model,
+    stage: Stage,
     machine: MachineProfile,
     step: PassCompute,
 ) -> PhaseTimes:
     """Price a decode step, in which copies and compute take turns."""
-    times = engine_pass_times(engine, placement, model, machine, step)
-    schedule = build_engine_pass(engine, placement, len(model.layers), Phase.DECODE)
+    times = engine_pass_times(engine, placement, stage, machine, step)
+    schedule = build_engine_pass(engine, placement, len(stage.layers), Phase.DECODE)
     taken = _sum_up(schedule, times, 1, 0)
     return replace(taken, step_ps=Fraction(taken.compute_ps + taken.link_ps))
 
@@ -97,12 +97,12 @@ def build_engine_pass(
 def engine_pass_times(
     engine: EngineRuntime,
     placement: Placement,
-    model: Model,
+    stage: Stage,
     machine: MachineProfile,
     priced: PassCompute,
 ) -> PassTimes:
     """Find what each operation takes; what is copied before each use counts as read in place."""
-    times = pass_times(placement, model, machine, priced)
+    times = pass_times(placement, stage, machine, priced)
     if not engine.copies_in_place:
         return times
     num_passes, phase = len(priced.shapes), priced.shapes[0].phase

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offplan.checkpoint.model import Model
 from offplan.costs.timeline import to_seconds
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Workload
 
@@ -29,7 +29,7 @@ class Floor:
 
 
 def find_floor(
-    ways: Sequence[tuple[Model, int]],
+    ways: Sequence[tuple[Stage, int]],
     machine: MachineProfile,
     workload: Workload,
     resident_ps: tuple[int, int],
@@ -37,7 +37,7 @@ def find_floor(
 ) -> Floor:
     """Find the floor of a budget.
 
-    ``ways`` are the model as plans may hold it, each with the bytes of its weights that have no
+    ``ways`` are the stage as plans may hold it, each with the bytes of its weights that have no
     room. What is not on the GPU when a pass starts must cross before it ends, if the pass reads it.
     What is read least is missing first: rows of the input embedding, then routed experts (uniform
     routing). ``resident_ps`` are the fastest prompt and decode step with everything resident;
@@ -46,7 +46,7 @@ def find_floor(
     rate = max(machine.h2d.value, machine.uva.value)
     tokens = workload.batch * workload.prompt_tokens, workload.batch
     prefill_bytes, decode_bytes = (
-        min(_least_read(model, missing, each) for model, missing in ways) for each in tokens
+        min(_least_read(stage, missing, each) for stage, missing in ways) for each in tokens
     )
     others_s = [to_seconds(each) for each in elsewhere_ps]
     prefill_s = max(to_seconds(resident_ps[0]), prefill_bytes / rate) + others_s[0]
@@ -61,16 +61,16 @@ def find_floor(
     )
 
 
-def _least_read(model: Model, missing_bytes: int, num_tokens: int) -> int:
+def _least_read(stage: Stage, missing_bytes: int, num_tokens: int) -> int:
     """Return bytes of the missing ones that a pass reads, if those read least are missing."""
     read, left = 0.0, missing_bytes
-    embedding, experts = model.input_embedding, model.experts
+    embedding, experts = stage.input_embedding, stage.experts
     if embedding is not None and embedding.nbytes:
         rows = min(left, embedding.nbytes)
         read += rows * min(1.0, num_tokens / embedding.shape[0])
         left -= rows
     if experts is not None:
-        routed = min(left, sum(layer.expert_bytes for layer in model.layers))
+        routed = min(left, sum(layer.expert_bytes for layer in stage.layers))
         read += routed * experts.touched(num_tokens) / experts.num_experts
         left -= routed
     return int(read) + left

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import (
@@ -20,8 +19,8 @@ from offplan.costs.timeline import (
     to_seconds,
 )
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.packing import pack_model
 from offplan.placement import place
 from offplan.plan import Plan
 from offplan.schedule import Schedule, build_steady_request
@@ -59,20 +58,19 @@ class RequestLanes:
     decode: PhaseLanes
 
 
-def trace_plan(plan: Plan, model: Model, machine: MachineProfile) -> RequestLanes:
+def trace_plan(plan: Plan, stage: Stage, machine: MachineProfile) -> RequestLanes:
     """Follow a plan's schedules through the queues of a machine.
 
-    ``model`` is as the plan's runtime loads it, ``machine`` has the link to the plan's store.
+    ``stage`` is as the plan's runner holds it, ``machine`` has the link to the plan's store.
     """
-    model = pack_model(model, plan.offload.packing)
-    placement = place(model, plan.offload)
-    request = build_steady_request(placement, len(model.layers))
-    compute = ModelCompute(model, machine)
+    placement = place(stage, plan.offload)
+    request = build_steady_request(placement, len(stage.layers))
+    compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(plan.workload, plan.offload.prefill_chunk))
     step = compute.price(decode_shape(plan.workload))
     return RequestLanes(
-        trace_prompt(request.prefill, pass_times(placement, model, machine, prompt)),
-        trace_step(request.decode, pass_times(placement, model, machine, step)),
+        trace_prompt(request.prefill, pass_times(placement, stage, machine, prompt)),
+        trace_step(request.decode, pass_times(placement, stage, machine, step)),
     )
 
 

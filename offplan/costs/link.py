@@ -8,9 +8,10 @@ from math import erfc, exp, log, prod, sqrt
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.work import PassShape, gathers_codes
+from offplan.held.unit import Unit
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement, Unit
+from offplan.placement import Phase, Placement
 from offplan.plan import Backend
 from offplan.schedule import kept_after_prefill
 

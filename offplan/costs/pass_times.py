@@ -1,23 +1,23 @@
 """What each operation of a pass takes on a machine."""
 
-from offplan.checkpoint.model import Model
 from offplan.costs.compute import PassCompute
 from offplan.costs.link import embedding_bytes, uva_bytes_by_layer, uva_slowdown
 from offplan.costs.timeline import PassTimes, to_ps
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement, Span
 
 
 def pass_times(
-    placement: Placement, model: Model, machine: MachineProfile, priced: PassCompute
+    placement: Placement, stage: Stage, machine: MachineProfile, priced: PassCompute
 ) -> PassTimes:
     """Find what each operation of a pass takes."""
 
     def copy_ps(span: Span) -> int:
         return to_ps(machine.copy_seconds(span.nbytes))
 
-    num_layers = len(model.layers)
-    read = uva_bytes_by_layer(placement, machine, model.experts, num_layers, priced.shapes)
+    num_layers = len(stage.layers)
+    read = uva_bytes_by_layer(placement, machine, stage.experts, num_layers, priced.shapes)
     rows = embedding_bytes(placement.host_embedding, priced.shapes)
     first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
     return PassTimes(

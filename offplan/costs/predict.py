@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import price_engine_prompt, price_engine_step
@@ -12,10 +11,12 @@ from offplan.costs.memory import predict_gpu_memory
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PhaseTimes, price_decode, price_prefill, to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.packing import pack_model
 from offplan.placement import Placement, place
 from offplan.plan import Budget, Offload, PhasePrediction, Prediction, Workload
+from offplan.ranks import ONE_RANK
 from offplan.schedule import build_steady_request
 
 
@@ -33,27 +34,27 @@ class RequestTimes:
 
 def price_request(
     placement: Placement,
-    model: Model,
+    stage: Stage,
     machine: MachineProfile,
     prefill: PassCompute,
     decode: PassCompute,
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model."""
-    engine = engine_runtime(model)
+    engine = engine_runtime(stage)
     if engine is not None:
         return RequestTimes(
-            price_engine_prompt(engine, placement, model, machine, prefill),
-            price_engine_step(engine, placement, model, machine, decode),
+            price_engine_prompt(engine, placement, stage, machine, prefill),
+            price_engine_step(engine, placement, stage, machine, decode),
         )
-    request = build_steady_request(placement, len(model.layers))
+    request = build_steady_request(placement, len(stage.layers))
     return RequestTimes(
-        price_prefill(request.prefill, pass_times(placement, model, machine, prefill)),
-        price_decode(request.decode, pass_times(placement, model, machine, decode)),
+        price_prefill(request.prefill, pass_times(placement, stage, machine, prefill)),
+        price_decode(request.decode, pass_times(placement, stage, machine, decode)),
     )
 
 
 def predict(
-    model: Model,
+    held: Held,
     machine: MachineProfile,
     workload: Workload,
     budget: Budget,
@@ -65,17 +66,18 @@ def predict(
     of all ranks; a pass goes through the stages of a pipeline one after the other, and GPU memory
     is that of the stage that takes most. Raises PlanError for rules that do not fit the model.
     """
-    share = model.share
-    if share is None:
-        return _predict_rank(model, machine, workload, budget, offload)
-    predictions = [_predict_rank(each, machine, workload, budget, offload) for each in model.stages]
+    predictions = [
+        predict_stage(stage, machine, workload, budget, offload) for stage in held.stages
+    ]
+    if held.ranks == ONE_RANK:
+        return predictions[0]
     largest = max(predictions, key=lambda each: each.gpu_memory.total_bytes)
     return largest.model_copy(
         update={
             "objective_s": sum(each.objective_s for each in predictions),
             "prefill": _add_up([each.prefill for each in predictions]),
             "decode": _add_up([each.decode for each in predictions]),
-            "host_memory_bytes": share.ranks.tensor
+            "host_memory_bytes": held.ranks.tensor
             * sum(each.host_memory_bytes for each in predictions),
         }
     )
@@ -89,16 +91,15 @@ def _add_up(stages: Sequence[PhasePrediction]) -> PhasePrediction:
     return stages[0].model_copy(update=sums)
 
 
-def _predict_rank(
-    model: Model, machine: MachineProfile, workload: Workload, budget: Budget, offload: Offload
+def predict_stage(
+    stage: Stage, machine: MachineProfile, workload: Workload, budget: Budget, offload: Offload
 ) -> Prediction:
     """Predict what one rank of one stage takes, or the only GPU."""
-    model = pack_model(model, offload.packing)
-    placement = place(model, offload)
-    compute = ModelCompute(model, machine)
+    placement = place(stage, offload)
+    compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
     decode = compute.price(decode_shape(workload))
-    times = price_request(placement, model, machine, prompt, decode)
+    times = price_request(placement, stage, machine, prompt, decode)
     on_peer = placement.slab_bytes if offload.store == "peer" else 0
     return Prediction(
         objective=to_seconds(times.objective_ps(workload)),
@@ -106,7 +107,7 @@ def _predict_rank(
         prefill=times.prefill.predict(),
         decode=times.decode.predict(),
         gpu_memory=predict_gpu_memory(
-            placement, model, machine, workload, budget, offload.prefill_chunk
+            placement, stage, machine, workload, budget, offload.prefill_chunk
         ),
         host_memory=placement.offloaded_bytes - on_peer,
         peer_memory=on_peer,

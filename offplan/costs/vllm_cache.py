@@ -8,8 +8,8 @@ Source: vLLM 0.33.0, ``v1/core/kv_cache_planning`` (``_get_kv_cache_groups_unifo
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from offplan.checkpoint.model import Model
 from offplan.costs.work import step_tokens
+from offplan.held.stage import Stage
 from offplan.plan import Workload
 
 Kind = tuple[int | None, bool]
@@ -29,30 +29,30 @@ IN_FLIGHT = 2
 """Steps that are scheduled at once, of each stage. Source: ``VllmConfig.max_in_flight_tokens``."""
 
 
-def cache_bytes(model: Model, workload: Workload, prefill_chunk: int) -> int:
+def cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
     """Bytes that a rank needs for a batch of whole contexts.
 
     They are those of the caches in whole blocks, or of as many blocks as vLLM divides them into,
     whichever of its sizes blocks have. It keeps one empty, and does not start where a whole context
     has no room.
     """
-    caches = [layer.kv_cache for layer in model.layers]
+    caches = [layer.kv_cache for layer in stage.layers]
     tokens = 1 + workload.batch * -(-workload.context // BLOCK_TOKENS[-1])
     tokens *= BLOCK_TOKENS[-1]
     planned = tokens * sum(each.bytes_per_token for each in caches)
     planned += workload.batch * sum(each.state_bytes for each in caches)
-    kinds = _list_kinds(model)
+    kinds = _list_kinds(stage)
     if kinds.keys() <= {(None, False)}:
         return planned
-    sizes = (_blocks_bytes(model, kinds, workload, prefill_chunk, n) for n in BLOCK_TOKENS)
+    sizes = (_blocks_bytes(stage, kinds, workload, prefill_chunk, n) for n in BLOCK_TOKENS)
     return max(planned, *sizes)
 
 
-def _list_kinds(model: Model) -> dict[Kind, list[bool]]:
+def _list_kinds(stage: Stage) -> dict[Kind, list[bool]]:
     """List the layers of each kind in the whole model, and whether the rank's stage has them."""
-    here = {layer.prefix for layer in model.layers}
+    here = {layer.prefix for layer in stage.layers}
     kinds: defaultdict[Kind, list[bool]] = defaultdict(list)
-    for layer in model.whole.layers:
+    for layer in stage.model.layers:
         cache = layer.kv_cache
         if cache.bytes_per_token or cache.state_bytes:
             kinds[cache.window, cache.state_bytes > 0].append(layer.prefix in here)
@@ -60,7 +60,7 @@ def _list_kinds(model: Model) -> dict[Kind, list[bool]]:
 
 
 def _blocks_bytes(
-    model: Model,
+    stage: Stage,
     kinds: Mapping[Kind, Sequence[bool]],
     workload: Workload,
     prefill_chunk: int,
@@ -68,9 +68,8 @@ def _blocks_bytes(
 ) -> int:
     """Bytes of the blocks that a batch of whole contexts takes, and of the empty one."""
     batch, context = workload.batch, workload.context
-    caches = [layer.kv_cache for layer in model.layers]
-    num_stages = 1 if model.share is None else model.share.ranks.pipeline
-    in_flight = IN_FLIGHT * num_stages * step_tokens(workload, prefill_chunk)
+    caches = [layer.kv_cache for layer in stage.layers]
+    in_flight = IN_FLIGHT * stage.ranks.pipeline * step_tokens(workload, prefill_chunk)
     # a block has so many tokens that it holds a state
     token_bytes = max(each.bytes_per_token for each in caches)
     block_bytes = max(1, *(each.state_bytes for each in caches))

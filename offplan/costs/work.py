@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from offplan.checkpoint.architecture import Architecture
-from offplan.checkpoint.model import Experts, KVCache, Layer, Model
+from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
 from offplan.forms.form import Kind
-from offplan.packing import is_packed, unpack_layer
+from offplan.held.packing import is_packed, unpack_layer
+from offplan.held.stage import Stage
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -267,13 +268,13 @@ def pairs_in_chunks(shape: PassShape, size: int | None) -> int:
     return up_to(shape.context) - up_to(shape.context - shape.tokens)
 
 
-def layer_work(model: Model, layer: Layer) -> LayerWork:
+def layer_work(stage: Stage, layer: Layer) -> LayerWork:
     """Sum up what a layer reads and multiplies."""
     is_any_packed = any(map(is_packed, layer.parameters))
     dense = [p for p in layer.parameters if not p.is_expert]
     expert_elements = sum(_matrix_elements(p) for p in layer.parameters if p.is_expert)
     dense_elements = sum(map(_matrix_elements, dense))
-    experts = model.experts
+    experts = stage.experts
     share = experts.num_experts_per_token / experts.num_in_all if experts else 1.0
     return LayerWork(
         key=layer.key,
@@ -287,13 +288,13 @@ def layer_work(model: Model, layer: Layer) -> LayerWork:
             for p in layer.parameters
             if p.is_expert and not p.form.is_raw and not is_packed(p)
         ),
-        element_bytes=model.element_bytes,
+        element_bytes=stage.element_bytes,
         token_elements=dense_elements + share * expert_elements,
         kv_cache=layer.kv_cache,
-        mixer=model.architecture.mixers[layer.index],
-        attention={phase: attention_dims(model.architecture, phase) for phase in Phase},
+        mixer=stage.architecture.mixers[layer.index],
+        attention={phase: attention_dims(stage.architecture, phase) for phase in Phase},
         experts=experts,
-        unpacked=layer_work(model, unpack_layer(layer)) if is_any_packed else None,
+        unpacked=layer_work(stage, unpack_layer(layer)) if is_any_packed else None,
     )
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from offplan.checkpoint.model import Model, Share
 from offplan.engines.names import EngineParameter
 from offplan.errors import ExportError
+from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule
-from offplan.ranks import Ranks
+from offplan.ranks import ONE_RANK, Ranks
 
 Version = tuple[int, int, int]
 Flags = Mapping[str, tuple[str, ...]]
@@ -39,16 +40,16 @@ class Said:
         return sum(page_locked_bytes(each.nbytes) for each in self.moved) + self.pinned_elsewhere
 
 
-def join_stages(stages: Sequence[Said], share: Share | None) -> Said:
+def join_stages(stages: Sequence[Said], held: Held) -> Said:
     """Return what is said to the stage that is planned for, with the memory that all of them take.
 
     GPU memory is that of the stage that takes most, page-locked memory that of all ranks.
     """
-    if share is None:
+    if held.ranks == ONE_RANK:
         (only,) = stages
         return only
-    own = stages[share.stage]
-    pinned_bytes = share.ranks.tensor * sum(stage.pinned_bytes for stage in stages)
+    own = stages[held.planned]
+    pinned_bytes = held.ranks.tensor * sum(stage.pinned_bytes for stage in stages)
     return replace(
         own,
         more_gpu_bytes=max(stage.more_gpu_bytes for stage in stages),
@@ -57,7 +58,7 @@ def join_stages(stages: Sequence[Said], share: Share | None) -> Said:
     )
 
 
-SayRule = Callable[[Rule, Placement, Model, Version], Said]
+SayRule = Callable[[Rule, Placement, Stage, Version], Said]
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class Engine:
     say: SayRule | None
     """Says a rule with one backend; raises ExportError for what the flags cannot say. None for a
     worker in the engine, which reads the plan itself."""
-    stay: Callable[[Model, Version], Said]
+    stay: Callable[[Stage, Version], Said]
     """Says what the weights of a plan without rules take; no name needs to be known for it."""
-    grow: Callable[[Model], Mapping[EngineParameter, EngineParameter]]
+    grow: Callable[[Stage], Mapping[EngineParameter, EngineParameter]]
     """Parameters that are larger on the GPU than they are stored, as the least they are there."""
-    serve: Callable[[Plan, Model, int | None], Flags]
-    """Says the rest of a plan, given the model as ranks hold it, and the bytes of the GPU where
+    serve: Callable[[Plan, Held, int | None], Flags]
+    """Says the rest of a plan, given what ranks hold, and the bytes of the GPU where
     they are known."""
     divide: Callable[[Ranks], Flags]
     """Says the ranks of a plan."""

@@ -20,7 +20,7 @@ from offplan.engines.engine import (
     join_stages,
     require_stored_weights,
 )
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.engines.served import require_served
 from offplan.engines.sglang import (
     MAX_BYTES_UNIT,
@@ -33,6 +33,8 @@ from offplan.engines.sglang import (
 from offplan.engines.taken import say_to_worker
 from offplan.engines.vllm import divide_vllm, grow_vllm, say_vllm, serve_vllm, stay_vllm
 from offplan.errors import ExportError
+from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.placement import place
 from offplan.plan import PRINTED_TO, Offload, Plan, Rule
 from offplan.units import format_budget, format_bytes
@@ -134,7 +136,7 @@ def export_plan(
         )
     require_served(model, plan.workload.context, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
-    loaded = hold_model(model, goal, plan.workload)
+    loaded = lower(model, goal, plan.workload)
     said = say_offload(plan.offload, loaded, engine)
     host = plan.budget.host_memory
     if host is not None and said.pinned_bytes > host:
@@ -142,8 +144,8 @@ def export_plan(
             f"{chosen.title} page-locks {format_bytes(said.pinned_bytes)}, each parameter rounded "
             f"up to a power of two, of a budget of {format_budget(host)}"
         )
-    planned = hold_model(model, plan.goal, plan.workload)
-    more = said.more_gpu_bytes + _held_beyond(plan, planned, loaded)
+    planned = lower(model, plan.goal, plan.workload)
+    more = said.more_gpu_bytes + _held_beyond(plan, planned.stage, loaded.stage)
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
@@ -173,7 +175,7 @@ def export_plan(
     )
 
 
-def _held_beyond(plan: Plan, planned: Model, loaded: Model) -> int:
+def _held_beyond(plan: Plan, planned: Stage, loaded: Stage) -> int:
     """Bytes of weights and cache that a rank of the engine holds beyond the rank planned for."""
     work, chunk = plan.workload, plan.offload.prefill_chunk
     cached = kv_cache_bytes(loaded, work, chunk) - kv_cache_bytes(planned, work, chunk)
@@ -182,48 +184,45 @@ def _held_beyond(plan: Plan, planned: Model, loaded: Model) -> int:
     return loaded.loaded_bytes - planned.loaded_bytes + cached
 
 
-def say_offload(offload: Offload, model: Model, engine: str) -> Said:
+def say_offload(offload: Offload, held: Held, engine: str) -> Said:
     """Say a plan's decision to an engine, as ``export_plan`` does, whatever its budget.
 
-    ``model`` is as the engine loads it.
+    ``held`` is what the engine's ranks hold.
     """
     chosen, version = find_engine(engine)
     require_stored_weights(offload, chosen.title)
     if not offload.rules and offload.embeddings == "device":
         return max(
-            (chosen.stay(stage, version) for stage in model.stages),
+            (chosen.stay(stage, version) for stage in held.stages),
             key=lambda said: said.more_gpu_bytes,
         )
     if chosen.say is None:
-        return say_to_worker(offload, model, version)
-    return _say_rule(offload, model, chosen, chosen.say, version)
+        return say_to_worker(offload, held, version)
+    return _say_rule(offload, held, chosen, chosen.say, version)
 
 
-def _say_rule(
-    offload: Offload, model: Model, engine: Engine, say: SayRule, version: Version
-) -> Said:
+def _say_rule(offload: Offload, held: Held, engine: Engine, say: SayRule, version: Version) -> Said:
     """Say a plan's only rule to an engine, and to all ranks of it."""
     rule = _only_rule(offload, engine)
     # each stage starts the pattern anew
-    stages = [say(rule, place(stage, offload), stage, version) for stage in model.stages]
-    said = join_stages(stages, model.share)
+    stages = [say(rule, place(stage, offload), stage, version) for stage in held.stages]
+    said = join_stages(stages, held)
     if any(stage.flags != said.flags for stage in stages):
-        assert model.share is not None, "one stage has the same flags as itself"
         told = "; ".join(" ".join(join_flags(stage.flags)) for stage in stages)
         raise ExportError(
-            f"{model.share.ranks.label}: {engine.title} gives all stages of a pipeline the same "
+            f"{held.ranks.label}: {engine.title} gives all stages of a pipeline the same "
             f"flags, and the plan needs others in each ({told})"
         )
     return said
 
 
-def export_check(model: Model, engine: str) -> Callable[[Offload], Said | None]:
+def export_check(held: Held, engine: str) -> Callable[[Offload], Said | None]:
     """Return what says a decision, or None; what it was asked it remembers."""
 
     @cache
     def say(offload: Offload) -> Said | None:
         try:
-            return say_offload(offload, model, engine)
+            return say_offload(offload, held, engine)
         except ExportError:
             return None
 
@@ -302,14 +301,14 @@ def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) 
     return notes
 
 
-def _first_start_notes(engine: Engine, model: Model) -> list[str]:
+def _first_start_notes(engine: Engine, held: Held) -> list[str]:
     """Say what vLLM takes where it compiles layers; offplan's worker gives that back.
 
     Source: Qwen3-8B with vLLM 0.33.0 on an H200, as large as its input embedding less the KV cache.
     """
     if engine.name != "vllm":
         return []
-    found = [each.input_embedding for each in model.stages]
+    found = [each.input_embedding for each in held.stages]
     # of a pipeline not every stage has one, and none has one of its own that the head shares
     embedding = next((each for each in found if each is not None), None)
     size = "as much as its embedding" if embedding is None else format_bytes(embedding.nbytes)

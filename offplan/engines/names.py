@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.model import Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import Tensors, split_expert
 from offplan.forms.form import Part
+from offplan.held.stage import Stage
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -46,12 +47,12 @@ class EngineParameter:
     nbytes: int
 
 
-def engine_parameters(model: Model, renamed: Mapping[str, str]) -> Iterator[EngineParameter]:
+def engine_parameters(stage: Stage, renamed: Mapping[str, str]) -> Iterator[EngineParameter]:
     """Name every parameter of the layers as vLLM does: scales are parameters of their own.
 
     ``renamed`` are the architecture's own names of modules.
     """
-    for layer in model.layers:
+    for layer in stage.layers:
         fused = _find_fused(layer)
         held: defaultdict[str, list[tuple[Parameter, Part]]] = defaultdict(list)
         for parameter in layer.parameters:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.group import group_outside
 from offplan.checkpoint.model import (
     INPUT_EMBEDDINGS,
     OUTPUT_HEADS,
@@ -23,15 +24,15 @@ from offplan.checkpoint.model import (
     KVCache,
     Layer,
     Model,
-    Share,
     owner,
 )
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo, Tensors
-from offplan.costs.memory import context_bytes
 from offplan.engines.engine import family_of
 from offplan.errors import ExportError
 from offplan.forms.form import Kind, Part
+from offplan.held.held import Held, absorbed_bytes, hold_whole
+from offplan.held.stage import Stage
 from offplan.plan import Goal, Workload
 from offplan.ranks import Ranks
 
@@ -57,26 +58,16 @@ OUT, IN = -2, -1
 """Dimensions of a matrix, [..., out, in]."""
 
 
-def hold_model(model: Model, goal: Goal, workload: Workload) -> Model:
-    """Return the model as its largest rank holds it, by the engine and the ranks of a goal.
+def lower(model: Model, goal: Goal, workload: Workload) -> Held:
+    """Lower a model to what the ranks hold that a goal names.
 
-    Of the stages of a pipeline it is the one of most weights and cache; ``share`` has them all.
     Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
     """
     if goal.engine is None or goal.ranks.num_gpus == 1:
-        return model.whole.as_loaded_by(goal.engine)
-    share = model.share
-    if share is not None and (share.engine, share.ranks) == (goal.engine, goal.ranks):
-        stages = share.stages  # a question is asked again and again
-    else:
-        divider = Divider(model.whole, goal.engine, goal.ranks)
-        stages = tuple(
-            divider.stage(number).as_loaded_by(goal.engine) for number in range(goal.ranks.pipeline)
-        )
-
-    held = max(stages, key=lambda each: each.loaded_bytes + context_bytes(each, workload))
-    assert held.share is not None, "it is a stage's"
-    return replace(held, share=replace(held.share, stages=stages))
+        return Held((hold_whole(model, goal.engine),))
+    divider = Divider(model, goal.engine, goal.ranks)
+    stages = tuple(divider.stage(number) for number in range(goal.ranks.pipeline))
+    return Held(stages).plan_for(workload)
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ class Divider:
                 "fewer than stages"
             )
 
-    def stage(self, number: int) -> Model:
+    def stage(self, number: int) -> Stage:
         """Return what a rank of a stage holds; its layers are counted anew from 0 on."""
         counts = split_layers(len(self.model.layers), self.ranks.pipeline, self._engine)
         stop = [*accumulate(counts)][number]
@@ -114,16 +105,17 @@ class Divider:
         layers = tuple(
             self._divide_layer(index, self.model.layers[at]) for index, at in enumerate(run)
         )
-        outside = self._outside(number)
-        names = {tensor.name for tensor in outside}
-        return replace(
-            self.model,
+        architecture = self._architecture(run)
+        return Stage(
+            model=self.model,
             layers=layers,
-            outside=outside,
-            not_loaded=self.model.not_loaded & names,
-            tied=self.model.tied & names,
+            outside=group_outside(self._outside(number), architecture),
+            architecture=architecture,
             experts=self._divide_experts(layers),
-            share=Share(self.model, self.engine, self.ranks, number, self._architecture(run)),
+            engine=self.engine.partition("==")[0],
+            ranks=self.ranks,
+            number=number,
+            derived_bytes=absorbed_bytes(self.model, layers),
         )
 
     def _architecture(self, run: range) -> Architecture:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from offplan.checkpoint.model import Model
 from offplan.costs.engine_runtime import NUM_POOLS, SGLANG
 from offplan.costs.work import step_tokens
 from offplan.engines.engine import Flags, Said, Version, first_layers
@@ -16,6 +15,8 @@ from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
+from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
 from offplan.ranks import Ranks
@@ -36,18 +37,18 @@ MAX_BYTES_UNIT = 2**30
 """``--cpu-offload-gb`` is a whole number of these."""
 
 
-def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version) -> Said:
+def say_sglang(rule: Rule, placement: Placement, stage: Stage, version: Version) -> Said:
     """Say a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
     """
-    parameters = list(engine_parameters(model, {}))
+    parameters = list(engine_parameters(stage, {}))
     if rule.decode is Backend.UVA:
         _require_first_layers(rule)
         return _say_in_place(rule, placement, parameters)
-    _require_prefetching(model)
-    _require_experts(rule, model)
-    num_layers = sum(rule.selects_layer(layer.index) for layer in model.layers)
+    _require_prefetching(stage)
+    _require_experts(rule, stage)
+    num_layers = sum(rule.selects_layer(layer.index) for layer in stage.layers)
     step = int(SGLANG.slots_ahead(np.array(placement.num_slots)))
     if step >= num_layers:
         raise ExportError(
@@ -65,33 +66,33 @@ def say_sglang(rule: Rule, placement: Placement, model: Model, version: Version)
     scale_bytes = sum(each.nbytes for each in taken) - sum(each.nbytes for each in moved)
     num_copies = NUM_POOLS * (step + 1)
     more = (num_copies - placement.num_slots) * placement.slot_bytes + scale_bytes
-    if any("shared_expert" in name for layer in model.layers for name in layer.segments):
+    if any("shared_expert" in name for layer in stage.layers for name in layer.segments):
         # or the shared expert is one more of those that are routed, and moves with them
         flags["disable-shared-experts-fusion"] = ()
     notes = ("SGLang's captured decode steps copy and compute in turns: neither hides the other",)
     return Said(flags, notes=notes, moved=moved, more_gpu_bytes=more)
 
 
-def stay_sglang(model: Model, version: Version) -> Said:
+def stay_sglang(stage: Stage, version: Version) -> Said:
     """Say what weights take that no rule moves.
 
     Where ranks have whole experts no kernel for their codes is chosen but on Blackwell: they are
     expanded. Source: ``arg_groups/model_overrides/gpt_oss.py``.
     """
-    return keep_experts(engine_parameters(model, {}), _find_kernels(model))
+    return keep_experts(engine_parameters(stage, {}), _find_kernels(stage))
 
 
-def grow_sglang(model: Model) -> Mapping[EngineParameter, EngineParameter]:
+def grow_sglang(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
     """Lay out experts as ``stay_sglang`` counts them: none of them moves."""
-    return lay_out_experts(engine_parameters(model, {}), _find_kernels(model))
+    return lay_out_experts(engine_parameters(stage, {}), _find_kernels(stage))
 
 
-def _find_kernels(model: Model) -> Kernels:
-    has_whole = model.share is not None and model.share.ranks.expert > 1
+def _find_kernels(stage: Stage) -> Kernels:
+    has_whole = stage.ranks.expert > 1
     return Kernels(code_growth=4 if has_whole else 1)
 
 
-def serve_sglang(plan: Plan, model: Model, gpu_bytes: int | None) -> Flags:
+def serve_sglang(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
     """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget.
 
     Weights, copies ahead and cache are a share of what was free before the weights were loaded,
@@ -178,8 +179,8 @@ def _require_first_layers(rule: Rule) -> None:
         )
 
 
-def _require_prefetching(model: Model) -> None:
-    classes = model.architecture.class_names or (f"model type {model.model_type}",)
+def _require_prefetching(stage: Stage) -> None:
+    classes = stage.architecture.class_names or (f"model type {stage.model.model_type}",)
     if not set(classes) & set(PREFETCHING_CLASSES):
         raise ExportError(
             f"SGLang prefetches layers of {', '.join(PREFETCHING_CLASSES)} only; this model is "
@@ -187,9 +188,9 @@ def _require_prefetching(model: Model) -> None:
         )
 
 
-def _require_experts(rule: Rule, model: Model) -> None:
+def _require_experts(rule: Rule, stage: Stage) -> None:
     """Refuse a rule that chooses anything but the weights of the routed experts."""
-    for layer in model.layers:
+    for layer in stage.layers:
         for parameter in layer.parameters:
             moves = parameter.is_expert and parameter.name.endswith(".weight")
             if rule.matches(parameter.name) and not moves:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from offplan import __version__
-from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.engine import Said, Version, join_stages, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters
@@ -20,8 +19,11 @@ from offplan.engines.vllm import (
 )
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
+from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Offload
+from offplan.ranks import ONE_RANK
 from offplan.units import format_bytes
 
 WORKER = "offplan.vllm.Worker"
@@ -85,25 +87,25 @@ class Taken:
             yield from (taken for taken in layer.values() if taken.backend is backend)
 
 
-def say_to_worker(offload: Offload, model: Model, version: Version) -> Said:
+def say_to_worker(offload: Offload, held: Held, version: Version) -> Said:
     """Say a plan's decision to offplan's worker in vLLM, but for the file that it is to read.
 
-    ``model`` is as a rank of vLLM holds it. Raises ExportError, naming it, for what the worker
+    ``held`` is what ranks of vLLM hold. Raises ExportError, naming it, for what the worker
     cannot do: phases that read a parameter in different ways, part of what vLLM fuses, and other
     stored forms.
     """
     _require_one_backend(offload)
-    stages = [StageTaken.find(offload, stage, version) for stage in model.stages]
+    stages = [StageTaken.find(offload, stage, version) for stage in held.stages]
     flags: dict[str, tuple[str, ...]] = {"worker-cls": (WORKER,)}
     environment: dict[str, str] = {}
     if any(stage.taken.streams for stage in stages):
         flags["compilation-config"] = (json.dumps({"cudagraph_mode": "FULL_DECODE_ONLY"}),)
-        if find_breakable(model) is not None:
+        if find_breakable(held.stage) is not None:
             environment = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
     if any(stage.taken.reads_experts for stage in stages):
         flags["moe-backend"] = ("triton",)
     return replace(
-        join_stages([stage.said for stage in stages], model.share),
+        join_stages([stage.said for stage in stages], held),
         flags=flags,
         environment=environment,
         notes=("vLLM wants offplan beside it: pip install 'offplan[vllm]'",),
@@ -119,9 +121,9 @@ class StageTaken:
     """What moves, and the memory that this takes beyond what offplan's own runtime takes."""
 
     @classmethod
-    def find(cls, offload: Offload, model: Model, version: Version) -> "StageTaken":
-        """Find it for a rank's share of a model."""
-        placement = place(model, offload)
+    def find(cls, offload: Offload, stage: Stage, version: Version) -> "StageTaken":
+        """Find it for what a rank holds."""
+        placement = place(stage, offload)
         require_forms(placement, version)
         _require_exact_sizes(placement)
         backends = {
@@ -130,9 +132,9 @@ class StageTaken:
             for entry in slab.entries
             for tensor in entry.unit.tensors
         }
-        layers: list[dict[str, TakenParameter]] = [{} for _ in model.layers]
+        layers: list[dict[str, TakenParameter]] = [{} for _ in stage.layers]
         moved: list[tuple[EngineParameter, Backend]] = []
-        for each in engine_parameters(model, find_names(model)):
+        for each in engine_parameters(stage, find_names(stage)):
             backend = _find_backend(each, backends, offload)
             if backend is not None:
                 is_expert = each.parameters[0].is_expert
@@ -140,7 +142,7 @@ class StageTaken:
                 moved.append((each, backend))
         streamed = [each for each, backend in moved if backend is Backend.PREFETCH]
         embedding = placement.host_embedding
-        if embedding is not None and model.share is None:
+        if embedding is not None and stage.ranks == ONE_RANK:
             embedding = pad_rows(embedding)  # a share's rows are those of a rank already
         taken = Taken(
             layers=tuple(layers),
@@ -151,7 +153,7 @@ class StageTaken:
         more_ring = taken.ring_bytes - placement.ring_bytes
         said = Said(
             moved=tuple(each for each, _ in moved),
-            more_gpu_bytes=more_ring + stay_vllm(model, version).more_gpu_bytes,
+            more_gpu_bytes=more_ring + stay_vllm(stage, version).more_gpu_bytes,
             pinned_elsewhere=0 if embedding is None else page_locked_bytes(embedding.nbytes),
         )
         return cls(taken, said)

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from offplan.checkpoint.model import Model
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.costs.work import step_tokens
 from offplan.engines.engine import Flags, Said, Version, first_layers
@@ -19,6 +18,8 @@ from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
+from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
 from offplan.ranks import Ranks
@@ -60,19 +61,19 @@ all but Marlin's widen biases.
 """
 
 
-def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -> Said:
+def say_vllm(rule: Rule, placement: Placement, stage: Stage, version: Version) -> Said:
     """Say a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
     """
-    parameters = tuple(engine_parameters(model, find_names(model)))
+    parameters = tuple(engine_parameters(stage, find_names(stage)))
     require_forms(placement, version)
     segments = engine_segments(rule, parameters)
-    stay = stay_vllm(model, version)
+    stay = stay_vllm(stage, version)
     taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if version < HEEDS_OFFLOADING else {}
     if rule.decode is Backend.PREFETCH:
-        _require_whole_graphs(model)
+        _require_whole_graphs(stage)
         if version < ANY_SLOTS:
             _require_whole_turns(placement)
         # vLLM allocates as many slots as it is told, offplan no more than there are layers
@@ -93,12 +94,12 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
             moved, notes = [laid_out.get(each, each) for each in moved], ()
         more += placement.num_slots * slot_bytes(moved) - placement.ring_bytes
         return Said(flags, environment, notes, tuple(moved), more)
-    if model.towers and version >= TOWERS_FIRST:
+    if stage.model.towers and version >= TOWERS_FIRST:
         raise ExportError(
             "vLLM reads the towers' parameters in place before those of layers: the bytes that "
             "the plan gives to layers would go to what reads images and sound"
         )
-    num_bytes = _uva_bytes(rule, placement, model)
+    num_bytes = _uva_bytes(rule, placement, stage)
     moved = first_layers(taken, num_bytes)
     # so many digits that vLLM's int(gb * 2**30) gives the bytes again
     flags = _flags(cpu_offload_gb=f"{num_bytes / 2**30:.15g}")
@@ -116,19 +117,19 @@ def say_vllm(rule: Rule, placement: Placement, model: Model, version: Version) -
     return Said(flags, environment, notes, tuple(moved), stay.more_gpu_bytes)
 
 
-def grow_vllm(model: Model) -> Mapping[EngineParameter, EngineParameter]:
+def grow_vllm(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
     """Lay out experts as they are where some of them move: no other kernels make less of them."""
-    return lay_out_experts(engine_parameters(model, {}), MARLIN_KERNELS)
+    return lay_out_experts(engine_parameters(stage, {}), MARLIN_KERNELS)
 
 
-def stay_vllm(model: Model, version: Version) -> Said:
+def stay_vllm(stage: Stage, version: Version) -> Said:
     """Say what weights take that no rule moves."""
     kernels = ANY_KERNELS if version >= MARLIN else Kernels()
-    return keep_experts(engine_parameters(model, {}), kernels)
+    return keep_experts(engine_parameters(stage, {}), kernels)
 
 
-def serve_vllm(plan: Plan, model: Model, gpu_bytes: int | None) -> Flags:
-    """Hold vLLM to the plan's type, workload and budget; ``model`` is as its ranks hold it.
+def serve_vllm(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
+    """Hold vLLM to the plan's type, workload and budget; ``held`` is what its ranks hold.
 
     It is given a KV cache for the plan's workload. By a share of the GPU's memory alone it would
     size one itself, and leave its context out (0.75 GiB beyond the budget on an H200), and a start
@@ -143,7 +144,7 @@ def serve_vllm(plan: Plan, model: Model, gpu_bytes: int | None) -> Flags:
         max_num_batched_tokens=step_tokens(work, plan.offload.prefill_chunk),
     )
     # stages of fewer layers take of it what these need
-    cached = max(cache_bytes(each, work, plan.offload.prefill_chunk) for each in model.stages)
+    cached = max(cache_bytes(each, work, plan.offload.prefill_chunk) for each in held.stages)
     if cached:
         flags |= _flags(kv_cache_memory_bytes=cached)
     if gpu_bytes is None:
@@ -167,9 +168,9 @@ def _flags(**values: object) -> dict[str, tuple[str, ...]]:
     return {name.replace("_", "-"): (str(value),) for name, value in values.items()}
 
 
-def find_names(model: Model) -> Mapping[str, str]:
+def find_names(stage: Stage) -> Mapping[str, str]:
     """Find what the architecture calls otherwise than the checkpoint; raises ExportError."""
-    found = model.architecture.class_names
+    found = stage.architecture.class_names
     for name in found:
         if name in FACTS["renamed"]:
             renamed: dict[str, str] = FACTS["renamed"][name]
@@ -177,8 +178,8 @@ def find_names(model: Model) -> Mapping[str, str]:
         if name in FACTS["usual"]:
             return {}
     raise ExportError(
-        f"it is not known how vLLM builds {', '.join(found) or model.model_type}, or it builds it "
-        "in a way that offloads nothing: no rule can be said of it"
+        f"it is not known how vLLM builds {', '.join(found) or stage.model.model_type}, or it "
+        "builds it in a way that offloads nothing: no rule can be said of it"
     )
 
 
@@ -198,9 +199,9 @@ def require_forms(placement: Placement, version: Version) -> None:
                 )
 
 
-def _require_whole_graphs(model: Model) -> None:
+def _require_whole_graphs(stage: Stage) -> None:
     """Refuse copies that cross the end of a captured graph. Source: vLLM pull request 51710."""
-    if (name := find_breakable(model)) is not None:
+    if (name := find_breakable(stage)) is not None:
         raise ExportError(
             f"vLLM captures {name} in graphs that end at each attention (breakable CUDA graphs), "
             "and copies that are under way then end the capture in an error: only reading in "
@@ -208,9 +209,9 @@ def _require_whole_graphs(model: Model) -> None:
         )
 
 
-def find_breakable(model: Model) -> str | None:
+def find_breakable(stage: Stage) -> str | None:
     """Find the name by which vLLM captures a model in graphs that end at each attention."""
-    names = model.architecture.class_names
+    names = stage.architecture.class_names
     return next((name for name in names if name in FACTS["breakable"]), None)
 
 
@@ -234,10 +235,10 @@ def slot_bytes(moved: Iterable[EngineParameter]) -> int:
     return sum(distinct.values())
 
 
-def _uva_bytes(rule: Rule, placement: Placement, model: Model) -> int:
+def _uva_bytes(rule: Rule, placement: Placement, stage: Stage) -> int:
     """Bytes to give vLLM, which reads parameters in place from layer 0 on and skips none."""
     offloaded = {slab.layer for slab in placement.slabs}
-    for layer in model.layers[: max(offloaded)]:
+    for layer in stage.layers[: max(offloaded)]:
         if layer.index not in offloaded and any(rule.matches(p.name) for p in layer.parameters):
             raise ExportError(
                 f"vLLM reads parameters in place from layer 0 on, up to a number of bytes: it "

@@ -5,7 +5,7 @@ import shlex
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Version, family_of, format_version, join_flags
 from offplan.engines.export import export_plan
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.engines.taken import StageTaken, Taken
 from offplan.engines.vllm import divide_vllm
 from offplan.errors import ExportError
@@ -27,7 +27,7 @@ def find_taken(
     _require_ranks(plan, ranks)
     engine = f"vllm-worker=={format_version(version)}"
     export_plan(plan, model, engine)  # which refuses what cannot be done
-    held = hold_model(model, plan.goal.model_copy(update={"engine": engine}), plan.workload)
+    held = lower(model, plan.goal.model_copy(update={"engine": engine}), plan.workload)
     return StageTaken.find(plan.offload, held.stages[stage], version).taken
 
 

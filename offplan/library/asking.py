@@ -7,9 +7,13 @@ from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
 from offplan.choices import ObjectiveName, Store
-from offplan.errors import InputError
+from offplan.engines.export import find_engine
+from offplan.engines.ranks import lower
+from offplan.engines.served import require_served
+from offplan.errors import ExportError, InputError
 from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
+from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload
 from offplan.planner.question import Question
 from offplan.progress import Progress
@@ -68,7 +72,7 @@ def ask(
         wrong = (f"{where}: {why}" if where else why for where, why in explain(error))
         raise InputError("; ".join(wrong)) from None
     workload = workload or Workload()
-    return Question(model, machine.profile, workload, budget, goal, store, machine.profile_name)
+    return pose(model, machine.profile, workload, budget, goal, store, machine.profile_name)
 
 
 def ask_again(
@@ -113,4 +117,35 @@ def ask_again(
     if leave_unpacked is not None:
         goal = goal.model_copy(update={"leave_unpacked": tuple(leave_unpacked)})
     asked = plan.workload, plan.budget, goal, plan.offload.store
-    return Question(named, profile, *asked, name)
+    return pose(named, profile, *asked, name)
+
+
+def pose(
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    goal: Goal | None = None,
+    store: Store = "host",
+    profile: str | None = None,
+) -> Question:
+    """Pose a question about a model that is lowered to what the goal's ranks hold.
+
+    The budget is cut to what the machine has. Raises InputError for a goal that names an engine
+    offplan does not export to, ranks that it cannot divide the model among, or a context that it
+    does not serve, and what Question raises.
+    """
+    goal = goal or Goal()
+    try:
+        if goal.engine is not None:
+            require_served(model, workload.context, find_engine(goal.engine)[0])
+        held = lower(model, goal, workload)
+    except ExportError as error:
+        raise InputError(f"--for {goal.engine}: {error}") from None
+    asked = Question(held, machine, workload, budget, goal, store, profile)
+    planned, host = asked.planned_machine, budget.host_memory
+    if planned.host_memory is not None:
+        most = planned.host_memory.value
+        host = most if host is None else min(host, most)
+    gpu = min(budget.gpu_memory, planned.gpu_memory.value)
+    return replace(asked, budget=Budget(gpu_memory=gpu, host_memory=host))

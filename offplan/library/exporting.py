@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
 from offplan.engines.export import ENGINES, Export, export_plan, find_engine
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.errors import ExportError, InfeasibleError, InputError, OffplanError, ProfileError
-from offplan.library.asking import ask_again
+from offplan.library.asking import ask_again, pose
 from offplan.library.planned import open_planned_profile
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Goal, Plan, Prediction
@@ -66,7 +66,10 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
         goal = Goal.model_validate({**dict(plan.goal), **changes})
     except ValidationError as error:
         raise InputError("; ".join(why for _, why in explain(error))) from None
-    made = make_plan(replace(question, goal=goal, store="host")).plan
+    asked = pose(
+        question.model, question.machine, plan.workload, plan.budget, goal, "host", question.profile
+    )
+    made = make_plan(asked).plan
     return plan.model_copy(update=dict(made))  # whose paths start where the plan's do
 
 
@@ -108,7 +111,7 @@ def _predict(plan: Plan, model: Model, engine: str) -> Prediction | None:
     if machine is None:
         return None
     goal = plan.goal.model_copy(update={"engine": engine})
-    held = hold_model(model, goal, plan.workload)
+    held = lower(model, goal, plan.workload)
     linked = machine.with_link("host", goal.ranks)
     offload = find_engine(engine)[0].round_up(plan.offload)
     return predict(held, linked, plan.workload, plan.budget, offload)

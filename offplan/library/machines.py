@@ -10,10 +10,12 @@ from itertools import chain
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
 from offplan.errors import CheckpointError, OffplanError
+from offplan.held.held import hold
+from offplan.held.packing import pack_everything, packable
+from offplan.held.stage import Stage
 from offplan.library.runnable import why_not_run
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
-from offplan.packing import pack_everything, pack_model, packable
 from offplan.plan import Workload
 from offplan.progress import Stages, silent
 
@@ -72,7 +74,7 @@ def measure_here(
     if device == "cuda":
         require_gpu()
     workload = workload or Workload()
-    if model is not None and (obstacle := why_not_run(model, workload.context)) is not None:
+    if model is not None and (obstacle := why_not_run(hold(model), workload.context)) is not None:
         raise CheckpointError(obstacle)
     import torch
 
@@ -87,16 +89,16 @@ def measure_here(
     else:
         profile = measure_machine(progress, with_others=with_others)
     if model is not None:
-        held = [model]
+        held = [hold(model)]
         if packing and packable(model):
-            held.append(pack_model(model, pack_everything(model)))
+            held.append(hold(model, pack_everything(model)))
         profile = _add_model(profile, held, workload, device, on_stage, afresh=afresh)
     return Machine(profile, profile.gpu_memory.value - used)
 
 
 def _add_model(
     profile: MachineProfile,
-    held: Sequence[Model],
+    held: Sequence[Stage],
     workload: Workload,
     device: DeviceName,
     on_stage: Stages,

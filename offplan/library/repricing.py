@@ -2,9 +2,9 @@
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.errors import PlanError, ProfileError
-from offplan.library.planned import open_planned_machine
+from offplan.library.planned import hold_planned, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Backend, Plan, Prediction, Workload
 
@@ -60,8 +60,8 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
     machine = find_planned_machine(plan)
     if machine is None:
         return None
-    loaded = hold_model(model, plan.goal, workload)
-    return predict(loaded, machine, workload, plan.budget, plan.offload)
+    held = lower(model, plan.goal, workload).pack(plan.offload.packing)
+    return predict(held, machine, workload, plan.budget, plan.offload)
 
 
 def price_decision(plan: Plan, model: Model) -> Plan:
@@ -79,8 +79,9 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
 
     ``machine`` has the link to the plan's store. Raises PlanError for rules that do not fit.
     """
-    loaded = hold_model(model, plan.goal, plan.workload)
-    prediction = predict(loaded, machine, plan.workload, plan.budget, plan.offload)
+    prediction = predict(
+        hold_planned(plan, model), machine, plan.workload, plan.budget, plan.offload
+    )
     return plan.model_copy(update={"prediction": prediction})
 
 

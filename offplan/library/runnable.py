@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
+from offplan.held.held import hold
+from offplan.held.stage import Stage
 from offplan.kept import KeptAnswers, installed_versions
 from offplan.plan import Offload
 from offplan.runtime.refusal import refuse_long_texts
@@ -33,14 +35,17 @@ def _decode(content: bytes) -> str:
 _RUNNABLE = KeptAnswers("runnable", len(_RUNS), str.encode, _decode)
 
 
-def why_not_run(model: Model, context: int = 1) -> str | None:
+def why_not_run(stage: Stage, context: int = 1) -> str | None:
     """Return why ``run`` cannot execute a model on texts of so many tokens, None where it can.
+
+    ``stage`` is what offplan's own runtime holds of it.
 
     No weight is read or fetched: transformers' class is built without them, what its attentions ask
     for is probed, and the stored tensors are mapped to its parameters. Where torch is not imported
     yet, which planning does not need, a process of its own does it. That it can is kept on disk,
     under all that it depends on.
     """
+    model = stage.model
     try:
         refuse_long_texts(model, context)
     except CheckpointError as error:
@@ -48,24 +53,24 @@ def why_not_run(model: Model, context: int = 1) -> str | None:
     key = {
         "model": [model.source, model.headers_sha256, model.config_sha256],
         # a plan may have some of it packed
-        "held": [model.outside_key, *(layer.key for layer in model.layers)],
+        "held": [stage.outside_key, *(layer.key for layer in stage.layers)],
         **installed_versions(),
     }
     if _RUNNABLE.find(key) is not None:
         return None
-    reason = find_obstacle(model) if "torch" in sys.modules else _ask_process(model)
+    reason = find_obstacle(stage) if "torch" in sys.modules else _ask_process(stage)
     if reason is None:  # an obstacle may pass: a package may be missing, the machine be busy
         _RUNNABLE.keep(key, _RUNS)
     return reason
 
 
-def find_obstacle(model: Model) -> str | None:
+def find_obstacle(stage: Stage) -> str | None:
     """Say what keeps ``run`` from executing a model, None if nothing does; imports torch."""
     from offplan.runtime.loading.mapping import map_tensors
     from offplan.runtime.loading.skeleton import build_skeleton
 
     try:
-        map_tensors(build_skeleton(model), model)
+        map_tensors(build_skeleton(stage.model), stage)
     except CheckpointError as error:
         return str(error)
     return None
@@ -91,10 +96,10 @@ def check_before_fetching(
     prepare(model, offload, device)
 
 
-def _ask_process(model: Model) -> str | None:
+def _ask_process(stage: Stage) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     # without what was worked out of its config, which may hold functions that cannot be pickled
-    asked = pickle.dumps(replace(model))
+    asked = pickle.dumps((replace(stage.model), stage.packing))
     try:
         done = subprocess.run(
             command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
@@ -108,5 +113,6 @@ def _ask_process(model: Model) -> str | None:
 def answer() -> None:
     """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
     gc.disable()  # a process of one question: there is no garbage worth the time
-    print(json.dumps(find_obstacle(pickle.load(sys.stdin.buffer))))
+    model, packing = pickle.load(sys.stdin.buffer)
+    print(json.dumps(find_obstacle(hold(model, packing))))
     gc.freeze()

@@ -6,12 +6,12 @@ from typing import TypeVar
 import torch
 
 from offplan.checkpoint.model import Model
-from offplan.engines.ranks import hold_model
 from offplan.errors import InputError, OffplanError, UnpackableError
+from offplan.held.held import hold
+from offplan.held.packing import leave_unpacked
 from offplan.library.asking import ask_again
 from offplan.library.repricing import STAND_IN, find_planned_machine, price_on
 from offplan.machine.profile import load_profile
-from offplan.packing import leave_unpacked
 from offplan.packing_sample import find_unpackable
 from offplan.placement import place
 from offplan.plan import Plan
@@ -36,9 +36,9 @@ def leave_as_stored(plan: Plan, model: Model, names: Sequence[str]) -> Plan | No
         return None
     packing = leave_unpacked(model, before.packing, names)
     after = before.model_copy(update={"packing": packing})
-    held = hold_model(model, plan.goal, plan.workload)
+    placed = (place(hold(model, each.packing), each) for each in (before, after))
     # slabs hold what they held: whatever is left unpacked is resident
-    if place(held, after).slabs != place(held, before).slabs:
+    if len({placement.slabs for placement in placed}) > 1:
         return None
     changed = _note(plan, names).model_copy(update={"offload": after})
     machine = find_planned_machine(plan)

@@ -250,7 +250,7 @@ def bound_times(
         step_read = np.maximum(0, step_read - layers * (byte_ps + ROUNDING_PS))
         prompt_copied = np.maximum(0, prompt_copied - layers * ROUNDING_PS)
         step_copied = np.maximum(0, step_copied - layers * ROUNDING_PS)
-    engine = engine_runtime(space.model)
+    engine = engine_runtime(space.stage)
     if engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
         prompt_copied = table.num_chunks[setting] * prompt_copied
     copies, in_turns = step_copied > 0, num_slots == 1

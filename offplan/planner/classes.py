@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 
-from offplan.checkpoint.model import Model
 from offplan.checkpoint.roles import Role, role_of
-from offplan.placement import Unit
+from offplan.held.stage import Stage
+from offplan.held.unit import Unit
 from offplan.segments import cover_names, list_runs, match_segments
 
 _DENSE_ATOMS = tuple(
@@ -37,7 +37,7 @@ class SegmentClass:
         return all(match_segments(self.segments, parameter.name) for parameter in unit.parameters)
 
 
-def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
+def segment_classes(stage: Stage) -> tuple[SegmentClass, ...]:
     """List the classes that the search goes over, each with the shortest names that mean it.
 
     Everything; each role that engines fuse; and all unions of attention inputs, attention output,
@@ -45,8 +45,8 @@ def segment_classes(model: Model) -> tuple[SegmentClass, ...]:
     the experts' inputs and outputs). A class may take norms and routers along where that makes its
     names shorter; classes that would take the same are listed once.
     """
-    roles = {p.name: role_of(p) for layer in model.layers for p in layer.parameters}
-    return _list_classes(tuple(roles.items()), has_experts=model.experts is not None)
+    roles = {p.name: role_of(p) for layer in stage.layers for p in layer.parameters}
+    return _list_classes(tuple(roles.items()), has_experts=stage.experts is not None)
 
 
 @cache

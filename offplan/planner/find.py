@@ -68,7 +68,7 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     than packing saves), and only those that are faster so.
     """
     spaces, space = searcher.spaces, searcher.space
-    ways = [(each.model, _missing_bytes(each, budget)) for each in spaces]
+    ways = [(each.stage, _missing_bytes(each, budget)) for each in spaces]
     prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
@@ -89,7 +89,9 @@ def _fastest_ps(ways: Sequence[PassCompute]) -> int:
 
 
 def write_plan(space: Space, question: Question, offload: Offload) -> Plan:
-    """Write the plan of a question that offloads so; ``space`` has no other packing."""
-    workload, budget = question.workload, question.budget
-    prediction = predict(space.model, space.machine, workload, budget, offload)
+    """Write the plan of a question that offloads so, maybe with only some layers packed."""
+    workload, budget, held = question.workload, question.budget, space.held
+    if offload.packing != space.packing:
+        held = question.held.pack(offload.packing)
+    prediction = predict(held, space.machine, workload, budget, offload)
     return question.answer(offload, prediction)

@@ -126,7 +126,7 @@ class InPlaceRules:
 
     def _copied_bytes(self, option: Option) -> int:
         """Bytes of the copies of the largest layer that an option takes, on engines that copy."""
-        engine = engine_runtime(self.space.model)
+        engine = engine_runtime(self.space.stage)
         if engine is None or not engine.copies_in_place:
             return 0
         taken = self.space.taken[option.segment_class]

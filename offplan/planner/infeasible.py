@@ -25,10 +25,10 @@ def explain_infeasible(searcher: Searcher, question: Question, search: Search) -
     if search.gpu_lack:
         lack = -(-int(search.gpu_lack) * 1000 // round(1000 * (1 - MARGIN)))
         space = min(searcher.spaces, key=lambda each: find_room(each, budget).lacking_bytes.min())
-        model, number = space.model, int(find_room(space, budget).lacking_bytes.argmin())
+        stage, number = space.stage, int(find_room(space, budget).lacking_bytes.argmin())
         smallest = space.settings[number]
-        fixed = model.outside_bytes - smallest.host_bytes
-        weights = model.loaded_bytes - smallest.host_bytes
+        fixed = stage.outside_bytes - smallest.host_bytes
+        weights = stage.loaded_bytes - smallest.host_bytes
         taken = smallest.device_bytes + overhead_bytes(space.machine, budget) - weights
         return InfeasibleError(
             f"no plan fits {format_budget(budget.gpu_memory)} of GPU memory: "
@@ -59,7 +59,7 @@ def _explain_engine(
     most = {
         "gpu_memory": space.machine.gpu_memory.value,
         # page-locking rounds up to a power of two
-        "host_memory": 2 * space.model.loaded_bytes * question.goal.ranks.num_gpus,
+        "host_memory": 2 * space.stage.loaded_bytes * question.goal.ranks.num_gpus,
     }
 
     @cache
@@ -98,7 +98,7 @@ def _refuse_layers(question: Question, engine: str) -> str:
     rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way)
     offload = Offload(prefill_chunk=1, rules=(rule,))
     try:
-        say_offload(offload, question.model, engine)
+        say_offload(offload, question.held, engine)
     except ExportError as error:
         return f": {error}"
     return ""

@@ -20,9 +20,9 @@ def check_range(space: Space) -> None:
     the setting where that takes longest.
     """
     question, settings = space.question, space.settings
-    prompt_bytes, step_bytes = [0] * len(settings), space.model.loaded_bytes
+    prompt_bytes, step_bytes = [0] * len(settings), space.stage.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(step_bytes)) + len(space.kind_of) * space.start_ps
-    if engine_runtime(space.model) is not None:  # for each chunk, and in a step at most twice
+    if engine_runtime(space.stage) is not None:  # for each chunk, and in a step at most twice
         copies_ps *= max(2, int(space.table.num_chunks.max()))
     for kind, count in Counter(space.kind_of).items():
         units = space.units[kind]

@@ -35,16 +35,18 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
     Steps that the model, the store or the engine does not allow are left out, those beyond budget
     and targets are not.
     """
-    found = []
+    found, planned = [], question.held.pack(plan.offload.packing)
     for change, changes in _steps(question, plan.offload):
         try:
             offload = Offload.model_validate({**dict(plan.offload), **changes})
+            is_held = offload.packing == plan.offload.packing
+            held = planned if is_held else question.held.pack(offload.packing)
             prediction = predict(
-                question.model, question.planned_machine, plan.workload, plan.budget, offload
+                held, question.planned_machine, plan.workload, plan.budget, offload
             )
             said = None
             if plan.goal.engine is not None:
-                said = say_offload(offload, question.model, plan.goal.engine)
+                said = say_offload(offload, question.held, plan.goal.engine)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from offplan.packing import packable
+from offplan.held.packing import packable
 from offplan.plan import Budget, Offload, Packing
 from offplan.planner.aims import NEVER, Aim
 from offplan.planner.patterns import list_patterns
@@ -62,11 +62,11 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
 
     The output head is packed as where all is: it takes most for what it costs.
     """
-    if any(parameter.is_expert for parameter in packable(plain.model)):
+    if any(parameter.is_expert for parameter in packable(plain.question.model)):
         return None  # the search packs experts in all layers or in none
     layers = list_patterns(len(plain.kind_of)).layers
     saved = np.array(
-        [a.nbytes - b.nbytes for a, b in zip(plain.model.layers, packed.model.layers, strict=True)]
+        [a.nbytes - b.nbytes for a, b in zip(plain.stage.layers, packed.stage.layers, strict=True)]
     )
     room = find_room(packed, budget)
     fits = room.lacking_bytes[:, None] + saved @ ~layers.T <= 0

@@ -203,7 +203,7 @@ class Prices:
             prefetch_step=candidates.prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
-        engine = engine_runtime(space.model)
+        engine = engine_runtime(space.stage)
         if engine is not None:
             prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
         else:

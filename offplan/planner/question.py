@@ -5,12 +5,10 @@ from functools import cached_property
 
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
-from offplan.engines.export import find_engine
-from offplan.engines.ranks import hold_model
-from offplan.engines.served import require_served
-from offplan.errors import ExportError, InputError
+from offplan.errors import InputError
+from offplan.held.held import Held
+from offplan.held.packing import check_unpacked
 from offplan.machine.profile import MachineProfile
-from offplan.packing import check_unpacked
 from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
 from offplan.unpacked import Unpacked
 
@@ -19,19 +17,18 @@ from offplan.unpacked import Unpacked
 class Question:
     """Which plan is the best one for a model, a machine, a workload, a budget and a goal?
 
-    A goal of several ranks makes the model what the largest of them holds. GPU memory is each
-    one's, host memory that of all together. The budget takes no more than the machine has.
+    GPU memory is that of each rank, host memory that of all ranks together.
 
-    Raises InputError for a goal that names an engine offplan does not export to, or one beside a
-    second GPU's memory, or ranks that it cannot divide the model among, or a context that it does
-    not serve, or weights to leave unpacked that it does not have, and ProfileError where the link
-    to that memory is not known.
+    Raises InputError for an engine beside a second GPU's memory and for weights to leave unpacked
+    that the model does not have, and ProfileError where the link to that memory is not known.
     """
 
-    model: Model
+    held: Held
+    """What the ranks hold of the model, nothing of it packed."""
     machine: MachineProfile
     workload: Workload
     budget: Budget
+    """Memory that a plan may take: no more than the machine has."""
     goal: Goal = field(default_factory=Goal)
     store: Store = "host"
     """Where what is offloaded lies: in host memory, or in that of a second GPU."""
@@ -40,26 +37,18 @@ class Question:
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
-        try:
-            if engine is not None:
-                require_served(self.model, self.workload.context, find_engine(engine)[0])
-            held = hold_model(self.model, self.goal, self.workload)
-        except ExportError as error:
-            raise InputError(f"--for {engine}: {error}") from None
-        # frozen, but not yet seen by anybody
-        object.__setattr__(self, "model", held)
-        check_unpacked(held, self.unpacked)
+        check_unpacked(self.model, self.unpacked)
         if engine is not None and self.store != "host":
             raise InputError(
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
                 "memory; leave one of them out"
             )
-        machine, host = self.planned_machine, self.budget.host_memory
-        if machine.host_memory is not None:
-            most = machine.host_memory.value
-            host = most if host is None else min(host, most)
-        gpu = min(self.budget.gpu_memory, machine.gpu_memory.value)
-        object.__setattr__(self, "budget", Budget(gpu_memory=gpu, host_memory=host))
+        _ = self.planned_machine  # which refuses a link that is not known
+
+    @property
+    def model(self) -> Model:
+        """The model, as it is stored."""
+        return self.held.model
 
     @cached_property
     def planned_machine(self) -> MachineProfile:
@@ -77,12 +66,14 @@ class Question:
         return Unpacked(self.goal.leave_unpacked)
 
     def with_gpu_memory(self, num_bytes: int) -> "Question":
-        """Ask the same with another budget of GPU memory."""
-        return replace(self, budget=self.budget.model_copy(update={"gpu_memory": num_bytes}))
+        """Ask the same with another budget of GPU memory, no more than the machine has."""
+        most = min(num_bytes, self.planned_machine.gpu_memory.value)
+        return replace(self, budget=self.budget.model_copy(update={"gpu_memory": most}))
 
     def with_workload(self, **changes: int) -> "Question":
         """Ask the same for another batch, or another context."""
-        return replace(self, workload=self.workload.model_copy(update=changes))
+        workload = self.workload.model_copy(update=changes)
+        return replace(self, workload=workload, held=self.held.plan_for(workload))
 
     def answer(self, offload: Offload, prediction: Prediction) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""

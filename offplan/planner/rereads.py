@@ -65,7 +65,8 @@ def _count_reads(
     question: Question, workload: Workload, offload: Offload, prediction: Prediction
 ) -> float:
     """Divide what a prompt brings over the link by what lies in the store, embeddings left out."""
-    placements = [place(stage, offload) for stage in question.model.stages]
+    held = question.held.pack(offload.packing)
+    placements = [place(stage, offload) for stage in held.stages]
     shapes = prefill_shapes(workload, offload.prefill_chunk)
     rows_bytes = sum(embedding_bytes(each.host_embedding, shapes) for each in placements)
     stored_bytes = sum(each.slab_bytes for each in placements)
@@ -80,7 +81,7 @@ def _reads_once(searcher: Searcher, budget: Budget) -> bool:
     if best is None:
         return False
     space, workload = searcher.space_of(best.offload), question.workload
-    prediction = predict(space.model, space.machine, workload, budget, best.offload)
+    prediction = predict(space.held, space.machine, workload, budget, best.offload)
     return _count_reads(question, workload, best.offload, prediction) < ONCE
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from offplan.costs.predict import predict
 from offplan.costs.work import makes_values
 from offplan.engines.export import export_check
-from offplan.packing import pack_everything, packable
+from offplan.held.packing import pack_everything, packable
 from offplan.plan import Budget, Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
 from offplan.planner.bounds import Loads, Rules, bound_times, cross, list_rules
@@ -137,7 +137,7 @@ class Searcher:
         question = self.space.question
         if question.goal.engine is None:
             return lambda _, __: True
-        say = export_check(question.model, question.goal.engine)
+        say = export_check(question.held, question.goal.engine)
 
         def fits(offload: Offload, budget: Budget) -> bool:
             said, host = say(offload), budget.host_memory
@@ -145,7 +145,7 @@ class Searcher:
                 return False
             if said.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
                 return True
-            taken = predict(question.model, self.space.machine, question.workload, budget, offload)
+            taken = predict(question.held, self.space.machine, question.workload, budget, offload)
             fits_host = host is None or taken.host_memory_bytes <= host
             more = max(0, said.more_gpu_bytes)
             return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory

@@ -24,7 +24,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
@@ -35,9 +34,10 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.engine import Engine, page_locked_bytes
 from offplan.engines.export import find_engine
 from offplan.engines.names import engine_parameters
+from offplan.held.held import Held
+from offplan.held.stage import Stage
+from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
-from offplan.packing import pack_model
-from offplan.placement import Unit, group_units
 from offplan.plan import Backend, Budget, Packing, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.question import Question
@@ -129,9 +129,14 @@ class Space:
     """What all its plans hold packed."""
 
     @cached_property
-    def model(self) -> Model:
-        """The question's model, as its plans hold it."""
-        return pack_model(self.question.model, self.packing)
+    def held(self) -> Held:
+        """What the ranks hold by its plans."""
+        return self.question.held.pack(self.packing)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that is searched: the one that takes most memory."""
+        return self.held.stage
 
     @cached_property
     def machine(self) -> MachineProfile:
@@ -165,7 +170,7 @@ class Space:
     @cached_property
     def compute(self) -> ModelCompute:
         """Prices passes with everything resident."""
-        return ModelCompute(self.model, self.machine)
+        return ModelCompute(self.stage, self.machine)
 
     @cached_property
     def decode(self) -> PassCompute:
@@ -175,7 +180,7 @@ class Space:
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
         """What rules can take, by kind of layer."""
-        layers = {layer.key: layer for layer in reversed(self.model.layers)}
+        layers = {layer.key: layer for layer in reversed(self.stage.layers)}
         return tuple(group_units(layers[key]) for key in self.compute.works)
 
     @cached_property
@@ -187,7 +192,7 @@ class Space:
     @cached_property
     def classes(self) -> tuple[SegmentClass, ...]:
         """The segment classes that rules may name."""
-        return segment_classes(self.model)
+        return segment_classes(self.stage)
 
     @cached_property
     def taken(self) -> dict[SegmentClass, tuple[tuple[Unit, ...], ...]]:
@@ -217,11 +222,11 @@ class Space:
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
         """The chunks to try, the largest first, with the embedding in either place."""
-        model = self.model
+        stage = self.stage
         places: tuple[TensorInfo | None, ...] = (None,)
         says_place = self.engine is None or self.engine.is_worker
-        if model.input_embedding is not None and says_place:
-            places = (None, model.input_embedding)
+        if stage.input_embedding is not None and says_place:
+            places = (None, stage.input_embedding)
         sizes = prefill_chunks(self.question.workload.prompt_tokens)
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
         pairs = zip(sizes, prompts, strict=True)
@@ -245,16 +250,16 @@ class Space:
         self, prefill_chunk: int, prompt: PassCompute, host_embedding: TensorInfo | None
     ) -> Setting:
         """Return what a chunk, whose prompt takes this, and the embedding's place come to."""
-        model, workload = self.model, self.question.workload
+        stage, workload = self.stage, self.question.workload
         host_bytes = 0 if host_embedding is None else host_embedding.nbytes
         rows = [embedding_bytes(host_embedding, each.shapes) for each in (prompt, self.decode)]
         return Setting(
             prefill_chunk=prefill_chunk,
             embeddings="device" if host_embedding is None else "host",
-            device_bytes=model.loaded_bytes
+            device_bytes=stage.loaded_bytes
             - host_bytes
-            + kv_cache_bytes(model, workload, prefill_chunk)
-            + activation_bytes(model, workload, prefill_chunk),
+            + kv_cache_bytes(stage, workload, prefill_chunk)
+            + activation_bytes(stage, workload, prefill_chunk),
             host_bytes=host_bytes,
             row_bytes=(rows[0], rows[1]),
             prefill=prompt,
@@ -263,7 +268,7 @@ class Space:
     @cached_property
     def _growth(self) -> dict[str, Fraction]:
         """Times that tensors grow on the GPU of an engine, by their names; others do not."""
-        grown = {} if self.engine is None else self.engine.grow(self.model)
+        grown = {} if self.engine is None else self.engine.grow(self.stage)
         return {
             tensor.name: Fraction(after.nbytes, before.nbytes)
             for before, after in grown.items()
@@ -282,7 +287,7 @@ class Space:
             tensor.name: Fraction(
                 0 if "scale" in each.name else page_locked_bytes(each.nbytes), each.nbytes
             )
-            for each in engine_parameters(self.model, {})
+            for each in engine_parameters(self.stage, {})
             for tensor in each.tensors
             if each.nbytes
         }
@@ -299,7 +304,7 @@ class Space:
         """Bytes by which the layers are larger at least on the GPU than they are stored."""
         if not self._growth:
             return 0
-        tensors = [t for layer in self.model.layers for p in layer.parameters for t in p.stored]
+        tensors = [t for layer in self.stage.layers for p in layer.parameters for t in p.stored]
         return self.gpu_bytes(tensors) - sum(tensor.nbytes for tensor in tensors)
 
     @cached_property
@@ -308,7 +313,7 @@ class Space:
         if self.engine is None or not self._growth:
             return 0
         version = find_engine(str(self.question.goal.engine))[1]
-        return self.engine.stay(self.model, version).more_gpu_bytes - self.grown_bytes
+        return self.engine.stay(self.stage, version).more_gpu_bytes - self.grown_bytes
 
     @cached_property
     def kept_by(self) -> NDArray[np.int64]:
@@ -338,7 +343,7 @@ class Space:
         return self._read_bytes(units, self.question.workload.batch)
 
     def _read_bytes(self, units: Sequence[Unit], num_tokens: int) -> int:
-        return uva_bytes(self.machine, units, self.model.experts, num_tokens)
+        return uva_bytes(self.machine, units, self.stage.experts, num_tokens)
 
 
 @dataclass(frozen=True)

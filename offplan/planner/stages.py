@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.checkpoint.model import Model
 from offplan.costs.predict import price_request
 from offplan.errors import PlanError
+from offplan.held.stage import Stage
 from offplan.placement import place
 from offplan.plan import Offload
 from offplan.planner.aims import Floats
@@ -41,13 +41,13 @@ class Taken(NamedTuple):
 class StageSpace(Space):
     """The same plans in another stage: rules take what the options of the largest one name."""
 
-    stage: Model
+    other: Stage
     largest: Space
 
-    @cached_property
-    def model(self) -> Model:
+    @property
+    def stage(self) -> Stage:
         """What a rank of the stage holds."""
-        return self.stage
+        return self.other
 
     @cached_property
     def classes(self) -> tuple[SegmentClass, ...]:
@@ -66,7 +66,7 @@ class StageSpace(Space):
         for each in self.largest.settings:
             prompt = self.compute.price(*each.prefill.shapes)
             on_host = each.embeddings == "host"
-            place = self.model.input_embedding if on_host else None
+            place = self.stage.input_embedding if on_host else None
             found.append(self.setting(each.prefill_chunk, prompt, place))
         return tuple(found)
 
@@ -113,9 +113,8 @@ class Stages:
     def _prices(self) -> list[tuple[int, StagePrices]]:
         """How many stages there are of each that differs in what it costs, and its prices."""
         question = self.largest.question
-        share = question.model.share
-        assert share is not None, "stages are of a pipeline"
-        others = [stage for number, stage in enumerate(share.stages) if number != share.stage]
+        held = question.held
+        others = [stage for number, stage in enumerate(held.stages) if number != held.planned]
         keys = [
             (tuple(layer.key for layer in each.layers), each.outside_key, each.head is None)
             for each in others
@@ -124,7 +123,7 @@ class Stages:
         return [
             (
                 count,
-                StagePrices(StageSpace(question, stage=unlike[key], largest=self.largest)),
+                StagePrices(StageSpace(question, other=unlike[key], largest=self.largest)),
             )
             for key, count in Counter(keys).items()
         ]
@@ -174,11 +173,11 @@ class Stages:
         for count, prices in self._prices:
             space = prices.space
             try:
-                placement = place(space.model, offload)
+                placement = place(space.stage, offload)
             except PlanError:
                 return None
             prompt = space.settings[setting].prefill
-            times = price_request(placement, space.model, space.machine, prompt, space.decode)
+            times = price_request(placement, space.stage, space.machine, prompt, space.decode)
             prompt_ps += count * times.prefill.step_ps
             step_ps += count * times.decode.step_ps
         return int(prompt_ps), step_ps

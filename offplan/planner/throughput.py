@@ -55,7 +55,7 @@ def plan_throughput(question: Question) -> PlanResult | None:
 
 def _may_fit(space: Space) -> bool:
     """Whether the budget has room for all that is no layer's weight."""
-    layers_bytes = space.model.loaded_bytes - space.model.outside_bytes
+    layers_bytes = space.stage.loaded_bytes - space.stage.outside_bytes
     return bool(find_room(space, space.question.budget).lacking_bytes.min() <= layers_bytes)
 
 

@@ -31,7 +31,7 @@ def find_unused(question: Question, plan: Plan) -> Unused | None:
         return None
     sizes: Counter[tuple[int, str]] = Counter()
     slot_bytes = 0
-    for stage in question.model.stages:
+    for stage in question.held.pack(plan.offload.packing).stages:
         placement = place(stage, plan.offload)
         slot_bytes = max(slot_bytes, placement.slot_bytes)
         for slab in placement.slabs:

@@ -8,9 +8,9 @@ from rich.console import RenderableType
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError, PlanError
+from offplan.held.held import Held, hold
 from offplan.library.runnable import why_not_run
 from offplan.machine.profile import MachineProfile
-from offplan.packing import pack_model
 from offplan.packing_sample import find_unpackable
 from offplan.plan import Plan
 from offplan.planner.find import PlanResult
@@ -30,7 +30,8 @@ from offplan.units import format_bytes
 class Analysis:
     """What ``analyze`` found: a result, why there is none, or what could not be measured."""
 
-    model: Model
+    held: Held
+    """What the ranks hold of the model, nothing of it packed."""
     why_not_run: str | None
     """Why ``run`` cannot execute the model; None where it can."""
     machine: MachineProfile | None
@@ -53,7 +54,7 @@ class Analysis:
         """Weights that the plan packs and that a sample of local files shows not to pack."""
         if self.result is None:
             return ()
-        return find_unpackable(self.model, self.result.plan.offload.packing)
+        return find_unpackable(self.held.model, self.result.plan.offload.packing)
 
     @cached_property
     def crossovers(self) -> Crossovers | None:
@@ -62,7 +63,7 @@ class Analysis:
             return None
         plan = self.result.plan
         linked = self.machine.with_link(plan.offload.store, plan.goal.ranks)
-        return find_crossovers(self.model, linked, plan)
+        return find_crossovers(self.held.pack(plan.offload.packing), linked, plan)
 
 
 def analyze_question(question: Question) -> Analysis:
@@ -70,17 +71,16 @@ def analyze_question(question: Question) -> Analysis:
     try:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
-        model = question.model
-        why_not = why_not_run(model.whole, question.workload.context)
-        return Analysis(model, why_not, question.machine, infeasible=error)
+        why_not = why_not_run(hold(question.model), question.workload.context)
+        return Analysis(question.held, why_not, question.machine, infeasible=error)
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
     """Look at the plan that answers a question."""
-    model, plan = question.model, result.plan
+    plan = result.plan
     return Analysis(
-        model,
-        why_not_plan(model, plan),
+        question.held,
+        why_not_plan(question.model, plan),
         question.machine,
         result,
         find_sooner(question, result),
@@ -95,7 +95,7 @@ def why_not_plan(model: Model, plan: Plan) -> str | None:
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
-    return why_not_run(pack_model(model.whole, plan.offload.packing), plan.workload.context)
+    return why_not_run(hold(model, plan.offload.packing), plan.workload.context)
 
 
 def describe_running(model: Model, why_not: str | None) -> str:
@@ -113,11 +113,11 @@ def describe_running(model: Model, why_not: str | None) -> str:
 
 def render_analysis(analysis: Analysis) -> list[RenderableType]:
     """Show all that a plan rests on, part by part: the model, the machine, reasons and terms."""
-    parts = render_model(analysis.model.whole)
+    parts = render_model(analysis.held.model)
     if analysis.machine is not None:
         parts.append(render_machine(analysis.machine))
     if analysis.result is not None and analysis.crossovers is not None:
         parts += render_plan(analysis.result, analysis.crossovers)
-        if shares := list_shares(analysis.model, analysis.machine, analysis.result.plan):
+        if shares := list_shares(analysis.held, analysis.machine, analysis.result.plan):
             parts.append(render_shares(shares))
     return parts

@@ -8,9 +8,11 @@ from rich.text import Text
 from offplan.checkpoint.model import Model
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.engines.export import find_engine, say_offload, tell_more, tell_page_locked
+from offplan.held.held import Held, hold
+from offplan.held.packing import is_packed
 from offplan.machine.profile import MachineProfile
-from offplan.packing import is_packed, pack_model
 from offplan.plan import Backend, Packing, Plan, Rule
+from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice
 from offplan.report.analysis import Analysis, describe_running
 from offplan.report.model import render_model
@@ -28,7 +30,7 @@ _READS = {
 
 def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
     """Answer first; ``command`` is what was asked, ``output`` the plan's file if one is written."""
-    model = analysis.model
+    held, model = analysis.held, analysis.held.model
     head = [Text(describe_model(model))]
     if analysis.infeasible is not None:
         why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
@@ -46,25 +48,25 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     parts: list[RenderableType] = [Group(*head)]
     if plan.offload.rules:
         legend = "Layers, first to last: as high as their share on the GPU"
-        legend += ", a strip for each stage" * (len(model.stages) > 1)
-        strips = (draw_layers(stage, plan.offload) for stage in model.stages)
+        legend += ", a strip for each stage" * (len(held.stages) > 1)
+        packed = held.pack(plan.offload.packing)
+        strips = (draw_layers(stage, plan.offload) for stage in packed.stages)
         parts.append(Group(Text(legend), *strips))
     memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
     parts.append(Group(Text(f"GPU memory, {format_budget(budget)}"), draw_memory(memory, budget)))
-    return [*parts, Text(describe_plainly(plan, model))]
+    return [*parts, Text(describe_plainly(plan, held))]
 
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    lines = [describe_fit(plan, machine), *describe_engine_memory(plan, analysis.model)]
-    lines += [*describe_ranks(plan, analysis.model, machine), describe_speed(plan)]
+    lines = [describe_fit(plan, machine), *describe_engine_memory(plan, analysis.held)]
+    lines += [*describe_ranks(plan, analysis.held, machine), describe_speed(plan)]
     lines += describe_advice(analysis, plan)
-    return [*lines, describe_running(analysis.model, analysis.why_not_run)]
+    return [*lines, describe_running(analysis.held.model, analysis.why_not_run)]
 
 
 def describe_model(model: Model) -> str:
     """Name a model, its size and its type in a line."""
-    model = model.whole
     revision = f" at {model.revision[:12]}" if model.revision else ""
     count = model.num_parameters
     told = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count:,}"
@@ -89,23 +91,23 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
 
 
-def describe_engine_memory(plan: Plan, model: Model) -> list[str]:
-    """Say what memory the engine of a plan takes beyond it; ``model`` is as the engine has it."""
+def describe_engine_memory(plan: Plan, held: Held) -> list[str]:
+    """Say what memory the engine of a plan takes beyond it."""
     if plan.goal.engine is None:
         return []
     engine, _ = find_engine(plan.goal.engine)
-    said = say_offload(plan.offload, model, plan.goal.engine)
+    said = say_offload(plan.offload, held, plan.goal.engine)
     notes = tell_more(engine, said.more_gpu_bytes)
     if said.pinned_bytes > plan.stored_bytes:
         notes.append(tell_page_locked(engine, said))
     return [f"{told[0].upper()}{told[1:]}." for told in notes]
 
 
-def describe_ranks(plan: Plan, model: Model, machine: MachineProfile) -> list[str]:
+def describe_ranks(plan: Plan, held: Held, machine: MachineProfile) -> list[str]:
     """Say what one of several ranks holds, and what is not counted; nothing for one GPU."""
-    if model.share is None:
+    ranks, stages = held.ranks, held.stages
+    if ranks == ONE_RANK:
         return []
-    ranks, stages = model.share.ranks, model.share.stages
     weights = " and ".join(format_bytes(stage.loaded_bytes) for stage in stages)
     layers = " and ".join(str(len(stage.layers)) for stage in stages)
     of_stage = f" in {ranks.pipeline} stages of {layers} layers" if ranks.pipeline > 1 else ""
@@ -140,14 +142,14 @@ def describe_speed(plan: Plan) -> str:
     )
 
 
-def describe_plainly(plan: Plan, model: Model) -> str:
+def describe_plainly(plan: Plan, held: Held) -> str:
     """Say what a plan does in sentences that need no glossary."""
     offload = plan.offload
-    packed = [] if offload.packing is None else [describe_packing(offload.packing, model)]
+    packed = [] if offload.packing is None else [describe_packing(offload.packing, held.model)]
     if not offload.rules and offload.embeddings == "device":
         return "The plan: " + "; ".join(["everything stays on the GPU", *packed]) + "."
     where = "in host memory" if plan.offload.store == "host" else "on the second GPU"
-    sentences = [_describe_rule(rule, model, where) for rule in plan.offload.rules]
+    sentences = [_describe_rule(rule, held, where) for rule in plan.offload.rules]
     if plan.offload.embeddings == "host":
         sentences.append("the input embedding stays in host memory, read row by row")
     return "The plan: " + "; ".join([*sentences, *packed]) + "."
@@ -155,9 +157,9 @@ def describe_plainly(plan: Plan, model: Model) -> str:
 
 def describe_packing(packing: Packing, model: Model) -> str:
     """Say which weights a plan holds packed, and how much smaller they are so."""
-    held = pack_model(model, packing)
-    packed = [[p for p in layer.parameters if is_packed(p)] for layer in held.layers]
-    weights = [p for p in held.loaded_parameters if is_packed(p)]
+    stage = hold(model, packing)
+    packed = [[p for p in layer.parameters if is_packed(p)] for layer in stage.layers]
+    weights = [p for p in stage.parameters if is_packed(p)]
     stored = sum(tensor.nbytes for p in weights for tensor in p.unpacked)
     share = sum(p.nbytes for p in weights) / stored
     what = ", ".join(packing.cpu_offload_params) or "weights"
@@ -166,8 +168,8 @@ def describe_packing(packing: Packing, model: Model) -> str:
     return f"{what} of {count} layers{head} are held packed without loss: {share:.2f} of their size"
 
 
-def _describe_rule(rule: Rule, model: Model, where: str) -> str:
-    layers = [layer for stage in model.stages for layer in stage.layers]
+def _describe_rule(rule: Rule, held: Held, where: str) -> str:
+    layers = [layer for stage in held.stages for layer in stage.layers]
     taken = [
         layer
         for layer in layers
@@ -176,7 +178,7 @@ def _describe_rule(rule: Rule, model: Model, where: str) -> str:
     what, few, experts = (
         ", ".join(rule.cpu_offload_params) or "weights",
         "the weights",
-        model.experts,
+        held.stage.experts,
     )
     if experts is not None and all(
         p.is_expert for layer in taken for p in layer.parameters if rule.matches(p.name)
@@ -184,7 +186,7 @@ def _describe_rule(rule: Rule, model: Model, where: str) -> str:
         names = [name.rpartition(".")[2] for name in rule.cpu_offload_params]
         what = "experts" if {*names} == {"experts"} else f"the experts' {', '.join(names)}"
         few = f"the {experts.num_experts_per_token} experts they need"
-    engine, backends = engine_runtime(model), (rule.prefill, rule.decode)
+    engine, backends = engine_runtime(held.stage), (rule.prefill, rule.decode)
     if engine is not None and engine.copies_in_place:
         backends = (Backend.PREFETCH, Backend.PREFETCH)
     reads = _READS[backends].format(few)

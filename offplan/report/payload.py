@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
+from offplan.held.held import hold
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
@@ -40,8 +41,8 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     machine, result, infeasible = analysis.machine, analysis.result, analysis.infeasible
     plan = None if result is None else result.plan
     return {
-        **model_payload(analysis.model.whole),
-        "ranks": dump(list_shares(analysis.model, machine, plan)),
+        **model_payload(analysis.held.model),
+        "ranks": dump(list_shares(analysis.held, machine, plan)),
         **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
@@ -88,7 +89,7 @@ def model_payload(model: Model) -> dict[str, Any]:
             "num_tensors": model.num_tensors,
             "num_parameters": model.num_parameters,
             "total_bytes": model.total_bytes,
-            "loaded_bytes": model.loaded_bytes,
+            "loaded_bytes": hold(model).loaded_bytes,
             "headers_sha256": model.headers_sha256,
         },
         "layers": [

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from offplan.checkpoint.model import Model
 from offplan.costs.lanes import RequestLanes, trace_plan
+from offplan.held.held import Held
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Goal, Plan
 from offplan.planner.frontier import Point
@@ -31,8 +31,8 @@ class Portrait:
     """A plan, and what is known of it."""
 
     plan: Plan
-    model: Model
-    """As the plan's runtime loads it."""
+    held: Held
+    """What the plan's ranks hold."""
     machine: MachineProfile | None = None
     """The machine that the plan is for; None where its figures are not known."""
     lanes: RequestLanes | None = None
@@ -47,11 +47,11 @@ class Portrait:
         fit, ranks = self.plan.describe_excess(), list[str]()
         if self.machine is not None:
             fit = fit or describe_fit(self.plan, self.machine)
-            ranks = describe_ranks(self.plan, self.model, self.machine)
+            ranks = describe_ranks(self.plan, self.held, self.machine)
         # a file may say anything
         speed = describe_speed(self.plan) if self.plan.prediction.decode.step_s else None
-        lines = [fit, *ranks, speed, describe_plainly(self.plan, self.model)]
-        return [describe_model(self.model), *filter(None, lines)]
+        lines = [fit, *ranks, speed, describe_plainly(self.plan, self.held)]
+        return [describe_model(self.held.model), *filter(None, lines)]
 
     def draw(self) -> Iterator[tuple[str, str, Canvas]]:
         """Yield the pictures that there are: a heading, what is to be known beside it, the picture.
@@ -60,7 +60,7 @@ class Portrait:
         """
         plan, basis = self.plan, self.plan.prediction.basis
         piles = "First to last, a column each; the one apart is what lies outside of them."
-        stages = self.model.stages
+        stages = self.held.stages
         places = [f" in stage {n}" * (len(stages) > 1) for n in range(len(stages))]
         for where, stage in zip(places, stages, strict=True):
             yield f"Layers{where}", piles, draw_layers(stage, plan.offload)
@@ -88,13 +88,13 @@ class Portrait:
             yield "Predicted and measured", " ".join(lines), draw_comparison(self.bench)
 
 
-def portray(plan: Plan, model: Model, machine: MachineProfile) -> Portrait:
-    """Follow a plan of a machine through time.
+def portray(plan: Plan, held: Held, machine: MachineProfile) -> Portrait:
+    """Follow a plan of a machine through time; ``held`` is packed as it says.
 
     Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
     plan's store is not known.
     """
     linked = machine.with_link(plan.offload.store, plan.goal.ranks)
     # an engine's queues are not the schedule's
-    lanes = trace_plan(plan, model, linked) if plan.goal.engine is None else None
-    return Portrait(plan, model, machine, lanes)
+    lanes = trace_plan(plan, held.stage, linked) if plan.goal.engine is None else None
+    return Portrait(plan, held, machine, lanes)

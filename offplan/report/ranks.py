@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from offplan.checkpoint.model import Model
-from offplan.costs.predict import predict
+from offplan.costs.predict import predict_stage
+from offplan.held.held import Held
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import GPUMemoryPrediction, Plan
+from offplan.ranks import ONE_RANK
 from offplan.report.table import make_table
 from offplan.units import format_bytes
 
@@ -34,26 +36,24 @@ class StageShare:
 
 
 def list_shares(
-    model: Model, machine: MachineProfile | None = None, plan: Plan | None = None
+    held: Held, machine: MachineProfile | None = None, plan: Plan | None = None
 ) -> list[StageShare]:
     """List what a rank of each stage holds, and takes by a plan; none for one GPU.
 
-    ``model`` is as a question of several ranks has it.
+    ``held`` is as a question has it.
     """
-    stages = () if model.share is None else model.share.stages
-    return [_describe(stage, number, machine, plan) for number, stage in enumerate(stages)]
+    if held.ranks == ONE_RANK:
+        return []
+    return [_describe(stage, machine, plan) for stage in held.stages]
 
 
-def _describe(
-    stage: Model, number: int, machine: MachineProfile | None, plan: Plan | None
-) -> StageShare:
-    assert stage.share is not None, "it is listed as a rank's"
-    num_ranks, gpu_memory, host_bytes = stage.share.ranks.tensor, None, None
+def _describe(stage: Stage, machine: MachineProfile | None, plan: Plan | None) -> StageShare:
+    num_ranks, gpu_memory, host_bytes = stage.ranks.tensor, None, None
     if machine is not None and plan is not None:
-        taken = predict(stage, machine, plan.workload, plan.budget, plan.offload)
-        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes // num_ranks
+        taken = predict_stage(stage, machine, plan.workload, plan.budget, plan.offload)
+        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes
     return StageShare(
-        stage=number,
+        stage=stage.number,
         num_ranks=num_ranks,
         num_layers=len(stage.layers),
         loaded_bytes=stage.loaded_bytes,

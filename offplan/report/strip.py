@@ -6,8 +6,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 
-from offplan.checkpoint.model import Model
-from offplan.packing import pack_model
+from offplan.held.stage import Stage
 from offplan.placement import Phase, place
 from offplan.plan import Backend, GPUMemoryPrediction, Offload
 from offplan.units import format_bytes
@@ -45,10 +44,9 @@ class LayerStrip:
             yield Segment.line()
 
 
-def draw_layers(model: Model, offload: Offload) -> LayerStrip:
-    """Draw where the weights of each layer lie."""
-    model = pack_model(model, offload.packing)
-    placement = place(model, offload)
+def draw_layers(stage: Stage, offload: Offload) -> LayerStrip:
+    """Draw where the weights of each layer of a stage lie, which is packed as the plan says."""
+    placement = place(stage, offload)
     on_host = {slab.layer: sum(e.unit.nbytes for e in slab.entries) for slab in placement.slabs}
     ways = {}
     for slab in placement.slabs:
@@ -56,7 +54,7 @@ def draw_layers(model: Model, offload: Offload) -> LayerStrip:
         ways[slab.layer] = Backend.UVA if Backend.UVA in backends else Backend.PREFETCH
     shares = [
         1 - on_host.get(index, 0) / layer.nbytes if layer.nbytes else 1.0
-        for index, layer in enumerate(model.layers)
+        for index, layer in enumerate(stage.layers)
     ]
     return LayerStrip(tuple(shares), tuple(ways.get(index) for index in range(len(shares))))
 

@@ -6,7 +6,9 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from offplan.checkpoint.model import Model
-from offplan.placement import Placement, Unit, place
+from offplan.held.held import hold
+from offplan.held.unit import Unit
+from offplan.placement import Placement, place
 from offplan.plan import Offload, Plan
 
 _ASKED = ("model", "workload", "budget", "goal", "machine")
@@ -96,7 +98,9 @@ def _write(value: Any) -> str:
 
 def _moves(model: Model, before: Offload, after: Offload) -> Iterator[Move]:
     """Yield what moves, in the order of the model's layers, equal moves of layers together."""
-    old, new = (_places(place(model, each), each.store) for each in (before, after))
+    old, new = (
+        _places(place(hold(model, each.packing), each), each.store) for each in (before, after)
+    )
     groups: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     for (layer, name), (num_bytes, _) in sorted((old | new).items()):
         pair = [places.get((layer, name), (0, "GPU"))[1] for places in (old, new)]

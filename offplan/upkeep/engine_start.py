@@ -10,9 +10,10 @@ from urllib.request import urlopen
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Engine, format_version
 from offplan.engines.export import Export, export_plan, find_engine
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.engines.startup import OFF, Startup, read_log, read_server
 from offplan.errors import InputError
+from offplan.held.stage import Stage
 from offplan.plan import Plan, Rule
 from offplan.records import read_text
 from offplan.units import format_bytes
@@ -74,7 +75,7 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
         text = f"the server says its flags, not what they did: {chosen.title}'s log does (--log)"
         return (*findings, Finding("offload", "unknown", text))
     goal = plan.goal.model_copy(update={"engine": engine})
-    stages = hold_model(model, goal, plan.workload).stages
+    stages = lower(model, goal, plan.workload).stages
     if startup.stages and max(startup.stages) >= len(stages):
         text = f"a stage {max(startup.stages)} of a pipeline writes; the plan has {len(stages)}"
         findings.append(Finding("stages", "drift", text))
@@ -151,31 +152,31 @@ def _normal(values: tuple[str, ...] | None) -> list[float | str]:
     return sorted((each for each in numbers if each not in (-1, 0, *OFF)), key=str)
 
 
-def _check_stage(plan: Plan, model: Model, export: Export, startup: Startup) -> Iterator[Finding]:
+def _check_stage(plan: Plan, stage: Stage, export: Export, startup: Startup) -> Iterator[Finding]:
     """Check what the ranks of a stage, or of all, say that they did."""
     if startup == Startup():
         yield Finding("offload", "unknown", "what is said names no rank of this stage")
         return
     # vLLM has only the first rank of a host say its ring
-    is_later = model.share is not None and model.share.stage > 0
+    is_later = stage.number > 0
     has_ring = "offload-group-size" in export.said.flags
     if not (is_later and has_ring and startup.num_layers is None):
-        yield from _check_offload(plan.offload.rules, model, export, startup)
+        yield from _check_offload(plan.offload.rules, stage, export, startup)
     if startup.loaded_bytes is None:
         yield Finding("GPU memory", "unknown", "its ranks do not say what loading the weights took")
     else:
-        yield _check_memory(model, export, startup)
+        yield _check_memory(stage, export, startup)
 
 
 def _check_offload(
-    rules: Sequence[Rule], model: Model, export: Export, startup: Startup
+    rules: Sequence[Rule], stage: Stage, export: Export, startup: Startup
 ) -> Iterator[Finding]:
     """Check the layers and the bytes that the engine says to have offloaded."""
     moved = {each.layer for each in export.said.moved}
     if startup.num_layers is not None and rules:
         expected = len(moved)
         if export.engine.name == "sglang":  # which counts dense layers, and moves nothing of them
-            expected = sum(rules[0].selects_layer(layer.index) for layer in model.layers)
+            expected = sum(rules[0].selects_layer(layer.index) for layer in stage.layers)
         text = f"{startup.num_layers} layers are offloaded; the plan has {expected}"
         yield Finding("layers", "holds" if startup.num_layers == expected else "drift", text)
     least, most = _moved_bytes(export)
@@ -194,16 +195,16 @@ def _check_offload(
     )
 
 
-def _check_memory(model: Model, export: Export, startup: Startup) -> Finding:
+def _check_memory(stage: Stage, export: Export, startup: Startup) -> Finding:
     """Check that what was offloaded has left the GPU: loading may have brought it back."""
     assert startup.loaded_bytes is not None, "asked of logs that say it"
     offloaded, _ = _moved_bytes(export)
-    slack = WEIGHTS_TO * model.loaded_bytes
+    slack = WEIGHTS_TO * stage.loaded_bytes
     if offloaded:
         slack = min(slack, offloaded / 2)
     # experts may be laid out larger than they are stored
-    slack += export.engine.stay(model, export.version).more_gpu_bytes
-    expected = model.loaded_bytes - offloaded
+    slack += export.engine.stay(stage, export.version).more_gpu_bytes
+    expected = stage.loaded_bytes - offloaded
     text = (
         f"loading took {format_bytes(round(startup.loaded_bytes))}; the weights that stay have "
         f"{format_bytes(expected)}"

@@ -29,6 +29,7 @@ time.sleep = short_sleep
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.weights import find_small_files, find_weights
 from offplan.errors import OffplanError
+from offplan.held.held import hold
 ranges.RETRY_WAITS_S = (0.01, 0.01, 0.01)
 ranges._PATIENCE_S = 0.3
 download.PATIENCE_S = float(sys.argv[3])
@@ -48,7 +49,7 @@ except OffplanError as error:
 else:
     print(json.dumps({
         "sha": model.headers_sha256, "revision": model.revision, "heard": heard,
-        "num_tensors": model.num_tensors, "loaded_bytes": model.loaded_bytes,
+        "num_tensors": model.num_tensors, "loaded_bytes": hold(model).loaded_bytes,
         "offsets": sorted(t.offset for t in model.outside), "files": files,
         "config_sha": model.config_sha256, "generation": model.generation,
     }))

@@ -9,6 +9,7 @@ from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import Stored, TensorInfo
+from offplan.held.held import hold
 from offplan.report.model import render_model
 from tests.checkpoint.architectures import MODELS
 from tests.rendering import show
@@ -292,7 +293,7 @@ def test_deepseek_v3_as_published():
     assert model.layers[1].segments["self_attn.o_proj"] == 7168 * 16384 + 56 * 128 * 4
     assert {layer.kv_cache for layer in model.layers} == {KVCache((512 + 64) * 2)}
     assert all(name.startswith("model.layers.2.") for name in model.not_loaded)
-    assert model.loaded_bytes == sum(layer.nbytes for layer in model.layers) + 2 * (
+    assert hold(model).loaded_bytes == sum(layer.nbytes for layer in model.layers) + 2 * (
         2 * 129280 * 7168 + 7168
     )
     assert model.dtype == "bfloat16"
@@ -386,5 +387,5 @@ def test_stored_causal_masks_are_not_loaded(prefix, attention, dtype):
     config = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8}
     model = understand(config, layer)
     assert model.not_loaded == {name for name in layer if "dense" not in name}
-    loaded = sum(parameter.nbytes for parameter in model.loaded_parameters)
+    loaded = sum(parameter.nbytes for parameter in hold(model).parameters)
     assert model.layers[0].nbytes == loaded == (64 + 8) * 2

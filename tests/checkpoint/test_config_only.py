@@ -8,6 +8,7 @@ from offplan.checkpoint import config_only
 from offplan.checkpoint.model import Experts, KVCache
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError
+from offplan.held.held import hold
 from tests.checkpoint.architectures import LATENT, MODELS, TINY
 
 torch = pytest.importorskip("torch")
@@ -23,7 +24,7 @@ def describe(model):
         for layer in model.layers
     ]
     outside = [tensor[:3] for tensor in model.outside]
-    sizes = (model.num_tensors, model.num_parameters, model.total_bytes, model.loaded_bytes)
+    sizes = (model.num_tensors, model.num_parameters, model.total_bytes, hold(model).loaded_bytes)
     return (model.headers_sha256, model.dtype, layers, outside, sizes, model.experts, model.tied)
 
 
@@ -89,7 +90,7 @@ def test_windows_of_gemma3(saved):
 def test_deepseek_v2_lite():
     model = open_model(str(FIXTURES / "deepseek-v2-lite" / "config.json"))
     assert model.num_parameters == 15_706_484_224
-    assert model.total_bytes == model.loaded_bytes == 31_412_968_448
+    assert model.total_bytes == hold(model).loaded_bytes == 31_412_968_448
     assert model.num_tensors == 5291
     assert model.experts == Experts(64, 6, 17_301_504)
     assert [layer.kind for layer in model.layers] == ["dense"] + ["moe"] * 26
@@ -106,7 +107,7 @@ def test_deepseek_v2_lite():
 def test_qwen3_8b():
     model = open_model(str(FIXTURES / "qwen3-8b" / "config.json"))
     assert model.num_parameters == 8_190_735_360
-    assert model.total_bytes == model.loaded_bytes == 16_381_470_720
+    assert model.total_bytes == hold(model).loaded_bytes == 16_381_470_720
     assert model.experts is None
     assert [layer.kv_cache for layer in model.layers] == [KVCache(2 * 8 * 128 * 2)] * 36
 

@@ -6,6 +6,7 @@ from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.errors import CheckpointError
+from offplan.held.held import hold, hold_whole
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
 MOE_CONFIG = {**DENSE_CONFIG, "num_experts": 4, "num_experts_per_tok": 2}
@@ -92,9 +93,8 @@ def test_a_tower_of_as_many_layers_and_more_bytes():
     got = model({**under("language_model.", dense_shapes()), **vision}, config)
     assert got.layers[0].prefix == "language_model.model.layers.0"
     assert got.towers == got.not_loaded == vision.keys()
-    assert got.loaded_bytes + got.tower_bytes == got.total_bytes
-    assert got.as_loaded_by("vllm").loaded_bytes == got.total_bytes
-    assert got.as_loaded_by("vllm").as_loaded_by(None) == got
+    assert hold(got).loaded_bytes + got.tower_bytes == got.total_bytes
+    assert hold_whole(got, "vllm").loaded_bytes == got.total_bytes
     unknown = model(under("language_model.", dense_shapes()), config | {"model_type": "vl"})
     assert unknown.architecture.is_multimodal
     assert not unknown.architecture.runs_text_alone
@@ -112,7 +112,7 @@ def test_layers_that_predict_further_tokens_are_not_loaded():
     got = model(dense_shapes(3), {**DENSE_CONFIG, "num_nextn_predict_layers": 1})
     assert len(got.layers) == 2
     assert {name.split(".")[2] for name in got.not_loaded} == {"2"}
-    assert got.total_bytes - got.loaded_bytes == 448
+    assert got.total_bytes - hold(got).loaded_bytes == 448
     assert got.num_parameters == 2 * 128 + 3 * 224
     assert "model.layers.2" in got.notes[0]
 
@@ -259,7 +259,7 @@ def test_stored_tied_head(config, tied):
     got = model(dense_shapes(), {**DENSE_CONFIG, **config})
     assert got.tied == tied
     # headers cannot tell whether it differs: transformers would use both
-    assert got.total_bytes == got.loaded_bytes
+    assert got.total_bytes == hold(got).loaded_bytes
     assert got.num_parameters == 2 * 224 + 2 * 128
     assert any("both are loaded" in note for note in got.notes) == bool(tied)
 

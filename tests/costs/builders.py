@@ -8,8 +8,9 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.work import PassShape
 from offplan.machine.profile import LayerTime, MachineProfile
-from offplan.placement import Placement, place
+from offplan.placement import Placement
 from offplan.plan import Backend, Offload, Rule
+from tests.held import place
 
 HIDDEN = 64
 VOCABULARY = 256

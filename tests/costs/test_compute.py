@@ -12,13 +12,14 @@ from offplan.costs.compute import (
     outside_time,
 )
 from offplan.costs.work import PassShape, layer_work
+from offplan.held.held import hold
 from offplan.placement import Phase
 from tests.costs.builders import HIDDEN, VOCABULARY, dense_model, make_machine, measured, moe_model
 
 DECODE = PassShape(Phase.DECODE, 1, 1, 100)
 PREFILL = PassShape(Phase.PREFILL, 1, 10_000, 10_000)
-MODEL = dense_model(2)
-WORK = layer_work(MODEL, MODEL.layers[0])
+STAGE = hold(dense_model(2))
+WORK = layer_work(STAGE, STAGE.layers[0])
 
 
 def test_decode_is_held_by_memory() -> None:
@@ -76,11 +77,11 @@ def test_a_part_of_a_prompt_is_not_priced_as_a_whole_one() -> None:
 
 def test_head_is_read_once_for_the_last_tokens() -> None:
     machine = make_machine()
-    time = outside_time(machine, MODEL, DECODE)
+    time = outside_time(machine, STAGE, DECODE)
     rows = 2 * HIDDEN * 2
     assert time.seconds == pytest.approx((VOCABULARY * HIDDEN * 2 + rows) / 100e9)
-    known = make_machine(layer_times=[measured(DECODE, 0.25, MODEL.outside_key)])
-    assert outside_time(known, MODEL, DECODE).seconds == 0.25
+    known = make_machine(layer_times=[measured(DECODE, 0.25, STAGE.outside_key)])
+    assert outside_time(known, STAGE, DECODE).seconds == 0.25
 
 
 @pytest.mark.parametrize(
@@ -95,21 +96,21 @@ def test_a_tied_head_is_the_embedding(head: str, embedding: str) -> None:
         TensorInfo(head, "BF16", (VOCABULARY, HIDDEN)),
         TensorInfo(embedding, "BF16", (VOCABULARY, HIDDEN)),
     )
-    model = replace(MODEL, outside=tensors)
+    model = replace(STAGE.model, outside=tensors)
     assert model.head.tensors == tensors[:1]
     assert replace(model, outside=tensors[1:]).head.tensors == tensors[1:]
 
 
 def test_outside_the_layers_of_a_model_whose_head_is_unknown() -> None:
-    model = replace(MODEL, outside=())
-    known = make_machine(layer_times=[measured(DECODE, 0.25, model.outside_key)])
+    stage = hold(replace(STAGE.model, outside=()))
+    known = make_machine(layer_times=[measured(DECODE, 0.25, stage.outside_key)])
     other = PassShape(Phase.DECODE, 7, 1, DECODE.context)
-    assert outside_time(known, model, other).seconds == 0.25
-    assert outside_time(make_machine(), model, other).seconds == 0
+    assert outside_time(known, stage, other).seconds == 0.25
+    assert outside_time(make_machine(), stage, other).seconds == 0
 
 
 def test_equal_layers_are_priced_alike() -> None:
-    compute = ModelCompute(moe_model(4), make_machine())
+    compute = ModelCompute(hold(moe_model(4)), make_machine())
     priced = compute.price(DECODE)
     assert len(compute.works) == 2
     assert priced.layer_ps[1] == priced.layer_ps[3] != priced.layer_ps[0]

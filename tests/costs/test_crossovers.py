@@ -1,9 +1,9 @@
 """Where a plan's bottleneck changes."""
 
 from offplan.costs.crossovers import find_crossovers
-from offplan.costs.predict import predict
 from offplan.planner.make import make_plan
 from tests.costs.builders import dense_model, make_machine, moe_model
+from tests.held import hold_by, predict
 from tests.planner.cases import WORKLOAD, ask
 
 
@@ -11,7 +11,7 @@ def test_crossovers_are_where_the_bottleneck_changes() -> None:
     machine = make_machine(h2d=20e9)
     model = dense_model(6)
     plan = make_plan(ask(model, machine, 0.5)).plan
-    found = find_crossovers(model, machine, plan)
+    found = find_crossovers(hold_by(model, packing=plan.offload.packing), machine, plan)
     assert found.streaming_batch is None, "there are no experts"
     for name, phase, number in (
         ("batch", "decode", found.compute_bound_batch),
@@ -31,7 +31,7 @@ def test_crossovers_are_where_the_bottleneck_changes() -> None:
 def test_experts_are_streamed_from_some_batch_on() -> None:
     model = moe_model(4)
     plan = make_plan(ask(model, make_machine(), 0.5)).plan
-    found = find_crossovers(model, make_machine(h2d=20e9, uva=20e9), plan)
+    found = find_crossovers(hold_by(model), make_machine(h2d=20e9, uva=20e9), plan)
     assert found.streaming_batch is not None
     assert 1 < found.streaming_batch < 64
 
@@ -39,5 +39,5 @@ def test_experts_are_streamed_from_some_batch_on() -> None:
 def test_where_nothing_is_read_in_place_no_batch_is_named() -> None:
     question = ask(moe_model(4), make_machine(peer=20e9), 0.5, store="peer")
     plan = make_plan(question).plan
-    found = find_crossovers(question.model, question.planned_machine, plan)
+    found = find_crossovers(question.held, question.planned_machine, plan)
     assert found.streaming_batch is None

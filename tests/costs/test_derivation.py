@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.derivation import derive_prediction
+from offplan.held.held import Held, hold
 from offplan.library.asking import ask, ask_again
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_on
@@ -16,6 +16,7 @@ from offplan.planner.make import make_plan
 from offplan.ranks import Ranks
 from tests.checkpoint.quantised import FORMATS, write_quantised
 from tests.cli import ROOT
+from tests.held import hold_by
 
 PLANS = {
     "tiny-moe": None,
@@ -45,23 +46,25 @@ def test_every_number_is_derived(name: str) -> None:
     folder = PLANS[name]
     model = None if folder is None else str(ROOT / "tests" / "models" / folder / "config.json")
     question = ask_again(plan, model=model)
-    check(question.model, question.planned_machine, plan)
+    check(question.held.pack(plan.offload.packing), question.planned_machine, plan)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq"])
 def test_so_is_that_of_a_stored_form(tmp_path: Path, name: str) -> None:
     model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=2**31)
-    check(model, question.planned_machine, make_plan(question).plan)
+    plan = make_plan(question).plan
+    check(question.held.pack(plan.offload.packing), question.planned_machine, plan)
 
 
 def test_so_is_what_packing_saves() -> None:
     plan = load_plan(ROOT / "plans" / "qwen3-8b-h200-8gib.yaml")
     model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
     assert plan.offload.packing is not None
-    resident = derive_prediction(model, load_machine("h200-pcie5").profile, plan)[0]
+    held = hold_by(model, packing=plan.offload.packing)
+    resident = derive_prediction(held, load_machine("h200-pcie5").profile, plan)[0]
     weights, saved, *others = (each.value for each in resident.inputs)
-    assert weights == model.loaded_bytes
+    assert weights == hold(model).loaded_bytes
     assert 0.2 * weights < saved < 0.25 * weights
     assert resident.value == weights - saved - sum(others)
 
@@ -70,8 +73,8 @@ def test_so_is_what_sglang_copies_twice() -> None:
     model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine="sglang")
     plan = make_plan(question).plan
-    check(question.model, question.planned_machine, plan)
-    terms = derive_prediction(question.model, question.planned_machine, plan)
+    check(question.held.pack(plan.offload.packing), question.planned_machine, plan)
+    terms = derive_prediction(question.held, question.planned_machine, plan)
     formulas = {term.path: term.formula for term in terms}
     assert "those copied ahead twice" in formulas["decode.link_bytes"]
     assert "twice" not in formulas["prefill.link_bytes"]
@@ -87,16 +90,16 @@ def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
         engine="vllm",
         ranks=ranks,
     )
-    check(question.model, question.planned_machine, make_plan(question).plan)
+    check(question.held, question.planned_machine, make_plan(question).plan)
 
 
-def check(model: Model, machine: MachineProfile, plan: Plan) -> None:
+def check(held: Held, machine: MachineProfile, plan: Plan) -> None:
     """Hold each term against what is predicted, to the byte."""
-    priced = price_on(plan, model, machine)
-    terms = derive_prediction(model, machine, priced)
+    priced = price_on(plan, held.model, machine)
+    terms = derive_prediction(held, machine, priced)
     of_stages = [term for term in terms if term.path.startswith("stages.")]
     terms = tuple(term for term in terms if term not in of_stages)
-    assert len(of_stages) == (len(model.stages) > 1) * len(model.stages) * (len(terms) - 1)
+    assert len(of_stages) == (len(held.stages) > 1) * len(held.stages) * (len(terms) - 1)
     derived = {term.path: term.value for term in terms}
     figures = list_figures(priced)
     assert figures.pop("peer_memory") == 0

@@ -2,16 +2,17 @@
 
 import pytest
 
+from offplan import placement as placements
 from offplan.checkpoint.open import open_model
 from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass
-from offplan.costs.predict import predict
 from offplan.machine.profile import load_profile
-from offplan.placement import Phase, place
+from offplan.placement import Phase
 from offplan.plan import Budget, Offload, Prediction, Rule, Workload
 from offplan.schedule import Compute, Copy, Wait, build_repeated_pass
 from tests.cli import ROOT
 from tests.costs.builders import dense_model, make_machine
+from tests.held import hold_by, place, predict
 
 NUM_LAYERS = 8
 WORKLOAD = Workload(prompt_tokens=64, output_tokens=16, context=128)
@@ -33,7 +34,7 @@ RESIDENT = Offload(prefill_chunk=64)
 def on(engine: str | None, decision: Offload, link: float = 1e9) -> Prediction:
     """What a decision takes on an engine; None is offplan's own runtime."""
     model, machine = dense_model(NUM_LAYERS), make_machine(h2d=link, uva=link)
-    return predict(model.as_loaded_by(engine), machine, WORKLOAD, BUDGET, decision)
+    return predict(model, machine, WORKLOAD, BUDGET, decision, engine)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang==0.5.23"])
@@ -80,8 +81,8 @@ def test_a_layer_waits_for_its_copy_and_is_followed_by_that_of_another() -> None
 
 def test_sglang_copies_the_first_layers_in_their_order_after_the_last() -> None:
     """Three layers, two ahead: it has no slots, and starts the copy of the one two further on."""
-    model = dense_model(6).as_loaded_by("sglang")
-    placement, runtime = place(model, every(2, slots=3)), engine_runtime(model)
+    stage = hold_by(dense_model(6), "sglang").stage
+    placement, runtime = placements.place(stage, every(2, slots=3)), engine_runtime(stage)
     assert runtime is not None
     first, second, third = placement.spans(Phase.PREFILL)
     passed = build_engine_pass(runtime, placement, 6, Phase.PREFILL)
@@ -153,9 +154,9 @@ def test_predictions_are_near_what_vllm_took(
     name: str, decision: Offload, first_ms: float | None, step_ms: float
 ) -> None:
     """By the profile that comes with offplan, whose layer times are estimated; the docs say so."""
-    model = open_model(str(ROOT / "tests" / "models" / name / "config.json")).as_loaded_by("vllm")
+    model = open_model(str(ROOT / "tests" / "models" / name / "config.json"))
     workload = Workload(prompt_tokens=512, output_tokens=128, context=2048)
-    found = predict(model, load_profile("h200-pcie5"), workload, BUDGET, decision)
+    found = predict(model, load_profile("h200-pcie5"), workload, BUDGET, decision, "vllm")
     told = {found.prefill.step_s: first_ms, found.decode.step_s: step_ms}
     docs = (ROOT / "docs" / "engines.md").read_text("utf-8")
     for predicted_s, measured_ms in told.items():

@@ -9,9 +9,10 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, uva_bytes, uva_bytes_by_layer
 from offplan.costs.work import PassShape
+from offplan.held.unit import Unit
 from offplan.machine.curve import Reread, Rereads
 from offplan.machine.profile import Figure, InPlaceRead, MachineProfile
-from offplan.placement import Phase, Unit
+from offplan.placement import Phase
 from offplan.plan import Backend
 from tests.costs.builders import make_machine, moe_model, place_rules, rule
 

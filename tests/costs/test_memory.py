@@ -36,8 +36,9 @@ from offplan.costs.activations import (
     per_layer_bytes,
     waiting_bytes,
 )
-from offplan.costs.memory import MARGIN, context_bytes, overhead_bytes, predict_gpu_memory
+from offplan.costs.memory import MARGIN, overhead_bytes, predict_gpu_memory
 from offplan.costs.work import PassShape, prefill_shapes
+from offplan.held.held import hold
 from offplan.placement import Phase
 from offplan.plan import Budget, Workload
 from tests.costs.builders import (
@@ -61,33 +62,33 @@ TOKENS = 20
 
 
 def test_terms_of_a_dense_model() -> None:
-    model = dense_model(2)
-    layer = model.layers[0]
-    assert hidden_bytes(model, SHAPE) == HIDDEN_COPIES * TOKENS * HIDDEN * 2
-    assert logits_bytes(model, SHAPE) == LOGIT_COPIES * 2 * VOCABULARY * 2
+    stage = hold(dense_model(2))
+    layer = stage.layers[0]
+    assert hidden_bytes(stage, SHAPE) == HIDDEN_COPIES * TOKENS * HIDDEN * 2
+    assert logits_bytes(stage, SHAPE) == LOGIT_COPIES * 2 * VOCABULARY * 2
     width = HIDDEN + HIDDEN + 2 * (HIDDEN // 2)  # q, o, k, v
     first = PassShape(Phase.PREFILL, 2, 10, 10)
-    assert attention_bytes(model, layer, first) == ATTENTION_COPIES * TOKENS * width * 2
-    assert mlp_bytes(model, layer, SHAPE) == TOKENS * (3 + 3 + 1) * HIDDEN * 2
+    assert attention_bytes(stage, layer, first) == ATTENTION_COPIES * TOKENS * width * 2
+    assert mlp_bytes(stage, layer, SHAPE) == TOKENS * (3 + 3 + 1) * HIDDEN * 2
 
 
 def test_what_layers_are_handed_beside_hidden_states() -> None:
-    plain = dense_model(2)
+    plain = hold(dense_model(2))
     own = {"altup_num_inputs": 4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 2}
-    model = replace(plain, config={**plain.config, **own})
-    assert hidden_bytes(model, SHAPE) == 4 * hidden_bytes(plain, SHAPE)
-    assert per_layer_bytes(model, model.layers[0], SHAPE) == PER_LAYER_COPIES * TOKENS * 16 * 2
+    stage = hold(replace(plain.model, config={**plain.model.config, **own}))
+    assert hidden_bytes(stage, SHAPE) == 4 * hidden_bytes(plain, SHAPE)
+    assert per_layer_bytes(stage, stage.layers[0], SHAPE) == PER_LAYER_COPIES * TOKENS * 16 * 2
     workload = Workload(batch=2, prompt_tokens=30, output_tokens=1, context=64)
     waiting = WAITING_COPIES * 2 * 20 * HIDDEN * 2
-    more = waiting_bytes(model, workload, SHAPE) - waiting_bytes(plain, workload, SHAPE)
+    more = waiting_bytes(stage, workload, SHAPE) - waiting_bytes(plain, workload, SHAPE)
     assert more == 3 * waiting + 2 * 30 * 16 * 2
 
 
 def test_each_expert_of_a_token_has_its_temporaries() -> None:
-    model = moe_model(2)
+    stage = hold(moe_model(2))
     shared = 3 * HIDDEN
     routed = 2 * (3 * HIDDEN + 2 * HIDDEN)
-    assert mlp_bytes(model, model.layers[1], SHAPE) == TOKENS * (shared + routed) * 2
+    assert mlp_bytes(stage, stage.layers[1], SHAPE) == TOKENS * (shared + routed) * 2
 
 
 @pytest.mark.parametrize(
@@ -108,16 +109,17 @@ def test_fused_experts_stored_with_their_inputs_first(
         "mlp.experts.down_proj_bias": (num_experts, hidden),
     }
     parameters = tuple(
-        Parameter(name, (TensorInfo(f"model.layers.0.{name}", "BF16", shape),), is_expert=True)
+        Parameter(name, (TensorInfo(f"stage.layers.0.{name}", "BF16", shape),), is_expert=True)
         for name, shape in shapes.items()
     )
-    layer = Layer(0, "moe", "model.layers.0", parameters)
+    layer = Layer(0, "moe", "stage.layers.0", parameters)
     model = replace(
         make_model([], model_type=model_type, hidden_size=hidden),
         experts=Experts(num_experts, chosen, layer.expert_bytes // num_experts),
     )
+    stage = hold(model)
     assert {"gpt_oss": 57_600, "llama4_text": 31_744}[model_type] == of_token
-    assert mlp_bytes(model, layer, SHAPE) == TOKENS * of_token * 2
+    assert mlp_bytes(stage, layer, SHAPE) == TOKENS * of_token * 2
 
 
 def test_products_with_matrices_of_gpt2() -> None:
@@ -128,11 +130,11 @@ def test_products_with_matrices_of_gpt2() -> None:
         "mlp.c_fc.weight": (HIDDEN, 4 * HIDDEN),
         "mlp.c_proj.weight": (4 * HIDDEN, HIDDEN),
     }
-    model = make_model([shapes], model_type="gpt2")
+    stage = hold(make_model([shapes], model_type="gpt2"))
     first = PassShape(Phase.PREFILL, 2, 10, 10)
     width = (3 + 1) * HIDDEN
-    assert attention_bytes(model, model.layers[0], first) == ATTENTION_COPIES * TOKENS * width * 2
-    assert mlp_bytes(model, model.layers[0], first) == TOKENS * (4 + 1) * HIDDEN * 2
+    assert attention_bytes(stage, stage.layers[0], first) == ATTENTION_COPIES * TOKENS * width * 2
+    assert mlp_bytes(stage, stage.layers[0], first) == TOKENS * (4 + 1) * HIDDEN * 2
 
 
 def test_latent_attention_holds_keys_and_values_of_the_prompt() -> None:
@@ -142,13 +144,13 @@ def test_latent_attention_holds_keys_and_values_of_the_prompt() -> None:
         "qk_rope_head_dim": 8,
         "v_head_dim": 12,
     }
-    model, plain = make_model([DENSE], **config), make_model([DENSE], head_dim=24)
+    stage, plain = hold(make_model([DENSE], **config)), hold(make_model([DENSE], head_dim=24))
     of_token = 4 * (24 + 12) * 2
-    assert latent_bytes(model, model.layers[0], SHAPE) == 2 * TOKENS * of_token
+    assert latent_bytes(stage, stage.layers[0], SHAPE) == 2 * TOKENS * of_token
     workload = Workload(batch=2, prompt_tokens=30)
     whole, part = (prefill_shapes(workload, chunk)[0] for chunk in (30, 10))
     for chunk, kept in ((whole, 0), (part, 2 * 30 * of_token)):
-        more = waiting_bytes(model, workload, chunk) - waiting_bytes(plain, workload, chunk)
+        more = waiting_bytes(stage, workload, chunk) - waiting_bytes(plain, workload, chunk)
         assert more == kept
 
 
@@ -163,17 +165,17 @@ def test_latent_attention_holds_keys_and_values_of_the_prompt() -> None:
 )
 def test_latents_in_decode(rope: int, dtype: str, window: int | None, num_bytes: int) -> None:
     config = {"kv_lora_rank": 32, "qk_rope_head_dim": rope}
-    model = replace(make_model([DENSE], **config), dtype=dtype)
+    stage = hold(replace(make_model([DENSE], **config), dtype=dtype))
     layer = make_layer(0, DENSE, KVCache(128, window=window))
-    assert latent_bytes(model, layer, PassShape(Phase.DECODE, 2, 1, 30)) == num_bytes
+    assert latent_bytes(stage, layer, PassShape(Phase.DECODE, 2, 1, 30)) == num_bytes
 
 
 @pytest.mark.parametrize("more", [{"model_type": "gpt_oss"}, {"attn_logit_softcapping": 5.0}])
 def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object]) -> None:
-    model, plain = make_model([DENSE], **more), make_model([DENSE])
+    stage, plain = hold(make_model([DENSE], **more)), hold(make_model([DENSE]))
     step, prompt = PassShape(Phase.DECODE, 2, 1, 30), PassShape(Phase.PREFILL, 2, 30, 30)
     for shape, num_bytes in ((step, 2 * 30 * 4 * SCORE_BYTES), (prompt, 0)):
-        found = [attention_bytes(each, each.layers[0], shape) for each in (model, plain)]
+        found = [attention_bytes(each, each.layers[0], shape) for each in (stage, plain)]
         assert found[0] - found[1] == num_bytes
 
 
@@ -184,7 +186,7 @@ def test_scores_that_no_kernel_keeps_to_itself(more: dict[str, object]) -> None:
 def test_linear_attention_holds_what_the_rule_makes_of_a_span(tokens: int, chunks: int) -> None:
     sizes = {"key_head_dim": 8, "value_head_dim": 16, "conv_kernel_dim": 4}
     sizes |= {"num_key_heads": 2, "num_value_heads": 3}
-    model = make_model([DENSE], **{f"linear_{name}": size for name, size in sizes.items()})
+    stage = hold(make_model([DENSE], **{f"linear_{name}": size for name, size in sizes.items()}))
     layer = make_layer(0, DENSE, KVCache(state_bytes=1000))
     prompt = PassShape(Phase.PREFILL, 2, tokens, 9999)
     products = 2 * HIDDEN * 2 * min(tokens, SPAN_TOKENS) + 2 * HIDDEN * tokens  # q, k, v; o
@@ -192,15 +194,15 @@ def test_linear_attention_holds_what_the_rule_makes_of_a_span(tokens: int, chunk
     of_head = 8 * RULE_KEYS + 16 * RULE_VALUES + RULE_CHUNK * RULE_PAIRS
     rule_bytes = 4 * 2 * chunks * RULE_CHUNK * 3 * of_head
     total = ATTENTION_COPIES * 2 * products + states + rule_bytes
-    assert linear_bytes(model, layer, prompt) == attention_bytes(model, layer, prompt) == total
+    assert linear_bytes(stage, layer, prompt) == attention_bytes(stage, layer, prompt) == total
     step = PassShape(Phase.DECODE, 2, 1, 9999)
-    assert attention_bytes(model, layer, step) == ATTENTION_COPIES * 2 * 2 * 3 * HIDDEN + states
+    assert attention_bytes(stage, layer, step) == ATTENTION_COPIES * 2 * 2 * 3 * HIDDEN + states
 
 
 def test_many_sequences_have_a_split_each() -> None:
-    model = make_model([DENSE], kv_lora_rank=32, qk_rope_head_dim=16)
+    stage = hold(make_model([DENSE], kv_lora_rank=32, qk_rope_head_dim=16))
     shape = PassShape(Phase.DECODE, 500, 1, 30)
-    assert latent_bytes(model, model.layers[0], shape) == 500 * KERNEL_HEADS * (32 + 1) * 4
+    assert latent_bytes(stage, stage.layers[0], shape) == 500 * KERNEL_HEADS * (32 + 1) * 4
 
 
 @pytest.mark.parametrize(
@@ -213,17 +215,17 @@ def test_many_sequences_have_a_split_each() -> None:
     ],
 )
 def test_a_later_chunk_joins_two_parts_or_has_a_mask(window: int | None, num_bytes: int) -> None:
-    model = dense_model(1)
+    stage = hold(dense_model(1))
     layer = make_layer(0, DENSE, KVCache(128, window=window))
-    first = attention_bytes(model, model.layers[0], replace(SHAPE, context=SHAPE.tokens))
-    assert attention_bytes(model, layer, SHAPE) - first == num_bytes
+    first = attention_bytes(stage, stage.layers[0], replace(SHAPE, context=SHAPE.tokens))
+    assert attention_bytes(stage, layer, SHAPE) - first == num_bytes
 
 
 def test_chunks_of_the_text_need_no_mask() -> None:
-    model = make_model([DENSE], attention_chunk_size=8, layer_types=["chunked_attention"])
+    stage = hold(make_model([DENSE], attention_chunk_size=8, layer_types=["chunked_attention"]))
     layer = make_layer(0, DENSE, KVCache(128, window=8))
-    plain = attention_bytes(dense_model(1), make_layer(0, DENSE), SHAPE)
-    assert attention_bytes(model, layer, SHAPE) == plain
+    plain = attention_bytes(hold(dense_model(1)), make_layer(0, DENSE), SHAPE)
+    assert attention_bytes(stage, layer, SHAPE) == plain
 
 
 @pytest.mark.parametrize(
@@ -241,79 +243,79 @@ def test_chunks_of_the_text_need_no_mask() -> None:
 def test_experts_gathered_for_each_token(
     dtype: str, phase: Phase, tokens: int, gathered: int
 ) -> None:
-    model = replace(moe_model(2), dtype=dtype)
-    layer, experts = model.layers[1], model.experts
+    stage = hold(replace(moe_model(2), dtype=dtype))
+    layer, experts = stage.layers[1], stage.experts
     assert experts is not None
-    without = tokens * (3 * HIDDEN + 2 * (3 * HIDDEN + 2 * HIDDEN)) * model.element_bytes
+    without = tokens * (3 * HIDDEN + 2 * (3 * HIDDEN + 2 * HIDDEN)) * stage.element_bytes
     shape = PassShape(phase, tokens, 1, 9)
-    assert mlp_bytes(model, layer, shape) - without == gathered * 2 * experts.bytes_per_expert
+    assert mlp_bytes(stage, layer, shape) - without == gathered * 2 * experts.bytes_per_expert
 
 
 def test_a_token_alone_gathers_experts_that_the_kernels_do_not_know() -> None:
     alone = PassShape(Phase.DECODE, 1, 1, 9)
     odd: Shapes = {n: (24, HIDDEN) if ".experts." in n else s for n, s in MOE.items()}
-    model = make_model([odd])
-    experts = model.experts
+    stage = hold(make_model([odd]))
+    experts = stage.experts
     assert experts is not None
-    assert mlp_bytes(model, model.layers[0], alone) > 2 * experts.bytes_per_expert
+    assert mlp_bytes(stage, stage.layers[0], alone) > 2 * experts.bytes_per_expert
 
 
 def test_activations_grow_with_the_chunk() -> None:
     workload = Workload(prompt_tokens=512, output_tokens=8, context=600)
-    sizes = [activation_bytes(moe_model(3), workload, chunk) for chunk in (1, 64, 500, 512)]
+    sizes = [activation_bytes(hold(moe_model(3)), workload, chunk) for chunk in (1, 64, 500, 512)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
 
 
 def test_a_chunk_that_is_shorter_than_the_others_runs_its_experts_uncompiled() -> None:
     routed: Shapes = {name: shape for name, shape in MOE.items() if "shared" not in name}
-    model = make_model([DENSE, routed])
-    workload, layer = Workload(batch=2, prompt_tokens=10, context=200), model.layers[1]
-    assert eager_expert_bytes(model, layer, SHAPE) == TOKENS * 2 * EAGER_COPIES * HIDDEN * 2
-    assert eager_expert_bytes(model, model.layers[0], SHAPE) == 0
-    whole, longer = (activation_bytes(model, workload, chunk) for chunk in (10, 11))
+    stage = hold(make_model([DENSE, routed]))
+    workload, layer = Workload(batch=2, prompt_tokens=10, context=200), stage.layers[1]
+    assert eager_expert_bytes(stage, layer, SHAPE) == TOKENS * 2 * EAGER_COPIES * HIDDEN * 2
+    assert eager_expert_bytes(stage, stage.layers[0], SHAPE) == 0
+    whole, longer = (activation_bytes(stage, workload, chunk) for chunk in (10, 11))
     shape = PassShape(Phase.PREFILL, 2, 10, 10)
-    more = eager_expert_bytes(model, layer, shape) - mlp_bytes(model, layer, shape)
+    more = eager_expert_bytes(stage, layer, shape) - mlp_bytes(stage, layer, shape)
     assert longer - whole == more > 0
 
 
 def test_a_captured_step_keeps_its_temporaries() -> None:
     """A prompt of one token takes no more than a step: there are two of them, not one."""
-    model, workload = dense_model(2), Workload(batch=5, prompt_tokens=1, context=200)
+    stage, workload = hold(dense_model(2)), Workload(batch=5, prompt_tokens=1, context=200)
     step = PassShape(Phase.DECODE, 5, 1, 200)
-    block = mlp_bytes(model, model.layers[0], step)
-    once = hidden_bytes(model, step) + block + logits_bytes(model, step)
-    table = waiting_bytes(model, workload, PassShape(Phase.PREFILL, 5, 1, 1))
-    assert activation_bytes(model, workload, 1) == 2 * once + table
+    block = mlp_bytes(stage, stage.layers[0], step)
+    once = hidden_bytes(stage, step) + block + logits_bytes(stage, step)
+    table = waiting_bytes(stage, workload, PassShape(Phase.PREFILL, 5, 1, 1))
+    assert activation_bytes(stage, workload, 1) == 2 * once + table
 
 
 def test_chunks_wait_with_their_hidden_states() -> None:
     """Half the chunk halves its temporaries, but not what the whole prompt keeps."""
-    model, workload = dense_model(2), Workload(batch=3, prompt_tokens=8, context=200)
+    stage, workload = hold(dense_model(2)), Workload(batch=3, prompt_tokens=8, context=200)
     chunk = PassShape(Phase.PREFILL, 3, 2, 8)
     assert (
-        waiting_bytes(model, workload, chunk) == (WAITING_COPIES * 3 * 6 * HIDDEN + 2 * 8 * 16) * 2
+        waiting_bytes(stage, workload, chunk) == (WAITING_COPIES * 3 * 6 * HIDDEN + 2 * 8 * 16) * 2
     )
     whole = PassShape(Phase.PREFILL, 3, 8, 8)
-    assert waiting_bytes(model, workload, whole) == 2 * 8 * 16 * 2
+    assert waiting_bytes(stage, workload, whole) == 2 * 8 * 16 * 2
 
 
 def test_kv_cache_is_static() -> None:
-    model = dense_model(3)
-    assert context_bytes(model, Workload(batch=2, context=1000)) == 3 * 2 * 1000 * 128
+    stage = hold(dense_model(3))
+    assert stage.cache_bytes(Workload(batch=2, context=1000)) == 3 * 2 * 1000 * 128
 
 
 def test_layers_with_a_window_keep_the_context_as_the_runtime_does() -> None:
     windowed = make_layer(0, DENSE, KVCache(128, window=8, state_bytes=100))
-    model = replace(dense_model(1), layers=(windowed,))
-    assert context_bytes(model, Workload(batch=2, context=1000)) == 2 * (1000 * 128 + 100)
+    stage = hold(replace(dense_model(1), layers=(windowed,)))
+    assert stage.cache_bytes(Workload(batch=2, context=1000)) == 2 * (1000 * 128 + 100)
 
 
 def test_terms_add_up() -> None:
-    model = dense_model(4)
+    stage = hold(dense_model(4))
     budget = Budget(gpu_memory=100 * MIB)
-    placement = place_rules(model, [rule("mlp")], 2)
-    memory = predict_gpu_memory(placement, model, make_machine(), Workload(), budget, 512)
+    placement = place_rules(stage.model, [rule("mlp")], 2)
+    memory = predict_gpu_memory(placement, stage, make_machine(), Workload(), budget, 512)
     terms = memory.model_dump()
     assert memory.total_bytes == sum(terms.values()) - memory.total_bytes
     assert memory.ring_bytes == 2 * 3 * 3 * HIDDEN**2 * 2

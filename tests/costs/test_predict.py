@@ -3,8 +3,8 @@
 import pytest
 
 from offplan.costs.compute import ModelCompute
-from offplan.costs.predict import predict
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.held.held import hold
 from offplan.plan import Backend, Budget, Offload, Workload
 from tests.costs.builders import (
     HIDDEN,
@@ -16,6 +16,7 @@ from tests.costs.builders import (
     moe_model,
     rule,
 )
+from tests.held import predict
 
 BUDGET = Budget(gpu_memory=64 * MIB)
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=10, context=700)
@@ -83,7 +84,8 @@ def test_basis_is_measured_only_when_all_of_it_is() -> None:
     model = dense_model(3)
     offload = Offload(prefill_chunk=512, rules=())
     shapes = [*prefill_shapes(WORKLOAD, 512), decode_shape(WORKLOAD)]
-    keys = [*ModelCompute(model, make_machine()).works, model.outside_key]
+    stage = hold(model)
+    keys = [*ModelCompute(stage, make_machine()).works, stage.outside_key]
     times = [measured(shape, 0.5, key) for shape in shapes for key in keys]
     prediction = predict(model, make_machine(layer_times=times), WORKLOAD, BUDGET, offload)
     assert prediction.basis == "measured"

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from offplan.checkpoint.model import Model
-from offplan.checkpoint.open import open_model
 from offplan.costs.activations import (
     CODED_EXPERTS_BYTES,
     EXPANDED_COPIES,
@@ -20,29 +18,32 @@ from offplan.costs.activations import (
 )
 from offplan.costs.compute import outside_time
 from offplan.costs.link import CODED_ROWS, UNALIGNED_ROWS, coded_reads, uva_bytes
-from offplan.costs.memory import context_bytes
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Kind, Part
+from offplan.held.held import hold
+from offplan.held.packing import pack_everything
+from offplan.held.stage import Stage
+from offplan.held.unit import group_units
 from offplan.machine.profile import load_profile
-from offplan.packing import pack_everything, pack_model
-from offplan.placement import Phase, group_units
+from offplan.placement import Phase
 from offplan.plan import Workload
 from tests.checkpoint.quantised import FORMATS, HIDDEN, INNER, Format, write_quantised
+from tests.held import open_stage
 
 PROMPT = PassShape(Phase.PREFILL, 1, 512, 512)
 BF16 = Format(None, lambda out, columns: {"weight": ("BF16", (out, columns))}, RAW)
 
 
 @pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return open_model(str(write_quantised(tmp_path_factory.mktemp("raw"), BF16)))
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    return open_stage(write_quantised(tmp_path_factory.mktemp("raw"), BF16))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
-    model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
-    for layer, whole in zip(model.layers, raw.layers, strict=True):
-        stored, before = layer_work(model, layer), layer_work(raw, whole)
+def test_costs(tmp_path: Path, raw: Stage, name: str) -> None:
+    stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
+    for layer, whole in zip(stage.layers, raw.layers, strict=True):
+        stored, before = layer_work(stage, layer), layer_work(raw, whole)
         assert stored.flops(PROMPT) == before.flops(PROMPT)
         assert stored.weight_bytes(PROMPT) < 0.7 * before.weight_bytes(PROMPT)
         assert stored.key != before.key
@@ -51,33 +52,33 @@ def test_costs(tmp_path: Path, raw: Model, name: str) -> None:
         assert weights == [(u.name, u.shape) for u in before_units]
         assert sum(unit.nbytes for unit in units) == layer.nbytes
     workload = Workload(prompt_tokens=512)
-    largest = max(p.num_weights for p in model.loaded_parameters if not p.is_expert)
-    expanded = largest * model.element_bytes
-    nested = [p for p in model.loaded_parameters if Part.NESTED_SCALE in p.parts]
+    largest = max(p.num_weights for p in stage.parameters if not p.is_expert)
+    expanded = largest * stage.element_bytes
+    nested = [p for p in stage.parameters if Part.NESTED_SCALE in p.parts]
     num_scales = max((p.of(Part.SCALE)[0].num_elements for p in nested), default=0)
     expanded += 2 * NESTED_SCALE_BYTES * num_scales  # of a step, and of a prompt
-    if model.experts is not None:  # those that a step copies over the link
-        expanded += 2 * model.experts.num_experts_per_token * model.experts.bytes_per_expert
+    if stage.experts is not None:  # those that a step copies over the link
+        expanded += 2 * stage.experts.num_experts_per_token * stage.experts.bytes_per_expert
         expanded += CODED_EXPERTS_BYTES
-    assert activation_bytes(model, workload, 512) <= activation_bytes(raw, workload, 512) + expanded
-    assert context_bytes(model, workload) == context_bytes(raw, workload)
+    assert activation_bytes(stage, workload, 512) <= activation_bytes(raw, workload, 512) + expanded
+    assert stage.cache_bytes(workload) == raw.cache_bytes(workload)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_stored_as_codes_take_more_than_the_scratch(tmp_path: Path, name: str) -> None:
-    model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
+    stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
     values = HIDDEN * INNER * 2  # of the largest dense matrix
-    dense = replace(model, layers=model.layers[:1])
-    assert (scratch_bytes(model), scratch_bytes(dense)) == (values, values)
-    assert (coded_experts_bytes(model), coded_experts_bytes(dense)) == (CODED_EXPERTS_BYTES, 0)
+    dense = replace(stage, layers=stage.layers[:1])
+    assert (scratch_bytes(stage), scratch_bytes(dense)) == (values, values)
+    assert (coded_experts_bytes(stage), coded_experts_bytes(dense)) == (CODED_EXPERTS_BYTES, 0)
     workload = Workload(prompt_tokens=512)
-    prompt, step = phase_bytes(model, workload, 512)
+    prompt, step = phase_bytes(stage, workload, 512)
     total = prompt + step + values + CODED_EXPERTS_BYTES
-    assert activation_bytes(model, workload, 512) == total
+    assert activation_bytes(stage, workload, 512) == total
 
 
-def test_experts_packed_or_stored_as_they_are_take_no_more(raw: Model) -> None:
-    packed = pack_model(raw, pack_everything(raw))
+def test_experts_packed_or_stored_as_they_are_take_no_more(raw: Stage) -> None:
+    packed = hold(raw.model, pack_everything(raw.model))
     routed = {p.form.kind for layer in packed.layers for p in layer.parameters if p.is_expert}
     assert routed == {Kind.PACKED}
     assert (scratch_bytes(packed), scratch_bytes(raw)) == (HIDDEN * INNER * 2, 0)
@@ -85,20 +86,20 @@ def test_experts_packed_or_stored_as_they_are_take_no_more(raw: Model) -> None:
 
 
 def test_experts_are_all_that_gpt_oss_stores_as_codes() -> None:
-    model = open_model("benchmarks/models/gpt-oss-20b/config.json")
-    assert (scratch_bytes(model), coded_experts_bytes(model)) == (0, CODED_EXPERTS_BYTES)
+    stage = open_stage("benchmarks/models/gpt-oss-20b/config.json")
+    assert (scratch_bytes(stage), coded_experts_bytes(stage)) == (0, CODED_EXPERTS_BYTES)
 
 
 def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
     machine = load_profile("h200-pcie5")
-    model = open_model("benchmarks/models/gpt-oss-20b/config.json")
-    units = [u for u in group_units(model.layers[0]) if not u.parameters[0].form.is_raw]
+    stage = open_stage("benchmarks/models/gpt-oss-20b/config.json")
+    units = [u for u in group_units(stage.layers[0]) if not u.parameters[0].form.is_raw]
     codes = [unit for unit in units if unit.part is Part.WEIGHT]
     num_bytes = sum(unit.nbytes for unit in codes)
-    read = uva_bytes(machine, codes, model.experts, 16)
-    assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * model.experts.touched(16) / 32)
+    read = uva_bytes(machine, codes, stage.experts, 16)
+    assert read == pytest.approx(UNALIGNED_ROWS * num_bytes * stage.experts.touched(16) / 32)
     # those of few tokens are copied in whole lines
-    assert uva_bytes(machine, codes, model.experts, 1) == pytest.approx(num_bytes * 4 / 32)
+    assert uva_bytes(machine, codes, stage.experts, 1) == pytest.approx(num_bytes * 4 / 32)
 
 
 def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
@@ -113,54 +114,54 @@ def test_scales_in_the_order_of_activations_are_read_once(
     tmp_path: Path, told: dict[str, bool]
 ) -> None:
     config = {**FORMATS["gptq"].config, **told}
-    model = open_model(str(write_quantised(tmp_path, FORMATS["gptq"]._replace(config=config))))
+    stage = open_stage(write_quantised(tmp_path, FORMATS["gptq"]._replace(config=config)))
     machine = load_profile("h200-pcie5")
-    down = [u for u in group_units(model.layers[0]) if u.name == "mlp.down_proj.weight"]
+    down = [u for u in group_units(stage.layers[0]) if u.name == "mlp.down_proj.weight"]
     for unit in down:
         assert uva_bytes(machine, [unit], None, 1) == unit.nbytes
     assert {unit.part for unit in down} >= {Part.SCALE, Part.ZERO, Part.GROUP_INDEX}
     # those of few experts are copied whole before they are multiplied
-    routed = [u for u in group_units(model.layers[1]) if u.is_expert and u.part is Part.SCALE]
+    routed = [u for u in group_units(stage.layers[1]) if u.is_expert and u.part is Part.SCALE]
     for unit in routed:
-        assert uva_bytes(machine, [unit], model.experts, 1) == unit.nbytes // 2
+        assert uva_bytes(machine, [unit], stage.experts, 1) == unit.nbytes // 2
 
 
-def test_a_head_stored_as_codes_is_expanded_for_many_sequences(tmp_path: Path, raw: Model) -> None:
+def test_a_head_stored_as_codes_is_expanded_for_many_sequences(tmp_path: Path, raw: Stage) -> None:
     stored = FORMATS["fp8 blocks"]._replace(takes_all=True)
-    model, machine = open_model(str(write_quantised(tmp_path, stored))), load_profile("h200-pcie5")
+    stage, machine = open_stage(write_quantised(tmp_path, stored)), load_profile("h200-pcie5")
     few, many = (PassShape(Phase.DECODE, batch, 1, 9) for batch in (128, 129))
-    values = model.head.num_weights * 2
-    assert not model.head.form.is_raw
-    assert logits_bytes(model, few) == logits_bytes(raw, few)
-    assert logits_bytes(model, many) == logits_bytes(raw, many) + values
-    took, raw_took = (outside_time(machine, m, many).seconds for m in (model, raw))
-    made = 2 * values - (values - model.head.nbytes)
+    values = stage.head.num_weights * 2
+    assert not stage.head.form.is_raw
+    assert logits_bytes(stage, few) == logits_bytes(raw, few)
+    assert logits_bytes(stage, many) == logits_bytes(raw, many) + values
+    took, raw_took = (outside_time(machine, m, many).seconds for m in (stage, raw))
+    made = 2 * values - (values - stage.head.nbytes)
     assert took - raw_took == pytest.approx(made / machine.hbm.value)
     # a prompt's tokens beyond each sequence's last never meet it
-    assert logits_bytes(model, PROMPT) == logits_bytes(raw, PROMPT)
+    assert logits_bytes(stage, PROMPT) == logits_bytes(raw, PROMPT)
 
 
 def test_float32_is_multiplied_by_values_alone(tmp_path: Path) -> None:
-    model = open_model(str(write_quantised(tmp_path, FORMATS["fp8 blocks"])))
-    step, layer = PassShape(Phase.DECODE, 1, 1, 9), model.layers[0]
-    wide = replace(model, dtype="float32")
-    assert (expanded_bytes(model, layer, step), scratch_bytes(wide)) == (0, 0)
+    stage = open_stage(write_quantised(tmp_path, FORMATS["fp8 blocks"]))
+    step, layer = PassShape(Phase.DECODE, 1, 1, 9), stage.layers[0]
+    wide = hold(replace(stage.model, dtype="float32"))
+    assert (expanded_bytes(stage, layer, step), scratch_bytes(wide)) == (0, 0)
     largest = max(p.num_weights for p in layer.parameters)
     assert expanded_bytes(wide, layer, step) == EXPANDED_COPIES * largest * 4
-    works = layer_work(model, layer), layer_work(wide, layer)
+    works = layer_work(stage, layer), layer_work(wide, layer)
     made = [work.device_bytes(step) - work.weight_bytes(step) for work in works]
     assert made[1] - made[0] == 2 * 4 * works[1].expanded_elements
 
 
 @pytest.mark.parametrize(("name", "slowdown"), [("fp8 blocks", 5), ("compressed-tensors int4", 9)])
 def test_codes_of_experts_take_longer_than_values(
-    tmp_path: Path, raw: Model, name: str, slowdown: int
+    tmp_path: Path, raw: Stage, name: str, slowdown: int
 ) -> None:
     """Sixteen tokens at least of each expert that is chosen, so many times as long."""
-    model = open_model(str(write_quantised(tmp_path, FORMATS[name])))
-    layer, experts = model.layers[-1], model.experts
+    stage = open_stage(write_quantised(tmp_path, FORMATS[name]))
+    layer, experts = stage.layers[-1], stage.experts
     assert experts is not None
-    work, plain = layer_work(model, layer), layer_work(raw, raw.layers[-1])
+    work, plain = layer_work(stage, layer), layer_work(raw, raw.layers[-1])
     of_expert = sum(p.num_weights for p in layer.parameters if p.is_expert) / experts.num_experts
     for num_tokens in (1, 4096):
         shape = PassShape(Phase.PREFILL, 1, num_tokens, num_tokens)

@@ -15,6 +15,7 @@ from offplan.costs.work import (
     pairs_in_chunks,
     prefill_shapes,
 )
+from offplan.held.held import hold
 from offplan.placement import Phase
 from offplan.plan import Workload
 from tests.costs.builders import DENSE, HIDDEN, MOE, make_model
@@ -82,20 +83,20 @@ def test_latents_are_looked_at_as_they_are_in_decode() -> None:
 
 
 def test_dense_layer_reads_all_and_multiplies_matrices() -> None:
-    model = make_model([DENSE])
-    work = layer_work(model, model.layers[0])
+    stage = hold(make_model([DENSE]))
+    work = layer_work(stage, stage.layers[0])
     matrices = 3 * 3 * HIDDEN**2 + 3 * HIDDEN**2
-    assert work.weight_bytes(prefill(1, 1)) == model.layers[0].nbytes
+    assert work.weight_bytes(prefill(1, 1)) == stage.layers[0].nbytes
     assert work.flops(prefill(1, 1)) == 2 * matrices + 2 * 4 * (16 + 16)
     assert work.flops(prefill(6, 6, batch=2)) == 12 * 2 * matrices + 2 * 21 * 2 * 4 * 32
-    cache = 2 * 10 * model.layers[0].kv_cache.bytes_per_token
-    assert work.device_bytes(prefill(1, 10, batch=2)) == model.layers[0].nbytes + cache
+    cache = 2 * 10 * stage.layers[0].kv_cache.bytes_per_token
+    assert work.device_bytes(prefill(1, 10, batch=2)) == stage.layers[0].nbytes + cache
 
 
 def test_routed_experts_are_read_as_tokens_touch_them() -> None:
-    model = make_model([MOE])
-    layer = model.layers[0]
-    work = layer_work(model, layer)
+    stage = hold(make_model([MOE]))
+    layer = stage.layers[0]
+    work = layer_work(stage, layer)
     dense = layer.nbytes - layer.expert_bytes
     assert work.weight_bytes(prefill(1, 1)) == pytest.approx(dense + layer.expert_bytes * 2 / 8)
     assert work.weight_bytes(prefill(1000, 1000)) == pytest.approx(layer.nbytes)
@@ -105,9 +106,9 @@ def test_routed_experts_are_read_as_tokens_touch_them() -> None:
 
 def test_latent_attention_expands_each_token_once() -> None:
     latent = {**DENSE, "self_attn.kv_b_proj.weight": (96, 32)}
-    model = make_model([latent], num_attention_heads=0)
-    work = layer_work(model, model.layers[0])
+    stage = hold(make_model([latent], num_attention_heads=0))
+    work = layer_work(stage, stage.layers[0])
     assert work.flops(prefill(1, 1)) == work.flops(prefill(1, 101))
-    plain = make_model([DENSE], num_attention_heads=0)
+    plain = hold(make_model([DENSE], num_attention_heads=0))
     more = work.flops(prefill(7, 7)) - layer_work(plain, plain.layers[0]).flops(prefill(7, 7))
     assert more == 7 * 2 * 96 * 32

@@ -10,10 +10,12 @@ from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.engines.mxfp4 import Kernels, lay_out_experts
 from offplan.engines.names import engine_parameters
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.engines.startup import Startup
 from offplan.engines.vllm import ANY_KERNELS, MARLIN_KERNELS
 from offplan.errors import ExportError
+from offplan.held.held import hold, hold_whole
+from offplan.held.stage import Stage
 from offplan.plan import Budget, Goal, Rule
 from offplan.upkeep.engine_start import check_start
 from tests.engines.builders import make_plan, prefetch, up_to
@@ -42,7 +44,7 @@ def test_sizes_are_rounded_up(
     model: Model, kernels: Kernels, gate_up: int, down: int, bias_bytes: int
 ) -> None:
     """A weight takes half a byte, and 32 of them a byte for their scale."""
-    laid_out = lay_out_experts(engine_parameters(model, {}), kernels)
+    laid_out = lay_out_experts(engine_parameters(hold(model), {}), kernels)
     found = {e.name.rpartition(".")[2]: e.nbytes for e in laid_out.values() if e.layer == 0}
     assert found == {
         "w13_weight": NUM_EXPERTS * 2 * gate_up * 256 // 2,
@@ -54,8 +56,8 @@ def test_sizes_are_rounded_up(
     }
 
 
-def growth(model: Model, kernels: Kernels) -> int:
-    laid_out = lay_out_experts(engine_parameters(model, {}), kernels)
+def growth(stage: Stage, kernels: Kernels) -> int:
+    laid_out = lay_out_experts(engine_parameters(stage, {}), kernels)
     return sum(after.nbytes - before.nbytes for before, after in laid_out.items())
 
 
@@ -66,7 +68,7 @@ def growth(model: Model, kernels: Kernels) -> int:
 )
 def test_experts_that_stay_are_counted(model: Model, rules: list[Rule]) -> None:
     plan = make_plan(*rules, prefetch_step=1)
-    more = growth(model, ANY_KERNELS)
+    more = growth(hold(model), ANY_KERNELS)
     export = export_plan(plan, model, "vllm")
     assert export.said.more_gpu_bytes == pytest.approx(more, abs=256)  # slots are aligned
     assert "moe-backend" not in export.said.flags
@@ -76,12 +78,12 @@ def test_experts_that_stay_are_counted(model: Model, rules: list[Rule]) -> None:
     with pytest.raises(ExportError, match="more of GPU memory"):
         export_plan(tight, model, "vllm")
     older = export_plan(plan, model, "vllm==0.32").said
-    assert older.more_gpu_bytes == pytest.approx(growth(model, Kernels()), abs=256)
+    assert older.more_gpu_bytes == pytest.approx(growth(hold(model), Kernels()), abs=256)
 
 
 def test_a_log_may_have_them_as_large_as_that(model: Model) -> None:
     plan = make_plan().model_copy(update={"budget": Budget(gpu_memory=2**40)})
-    least, more = model.as_loaded_by("vllm").loaded_bytes, growth(model, ANY_KERNELS)
+    least, more = hold_whole(model, "vllm").loaded_bytes, growth(hold(model), ANY_KERNELS)
 
     def verdict(loaded_bytes: int) -> str:
         found = check_start(plan, model, "vllm==0.33", Startup(loaded_bytes=loaded_bytes))
@@ -96,17 +98,17 @@ def test_the_largest_stage_counts(model: Model) -> None:
     """Of five layers the first stage of vLLM's has three."""
     goal = Goal(engine="vllm", tensor_parallel=2, pipeline_parallel=2)
     plan = make_plan().model_copy(update={"goal": goal})
-    held = hold_model(model, goal, plan.workload)
-    assert held.share is not None
-    more = [growth(stage, ANY_KERNELS) for stage in held.share.stages]
+    held = lower(model, goal, plan.workload)
+    assert len(held.stages) == 2
+    more = [growth(stage, ANY_KERNELS) for stage in held.stages]
     assert export_plan(plan, model, "vllm").said.more_gpu_bytes == max(more) == more[0]
     assert more[0] * 2 == more[1] * 3
 
 
 def test_ranks_of_sglang_that_have_whole_experts_expand_them(model: Model) -> None:
     plan = make_plan().model_copy(update={"budget": Budget(gpu_memory=2**40)})
-    assert export_plan(plan, model, "sglang").said.more_gpu_bytes == growth(model, Kernels())
+    assert export_plan(plan, model, "sglang").said.more_gpu_bytes == growth(hold(model), Kernels())
     goal = Goal(engine="sglang", tensor_parallel=2, expert_parallel=2)
-    held = hold_model(model, goal, plan.workload)
+    held = lower(model, goal, plan.workload)
     said = export_plan(plan.model_copy(update={"goal": goal}), model, "sglang").said
-    assert said.more_gpu_bytes == growth(held, Kernels(code_growth=4))
+    assert said.more_gpu_bytes == growth(held.stage, Kernels(code_growth=4))

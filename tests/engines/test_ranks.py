@@ -10,11 +10,13 @@ import pytest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan, say_offload
-from offplan.engines.ranks import hold_model, split_layers
+from offplan.engines.ranks import lower, split_layers
 from offplan.errors import ExportError, InputError
+from offplan.held.held import Held, hold_whole
+from offplan.held.stage import Stage
+from offplan.library.asking import pose
 from offplan.plan import Budget, Goal, Workload
 from offplan.planner.make import make_plan
-from offplan.planner.question import Question
 from offplan.ranks import Ranks
 from tests.costs.builders import make_machine
 from tests.engines.builders import make_plan as write_plan
@@ -32,11 +34,16 @@ def read(folder: Path, config: Mapping[str, Any]) -> Model:
     return open_model(str(path))
 
 
-def hold(model: Model, engine: str = "vllm", **ranks: int) -> Model:
-    return hold_model(model, Goal.model_validate({"engine": engine, **ranks}), SHORT)
+def divide(model: Model, engine: str = "vllm", **ranks: int) -> Held:
+    return lower(model, Goal.model_validate({"engine": engine, **ranks}), SHORT)
 
 
-def shapes(model: Model) -> dict[str, tuple[int, ...]]:
+def hold(model: Model, engine: str = "vllm", **ranks: int) -> Stage:
+    """What a rank of the stage that is planned for holds."""
+    return divide(model, engine, **ranks).stage
+
+
+def shapes(model: Model | Stage) -> dict[str, tuple[int, ...]]:
     """Those of the last layer, by the names that are the same in all; of experts their number."""
     return {
         p.name: (len(p.tensors), *p.shape) if p.is_expert and not p.is_fused else p.shape
@@ -44,7 +51,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     }
 
 
-def differing(held: Model, whole: Model) -> dict[str, tuple[int, ...]]:
+def differing(held: Stage, whole: Model) -> dict[str, tuple[int, ...]]:
     before, after = shapes(whole), shapes(held)
     assert before.keys() == after.keys()
     return {name: shape for name, shape in after.items() if shape != before[name]}
@@ -71,13 +78,12 @@ def test_columns_and_rows_are_divided_and_norms_are_not(tmp_path: Path) -> None:
     assert (heads.num_heads, heads.num_kv_heads, heads.head_dim) == (8, 4, 8)
     assert held.layers[0].kv_cache.bytes_per_token == 2 * 4 * 8 * 2
     # 100 rows are padded to 128
-    assert {t.name: t.shape for t in held.outside} == {
+    assert {p.name: p.shape for p in held.outside} == {
         "lm_head.weight": (64, 64),
         "model.embed_tokens.weight": (64, 64),
         "model.norm.weight": (64,),
     }
-    assert (held.headers_sha256, held.config_sha256) == (whole.headers_sha256, whole.config_sha256)
-    assert held.whole is whole
+    assert held.model is whole
 
 
 def test_heads_of_keys_and_values_are_repeated_beyond_their_number(tmp_path: Path) -> None:
@@ -128,7 +134,7 @@ def test_latents_are_whole_and_heads_are_divided(tmp_path: Path) -> None:
         "mlp.experts.down_proj.weight": (8, 64, 8),
     }
     assert held.layers[0].kv_cache == whole.layers[0].kv_cache
-    assert 4 * held.derived_bytes == whole.as_loaded_by("vllm").derived_bytes
+    assert 4 * held.derived_bytes == hold_whole(whole, "vllm").derived_bytes
 
 
 def test_codes_are_divided_with_their_scales(tmp_path: Path) -> None:
@@ -181,23 +187,22 @@ def test_layers_of_stages(engine: str, num_layers: int, num_stages: int, counts:
 
 
 def test_stages_count_their_layers_anew(tmp_path: Path) -> None:
-    held = hold(read(tmp_path, DENSE), pipeline_parallel=2)
-    assert held.share is not None
-    first, last = held.share.stages
+    held = divide(read(tmp_path, DENSE), pipeline_parallel=2)
+    first, last = held.stages
     assert [[layer.index for layer in stage.layers] for stage in (first, last)] == [
         [0, 1, 2],
         [0, 1],
     ]
     assert last.layers[0].prefix == "model.layers.3"
-    assert [t.name for t in first.outside] == ["model.embed_tokens.weight"]
-    assert [t.name for t in last.outside] == ["lm_head.weight", "model.norm.weight"]
+    assert [p.name for p in first.outside] == ["model.embed_tokens.weight"]
+    assert [p.name for p in last.outside] == ["lm_head.weight", "model.norm.weight"]
     assert (first.head, last.head is not None) == (None, True)
-    assert held.share.stage == 0  # the one of three layers
+    assert held.planned == 0  # the one of three layers
 
 
 def test_all_ranks_lock_memory(tmp_path: Path) -> None:
     whole = read(tmp_path, DENSE)
-    held, plan = hold(whole, tensor_parallel=2), write_plan(prefetch("mlp"), prefetch_step=1)
+    held, plan = divide(whole, tensor_parallel=2), write_plan(prefetch("mlp"), prefetch_step=1)
     said = say_offload(plan.offload, held, "vllm")
     assert {each.layer for each in said.moved} == {1, 3}
     assert said.pinned_bytes == 2 * 2 * (16384 + 8192)  # gate_up of 12 KiB, down of 6
@@ -210,7 +215,7 @@ def test_all_ranks_lock_memory(tmp_path: Path) -> None:
 
 
 def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
-    held = hold(read(tmp_path, DENSE), pipeline_parallel=2)
+    held = divide(read(tmp_path, DENSE), pipeline_parallel=2)
     plan = write_plan(uva("self_attn"))
     with pytest.raises(ExportError, match="all stages of a pipeline the same flags"):
         say_offload(plan.offload, held, "vllm")
@@ -273,7 +278,7 @@ def test_goals_that_contradict_themselves(goal: dict[str, Any], why: str) -> Non
 def test_a_question_is_asked_of_a_model_that_can_be_divided() -> None:
     model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
     with pytest.raises(InputError, match="--for vllm: --tp 3: how 32 heads"):
-        Question(
+        pose(
             model,
             make_machine(),
             Workload(),
@@ -288,7 +293,7 @@ def test_a_plan_of_ranks_can_be_exported(ranks: Ranks, host_memory: int | None) 
     model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
     goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline)
     budget = Budget(gpu_memory=14 * GIB // ranks.num_gpus, host_memory=host_memory)
-    question = Question(model, make_machine(), Workload(), budget, goal)
+    question = pose(model, make_machine(), Workload(), budget, goal)
     plan = make_plan(question).plan
     export = export_plan(plan, model, "vllm")
     memory = plan.prediction.gpu_memory

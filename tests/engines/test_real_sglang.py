@@ -18,6 +18,7 @@ from offplan.engines.formats import render_export
 from offplan.engines.ranks import split_layers
 from offplan.engines.sglang import PREFETCHING_CLASSES
 from offplan.engines.startup import SGLANG_FLAGS
+from offplan.held.held import hold_whole
 from offplan.placement import Phase, place
 from offplan.plan import Goal, Offload, Rule
 from offplan.schedule import Copy
@@ -92,10 +93,10 @@ def test_copies_are_those_that_are_priced(num_layers: int, num_slots: int) -> No
     from tests.engines.real_sglang import copied_layers
 
     step = max(1, num_slots - 1)
-    model = dense_model(num_layers).as_loaded_by("sglang")
+    stage = hold_whole(dense_model(num_layers), "sglang")
     rule = Rule(group_size=1, num_in_group=1, prefill="prefetch", decode="prefetch")
-    placement = place(model, Offload(prefetch_step=num_slots, prefill_chunk=1, rules=(rule,)))
-    runtime = engine_runtime(model)
+    placement = place(stage, Offload(prefetch_step=num_slots, prefill_chunk=1, rules=(rule,)))
+    runtime = engine_runtime(stage)
     assert runtime is not None
     prompt, decode = (
         [op.span.layer for op in each.operations if isinstance(op, Copy)]

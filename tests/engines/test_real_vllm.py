@@ -15,8 +15,10 @@ from offplan.engines.export import ENGINES, export_plan, find_engine
 from offplan.engines.formats import render_export
 from offplan.engines.mxfp4 import lay_out_experts
 from offplan.engines.names import engine_parameters
-from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, hold_model, split_layers
+from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, lower, split_layers
 from offplan.errors import ExportError
+from offplan.held.held import hold, hold_whole
+from offplan.held.stage import Stage
 from offplan.placement import Phase, place
 from offplan.plan import Backend, Budget, Goal, Offload, Plan, Rule
 from offplan.ranks import ONE_RANK, Ranks
@@ -66,7 +68,7 @@ def test_slots_are_filled_in_the_order_that_is_priced(num_layers: int) -> None:
 
     for step in range(1, num_layers + 1):
         offload = Offload(prefetch_step=step, prefill_chunk=1, rules=(prefetch(group_size=1),))
-        placement = place(dense_model(num_layers), offload)
+        placement = place(hold(dense_model(num_layers)), offload)
         passed = build_repeated_pass(placement, num_layers, Phase.DECODE)
         filled = [op.span.layer for op in passed.operations if isinstance(op, Copy)]
         assert filled == [next_filled(turn, step, num_layers) for turn in range(num_layers)]
@@ -80,13 +82,13 @@ def test_names_and_bytes(architecture: str, tmp_path: Path) -> None:
         pytest.importorskip("torchvision")
     model = open_model(str(write_config(tmp_path, architecture)))
     real = record_layers(parse_command(["serve", str(tmp_path), "--max-model-len", "64"]), tmp_path)
-    check_layers(model, real)
+    check_layers(hold_whole(model, "vllm"), real)
 
 
-def check_layers(model: Model, real: Sequence[Mapping[str, int]]) -> None:
-    """Hold names and bytes of a model's layers against those of vLLM's own."""
-    ours: list[dict[str, int]] = [{} for _ in model.layers]
-    for each in engine_parameters(model, vllm.find_names(model)):
+def check_layers(stage: Stage, real: Sequence[Mapping[str, int]]) -> None:
+    """Hold names and bytes of a stage's layers against those of vLLM's own."""
+    ours: list[dict[str, int]] = [{} for _ in stage.layers]
+    for each in engine_parameters(stage, vllm.find_names(stage)):
         ours[each.layer][each.name] = each.nbytes
     for one, other in zip(ours, real, strict=True):
         assert one.keys() == other.keys()
@@ -113,12 +115,12 @@ def test_what_ranks_hold(architecture: str, ranks: Ranks, tmp_path: Path) -> Non
     too_many = ranks.tensor > 2 and architecture in REPEATS_NO_HEADS
     if too_many or (ranks.expert > 1 and model.experts is None):
         with pytest.raises(ExportError, match=r"no routed experts|heads of keys"):
-            hold_model(model, goal, plan.workload)
+            lower(model, goal, plan.workload)
         return
-    held = hold_model(model, goal, plan.workload)
+    held = lower(model, goal, plan.workload)
     export = export_plan(plan.model_copy(update={"goal": goal}), model, "vllm")
-    assert held.share is not None
-    for number, stage in enumerate(held.share.stages):
+    assert len(held.stages) == ranks.pipeline
+    for number, stage in enumerate(held.stages):
         config = parse_command(export.command[1:])
         real, outside_bytes = record_stage(config, tmp_path, number)
         check_layers(stage, real)
@@ -144,10 +146,10 @@ def test_vllm_moves_what_the_plan_says_of_ranks(
     goal = Goal(engine="vllm", tensor_parallel=ranks.tensor, pipeline_parallel=ranks.pipeline)
     plan = with_source(make_plan(rule, prefetch_step=1), path, model)
     plan = plan.model_copy(update={"goal": goal})
-    held = hold_model(model, goal, plan.workload)
-    assert held.share is not None
+    held = lower(model, goal, plan.workload)
     command = export_plan(plan, model, "vllm").command
-    for number, stage in enumerate(held.share.stages):
+    assert len(held.stages) == ranks.pipeline
+    for number, stage in enumerate(held.stages):
         engine, version = find_engine("vllm")
         said = engine.say(rule, place(stage, plan.offload), stage, version)
         moved = record_moved(parse_command(command[1:]), tmp_path, number)
@@ -202,12 +204,12 @@ def test_experts_of_mxfp4(
     rules = [] if kernels else [prefetch("experts", group_size=2, num_in_group=1)]
     plan = with_source(make_plan(*rules, prefetch_step=1), path, model)
     plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=2**40)})
-    held = hold_model(model, goal, plan.workload)
+    held = lower(model, goal, plan.workload)
     export = export_plan(plan, model, "vllm")
     chosen = ["--moe-backend", kernels] if kernels else []
     real = record_layers(parse_command([*export.command[1:], *chosen]), tmp_path)
     laid_out = lay_out_experts(
-        engine_parameters(held, {}), vllm.ANY_KERNELS if kernels else vllm.MARLIN_KERNELS
+        engine_parameters(held.stage, {}), vllm.ANY_KERNELS if kernels else vllm.MARLIN_KERNELS
     )
     assert len(laid_out) == 6 * len(real)
     stored = sum(each.nbytes for each in laid_out)

@@ -20,10 +20,11 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan, join_flags
 from offplan.engines.formats import render_export
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.engines.vllm import divide_vllm
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError, OffplanError
+from offplan.held.held import hold
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Plan, Rule, Workload, dump_plan
 from offplan.ranks import ONE_RANK, Ranks
@@ -144,7 +145,7 @@ def test_the_worker_takes_what_the_placement_has(
     taken = find_taken(plan, model, (0, 33, 0))
     offloader = seam.worker.PlanOffloader(taken, lambda: None)
     build_on_meta(seam, config, offloader, tmp_path)
-    hold_against(place(model, plan.offload), offloader, plan.offload.rules)
+    hold_against(place(hold(model), plan.offload), offloader, plan.offload.rules)
 
 
 def hold_against(placement: Placement, offloader: Any, rules: tuple[Rule, ...]) -> None:
@@ -201,9 +202,9 @@ def test_the_worker_of_a_rank_takes_what_its_share_has(
             find_taken(plan, model, (0, 33, 0), ranks)
         return
     config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
-    held = hold_model(model, plan.goal, plan.workload)
-    assert held.share is not None
-    for number, stage in enumerate(held.share.stages):
+    held = lower(model, plan.goal, plan.workload)
+    assert len(held.stages) == ranks.pipeline
+    for number, stage in enumerate(held.stages):
         offloader = seam.worker.PlanOffloader(seam.worker.take_plan(config, number), lambda: None)
         build_on_meta(seam, config, offloader, tmp_path, number)
         hold_against(place(stage, plan.offload), offloader, rules)

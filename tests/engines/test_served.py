@@ -9,6 +9,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError, InputError
+from offplan.library.asking import pose
 from offplan.plan import Budget, Goal, Plan, Workload
 from offplan.planner.context import find_longest_context
 from offplan.planner.make import make_plan
@@ -31,7 +32,7 @@ def plan_it(model: Model, engine: str | None) -> Plan:
 
 def ask(model: Model, engine: str | None) -> Question:
     goal = Goal(engine=engine)
-    return Question(model, make_machine(), WORK, Budget(gpu_memory=2**30), goal)
+    return pose(model, make_machine(), WORK, Budget(gpu_memory=2**30), goal)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm-worker", "sglang"])

@@ -10,6 +10,7 @@ from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass
 from offplan.engines.export import export_plan
 from offplan.errors import ExportError
+from offplan.held.held import hold, hold_whole
 from offplan.placement import Phase, place
 from offplan.plan import Budget, Plan
 from offplan.schedule import Copy
@@ -52,8 +53,9 @@ def test_one_slot_is_two_there() -> None:
 def test_the_step_is_the_one_that_is_priced(num_slots: int) -> None:
     """Of a captured step's copies there are so many more than layers."""
     plan = make_plan(prefetch("experts", group_size=1, num_in_group=1), prefetch_step=num_slots)
-    model = deepseek(5).as_loaded_by("sglang")
-    placement, runtime = place(model, plan.offload), engine_runtime(model)
+    model = deepseek(5)
+    stage = hold_whole(model, "sglang")
+    placement, runtime = place(stage, plan.offload), engine_runtime(stage)
     assert runtime is not None
     priced = build_engine_pass(runtime, placement, len(model.layers), Phase.DECODE)
     num_copies = sum(isinstance(operation, Copy) for operation in priced.operations)
@@ -79,7 +81,7 @@ def test_whole_gib_are_those_of_the_rule(max_bytes: str, gib: int) -> None:
     said = export_plan(plan, model, "sglang").said
     assert said.flags["cpu-offload-gb"] == (str(gib),)
     layer_bytes = model.layers[0].nbytes
-    taken_bytes = sum(slab.nbytes for slab in place(model, plan.offload).slabs)
+    taken_bytes = sum(slab.nbytes for slab in place(hold(model), plan.offload).slabs)
     assert said.more_gpu_bytes == 2 * layer_bytes + taken_bytes - gib * GIB
     assert gib * GIB <= sum(each.nbytes for each in said.moved) < gib * GIB + layer_bytes
     assert sum(each.nbytes for each in said.moved if each.layer == 0) == layer_bytes

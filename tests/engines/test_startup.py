@@ -16,9 +16,10 @@ import pytest
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.engines.startup import SGLANG_FLAGS, read_log, read_server
 from offplan.errors import InputError
+from offplan.held.held import hold, hold_whole
 from offplan.plan import Budget, Goal, Plan, Rule
 from offplan.upkeep.checking import Finding
 from offplan.upkeep.engine_start import check_start, read_start
@@ -52,7 +53,7 @@ def large(model: Model) -> Model:
 
 
 MODEL = large(qwen3())
-WEIGHTS = MODEL.loaded_bytes / GIB
+WEIGHTS = hold(MODEL).loaded_bytes / GIB
 PREFETCH = make_plan(prefetch("mlp"), prefetch_step=1)
 MOVED = 3 * 3 / 4
 UVA = make_plan(up_to("3GiB", "mlp"))
@@ -110,7 +111,7 @@ def test_sglang() -> None:
     plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
     said = export_plan(plan, model, "sglang==0.5.23").said
     moved = sum(each.nbytes for each in said.moved) / GIB
-    weights = model.as_loaded_by("sglang").loaded_bytes / GIB
+    weights = hold_whole(model, "sglang").loaded_bytes / GIB
     line, loaded = SGLANG_LAYER, SGLANG_LOADED
     layers = "".join(map(line.format, (1, 3, 5)))
     assert not drifts(found(plan, layers + loaded.format(weights - moved), "sglang", model))
@@ -125,7 +126,7 @@ def staged(engine: str, name: str, rule: Rule) -> tuple[Plan, Model, list[tuple[
     goal = Goal(engine=engine, tensor_parallel=2, pipeline_parallel=2)
     plan = make_plan(rule, prefetch_step=1)
     plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=64 * GIB)})
-    stages = hold_model(model, goal, plan.workload).stages
+    stages = lower(model, goal, plan.workload).stages
     figures = []
     for said, stage in zip(export_plan(plan, model, engine).said.stages, stages, strict=True):
         moved = sum(each.nbytes for each in said.moved)

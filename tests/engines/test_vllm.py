@@ -16,6 +16,7 @@ from offplan.engines.segments import choose_segments
 from offplan.engines.vllm import FACTS
 from offplan.errors import ExportError, PlanError
 from offplan.forms.form import Form, Kind
+from offplan.held.held import hold, hold_whole
 from offplan.plan import Budget, Packing, Plan
 from tests.costs.builders import place_rules
 from tests.engines.builders import (
@@ -242,10 +243,9 @@ def with_form(model: Model, form: Form) -> Model:
 
 
 def test_latent_attention_keeps_a_copy_of_kv_b_proj() -> None:
-    plain, loaded = deepseek(), deepseek().as_loaded_by("vllm")
+    plain, loaded = (hold_whole(deepseek(), engine) for engine in (None, "vllm"))
     # 7 layers of KIB weights of two bytes
     assert loaded.loaded_bytes - plain.loaded_bytes == 7 * 2 * 1024
-    assert loaded.as_loaded_by("vllm").loaded_bytes == loaded.loaded_bytes
     full = make_plan(prefetch("experts"), prefetch_step=1)
     memory = full.prediction.gpu_memory.model_copy(update={"total_bytes": 2**30})
     prediction = full.prediction.model_copy(update={"gpu_memory": memory})
@@ -289,7 +289,7 @@ def test_vllm_never_leaves_more_on_the_gpu(model: Model, kib: int, random: Rando
     said = export_plan(make_plan(rule), model, "vllm").said
     planned = sum(slab.nbytes for slab in place_rules(model, [rule], 1).slabs)
     limit = int(float(said.flags["cpu-offload-gb"][0]) * 2**30)
-    parameters = list(engine_parameters(model, {}))
+    parameters = list(engine_parameters(hold(model), {}))
     random.shuffle(parameters)
     taken: list[EngineParameter] = []
     for each in sorted(parameters, key=lambda each: each.layer):
@@ -307,7 +307,7 @@ def read_prefetch_flags(said: Said, model: Model) -> set[tuple[int, str]]:
     segments = said.flags.get("offload-params", ())
     return {
         (each.layer, parameter.name)
-        for each in engine_parameters(model, {})
+        for each in engine_parameters(hold(model), {})
         if each.layer % group >= group - number
         and (not segments or any(f".{s}." in f".{each.name}." for s in segments))
         for parameter in each.parameters

@@ -11,15 +11,15 @@ import pytest
 
 from offplan.checkpoint.model import KVCache, Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.memory import context_bytes
 from offplan.costs.predict import predict
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.engines.export import export_plan
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
 from offplan.engines.vllm import serve_vllm
 from offplan.errors import ExportError
+from offplan.held.held import hold
+from offplan.library.asking import pose
 from offplan.plan import Budget, Goal, Offload, Workload
-from offplan.planner.question import Question
 from offplan.units import format_bytes
 from tests.costs.builders import make_machine
 from tests.engines.builders import keep_caches, make_plan, qwen3
@@ -45,7 +45,7 @@ def ask(context: int, batch: int = 1) -> Workload:
 
 def count_blocks(model: Model, workload: Workload) -> float:
     """Blocks of 128 tokens of one layer."""
-    return cache_bytes(model, workload, CHUNK) / (BLOCK_TOKENS * 1024)
+    return cache_bytes(hold(model), workload, CHUNK) / (BLOCK_TOKENS * 1024)
 
 
 def test_layers_that_are_alike_have_the_plans_blocks_and_an_empty_one() -> None:
@@ -68,7 +68,7 @@ def test_prompts_of_a_batch_pass_their_windows_at_once() -> None:
 def test_blocks_that_hold_a_state_may_be_smaller_than_what_is_left_of_a_context() -> None:
     """With parts of 16 tokens three blocks of 112 hold a context, else two of 128."""
     model = every(4, 16, KVCache(state_bytes=112 * 1024))
-    given = cache_bytes(model, ask(230, batch=32), CHUNK)
+    given = cache_bytes(hold(model), ask(230, batch=32), CHUNK)
     assert given == 4 * 112 * 1024 * (1 + 32 * 3 + 3 * (32 + 2))
 
 
@@ -110,7 +110,7 @@ def test_what_blocks_of_one_size_take_beyond_a_plan_is_told_or_refused() -> None
     """A plan made for vLLM has them counted, where layers are alike too."""
     model, work = every(4, 16, STATE), ask(4096)
     plan = make_plan().model_copy(update={"workload": work})
-    more = cache_bytes(model, work, CHUNK) - context_bytes(model, work)
+    more = cache_bytes(hold(model), work, CHUNK) - hold(model).cache_bytes(work)
     assert f"{format_bytes(more)} more" in " ".join(export_plan(plan, model, "vllm").notes)
     made = plan.model_copy(update={"goal": Goal(engine="vllm")})
     assert "more than the plan" not in " ".join(export_plan(made, model, "vllm").notes)
@@ -122,8 +122,8 @@ def test_what_blocks_of_one_size_take_beyond_a_plan_is_told_or_refused() -> None
 def test_blocks_of_many_short_contexts_are_counted_where_layers_are_alike() -> None:
     """A plan of another engine's has 130 tokens of each, vLLM 256; a block or so has room."""
     model, work = every(1, 6, TOKEN), ask(130, batch=64)
-    more = cache_bytes(model, work, CHUNK) - context_bytes(model, work)
-    assert more > context_bytes(model, work) * 0.9
+    more = cache_bytes(hold(model), work, CHUNK) - hold(model).cache_bytes(work)
+    assert more > hold(model).cache_bytes(work) * 0.9
     plan = make_plan().model_copy(update={"workload": work})
     assert f"{format_bytes(more)} more" in " ".join(export_plan(plan, model, "vllm").notes)
     budget = plan.budget.model_copy(update={"gpu_memory": more // 2})
@@ -136,9 +136,9 @@ def test_blocks_of_many_short_contexts_are_counted_where_layers_are_alike() -> N
 @pytest.mark.parametrize("model", [every(1, 4, TOKEN), every(4, 16, STATE)])
 def test_a_plan_for_vllm_counts_the_cache_that_vllm_is_given(model: Model) -> None:
     work, goal = ask(4096), Goal(engine="vllm")
-    question = Question(model, make_machine(), work, Budget(gpu_memory=2**36), goal)
+    question = pose(model, make_machine(), work, Budget(gpu_memory=2**36), goal)
     decision = Offload(prefill_chunk=CHUNK)
-    taken = predict(question.model, make_machine(), work, question.budget, decision)
+    taken = predict(question.held, make_machine(), work, question.budget, decision)
     plan = make_plan().model_copy(update={"workload": work, "goal": goal})
     given = export_plan(plan, model, "vllm").serve["kv-cache-memory-bytes"]
     assert given == (str(taken.gpu_memory.kv_cache_bytes),)
@@ -149,10 +149,10 @@ def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**DENSE, "num_hidden_layers": 5}))
     goal = Goal.model_validate({"engine": "vllm", "pipeline_parallel": 2})
-    first, last = hold_model(open_model(str(path)), goal, ask(256)).stages
+    held = lower(open_model(str(path)), goal, ask(256))
+    first, last = held.stages
     assert (len(first.layers), len(last.layers)) == (3, 2)
-    assert last.share is not None
-    planned_for = replace(last, share=replace(last.share, stages=(first, last)))
+    planned_for = replace(held, planned=1)
     of_layer = 3 * BLOCK_TOKENS * first.layers[0].kv_cache.bytes_per_token
     plan = make_plan().model_copy(update={"workload": ask(256), "goal": goal})
     given = serve_vllm(plan, planned_for, None)["kv-cache-memory-bytes"]
@@ -170,7 +170,7 @@ def test_stages_have_parts_of_the_groups_of_all_layers(tmp_path: Path) -> None:
     config["layer_types"] = ["sliding_attention", "full_attention"] * 4
     path.write_text(json.dumps(config))
     goal = Goal.model_validate({"engine": "vllm", "pipeline_parallel": 3})
-    stages = hold_model(open_model(str(path)), goal, ask(100)).stages
+    stages = lower(open_model(str(path)), goal, ask(100)).stages
     of_layer = BLOCK_TOKENS * stages[0].layers[0].kv_cache.bytes_per_token
     found = [cache_bytes(stage, ask(100), CHUNK) for stage in stages]
     assert found == [each * of_layer * (1 + 1 + 2) for each in (2, 2, 1)]
@@ -196,7 +196,7 @@ def test_vllm_starts_with_it(model: Model, context: int, part: int) -> None:
     """By its own count of what one context needs, with prefixes cached and the empty block."""
     caches = [layer.kv_cache for layer in model.layers]
     needed = ask_vllm(caches, context, part)
-    assert cache_bytes(model, ask(context), CHUNK) >= needed
+    assert cache_bytes(hold(model), ask(context), CHUNK) >= needed
 
 
 def ask_vllm(caches: list[KVCache], context: int, part: int) -> int:

@@ -16,7 +16,8 @@ from offplan.costs.predict import price_request
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
-from offplan.placement import Phase, Placement, group_units, place
+from offplan.held.unit import group_units
+from offplan.placement import Phase, Placement, place
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.question import Question
@@ -56,12 +57,12 @@ class BruteForce:
     def _all_rules(self) -> Iterator[tuple[Rule, ...]]:
         """Every rule, without a thought for which could be good."""
         yield ()
-        model = self.question.model
-        for each in segment_classes(model):
-            for group, backends in product(_groups(len(model.layers)), BACKENDS):
+        stage = self.question.held.stage
+        for each in segment_classes(stage):
+            for group, backends in product(_groups(len(stage.layers)), BACKENDS):
                 yield (_make(each, group, backends),)
             taken = 0
-            for layer in model.layers:
+            for layer in stage.layers:
                 for unit in filter(each.takes, group_units(layer)):
                     taken += unit.nbytes
                     yield (
@@ -75,10 +76,10 @@ class BruteForce:
 
     def _all_pairs(self) -> Iterator[tuple[Rule, ...]]:
         """Every two rules whose classes have no parameter in common."""
-        layers = self.question.model.layers
+        layers = self.question.held.stage.layers
         taken = {
             each: {unit for layer in layers for unit in filter(each.takes, group_units(layer))}
-            for each in segment_classes(self.question.model)
+            for each in segment_classes(self.question.held.stage)
         }
         for classes in combinations(taken, 2):
             if taken[classes[0]] & taken[classes[1]]:
@@ -91,7 +92,7 @@ class BruteForce:
         """Of patterns that take as many layers of each kind, those with the smallest groups."""
         having = [
             layer.key if any(map(segment_class.takes, group_units(layer))) else None
-            for layer in self.question.model.layers
+            for layer in self.question.held.stage.layers
         ]
         found: dict[tuple[str, ...], tuple[int, int]] = {}
         for group in _groups(len(having)):
@@ -119,7 +120,7 @@ class BruteForce:
                 rules=rules,
             )
             try:
-                placement = place(question.model, offload)
+                placement = place(question.held.stage, offload)
             except PlanError:  # a pattern that takes nothing, a tied embedding
                 continue
             turns = max(len(placement.spans(phase)) for phase in Phase)
@@ -138,8 +139,8 @@ class BruteForce:
 
     def _time(self, offload: Offload, placement: Placement) -> Priced:
         prompt, step = self._passes[offload.prefill_chunk]
-        model, machine = self.question.model, self.question.planned_machine
-        times = price_request(placement, model, machine, prompt, step)
+        stage, machine = self.question.held.stage, self.question.planned_machine
+        times = price_request(placement, stage, machine, prompt, step)
         return Priced(
             offload,
             to_seconds(times.prefill.step_ps),
@@ -151,19 +152,19 @@ class BruteForce:
     def _fixed_bytes(self) -> dict[int, int]:
         """What each chunk takes of the GPU beside weights and ring."""
         question = self.question
-        model, workload = question.model, question.workload
+        stage, workload = question.held.stage, question.workload
         kept = overhead_bytes(question.planned_machine, question.budget)
         return {
             size: kept
-            + kv_cache_bytes(model, workload, size)
-            + activation_bytes(model, workload, size)
+            + kv_cache_bytes(stage, workload, size)
+            + activation_bytes(stage, workload, size)
             for size in self.chunks
         }
 
     @cached_property
     def _passes(self) -> dict[int, tuple[PassCompute, PassCompute]]:
         question = self.question
-        compute = ModelCompute(question.model, question.planned_machine)
+        compute = ModelCompute(question.held.stage, question.planned_machine)
         step = compute.price(decode_shape(question.workload))
         return {
             size: (compute.price(*prefill_shapes(question.workload, size)), step)

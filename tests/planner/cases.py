@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
-from offplan.engines.ranks import hold_model
+from offplan.engines.ranks import lower
+from offplan.held.held import Held
+from offplan.library.asking import pose
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Offload, Plan, Workload
 from offplan.planner.make import make_plan
 from offplan.planner.question import Question
 from tests.costs.builders import DENSE, MOE, Shapes, dense_model, make_model, moe_model
+from tests.held import hold_by
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
 BATCHED = Workload(batch=3, prompt_tokens=600, output_tokens=7, context=700)
@@ -37,10 +40,14 @@ def budget_for(
     model: Model, machine: MachineProfile, share: float, workload: Workload = WORKLOAD
 ) -> Budget:
     """A budget for this share of the layers' weights, beside all that is not weights."""
+    return _budget_for(hold_by(model), machine, share, workload)
+
+
+def _budget_for(held: Held, machine: MachineProfile, share: float, workload: Workload) -> Budget:
     smallest = Offload(prefill_chunk=min(512, workload.prompt_tokens))
-    terms = predict(model, machine, workload, UNLIMITED, smallest).gpu_memory
-    fixed = terms.kv_cache_bytes + terms.activation_bytes + model.outside_bytes
-    layers = model.loaded_bytes - model.outside_bytes
+    terms = predict(held, machine, workload, UNLIMITED, smallest).gpu_memory
+    fixed = terms.kv_cache_bytes + terms.activation_bytes + held.stage.outside_bytes
+    layers = held.stage.loaded_bytes - held.stage.outside_bytes
     return Budget(gpu_memory=round((fixed + share * layers) / (1 - MARGIN)))
 
 
@@ -54,8 +61,8 @@ def ask(
 ) -> Question:
     """Ask for a plan with room for this share of the layers' weights, as they are loaded."""
     goal = goal or Goal(packing=False)
-    budget = budget_for(hold_model(model, goal, workload), machine, share, workload)
-    return Question(model, machine, workload, budget, goal, **others)
+    budget = _budget_for(lower(model, goal, workload), machine, share, workload)
+    return pose(model, machine, workload, budget, goal, **others)
 
 
 def plan_for(
@@ -68,7 +75,7 @@ def plan_for(
 ) -> Plan:
     """The plan for a budget."""
     return make_plan(
-        Question(model, machine, workload, budget, goal or Goal(packing=False), **others)
+        pose(model, machine, workload, budget, goal or Goal(packing=False), **others)
     ).plan
 
 

@@ -15,6 +15,7 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan, say_offload
 from offplan.errors import ExportError, InfeasibleError
+from offplan.library.asking import pose
 from offplan.plan import Goal, Offload
 from offplan.planner.aims import NEVER
 from offplan.planner.make import make_plan
@@ -73,9 +74,10 @@ def test_the_fastest_of_an_engine_is_found(engine: str, share: float, h2d: float
 
 def test_a_question_of_no_engine_asks_of_the_model_as_run_loads_it() -> None:
     asked = ask(qwen3(), make_machine(), 0.5, goal=Goal(engine="vllm"))
-    plain, again = replace(asked, goal=Goal()), ask(qwen3(), make_machine(), 0.5)
-    assert (asked.model.loaded_by, plain.model.loaded_by) == ("vllm", None)
-    decided = make_plan(replace(plain, budget=again.budget)).plan
+    again = ask(qwen3(), make_machine(), 0.5)
+    plain = pose(asked.model, asked.machine, asked.workload, again.budget)
+    assert (asked.held.stage.engine, plain.held.stage.engine) == ("vllm", None)
+    decided = make_plan(plain).plan
     assert decided.prediction == make_plan(again).plan.prediction
 
 
@@ -140,9 +142,9 @@ def lock(offload: Offload, question: Question) -> float:
     """Bytes that the engine page-locks, or the plan's own; infinite where it cannot say it."""
     if not can_say(offload, question):
         return NEVER
-    model, budget = question.model, question.budget
-    taken = predict(model, question.planned_machine, question.workload, budget, offload)
-    said = say_offload(offload, model, str(question.goal.engine))
+    held, budget = question.held, question.budget
+    taken = predict(held, question.planned_machine, question.workload, budget, offload)
+    said = say_offload(offload, held, str(question.goal.engine))
     return max(said.pinned_bytes, taken.host_memory_bytes)
 
 
@@ -150,7 +152,8 @@ def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
     """What is page-locked is rounded up: of host memory more lacks than the weights would take."""
     model, machine = qwen3(), make_machine(gpu_memory=2**40)
     asked = ask(model, machine, 0.5, goal=Goal(engine="vllm"))
-    least = make_plan(replace(asked, goal=Goal(packing=False))).plan.prediction.host_memory_bytes
+    plain = pose(model, machine, asked.workload, asked.budget, Goal(packing=False))
+    least = make_plan(plain).plan.prediction.host_memory_bytes
     budget = asked.budget.model_copy(update={"host_memory": least // 2})
     told = r"; with (.*) more of GPU memory, or with (.*) more of host memory there is one$"
     with pytest.raises(InfeasibleError, match=told) as error:
@@ -163,11 +166,11 @@ def test_how_much_more_of_either_memory_an_engine_wants_is_told() -> None:
 
 
 def can_say(offload: Offload, question: Question) -> bool:
-    model, budget = question.model, question.budget
+    held, budget = question.held, question.budget
     assert question.goal.engine is not None
     try:
-        said = say_offload(offload, model, question.goal.engine)
+        said = say_offload(offload, held, question.goal.engine)
     except ExportError:
         return False
-    taken = predict(model, question.planned_machine, question.workload, budget, offload)
+    taken = predict(held, question.planned_machine, question.workload, budget, offload)
     return taken.gpu_memory.total_bytes + said.more_gpu_bytes <= budget.gpu_memory

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 
 from offplan.errors import InfeasibleError
+from offplan.library.asking import pose
 from offplan.plan import Budget
 from offplan.planner.frontier import GIB, NUM_POINTS, find_frontier, spread_budgets
 from offplan.planner.make import make_plan
-from offplan.planner.question import Question
 from offplan.report.frontier import render_frontier
 from tests.costs.builders import make_machine, moe_model
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask
@@ -19,7 +19,7 @@ MODEL, MACHINE = moe_model(4), make_machine()
 
 def test_frontier_goes_from_the_least_to_all() -> None:
     heard: list[tuple[int, int]] = []
-    question = Question(MODEL, MACHINE, WORKLOAD, UNLIMITED)
+    question = pose(MODEL, MACHINE, WORKLOAD, UNLIMITED)
     points = find_frontier(question, lambda *progress: heard.append(progress))
     budgets = [point.plan.budget.gpu_memory for point in points]
     times = [point.plan.prediction.objective_s for point in points]
@@ -59,7 +59,7 @@ def test_a_frontier_may_be_one_point() -> None:
     machine = make_machine(gpu_memory=2**41)
     overhead = machine.gpu_overhead.model_copy(update={"value": 2**40})
     machine = machine.model_copy(update={"gpu_overhead": overhead})
-    points = find_frontier(Question(MODEL, machine, WORKLOAD, Budget(gpu_memory=2**41)))
+    points = find_frontier(pose(MODEL, machine, WORKLOAD, Budget(gpu_memory=2**41)))
     assert [point.saved_per_gib_s for point in points] == [None]
 
 

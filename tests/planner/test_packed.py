@@ -2,9 +2,9 @@
 
 import pytest
 
-from offplan.costs.predict import predict
+from offplan.held.held import hold
+from offplan.held.packing import pack_everything
 from offplan.machine.profile import LayerTime, load_profile
-from offplan.packing import pack_everything, pack_model
 from offplan.plan import Goal, Offload, Packing, Workload
 from offplan.planner.find import PlanResult
 from offplan.planner.make import make_plan
@@ -13,6 +13,7 @@ from offplan.planner.patterns import list_patterns
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, HIDDEN, dense_model, make_machine, make_model, moe_model
+from tests.held import predict
 from tests.planner.cases import UNLIMITED, WORKLOAD, ask
 
 MODELS = {"dense": dense_model(24), "moe": moe_model(24)}
@@ -73,7 +74,7 @@ def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
 
 def test_measured_times_of_packed_layers_decide() -> None:
     model = MODELS["dense"]
-    packed = pack_model(model, pack_everything(model)).layers[0].key
+    packed = hold(model, pack_everything(model)).layers[0].key
     offload = Offload(prefill_chunk=600)
     assert packed != model.layers[0].key
     prediction = predict(model, MACHINE, WORKLOAD, UNLIMITED, offload)
@@ -105,8 +106,8 @@ def test_a_head_whose_values_are_made_for_many_sequences_is_not_packed() -> None
 
 def test_a_packed_head_that_is_faster_lowers_the_floor() -> None:
     model = MODELS["dense"]
-    key = pack_model(model, pack_everything(model)).outside_key
-    assert key != model.outside_key
+    key = hold(model, pack_everything(model)).outside_key
+    assert key != hold(model).outside_key
     phases = (("prefill", 600, 600), ("decode", 1, 610))
     times = [
         LayerTime(layer=key, phase=phase, batch=1, tokens=tokens, context=context, seconds=1e-12)

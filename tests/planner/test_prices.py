@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from offplan.costs.predict import price_request
 from offplan.errors import PlanError
+from offplan.library.asking import pose
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Offload, Workload
 from offplan.planner.bounds import Loads, bound_times
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates
-from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
@@ -58,7 +58,7 @@ class Case(NamedTuple):
             embeddings=setting.embeddings,
             rules=tuple(rules),
         )
-        return place(space.question.model, offload)
+        return place(space.stage, offload)
 
 
 @st.composite
@@ -69,7 +69,7 @@ def searchers(draw: st.DrawFn) -> Searcher:
     workload = draw(st.sampled_from(WORKLOADS))
     goal = Goal(engine=draw(st.sampled_from([None, "vllm", "sglang"])))
     machine = make_machine(h2d=h2d, uva=share * h2d)
-    return Searcher(Space(Question(model, machine, workload, UNLIMITED, goal)))
+    return Searcher(Space(pose(model, machine, workload, UNLIMITED, goal)))
 
 
 def draw_options(draw: st.DrawFn, searcher: Searcher) -> list[int]:
@@ -103,8 +103,8 @@ def test_the_search_prices_as_the_schedule_does(
     data: st.DataObject, searcher: Searcher, prefetch_step: int
 ) -> None:
     space = searcher.space
-    model, machine = space.question.model, space.machine
-    patterns = st.integers(0, len(list_patterns(len(model.layers)).group_size) - 1)
+    stage, machine = space.stage, space.machine
+    patterns = st.integers(0, len(list_patterns(len(stage.layers)).group_size) - 1)
     number = data.draw(st.integers(0, len(space.settings) - 1))
     options = draw_options(data.draw, searcher)
     case = Case(number, prefetch_step, tuple((each, data.draw(patterns)) for each in options))
@@ -113,12 +113,12 @@ def test_the_search_prices_as_the_schedule_does(
     except PlanError:  # a rule that takes nothing
         assume(False)
     setting = space.settings[number]
-    times = price_request(placement, model, machine, setting.prefill, space.decode)
+    times = price_request(placement, stage, machine, setting.prefill, space.decode)
     assert price(searcher, case) == (times.prefill.step_ps, times.decode.step_ps)
 
     off_gpu, on_host, _ = searcher.prices.weigh(case.candidates())
     on_gpu = placement.resident_bytes + placement.ring_bytes
-    assert off_gpu.tolist() == [model.loaded_bytes - setting.host_bytes - on_gpu]
+    assert off_gpu.tolist() == [stage.loaded_bytes - setting.host_bytes - on_gpu]
     if searcher.space.engine is None:
         assert on_host.tolist() == [placement.slab_bytes]
 
@@ -127,7 +127,7 @@ def test_the_search_prices_as_the_schedule_does(
 def test_copies_of_unlike_size_follow_an_engine_s_last_layers_in_its_order(engine: str) -> None:
     """Five layers, which four slots do not divide: what is copied last ends the prompt."""
     model, machine = make_model([DENSE, MOE, MOE, DENSE, MOE]), make_machine(h2d=1e9, uva=1e9)
-    question = Question(model, machine, WORKLOAD, UNLIMITED, Goal(engine=engine))
+    question = pose(model, machine, WORKLOAD, UNLIMITED, Goal(engine=engine))
     searcher = Searcher(Space(question))
     space = searcher.space
     everything = next(
@@ -138,7 +138,7 @@ def test_copies_of_unlike_size_follow_an_engine_s_last_layers_in_its_order(engin
     for pattern, num_slots in product(range(len(list_patterns(5).group_size)), (2, 3, 4)):
         case = Case(0, num_slots, ((everything, pattern),))
         placement, prompt = case.place(space), space.settings[0].prefill
-        times = price_request(placement, space.model, space.machine, prompt, space.decode)
+        times = price_request(placement, space.stage, space.machine, prompt, space.decode)
         assert price(searcher, case) == (times.prefill.step_ps, times.decode.step_ps)
 
 

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from offplan.checkpoint.model import Model
 from offplan.costs.compute import ModelCompute
 from offplan.errors import InfeasibleError, InputError
+from offplan.held.held import hold
+from offplan.library.asking import pose
 from offplan.machine.profile import LayerTime, dump_profile, parse_profile
 from offplan.plan import Budget, Goal, Workload, dump_plan
 from offplan.planner.make import make_plan
-from offplan.planner.question import Question
 from tests.costs.builders import make_machine, moe_model
 from tests.planner.cases import (
     MODELS,
@@ -31,7 +32,7 @@ def test_what_cannot_be_counted_is_refused() -> None:
     # no plan need take so long: one that reads weights in place for each of 2**31 tokens would
     workload = Workload(batch=2**16, prompt_tokens=2**15, output_tokens=1, context=2**16)
     machine = make_machine(h2d=1e6, uva=1e6)
-    question = Question(MODELS["dense"], machine, workload, Budget(gpu_memory=2**40))
+    question = pose(MODELS["dense"], machine, workload, Budget(gpu_memory=2**40))
     with pytest.raises(InputError, match=r"65536 x 32768 prompt tokens .* than can be counted"):
         make_plan(question)
 
@@ -63,7 +64,7 @@ def test_a_plan_records_its_question_and_gives_it_again(goal: Goal) -> None:
     again = ask(model, make_machine(), 0.5, goal=goal, profile="my-machine")
     assert dump_plan(make_plan(again).plan) == dump_plan(plan)
     # asked again from what the plan itself says
-    recorded = Question(
+    recorded = pose(
         model,
         make_machine(),
         plan.workload,
@@ -109,7 +110,7 @@ def test_a_saved_profile_gives_the_same_plan(
         LayerTime(
             layer=key, phase="decode", batch=1, tokens=1, context=2600, seconds=h2d / 1e15 / 3
         )
-        for key in ModelCompute(model, make_machine()).works
+        for key in ModelCompute(hold(model), make_machine()).works
     ]
     machine = make_machine(h2d=h2d / 3, uva=h2d / 7, layer_times=times)
     question = ask(model, machine, share, workload)

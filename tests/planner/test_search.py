@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InfeasibleError
+from offplan.library.asking import pose
 from offplan.plan import Backend, Budget, Goal, Workload
 from offplan.planner.make import make_plan
-from offplan.planner.question import Question
 from offplan.report.why import explain_plan
 from tests.costs.builders import DENSE, MOE, Shapes, make_machine, make_model
 from tests.planner.brute_force import BruteForce
@@ -108,7 +108,7 @@ def test_nothing_on_a_second_gpu_is_read_in_place(name: str, share: float) -> No
     budget = budget_for(model, machine, share)
     on_host = plan_for(model, machine, budget).offload
     assert Backend.UVA in {rule.decode for rule in on_host.rules}
-    question = Question(model, machine, WORKLOAD, budget, Goal(packing=False), store="peer")
+    question = pose(model, machine, WORKLOAD, budget, Goal(packing=False), store="peer")
     result = make_plan(question)
     plan = result.plan
     assert {(rule.prefill, rule.decode) for rule in plan.offload.rules} == {
@@ -152,7 +152,7 @@ def test_plans_keep_the_budget_and_stay_above_the_floor(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_fits_is_not_offloaded(name: str) -> None:
-    result = make_plan(Question(MODELS[name], make_machine(), WORKLOAD, UNLIMITED))
+    result = make_plan(pose(MODELS[name], make_machine(), WORKLOAD, UNLIMITED))
     assert result.plan.offload.rules == ()
     assert result.plan.prediction.decode.link_bytes == 0
     assert result.gap == pytest.approx(1)
@@ -175,7 +175,7 @@ def test_an_embedding_on_the_host_spares_a_rule() -> None:
     chunked = Workload(prompt_tokens=512, output_tokens=20, context=700)
     budget = budget_for(model, machine, 1.0, chunked)
     tight = Budget(gpu_memory=budget.gpu_memory - model.input_embedding.nbytes // 2)
-    result = make_plan(Question(model, machine, chunked, tight, Goal(packing=False)))
+    result = make_plan(pose(model, machine, chunked, tight, Goal(packing=False)))
     plan, row = result.plan, model.input_embedding.nbytes // model.input_embedding.shape[0]
     assert (plan.offload.rules, plan.offload.embeddings) == ((), "host")
     assert plan.prediction.decode.link_bytes == row

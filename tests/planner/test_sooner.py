@@ -7,6 +7,7 @@ import pytest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.timeline import PS_PER_S
+from offplan.held.held import hold
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.plan import Plan, Workload
@@ -52,7 +53,7 @@ def test_one_that_two_rules_alone_make(
     model: Model, machine: str, share: float, prompt: int
 ) -> None:
     """No plan of one rule has its first token as soon for as little."""
-    memory = int(share * model.loaded_bytes) + 2 * GIB
+    memory = int(share * hold(model).loaded_bytes) + 2 * GIB
     workload = Workload(prompt_tokens=prompt, context=prompt + 512)
     question = ask(model, load_machine(machine), workload, gpu_memory=memory)
     result = make_plan(question)

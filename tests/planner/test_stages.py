@@ -18,6 +18,7 @@ from offplan.costs.predict import predict, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import export_check, export_plan
 from offplan.errors import InfeasibleError, OffplanError
+from offplan.library.asking import pose
 from offplan.placement import place
 from offplan.plan import Backend, Budget, Goal, Offload, Plan, Workload
 from offplan.planner.classes import segment_classes
@@ -47,10 +48,10 @@ def ask(model: Model, share: float, stages: int = 2, engine: str = "vllm", **goa
     """Ask for a plan with room for this share of the largest stage's layers."""
     machine = make_machine(h2d=2e9, uva=1.5e9, gpu_memory=2**40)
     asked = Goal(engine=engine, pipeline_parallel=stages, **goal)
-    everything = Question(model, machine, WORKLOAD, Budget(gpu_memory=2**40), asked)
+    everything = pose(model, machine, WORKLOAD, Budget(gpu_memory=2**40), asked)
     nothing = Offload(prefill_chunk=512)
-    taken = predict(everything.model, machine, WORKLOAD, everything.budget, nothing).gpu_memory
-    layers = sum(layer.nbytes for layer in everything.model.layers)
+    taken = predict(everything.held, machine, WORKLOAD, everything.budget, nothing).gpu_memory
+    layers = sum(layer.nbytes for layer in everything.held.stage.layers)
     margin = taken.overhead_bytes - machine.gpu_overhead.value
     budget = taken.total_bytes - margin - round((1 - share) * layers)
     return everything.with_gpu_memory(round(budget / 0.997) + 1)
@@ -63,8 +64,8 @@ def list_plans(question: Question) -> Iterator[Offload]:
     for chunk, where in product(prefill_chunks(WORKLOAD.prompt_tokens), embeddings):
         setting = Offload(prefill_chunk=chunk, embeddings=where)
         yield setting
-        for each, (backend, steps) in product(segment_classes(question.model), pairs):
-            patterns = list_patterns(len(question.model.layers))
+        for each, (backend, steps) in product(segment_classes(question.held.stage), pairs):
+            patterns = list_patterns(len(question.held.stage.layers))
             groups = zip(patterns.group_size.tolist(), patterns.num_in_group.tolist(), strict=True)
             for group, num_slots in product(groups, steps):
                 said = rule(*each.segments, group=group, prefill=backend, decode=backend)
@@ -74,15 +75,15 @@ def list_plans(question: Question) -> Iterator[Offload]:
 def find_all(question: Question) -> list[Plan]:
     """Price those that fit every stage and that vLLM's flags can say."""
     assert question.goal.engine is not None
-    say = export_check(question.model, question.goal.engine)
+    say = export_check(question.held, question.goal.engine)
     found = []
     for offload in list_plans(question):
         try:
             if (said := say(offload)) is None:
                 continue
             machine, budget = question.planned_machine, question.budget
-            taken = predict(question.model, machine, WORKLOAD, budget, offload)
-            num_slots = place(question.model, offload).num_slots
+            taken = predict(question.held, machine, WORKLOAD, budget, offload)
+            num_slots = place(question.held.stage, offload).num_slots
         except OffplanError:
             continue
         total = taken.gpu_memory.total_bytes + max(0, said.more_gpu_bytes)
@@ -124,7 +125,7 @@ def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     ]
     limit = round(min(sizes) + part * (max(sizes) - min(sizes)))
     budget = question.budget.model_copy(update={"host_memory": limit})
-    asked = Question(model, question.machine, WORKLOAD, budget, question.goal)
+    asked = pose(model, question.machine, WORKLOAD, budget, question.goal)
     plan = make_plan(asked).plan
     assert export_plan(plan, model, "vllm").said.pinned_bytes <= limit
     least = min(each.prediction.objective_s for each in find_all(asked))
@@ -139,7 +140,7 @@ def test_targets_hold_for_all_stages_together(part: float, tmp_path: Path) -> No
     steps = sorted({each.prediction.decode.step_s for each in everything})
     limit = steps[0] + part * (steps[-1] - steps[0])
     goal = question.goal.model_copy(update={"max_tpot_s": limit})
-    asked = Question(model, question.machine, WORKLOAD, question.budget, goal)
+    asked = pose(model, question.machine, WORKLOAD, question.budget, goal)
     plan = make_plan(asked).plan
     kept = [each for each in everything if each.prediction.decode.step_s <= limit]
     assert plan.prediction.decode.step_s <= limit
@@ -151,7 +152,7 @@ def test_a_target_out_of_reach_names_memory_that_would_do(tmp_path: Path) -> Non
     question = ask(model, 0.5)
     fastest = min(each.prediction.decode.step_s for each in find_all(question))
     goal = question.goal.model_copy(update={"max_tpot_s": 0.9 * fastest})
-    asked = Question(model, question.machine, WORKLOAD, question.budget, goal)
+    asked = pose(model, question.machine, WORKLOAD, question.budget, goal)
     with pytest.raises(InfeasibleError, match="of GPU memory would do") as error:
         make_plan(asked)
     shortfall = error.value.shortfall_bytes
@@ -208,11 +209,11 @@ def test_other_stages_are_priced_as_their_schedules_are(
 
 def price_others(question: Question, offload: Offload) -> tuple[int, Fraction]:
     """Picoseconds of prompt and step in all stages but the largest."""
-    share = question.model.share
-    assert share is not None
+    held = question.held
+    assert len(held.stages) > 1
     prompt_ps, step_ps = 0, Fraction(0)
-    for number, stage in enumerate(share.stages):
-        if number == share.stage:
+    for number, stage in enumerate(held.stages):
+        if number == held.planned:
             continue
         compute = ModelCompute(stage, question.planned_machine)
         prompt = compute.price(*prefill_shapes(WORKLOAD, offload.prefill_chunk))

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from offplan.checkpoint.open import open_model
-from offplan.placement import Phase, place
+from offplan.placement import Phase
 from offplan.plan import Offload, Packing
+from tests.held import place
 from tests.runtime.plans import offload, open_session
 
 NUM_TOKENS = 6

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offplan.placement import Phase, place
+from offplan.placement import Phase
 from offplan.runtime.measuring.versus import Bench, measure_plan, measure_resident, measure_serial
 from offplan.runtime.measuring.versus import measure_accelerate as under_accelerate
+from tests.held import place
 from tests.runtime.plans import group, make_bench, offload
 
 pytestmark = [

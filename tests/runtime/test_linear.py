@@ -19,6 +19,7 @@ from offplan.runtime.model import linear
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.session import Session
 from offplan.runtime.transformers_private import DELTA_RULE
+from tests.held import open_stage
 from tests.runtime.conftest import NUM_LAYERS, save_tiny
 from tests.runtime.families import NUM_STEPS, TOLERANCE, load_stock, run_stock
 from tests.runtime.plans import group, offload
@@ -197,11 +198,11 @@ def test_memory_is_predicted_for_these_spans() -> None:
 def test_a_convolution_is_not_timed_as_a_product(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, products = open_model(str(folder)), []
+    stage, products = open_stage(folder), []
     monkeypatch.setattr(
         layer_times, "measure_in_place_reads", lambda each, *_: products.extend(each)
     )
-    layer_times.measure_model_reads(model, Workload(batch=1), [READ_ONCE_TOKENS + 1], 1e9)
+    layer_times.measure_model_reads(stage, Workload(batch=1), [READ_ONCE_TOKENS + 1], 1e9)
     shapes = {shape for shape, _ in products}
     assert shapes
     assert not any(shape[1] == 1 for shape in shapes)

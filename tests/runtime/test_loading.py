@@ -17,7 +17,8 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
-from offplan.placement import Phase, Placement, Span, place
+from offplan.held.held import hold
+from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
 from offplan.runtime import transformers_private
 from offplan.runtime.loading import loader, staging
@@ -29,6 +30,7 @@ from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory import store
 from offplan.schedule import slots_read
 from tests.checkpoint.files import write_sparse
+from tests.held import place
 from tests.runtime.conftest import CONFIGS, HEADS, NUM_LAYERS, OTHERS, SIZES, save_tiny
 from tests.runtime.plans import group, offload, open_session
 
@@ -58,13 +60,13 @@ def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule
     values = loaded_values(loaded)
     model = loaded.model
     num_read = 0
-    for name, target in map_tensors(build_skeleton(model), model).items():
+    for name, target in map_tensors(build_skeleton(model), hold(model)).items():
         for piece in target.pieces:
             with safe_open(checkpoint / str(piece.tensor.shard), framework="pt") as file:
                 stored = file.get_tensor(piece.tensor.name)
             assert torch.equal(piece.select(values[name]), stored), piece.tensor.name
             num_read += stored.nbytes
-    assert num_read == model.loaded_bytes == sum(value.nbytes for value in values.values())
+    assert num_read == hold(model).loaded_bytes == sum(value.nbytes for value in values.values())
 
 
 @pytest.mark.parametrize("extent_bytes", [16, 100, 2**20])
@@ -149,7 +151,7 @@ def test_other_conversions_are_transformers_own(
 def test_progress_ends_at_the_whole(checkpoint: Path) -> None:
     heard: list[tuple[int, int]] = []
     loaded = load(checkpoint, on_progress=lambda done, total: heard.append((done, total)))
-    total = loaded.model.loaded_bytes
+    total = hold(loaded.model).loaded_bytes
     assert heard[-1] == (total, total)
     assert heard == sorted(heard)
 
@@ -224,13 +226,13 @@ def test_layers_in_another_order_are_refused(checkpoint: Path) -> None:
     model = open_model(str(checkpoint))
     turned = replace(model, layers=tuple(reversed(model.layers)))
     with pytest.raises(CheckpointError, match=r"is not of the layer that \S+ is stored for"):
-        map_tensors(build_skeleton(turned), turned)
+        map_tensors(build_skeleton(turned), hold(turned))
 
 
 @pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])
 def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, ...]) -> None:
     loaded = load(checkpoint, *rules)
-    targets = map_tensors(build_skeleton(loaded.model), loaded.model)
+    targets = map_tensors(build_skeleton(loaded.model), hold(loaded.model))
 
     def verify() -> None:
         for phase in Phase:
@@ -276,6 +278,7 @@ from pathlib import Path
 import torch
 
 from offplan.checkpoint.open import open_model
+from offplan.held.held import hold
 from offplan.plan import Offload, Rule
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.mapping import map_tensors
@@ -285,7 +288,7 @@ def memory(key):
     return int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) * 1024
 
 model = open_model(sys.argv[1])
-map_tensors(build_skeleton(model), model)  # imports what loading will import
+map_tensors(build_skeleton(model), hold(model))  # imports what loading will import
 before = memory("VmRSS:")
 rule = Rule(group_size=1, num_in_group=1, prefill="uva", decode="uva")
 decision = Offload(prefetch_step=1, prefill_chunk=64, rules=(rule,))
@@ -352,7 +355,7 @@ def test_what_stays_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
         session.prefill(torch.tensor([[3, 1, 4]]))
         placement, model = session.loaded.placement, session.loaded.model
         widened = sum(bias.nbytes for bias in biases.values()) * (stored is torch.bfloat16)
-        assert placement.resident_bytes == model.outside_bytes + 2 * widened
+        assert placement.resident_bytes == hold(model).outside_bytes + 2 * widened
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -372,7 +375,7 @@ def test_what_is_stored_in_another_type_stays_on_the_device(
     with open_session(tmp_path, offload()) as session:
         expected = session.prefill(prompt).clone()
         held = {id(v): v.nbytes for v in session.loaded.module.state_dict(keep_vars=True).values()}
-        assert model.loaded_bytes == sum(held.values())
+        assert hold(model).loaded_bytes == sum(held.values())
     with open_session(tmp_path, offload(group(1, 1))) as session:
         assert session.loaded.store.offloaded
         assert torch.equal(session.prefill(prompt), expected)

@@ -22,18 +22,14 @@ import offplan.runtime.loading.staging
 from offplan.checkpoint.open import open_model
 from offplan.errors import PlanError, UnpackableError
 from offplan.forms.form import Part
-from offplan.packing import (
-    is_packed,
-    leave_unpacked,
-    name_weights,
-    pack_everything,
-    pack_model,
-)
-from offplan.placement import Phase, place
+from offplan.held.held import hold
+from offplan.held.packing import is_packed, leave_unpacked, name_weights, pack_everything
+from offplan.placement import Phase
 from offplan.plan import Offload, Packing
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.model.kernels import ExpertKernels
 from offplan.unpacked import Unpacked
+from tests.held import place
 from tests.runtime.conftest import LATENTS
 from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, offload, open_session, run_greedily
@@ -138,8 +134,8 @@ def test_weights_are_left_unpacked(tmp_path: Path, name: str, names: tuple[str, 
     packing = LAYERS.model_copy(update={"leave_unpacked": names})
     model = open_model(str(folder))
     unpacked = Unpacked(names)
-    whole, held = pack_model(model, LAYERS), pack_model(model, packing)
-    assert whole.loaded_bytes != held.loaded_bytes != model.loaded_bytes
+    whole, held = hold(model, LAYERS), hold(model, packing)
+    assert whole.loaded_bytes != held.loaded_bytes != hold(model).loaded_bytes
     for before, after in zip(whole.layers, held.layers, strict=True):
         left = {p.name for p in before.parameters if unpacked.takes(before.index, p.name)}
         if any("experts.down" in each and "shared" not in each for each in left):
@@ -180,7 +176,7 @@ def test_names_of_weights(tmp_path: Path) -> None:
     )
     every = {part.format(layer, layer) for layer in range(3)}
     assert name_weights(model, every) == ("mlp.experts.down_proj",)
-    assert name_weights(pack_model(model, LAYERS), every) == ("mlp.experts.down_proj",)
+    assert name_weights(model, every) == ("mlp.experts.down_proj",)
     packing = LAYERS.model_copy(update={"output_head": True})
     less = leave_unpacked(model, packing, ("1", "output_head"))
     assert less == Packing(group_size=1, num_in_group=1, leave_unpacked=("1",))

@@ -10,12 +10,12 @@ import torch
 from offplan.checkpoint.open import open_model
 from offplan.errors import MemoryLimitError
 from offplan.hostmem import limits
-from offplan.placement import place
 from offplan.plan import Offload, Rule
 from offplan.runtime.loading import prepared
 from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import allocate
 from offplan.runtime.session import Session
+from tests.held import place
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from offplan.checkpoint.open import open_model
-from offplan.placement import Phase, place
+from offplan.placement import Phase
 from offplan.plan import Rule
 from offplan.runtime.measuring.versus import measure_plan, measure_serial
 from offplan.runtime.session import Session
+from tests.held import place
 from tests.runtime.plans import CONTEXT, group, make_bench, offload, open_session
 from tests.runtime.resident import NUM_TOKENS, PROMPT, check_against_resident
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
+from offplan.held.held import hold
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_again
@@ -135,9 +136,9 @@ def test_towers_are_neither_built_nor_loaded(folder: Path) -> None:
     model = open_model(str(folder))
     with open_session(folder, offload()) as session:
         values = session.loaded.module.state_dict().values()
-        assert model.loaded_bytes == sum(value.nbytes for value in values)
+        assert hold(model).loaded_bytes == sum(value.nbytes for value in values)
         assert session.loaded.store.resident.keys() == session.loaded.module.state_dict().keys()
-    assert model.tower_bytes == model.total_bytes - model.loaded_bytes > 0
+    assert model.tower_bytes == model.total_bytes - hold(model).loaded_bytes > 0
     assert all(layer.kv_cache.bytes_per_token for layer in model.layers)
 
 
@@ -147,11 +148,11 @@ def test_a_plan_counts_towers_where_they_are_loaded(folder: Path, engine: Any) -
     workload = Workload(prompt_tokens=32, output_tokens=16, context=128)
     question = ask(model, load_machine("cpu"), workload, gpu_memory=2**30, engine=engine)
     plan = make_plan(question).plan
-    loaded = model.loaded_bytes if engine is None else model.total_bytes
-    assert plan.prediction.gpu_memory.resident_bytes == loaded == question.model.loaded_bytes
+    loaded = hold(model).loaded_bytes if engine is None else model.total_bytes
+    assert plan.prediction.gpu_memory.resident_bytes == loaded == question.held.stage.loaded_bytes
     assert price_again(plan, model) is plan
-    assert find_obstacle(question.model) is None
-    assert question.model.outside_key == model.outside_key
+    assert find_obstacle(question.held.stage) is None
+    assert question.held.stage.outside_key == hold(model).outside_key
     if engine:
         assert export_plan(plan, model, engine).flags == []
 

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from offplan.checkpoint.model import Model
-from offplan.packing import pack_model
+from offplan.held.stage import Stage
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Offload
 from offplan.report.pictures.canvas import Canvas
@@ -33,11 +32,13 @@ _NAMES = {
 """What each colour stands for, in the order in which a column is piled up."""
 
 
-def draw_layers(model: Model, offload: Offload) -> Canvas:
-    """Pile up each layer's bytes by where they lie, as shares of the layer."""
+def draw_layers(stage: Stage, offload: Offload) -> Canvas:
+    """Pile up each layer's bytes by where they lie, as shares of the layer.
+
+    The stage is packed as the plan says.
+    """
     canvas = Canvas()
-    held = pack_model(model, offload.packing)
-    piles = pile_layers(held, place(held, offload))
+    piles = pile_layers(stage, place(stage, offload))
     sums: Counter[str] = Counter()
     width = _LAYERS / max(1, len(piles) - 1)
     for number, pile in enumerate(piles):
@@ -55,17 +56,17 @@ def draw_layers(model: Model, offload: Offload) -> Canvas:
     return canvas
 
 
-def pile_layers(model: Model, placement: Placement) -> list[Mapping[str, int]]:
+def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
     """Return bytes by colour, of each layer and, last, of what lies outside of them."""
     slabs = {slab.layer: slab for slab in placement.slabs}
     piles: list[Mapping[str, int]] = []
-    for layer in model.layers:
+    for layer in stage.layers:
         pile: Counter[str] = Counter()
         for entry in slabs[layer.index].entries if layer.index in slabs else ():
             pile[_WAYS[entry.prefill, entry.decode]] += entry.unit.nbytes
         piles.append({"gpu": layer.nbytes - pile.total(), **pile})
     embedding = placement.host_embedding.nbytes if placement.host_embedding else 0
-    return [*piles, {"gpu": model.outside_bytes - embedding, "cache": embedding}]
+    return [*piles, {"gpu": stage.outside_bytes - embedding, "cache": embedding}]
 
 
 def _draw_pile(

@@ -258,7 +258,7 @@ def multiply_each(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, BLOCK_K)
         inside = k < row_words
         is_word = inside[None, :]
-        block = (start // _BASE_WORDS + tl.arange(0, BLOCK_K // _BASE_WORDS))[None, :]
+        block = (tl.arange(0, BLOCK_K // _BASE_WORDS) + start // _BASE_WORDS)[None, :]
         is_block = block < num_blocks
         found = tl.load(bases + block * (_PATCH_ROWS // 4), mask=is_block, other=0)
         powers = ((found >> (n % 4 * 8)[:, None]) & 0xFF) - _INPUT_POWER

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
 from offplan.errors import UnpackableError
-from offplan.packing import name_weights
+from offplan.held.packing import name_weights
 from offplan.placement import Phase
 from offplan.plan import Offload
 from offplan.progress import Progress
@@ -44,7 +44,7 @@ class LoadedModel:
         """
         with bringing_kernels(device) if offload.packing else nullcontext():
             prepared = prepare(model, offload, device)
-        self.model, self.placement = prepared.model, prepared.placement
+        self.model, self.stage, self.placement = model, prepared.stage, prepared.placement
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
         self._places = find_places(self.module)

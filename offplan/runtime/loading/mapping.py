@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.jsontext import quote
-from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import FLOATS, TensorInfo
 from offplan.errors import CheckpointError
 from offplan.forms.form import Form, Kind, Packing, Part
 from offplan.forms.names import part_of
+from offplan.held.stage import Stage
 from offplan.runtime.forms.runnable import (
     check_experts,
     check_form,
@@ -100,13 +100,14 @@ class Target:
     """What the parameter holds in place of values; None where it holds these."""
 
 
-def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
+def map_tensors(skeleton: PreTrainedModel, stage: Stage) -> dict[str, Target]:
     """Find for every parameter the stored tensors that fill it, by transformers' own mapping.
 
     Returns targets by parameter name; of a weight that is not stored by its values, one for each
     part. Raises CheckpointError when parameters stay unfilled, stored tensors have nowhere to go,
     or their headers say that they do not fill their places.
     """
+    model = stage.model
     quantisation = model.architecture.quantisation
     if quantisation is not None and not quantisation.is_known:
         # nor may values that are stored as they are be all that is multiplied
@@ -116,7 +117,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
     state = skeleton.state_dict(keep_vars=True)
     stored = [
         (parameter, part, tensor)
-        for parameter in model.loaded_parameters
+        for parameter in stage.parameters
         for part in parameter.parts
         for tensor in parameter.of(part)
     ]
@@ -174,7 +175,7 @@ def map_tensors(skeleton: PreTrainedModel, model: Model) -> dict[str, Target]:
         if coded and any(name.endswith(".bias") for name in unused):
             told += "; old AutoGPTQ stores biases of zeros, which headers do not tell from others"
         raise CheckpointError(told)
-    _check_layers(skeleton, model, targets)
+    _check_layers(skeleton, stage, targets)
     return targets
 
 
@@ -330,14 +331,14 @@ def _describe_mismatch(source: str, missing: list[str], unused: list[str]) -> st
     return f"{source} does not match transformers' class for it: {'; '.join(told)}"
 
 
-def _check_layers(skeleton: PreTrainedModel, model: Model, targets: Mapping[str, Target]) -> None:
+def _check_layers(skeleton: PreTrainedModel, stage: Stage, targets: Mapping[str, Target]) -> None:
     """Check that the checkpoint's layers are the model's, in their order, and nothing else is.
 
     Raises CheckpointError naming the first parameter that another layer's tensor fills.
     """
     stored = {
         tensor.name: index
-        for index, layer in enumerate(model.layers)
+        for index, layer in enumerate(stage.layers)
         for parameter in layer.parameters
         for tensor in parameter.stored
     }
@@ -352,8 +353,8 @@ def _check_layers(skeleton: PreTrainedModel, model: Model, targets: Mapping[str,
         for piece in target.pieces:
             if stored.get(piece.tensor.name) != owner:
                 raise refuse(
-                    f"{model.source} keeps its layers where `run` does not look ({name} is not of "
-                    f"the layer that {piece.tensor.name} is stored for)"
+                    f"{stage.model.source} keeps its layers where `run` does not look ({name} is "
+                    f"not of the layer that {piece.tensor.name} is stored for)"
                 )
 
 

@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
+from offplan.held.held import hold
+from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
-from offplan.packing import pack_model
 from offplan.placement import Placement, place
 from offplan.plan import Offload
 from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
@@ -21,8 +22,8 @@ from offplan.runtime.refusal import refuse
 class Prepared:
     """All that is settled before any weight is there."""
 
-    model: Model
-    """The model with the weights packed that the plan says."""
+    stage: Stage
+    """What the GPU holds of the model, packed as the plan says."""
     placement: Placement
     module: PreTrainedModel
     """The model's class, every tensor on the meta device."""
@@ -41,26 +42,26 @@ def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
     run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
     GPU is lacking.
     """
-    model = pack_model(model, offload.packing)
-    placement = place(model, offload)
+    stage = hold(model, offload.packing)
+    placement = place(stage, offload)
     module = build_skeleton(model)
-    targets = map_tensors(module, model)
+    targets = map_tensors(module, stage)
     hold_codes(module, targets)
-    _check_types(model, device)
+    _check_types(stage, device)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
     stored = {n: [piece.tensor.name for piece in t.pieces] for n, t in targets.items()}
     offloaded = find_offloaded(placement, wanted, stored)
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))
-    return Prepared(model, placement, module, targets, wanted, offloaded, peer)
+    return Prepared(stage, placement, module, targets, wanted, offloaded, peer)
 
 
-def _check_types(model: Model, device: torch.device) -> None:
+def _check_types(stage: Stage, device: torch.device) -> None:
     """Raise CheckpointError for experts that a GPU would have to expand, all of a layer at once."""
-    coded = (p for p in model.loaded_parameters if p.is_expert and not p.form.is_raw)
-    if device.type == "cuda" and model.dtype == "float32" and any(coded):
-        raise refuse(f"{model.source} has experts stored as codes and is computed in float32")
+    coded = (p for p in stage.parameters if p.is_expert and not p.form.is_raw)
+    if device.type == "cuda" and stage.dtype == "float32" and any(coded):
+        raise refuse(f"{stage.model.source} has experts stored as codes and is computed in float32")
 
 
 def _find_store(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from offplan.errors import InputError
+from offplan.held.held import hold
 from offplan.placement import place
 from offplan.progress import Progress, Stages, silent
 from offplan.runtime.device import on_device
@@ -72,9 +73,10 @@ def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     """Load a stock model; also return its offloaded parameters: they are on the CPU."""
     module = build_skeleton(bench.model)
     module.set_attn_implementation("sdpa")
-    targets = map_tensors(module, bench.model)
+    stage = hold(bench.model)
+    targets = map_tensors(module, stage)
     # it holds every weight as it is stored
-    slabs = place(bench.model, bench.offload.model_copy(update={"packing": None})).slabs
+    slabs = place(stage, bench.offload.model_copy(update={"packing": None})).slabs
     on_host = {tensor for slab in slabs for entry in slab.entries for tensor in entry.unit.tensors}
     state = module.state_dict()
     parameters: dict[str, nn.Parameter] = {}

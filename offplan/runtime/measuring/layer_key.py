@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import offplan
-from offplan.checkpoint.model import Model
+from offplan.held.stage import Stage
 from offplan.hostmem.cgroups import read_text
 from offplan.plan import Workload
 
@@ -22,13 +22,13 @@ _OF_WHOLE_PLANS = (
 """Files of the runtime that no layer's time depends on."""
 
 
-def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:
+def layer_times_key(stage: Stage, workload: Workload, chunks: Sequence[int]) -> dict[str, Any]:
     """Name all that ``measure_layer_times`` depends on, as plain JSON, for the current CUDA device.
 
     The runtime counts by its source: a checkout changes more often than its version.
     """
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    config = json.dumps(dict(model.config), sort_keys=True, default=str)
+    config = json.dumps(dict(stage.model.config), sort_keys=True, default=str)
     return {
         "gpu": [gpu.name, gpu.total_memory, gpu.multi_processor_count],
         # its version and build, as Linux tells them; empty elsewhere
@@ -38,11 +38,11 @@ def layer_times_key(model: Model, workload: Workload, chunks: Sequence[int]) -> 
         "transformers": transformers.__version__,
         "offplan": offplan.__version__,
         "runtime_sha256": _sha256(b"".join(path.read_bytes() for path in timed_sources())),
-        "layers": [layer.key for layer in model.layers],
-        "outside": model.outside_key,
+        "layers": [layer.key for layer in stage.layers],
+        "outside": stage.outside_key,
         # heads, positions and activations show in no parameter's shape
         "config_sha256": _sha256(config.encode()),
-        "dtype": model.dtype,
+        "dtype": stage.dtype,
         "phases": ["prefill", "decode"],
         "batch": workload.batch,
         "context": workload.context,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from offplan.checkpoint.model import Model
+from offplan.held.stage import Stage
+from offplan.held.unit import group_units
 from offplan.machine.measure_products import measure_in_place_reads
 from offplan.machine.measure_time import NUM_SAMPLES, time_on_host, time_once, time_work
 from offplan.machine.profile import InPlaceRead, LayerTime
-from offplan.placement import group_units
 from offplan.plan import Offload, Workload
 from offplan.progress import Progress
 from offplan.runtime.passes.runner import MAX_CAPTURED_CHUNKS
@@ -29,7 +29,7 @@ CPU_REPEATS = 5
 
 
 def measure_layer_times(
-    model: Model,
+    stage: Stage,
     workload: Workload,
     chunks: Sequence[int],
     on_progress: Progress | None = None,
@@ -48,10 +48,10 @@ def measure_layer_times(
     half of the output in the cache (a few tokens less where the context ends there): what a step
     of the request meets on average.
     """
-    kinds = [layer.key for layer in model.layers]
+    kinds = [layer.key for layer in stage.layers]
     num_layers = max(kinds.index(kind) for kind in kinds) + 1
-    short = replace(model, layers=model.layers[:num_layers])
-    names = [*kinds[:num_layers], model.outside_key]
+    short = replace(stage.model, layers=stage.model.layers[:num_layers])
+    names = [*kinds[:num_layers], stage.outside_key]
     # room for a token and the decode steps that are timed, and for a last chunk that is whole
     num_steps = NUM_WARMUP_STEPS + NUM_SAMPLES * (1 if device == "cuda" else CPU_REPEATS)
     longest = max(-(-workload.prompt_tokens // chunk) * chunk for chunk in chunks)
@@ -68,7 +68,7 @@ def measure_layer_times(
             on_progress(len(times) // len(of_kinds), len(chunks) + 1)
 
     for chunk in chunks:
-        offload = Offload(prefetch_step=1, prefill_chunk=chunk, rules=())
+        offload = Offload(prefetch_step=1, prefill_chunk=chunk, packing=stage.packing, rules=())
         with Session(short, offload, context=context, device=device) as session:
             # too many to be captured, where the prompt's are
             num_chunks = min(-(-workload.prompt_tokens // chunk), MAX_CAPTURED_CHUNKS + 1)
@@ -88,7 +88,7 @@ def measure_layer_times(
 
 
 def measure_model_reads(
-    model: Model,
+    stage: Stage,
     workload: Workload,
     chunks: Sequence[int],
     uva: float,
@@ -99,7 +99,7 @@ def measure_model_reads(
     ``uva`` is the rate of reading once, in bytes per second. Few tokens do so, and many are left to
     what holds for any shape: hardly a plan has them read in place.
     """
-    units = {unit for layer in model.layers for unit in group_units(layer)}
+    units = {unit for layer in stage.layers for unit in group_units(layer)}
     # a convolution has three dimensions as well, and is no product
     shapes = {
         unit.shape
@@ -107,7 +107,7 @@ def measure_model_reads(
         if unit.parameters[0].form.is_raw and (unit.is_expert or len(unit.shape) < 3)
     }
     tokens = sorted({workload.batch * chunk for chunk in chunks})
-    pairs = 0 if model.experts is None else model.experts.num_experts_per_token
+    pairs = 0 if stage.experts is None else stage.experts.num_experts_per_token
     products = [
         (shape, count)
         for shape in sorted(shapes)

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from offplan.errors import MemoryLimitError, PlanError
+from offplan.held.unit import Unit
 from offplan.hostmem.block import HostBlock
-from offplan.placement import Phase, Placement, Span, Unit, align
+from offplan.placement import Phase, Placement, Span, align
 from offplan.runtime.device import on_device
 from offplan.schedule import slots_read
 from offplan.units import format_bytes

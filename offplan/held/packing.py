@@ -1,4 +1,4 @@
-"""The model as a plan holds it: with the weights packed that its ``packing`` takes."""
+"""Weights that a plan holds packed without loss."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -11,6 +11,7 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.errors import InputError, PlanError
 from offplan.forms.form import RAW, Kind, Part
 from offplan.forms.packed import PACKED, can_pack, packed_parts
+from offplan.held.stage import Stage
 from offplan.plan import Packing
 from offplan.unpacked import OUTPUT_HEAD, Unpacked
 
@@ -65,7 +66,7 @@ def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
         for p in layer.parameters:
             name = p.name.removesuffix(".weight")
             everywhere.setdefault(name, []).append(layer.index)
-            if any(tensor.name in weights for tensor in p.unpacked or p.tensors):
+            if any(tensor.name in weights for tensor in p.tensors):
                 found.setdefault(name, []).append(layer.index)
     names = [
         one
@@ -77,20 +78,22 @@ def name_weights(model: Model, weights: Collection[str]) -> tuple[str, ...]:
         )
     ]
     head = model.head
-    if head is not None and any(t.name in weights for t in head.unpacked or head.tensors):
+    if head is not None and any(t.name in weights for t in head.tensors):
         names.append(OUTPUT_HEAD)
     return NOTHING.with_names(names).names
 
 
-def pack_model(model: Model, packing: Packing | None) -> Model:
-    """Return the model with the weights packed that a plan says; one that is packed stays so.
+def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
+    """Return a stage with the weights packed that a plan says.
 
     Sizes are certain: each packed matrix takes its reserve of patches, whatever its values. Raises
     PlanError for packing that takes nothing, or some of a layer's experts alone, or a head that
     cannot be packed, and for a name that it leaves out and that is not there.
     """
+    assert stage.packing is None, "a stage is packed once"
     if packing is None:
-        return model
+        return stage
+    model, source = stage.model, stage.model.source
     unpacked = Unpacked(packing.leave_unpacked)
     try:
         check_unpacked(model, unpacked)
@@ -102,11 +105,11 @@ def pack_model(model: Model, packing: Packing | None) -> Model:
         held = tuple(_pack(p) if id(p) in packs else p for p in layer.parameters)
         return replace(layer, parameters=held)
 
-    layers = tuple(map(hold, model.layers))
+    layers = tuple(map(hold, stage.layers))
     taken = [is_packed(p) for layer in layers for p in layer.parameters]
     if not any(taken):
         raise PlanError(
-            f"packing takes nothing: {model.source} has no bfloat16 matrices in the layers that it "
+            f"packing takes nothing: {source} has no bfloat16 matrices in the layers that it "
             "matches and that can be packed; leave out `packing`, or plan again with --no-packing"
         )
     for layer in layers:
@@ -115,16 +118,15 @@ def pack_model(model: Model, packing: Packing | None) -> Model:
                 f"packing takes some of the routed experts' weights of layer {layer.index} only: "
                 "those of a layer are multiplied in one way; take all of them, or none"
             )
-    if not packing.output_head or unpacked.takes_head or model.held_outside:
-        return replace(model, layers=layers)
-    if why_not := _why_not_pack_head(model):
-        raise PlanError(
-            f"packing takes the output head, and that of {model.source} cannot be packed: "
-            f"{why_not}; leave out `output_head`"
-        )
-    outside = tuple(_pack(p) if p is model.head else p for p in model.outside_parameters)
-    tensors = tuple(tensor for parameter in outside for tensor in parameter.stored)
-    return replace(model, layers=layers, outside=tensors, held_outside=outside)
+    outside = stage.outside
+    if packing.output_head and not unpacked.takes_head:
+        if why_not := _why_not_pack_head(model):
+            raise PlanError(
+                f"packing takes the output head, and that of {source} cannot be packed: "
+                f"{why_not}; leave out `output_head`"
+            )
+        outside = tuple(_pack(p) if p is stage.head else p for p in outside)
+    return replace(stage, layers=layers, outside=outside, packing=packing)
 
 
 def unpack_layer(layer: Layer) -> Layer:

@@ -1,0 +1,1 @@
+"""What one GPU holds of a model, lowered once a question: stages of layers of units."""

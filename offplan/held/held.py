@@ -1,0 +1,78 @@
+"""A model as the GPUs that run it hold it, a stage for each part of a pipeline."""
+
+from dataclasses import dataclass, replace
+
+from offplan.checkpoint.model import Layer, Model
+from offplan.held.packing import pack_stage
+from offplan.held.stage import Stage
+from offplan.plan import Packing, Workload
+from offplan.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks of each stage hold; one stage where nothing divides the layers."""
+
+    stages: tuple[Stage, ...]
+    """The stages in the order in which a pass goes through them."""
+    planned: int = 0
+    """The stage that is planned for: the one that takes most memory."""
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that is planned for."""
+        return self.stages[self.planned]
+
+    @property
+    def model(self) -> Model:
+        """The whole model, as it is stored."""
+        return self.stage.model
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that the model is divided among."""
+        return self.stage.ranks
+
+    def plan_for(self, workload: Workload) -> "Held":
+        """Return the same, planned for the stage of most weights and cache."""
+        sizes = [stage.loaded_bytes + stage.cache_bytes(workload) for stage in self.stages]
+        return replace(self, planned=sizes.index(max(sizes)))
+
+    def pack(self, packing: Packing | None) -> "Held":
+        """Return the same with the weights packed that a plan says; raises PlanError."""
+        return replace(self, stages=tuple(pack_stage(stage, packing) for stage in self.stages))
+
+
+def hold(model: Model, packing: Packing | None = None) -> Stage:
+    """Lower a model to what offplan's own runtime holds of it; raises PlanError for the packing."""
+    return pack_stage(hold_whole(model, None), packing)
+
+
+def hold_whole(model: Model, engine: str | None) -> Stage:
+    """Lower a model to what one GPU holds where an engine loads it; None is offplan's own runtime.
+
+    Engines load its towers, and of latent attention's ``kv_b_proj`` they keep a copy beside it, as
+    the two matrices that decode steps multiply latents by.
+    Source: vLLM 0.33, ``mla_attention`` (``W_UK_T``, ``W_UV``); SGLang 0.5.23 (``w_kc``).
+    """
+    left_out = model.not_loaded if engine is None else model.not_loaded - model.towers
+    return Stage(
+        model=model,
+        layers=model.layers,
+        outside=tuple(p for p in model.outside_parameters if p.tensors[0].name not in left_out),
+        architecture=model.architecture,
+        experts=model.experts,
+        engine=engine and engine.partition("==")[0],
+        derived_bytes=0 if engine is None else absorbed_bytes(model, model.layers),
+    )
+
+
+def absorbed_bytes(model: Model, layers: tuple[Layer, ...]) -> int:
+    """Bytes of the copies of ``kv_b_proj`` that engines keep of these layers."""
+    absorbed = (
+        parameter.num_weights
+        for layer in layers
+        for parameter in layer.parameters
+        if parameter.name.endswith("kv_b_proj.weight")
+    )
+    return sum(absorbed) * model.element_bytes

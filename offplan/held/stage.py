@@ -1,0 +1,116 @@
+"""What one GPU holds of a model: all of it, or one rank's part of a stage of a pipeline."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from offplan.checkpoint.architecture import Architecture
+from offplan.checkpoint.group import resize
+from offplan.checkpoint.model import Experts, Layer, Model
+from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.plan import Packing, Workload
+from offplan.ranks import ONE_RANK, Ranks
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers that one GPU runs, and what it holds outside them."""
+
+    model: Model
+    """The whole model, as it is stored."""
+    layers: tuple[Layer, ...]
+    """The decoder layers as the GPU holds them, counted from 0 on."""
+    outside: tuple[Parameter, ...]
+    """The parameters outside the layers that are loaded."""
+    architecture: Architecture
+    """The model's architecture, with the heads, the experts and the layers of the rank."""
+    experts: Experts | None
+    """The routed experts of the rank."""
+    engine: str | None = None
+    """The engine that loads and runs the stage: ``vllm``; None is offplan's own runtime."""
+    ranks: Ranks = field(default=ONE_RANK)
+    """The processes that the model is divided among."""
+    number: int = 0
+    """Which of the pipeline's stages it is, from 0 on."""
+    derived_bytes: int = 0
+    """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
+    packing: Packing | None = None
+    """The packing by which weights are held."""
+
+    @property
+    def dtype(self) -> str:
+        """The type that weights stand for and are computed with, as torch names it."""
+        return self.model.dtype
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of hidden states and of the KV cache."""
+        return self.model.element_bytes
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """What a text needs: parameters of the layers, and those outside that are no tower's."""
+        return (*self._in_layers, *self._read_outside)
+
+    @property
+    def _in_layers(self) -> Iterable[Parameter]:
+        return (parameter for layer in self.layers for parameter in layer.parameters)
+
+    @cached_property
+    def _read_outside(self) -> tuple[Parameter, ...]:
+        return tuple(p for p in self.outside if p.tensors[0].name not in self.model.towers)
+
+    @cached_property
+    def outside_bytes(self) -> int:
+        """Bytes outside the layers once loaded, in the types that they are then in."""
+        return sum(
+            resize(parameter, self.architecture, self.dtype).loaded_bytes
+            for parameter in self.outside
+        )
+
+    @cached_property
+    def loaded_bytes(self) -> int:
+        """Bytes of all weights once loaded, and of what is then made of them."""
+        in_layers_bytes = sum(parameter.loaded_bytes for parameter in self._in_layers)
+        return in_layers_bytes + self.outside_bytes + self.derived_bytes
+
+    def cache_bytes(self, workload: Workload) -> int:
+        """Bytes of the static cache: batch x context tokens of each layer's keys and values.
+
+        Layers with a window keep the whole context as well: the runtime gives all one shape.
+        """
+        return workload.batch * sum(
+            workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
+            for layer in self.layers
+        )
+
+    @cached_property
+    def outside_key(self) -> str:
+        """Name what lies outside the layers for its cost, as ``Layer.key`` does for a layer."""
+        tensors = (tensor for parameter in self._read_outside for tensor in parameter.stored)
+        content = json.dumps(sorted((t.name, t.dtype, t.shape) for t in tensors))
+        return f"outside-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+    @cached_property
+    def input_embedding(self) -> TensorInfo | None:
+        """The input embedding that may lie on the host; None where the stage holds none.
+
+        ``Model.input_embedding`` says which models have one.
+        """
+        whole = self.model.input_embedding
+        tensors = (parameter.tensors[0] for parameter in self.outside)
+        return next((t for t in tensors if whole is not None and t.name == whole.name), None)
+
+    @cached_property
+    def head(self) -> Parameter | None:
+        """The matrix that turns hidden states into logits: the head, or what it is tied to.
+
+        None in a stage of a pipeline that others follow.
+        """
+        if self.number < self.ranks.pipeline - 1:
+            return None
+        whole = self.model.head
+        return next((p for p in self.outside if whole is not None and p.name == whole.name), None)

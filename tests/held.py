@@ -1,0 +1,41 @@
+"""What one GPU holds of a model, lowered for tests that place or price a decision."""
+
+from pathlib import Path
+
+from offplan import placement
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.costs import predict as costs
+from offplan.held.held import Held, hold, hold_whole
+from offplan.held.stage import Stage
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Placement
+from offplan.plan import Budget, Offload, Packing, Prediction, Workload
+
+
+def hold_by(model: Model, engine: str | None = None, packing: Packing | None = None) -> Held:
+    """What the only GPU of an engine holds; None is offplan's own runtime."""
+    return Held((hold_whole(model, engine),)).pack(packing)
+
+
+def place(model: Model, offload: Offload) -> Placement:
+    """Place a decision as offplan's own runtime holds the model."""
+    return placement.place(hold(model, offload.packing), offload)
+
+
+def predict(
+    model: Model,
+    machine: MachineProfile,
+    workload: Workload,
+    budget: Budget,
+    offload: Offload,
+    engine: str | None = None,
+) -> Prediction:
+    """Predict what a decision costs on one GPU."""
+    held = hold_by(model, engine, offload.packing)
+    return costs.predict(held, machine, workload, budget, offload)
+
+
+def open_stage(source: Path | str) -> Stage:
+    """Open a checkpoint or a config, and lower it to what offplan's own runtime holds."""
+    return hold(open_model(str(source)))
