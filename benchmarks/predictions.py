@@ -6,7 +6,7 @@ Needs a CUDA device and host memory for the weights. This machine is measured on
 layers once for each workload, as ``offplan measure`` does; each plan is then run by ``offplan
 bench`` on random weights, in a process of its own. A budget is stated, or holds a share of the
 model's weights beside everything else that a plan with all of them on the GPU takes. NAMEs pick
-cases by a part of their name.
+cases by a part of their name, and order them.
 """
 
 import json
@@ -144,7 +144,8 @@ def find_budget(case: Case, model: Model, machine: MachineProfile) -> Budget:
         return Budget(gpu_memory=round(case.gpu_gib * 2**30))
     total = machine.gpu_memory.value
     for _ in range(2):  # the margin is a share of the budget: the second round has it right
-        question = pose(model, machine, case.workload, Budget(gpu_memory=total))
+        goal = Goal(packing=case.packing)
+        question = pose(model, machine, case.workload, Budget(gpu_memory=total), goal)
         plan = make_plan(question).plan
         total = plan.prediction.gpu_memory.total_bytes
     return Budget(gpu_memory=total - round((1 - case.share) * hold(model).loaded_bytes))
@@ -192,7 +193,8 @@ def run(case: Case, model: Model, machine: MachineProfile, folder: Path) -> dict
 
 def main() -> None:
     """Run the cases; one that fails is part of the result."""
-    chosen = [c for c in CASES if not sys.argv[1:] or any(n in c.name for n in sys.argv[1:])]
+    names = sys.argv[1:] or [""]
+    chosen = list(dict.fromkeys(c for name in names for c in CASES if name in c.name))
     results = []
     here = measure_machine()
     machines: dict[tuple[str, Workload, bool], MachineProfile] = {}
