@@ -10,16 +10,34 @@ BLOCK = 1024
 """Words that a program copies at a time."""
 LOOPS = 4
 """Times that it does."""
+MAX_PARTS = 5
+"""Parts of a weight that have something of each expert, at most."""
+
+
+@triton.jit
+def _copy(source, target, words, block, expert, slot, BLOCK: tl.constexpr, LOOPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a share of one expert's words; do nothing where ``block`` is another part's."""
+    if source is not None:  # noqa: SIM102 (a constant, apart from what is computed)
+        if (block >= 0) & (block * BLOCK * LOOPS < words):
+            for loop in range(LOOPS):
+                at = (block * LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
+                inside = at < words
+                copied = tl.load(source + tl.cast(expert, tl.int64) * words + at, mask=inside)
+                tl.store(target + tl.cast(slot, tl.int64) * words + at, copied, mask=inside)
 
 
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
-    expert_of_pair, order, starts, own_starts, num_pairs, parts,
-    BLOCK: tl.constexpr, LOOPS: tl.constexpr,
+    expert_of_pair, order, starts, own_starts, num_pairs,
+    a, to_a, words_a, b, to_b, words_b, c, to_c, words_c, d, to_d, words_d,
+    e, to_e, words_e,
+    BLOCK: tl.constexpr,
+    LOOPS: tl.constexpr,
 ):  # fmt: skip
     """One program for a share of the words of the expert of one pair, the first that has it.
 
-    Each of ``parts`` is where its words are, where they go, and how many an expert has.
+    Each part has arguments of its own: compiled layers launch this kernel, and torch.compile takes
+    a tensor within a tuple for one that is only read. It then drops or reorders what was copied.
     """
     slot = tl.program_id(1)
     expert = tl.load(expert_of_pair + tl.load(order + slot))
@@ -30,15 +48,16 @@ def _gather(  # type: ignore[no-untyped-def]
     if first != slot:
         return
     block = tl.program_id(0)
-    for part in tl.static_range(len(parts)):
-        source, target, words = parts[part]
-        if (block >= 0) & (block * BLOCK * LOOPS < words):  # it is a share of this part
-            for loop in range(LOOPS):
-                at = (block * LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
-                inside = at < words
-                copied = tl.load(source + tl.cast(expert, tl.int64) * words + at, mask=inside)
-                tl.store(target + tl.cast(slot, tl.int64) * words + at, copied, mask=inside)
-        block -= tl.cdiv(words, BLOCK * LOOPS)
+    SIZE: tl.constexpr = BLOCK * LOOPS
+    _copy(a, to_a, words_a, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_a, SIZE)
+    _copy(b, to_b, words_b, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_b, SIZE)
+    _copy(c, to_c, words_c, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_c, SIZE)
+    _copy(d, to_d, words_d, block, expert, slot, BLOCK, LOOPS)
+    block -= tl.cdiv(words_d, SIZE)
+    _copy(e, to_e, words_e, block, expert, slot, BLOCK, LOOPS)
 
 
 def gather(
@@ -52,16 +71,17 @@ def gather(
     """
     num_pairs, num_blocks = order.numel(), 0
     gathered: Parts = {}
-    arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    arguments: list[torch.Tensor | int | None] = []
     for part, value in parts.items():
         source = value.view(torch.uint8).flatten(1)
         source = source.view(torch.int32) if source.shape[1] % 4 == 0 else source
         target = source.new_empty(num_pairs, source.shape[1])
-        arguments.append((source, target, source.shape[1]))
+        arguments += [source, target, source.shape[1]]
         num_blocks += triton.cdiv(source.shape[1], BLOCK * LOOPS)
         gathered[part] = target.view(value.dtype).view(num_pairs, *value.shape[1:])
+    arguments += [None, None, 0] * (MAX_PARTS - len(parts))
     own_starts = starts.new_empty(num_pairs + 1)
     _gather[(num_blocks, num_pairs)](
-        expert_of_pair, order, starts, own_starts, num_pairs, tuple(arguments), BLOCK, LOOPS
+        expert_of_pair, order, starts, own_starts, num_pairs, *arguments, BLOCK=BLOCK, LOOPS=LOOPS
     )
     return gathered, own_starts

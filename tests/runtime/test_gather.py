@@ -1,0 +1,31 @@
+"""How the kernel is launched that copies chosen experts, without a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from offplan.forms.form import Part
+
+
+def test_torch_compile_sees_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tuple holds it takes for read alone: outputs of in-place experts came out wrong so."""
+    pytest.importorskip("triton")
+    from offplan.runtime.forms import gather
+
+    launched: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *arguments, **_: launched.extend(arguments)
+
+    monkeypatch.setattr(gather, "_gather", Kernel())
+    parts = {
+        Part.WEIGHT: torch.zeros(4, 64, 32, dtype=torch.uint8),
+        Part.SCALE: torch.zeros(4, 64, 1, dtype=torch.bfloat16),
+    }
+    order, starts = torch.arange(2), torch.tensor([0, 1, 1, 1, 2])
+    gathered, _ = gather.gather(parts, torch.tensor([0, 3]), order, starts)
+    seen = [each.data_ptr() for each in launched if isinstance(each, torch.Tensor)]
+    assert all(each is None or isinstance(each, int | torch.Tensor) for each in launched)
+    assert {value.data_ptr() for value in gathered.values()} <= set(seen)
