@@ -146,7 +146,7 @@ def choose_blocks(
 
 
 def block_size(size: int) -> int:
-    """Return the largest power of two from EXPERT_MULTIPLE to MAX_BLOCK in ``size``, or 0."""
+    """Return the power of two that divides ``size``, at most MAX_BLOCK; 0 for other sizes."""
     block = min(size & -size, MAX_BLOCK)
     return block if block >= EXPERT_MULTIPLE else 0
 
