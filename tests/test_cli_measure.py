@@ -120,6 +120,8 @@ def test_another_gpu_torch_or_runtime_is_timed(
 def test_the_sources_that_layer_times_depend_on() -> None:
     names = {path.name for path in layer_key.timed_sources()}
     assert {"session.py", "runner.py", "attention.py", "skeleton.py", "layer_times.py"} <= names
+    assert "kernel_sizes.py" in names
+    assert all(path.is_file() for path in layer_key.timed_sources())
     assert not {"bench.py", "versus.py", "accelerated.py", "timed_link.py"} & names
     assert not {"generate.py", "prompts.py", "texts.py"} & names
 

@@ -14,6 +14,7 @@ ARROWS = {
     "errors": [],
     "units": ["errors"],
     "files": [],
+    "kernel_sizes": [],
     "kept": ["files"],
     "records": ["errors", "units"],
     "progress": [],
@@ -30,7 +31,7 @@ ARROWS = {
     "packing_sample": ["held"],
     "placement": ["held"],
     "schedule": ["placement"],
-    "costs": ["checkpoint", "machine", "schedule"],
+    "costs": ["checkpoint", "machine", "schedule", "kernel_sizes"],
     "engines": ["costs"],
     "planner": ["engines"],
     "runtime": [],
@@ -40,6 +41,7 @@ ARROWS = {
     "runtime.gpu_limits": [],
     "runtime.transformers_private": [],
     "runtime.forms": [
+        "kernel_sizes",
         "runtime.gpu_limits",
         "runtime.transformers_private",
         "runtime.refusal",
@@ -56,7 +58,17 @@ ARROWS = {
     "runtime.rules": ["checkpoint"],
     "runtime.texts": ["runtime.generate", "runtime.rules"],
     "runtime.measuring": ["runtime.generate", "machine"],
-    "library": ["planner", "packing_sample", "runtime.measuring", "runtime.prompts"],
+    "library.planned": ["checkpoint", "machine", "plan"],
+    "library.held_memory": ["placement"],
+    "library.runnable": ["held", "runtime.loading"],
+    "library.unpackable": ["library.held_memory", "packing_sample", "runtime.memory"],
+    "library.sessions": [
+        "library.planned",
+        "library.runnable",
+        "library.unpackable",
+        "runtime.session",
+    ],
+    "library": ["planner", "library.sessions", "runtime.measuring", "runtime.prompts"],
     "vllm": ["library"],
     "upkeep": ["library"],
     "report": ["upkeep", "runtime.texts"],
@@ -67,9 +79,13 @@ ARROWS = {
 
 
 def room_of(module: str) -> str:
-    """The room that a module, ``offplan.room.module``, is in; the runtime has rooms of its own."""
+    """The room that a module, ``offplan.room.module``, is in.
+
+    The runtime has rooms of its own, and each module that opens a session is one.
+    """
     parts = module.split(".")[1:]
-    return ".".join(parts[: 1 + ("runtime" in parts[:1])])
+    room = ".".join(parts[:2])
+    return room if "runtime" in parts[:1] or room in ARROWS else "".join(parts[:1])
 
 
 def allowed(room: str) -> set[str]:
@@ -128,13 +144,32 @@ def test_tests_import_helpers_never_one_another() -> None:
     assert not wrong
 
 
-def loaded_modules(code: str) -> set[str]:
-    """Top-level modules in a fresh interpreter that has run ``code``."""
+def loaded_files(code: str) -> set[str]:
+    """Modules by their full names in a fresh interpreter that has run ``code``."""
     script = f"{code}\nimport sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
-    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    return {*done.stdout.splitlines()[-1].split()}
+
+
+def loaded_modules(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter that has run ``code``."""
+    return {name.partition(".")[0] for name in loaded_files(code)}
+
+
+def test_opening_a_session_prices_nothing() -> None:
+    """Neither costs, nor a planner, nor another's runner is imported to open one and generate."""
+    path = PACKAGE.parent / "plans" / "tiny-moe.yaml"
+    loaded = loaded_files(
+        "from pathlib import Path; import torch, offplan\n"
+        f"plan = offplan.load_plan(Path({str(path)!r}))\n"
+        "with offplan.open_session(plan, device='cpu') as session:\n"
+        "    list(offplan.generate(session, torch.tensor([[3, 1, 4]]), 2))"
+    )
+    rooms_loaded = {room_of(name) for name in loaded if name.startswith("offplan.")}
+    assert "library.sessions" in rooms_loaded
+    assert not rooms_loaded & {"costs", "engines", "planner", "upkeep", "report", "cli", "vllm"}
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -8,8 +8,7 @@ import pytest
 from jsonschema.validators import validator_for
 
 from offplan.checkpoint.open import open_model
-from offplan.library.planned import hold_planned
-from offplan.library.repricing import price_on
+from offplan.library.repricing import hold_planned, price_on
 from offplan.machine.profile import load_profile
 from offplan.plan import load_plan
 from offplan.records import load_yaml

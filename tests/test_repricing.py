@@ -1,6 +1,7 @@
-"""Edited plans: priced again where that is possible, refused where it is not."""
+"""Edited plans: priced again where that is possible, refused where they exceed their budget."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,17 @@ import pytest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
+from offplan.library.held_memory import check_held, count_held
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import list_changes, price_again, price_as_run
+from offplan.library.sessions import open_session
 from offplan.plan import Goal, Plan, dump_plan, load_plan
 from tests.cli import CLI, ROOT, TINY_MOE
 
 PLAN = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8")
 ROOMY = ("gpu_memory: 1 MiB", "gpu_memory: 2 MiB")
 MEASURED = ("profile: cpu", "profile: null")
+EVERY_LAYER = ("group_size: 2, num_in_group: 1", "group_size: 1, num_in_group: 1")
 EVERYTHING = ("[experts.down_proj], group_size: 2", "[], group_size: 2")
 
 
@@ -112,9 +116,63 @@ def test_without_its_profile_an_edited_plan_is_refused(
 def test_an_edited_plan_keeps_its_budget(
     model: Model, tmp_path: Path, edit: tuple[str, str], what: str
 ) -> None:
-    rules = ("group_size: 2, num_in_group: 1", "group_size: 1, num_in_group: 1")
     with pytest.raises(PlanError, match=f"another version: it takes .* of {what} by its"):
-        price_again(edited(tmp_path, edit, rules), model)
+        price_again(edited(tmp_path, edit, EVERY_LAYER), model)
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_what_a_session_counts_is_what_pricing_finds(
+    model: Model, tmp_path: Path, edit: tuple[str, str]
+) -> None:
+    """But for activations and overhead, which stay as the plan records them."""
+    plan = edited(tmp_path, ROOMY, edit)
+    held, priced = count_held(plan, model).prediction, price_again(plan, model).prediction
+    for term in ("resident_bytes", "ring_bytes", "kv_cache_bytes"):
+        assert getattr(held.gpu_memory, term) == getattr(priced.gpu_memory, term)
+    for term in ("activation_bytes", "overhead_bytes"):
+        recorded = getattr(plan.prediction.gpu_memory, term)
+        assert getattr(held.gpu_memory, term) == recorded
+    assert held.host_memory_bytes == priced.host_memory_bytes
+    assert held.decode == plan.prediction.decode
+    check_held(plan, model)
+    check_held(edited(tmp_path, ROOMY, MEASURED, edit), model)  # nor is a profile needed
+
+
+@pytest.mark.parametrize("profile", [(), (MEASURED,)])
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ((EDITS["step"], EVERY_LAYER), "version: it takes .* of GPU memory by its prediction"),
+        ((EDITS["no rules"],), "more than its budget of 1 MiB"),
+        ((EDITS["context"],), "of GPU memory"),
+        ((EDITS["batch"],), "of GPU memory"),
+        ((("host_memory: null", "host_memory: 100 KiB"), EVERY_LAYER), "of memory of the store"),
+        ((("experts.down_proj", "experts.no_proj"),), "rule 1 matches nothing"),
+        ((("experts.down_proj", "experts.up_proj"),), "takes only part of"),
+        ((("group_size: 2", "group_size: 99"),), "takes nothing"),
+        ((EDITS["embeddings"],), None),
+    ],
+)
+def test_a_session_is_not_opened_beyond_the_budget_or_the_model(
+    tmp_path: Path,
+    profile: tuple[tuple[str, str], ...],
+    edits: tuple[tuple[str, str], ...],
+    message: str | None,
+) -> None:
+    plan = edited(tmp_path, *profile, *edits)
+    refused = nullcontext() if message is None else pytest.raises(PlanError, match=message)
+    with refused:
+        open_session(plan, model=str(TINY_MOE), device="cpu").close()
+
+
+def test_a_session_of_an_engines_plan_takes_what_offplan_holds(
+    model: Model, tmp_path: Path
+) -> None:
+    plan = edited(tmp_path, ROOMY).model_copy(update={"goal": Goal(engine="vllm")})
+    check_held(plan, model)
+    tight = plan.model_copy(update={"budget": plan.budget.model_copy(update={"gpu_memory": 2**19})})
+    with pytest.raises(PlanError, match="is for vllm, which may hold less than offplan's own"):
+        check_held(tight, model)
 
 
 def test_the_command_says_what_changed(

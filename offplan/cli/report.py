@@ -41,8 +41,7 @@ def report(
     from offplan.cli.planning import open_plan
     from offplan.library.asking import ask_again
     from offplan.library.machines import load_machine
-    from offplan.library.planned import hold_planned
-    from offplan.library.repricing import list_changes, price_on
+    from offplan.library.repricing import hold_planned, list_changes, price_on
     from offplan.plan import dump_plan, load_plan
     from offplan.planner.frontier import find_frontier
     from offplan.report.bench_file import load_bench

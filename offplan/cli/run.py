@@ -103,6 +103,7 @@ def run(
         from offplan.cli.generating import generate_asked
         from offplan.cli.told import Printer, Teller, Writer
         from offplan.library.sessions import check_context, load_session
+        from offplan.library.settling import settle_by
         from offplan.report.payload import run_payload
         from offplan.report.run import render_run
         from offplan.runtime.device import device_name, find_device
@@ -141,7 +142,7 @@ def run(
             chosen,
             dummy_weights=dummy_weights,
             on_stage=ProgressBar,
-            tell=print_note,
+            settle=settle_by(print_note),
         )
         session = stack.enter_context(opened)
         if (peer := session.loaded.store.peer) is not None:

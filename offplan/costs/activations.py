@@ -19,6 +19,13 @@ from offplan.costs.work import (
 )
 from offplan.forms.form import Kind, Part
 from offplan.held.stage import Stage
+from offplan.kernel_sizes import (
+    EXPERT_MULTIPLE,
+    KERNEL_TYPES,
+    LATENT_HEADS,
+    SPAN_TOKENS,
+    is_power,
+)
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -86,18 +93,6 @@ It makes as many as the GPU has multiprocessors (an H200: 132), or one for each 
 Source: ``runtime.model.latent_kernel.attend_filled``.
 """
 
-KERNEL_HEADS = 16
-"""Heads in a block of that kernel. Source: ``runtime.model.latent_kernel.BLOCK_HEADS``."""
-
-KERNEL_MULTIPLE = 16
-"""Number that sizes are a multiple of where the runtime's kernels for experts know them.
-
-Source: ``runtime.model.experts.block_size``.
-"""
-
-KERNEL_TYPES = ("bfloat16", "float16")
-"""Types that the runtime's own kernels know. Source: ``runtime.model.kernels.KERNEL_TYPES``."""
-
 ROUTED_COPIES = 2
 """Hidden states that each pair of a token and an expert has beside the expert's products.
 
@@ -132,9 +127,6 @@ NESTED_SCALE_BYTES = 16
 
 Source: ``runtime.forms.reference.nested_scales``.
 """
-
-SPAN_TOKENS = 2048
-"""Tokens that linear attention takes at a time. Source: ``runtime.model.linear.SPAN_TOKENS``."""
 
 RULE_CHUNK = 64
 """Tokens of a chunk of the delta rule, of which it holds every pair.
@@ -350,15 +342,10 @@ def latent_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
         return shape.num_tokens * width * stage.element_bytes
     rank, rope = dims.value_dim, dims.query_dim - dims.value_dim
     in_kernel = stage.dtype in KERNEL_TYPES and layer.kv_cache.window is None
-    if not in_kernel or not (_is_power(rank) and _is_power(rope)):
+    if not in_kernel or not (is_power(rank) and is_power(rope)):
         return shape.batch * shape.context * dims.num_heads * SCORE_BYTES
-    blocks = shape.batch * -(-dims.num_heads // KERNEL_HEADS)
-    return 4 * (rank + 1) * KERNEL_HEADS * max(SPLITS, blocks)
-
-
-def _is_power(dim: int) -> bool:
-    """Whether the kernel for latents knows this width: a power of two from 16 on."""
-    return dim >= 16 and dim & (dim - 1) == 0
+    blocks = shape.batch * -(-dims.num_heads // LATENT_HEADS)
+    return 4 * (rank + 1) * LATENT_HEADS * max(SPLITS, blocks)
 
 
 def mlp_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
@@ -411,7 +398,7 @@ def _gathered_bytes(stage: Stage, layer: Layer, shape: PassShape) -> int:
             by_role[role_of(parameter)] += parameter.nbytes
         return max(by_role.values()) // stage.experts.num_experts
     served = stage.dtype in KERNEL_TYPES and all(
-        len(p.shape) > 1 and not any(size % KERNEL_MULTIPLE for size in p.shape[-2:])
+        len(p.shape) > 1 and not any(size % EXPERT_MULTIPLE for size in p.shape[-2:])
         for p in experts
     )
     looped = shape.phase is Phase.DECODE and stage.dtype != "bfloat16"

@@ -9,6 +9,7 @@ from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.work import PassShape, gathers_codes
 from offplan.held.unit import Unit
+from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
@@ -38,12 +39,6 @@ EXPERT_ROWS = 180
 
 Source: prompts of DeepSeek-V2-Lite with experts in place on an H200: 192 rows an expert read it
 1.1 times, 384 rows 1.95 times.
-"""
-
-CODED_ROWS = 128
-"""Rows of a product that read the codes of an expert's weight together.
-
-Source: ``runtime.forms.runnable.IN_PLACE_ROWS``.
 """
 
 LINE_BYTES = 128
@@ -123,13 +118,13 @@ def uva_bytes(
 def coded_reads(mean_rows: float) -> float:
     """How often the codes of an expert are read whose rows are ``mean_rows`` on average.
 
-    Once for each CODED_ROWS of them begun. Rows of an expert are as many as chance has it: of a
+    Once for each IN_PLACE_ROWS of them begun. Rows of an expert are as many as chance has it: of a
     normal distribution as wide as Poisson's.
     """
-    reads, rows, deviation = 1.0, CODED_ROWS, sqrt(max(mean_rows, 1.0))
+    reads, rows, deviation = 1.0, IN_PLACE_ROWS, sqrt(max(mean_rows, 1.0))
     while (beyond := erfc((rows - mean_rows) / (sqrt(2) * deviation)) / 2) > 1e-3:
         reads += beyond
-        rows += CODED_ROWS
+        rows += IN_PLACE_ROWS
     return reads
 
 

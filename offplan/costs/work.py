@@ -11,17 +11,9 @@ from offplan.checkpoint.windows import Mixer
 from offplan.forms.form import Kind
 from offplan.held.packing import is_packed, unpack_layer
 from offplan.held.stage import Stage
+from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, PACKED_ROWS
 from offplan.placement import Phase
 from offplan.plan import Workload
-
-EXPANDED_ROWS = 128
-"""Tokens of a pass up to which weights are multiplied from their stored codes; for more, those of
-no expert are expanded first.
-
-Source: ``runtime.forms.stored.MAX_ROWS``.
-"""
-EXPANDED_PACKED_ROWS = 64
-"""EXPANDED_ROWS of packed weights. Source: ``runtime.forms.stored.PACKED_ROWS``."""
 
 PACKED_SLOWDOWNS = ((1, 1.04), (2, 1.44), (16, 1.61), (32, 1.68), (64, 2.51), (128, 3.57))
 """Time of products with packed weights as a multiple of that with their values, by inputs of a
@@ -44,12 +36,6 @@ as many operations with values, for a machine whose profile has no times of such
 
 Source: prompts of 512 to 4,096 tokens of Qwen3-30B-A3B and DeepSeek-V3 in FP8 on an H200, which
 took 0.6 to 1.3 of what this gives, and of gpt-oss in MXFP4, 1.0 to 1.3.
-"""
-
-CODED_ROWS_AT_LEAST = 16
-"""Rows that a product with an expert's codes takes at least.
-
-Source: ``runtime.forms.products``; few rows, each by itself, took as long.
 """
 
 WHOLE_NUMBER_SLOWDOWNS = (2.9, 7.5)
@@ -202,12 +188,13 @@ class LayerWork:
     def decoding_flops(self, shape: PassShape) -> float:
         """Operations that take as long as multiplying experts' codes takes beyond their values.
 
-        An expert that tokens are sent to takes the time of CODED_ROWS_AT_LEAST of them, or more.
+        An expert that tokens are sent to takes the time of MIN_ROWS of them, or more: few
+        rows, each by itself, took as long.
         """
         if self.experts is None:
             return 0.0
         pairs = shape.num_tokens * self.experts.num_experts_per_token
-        rows = max(pairs, CODED_ROWS_AT_LEAST * self.experts.touched(shape.num_tokens))
+        rows = max(pairs, MIN_ROWS * self.experts.touched(shape.num_tokens))
         return 2 * self.slow_expert_elements * rows / self.experts.num_experts
 
     def packing_bytes(self, shape: PassShape) -> float:
@@ -224,7 +211,7 @@ class LayerWork:
             of_expert /= self.experts.num_in_all
         experts = plain.weight_bytes(shape) - plain.dense_bytes
         longer = (packed_slowdown(of_expert) - 1) * experts
-        if shape.num_tokens <= EXPANDED_PACKED_ROWS:
+        if shape.num_tokens <= PACKED_ROWS:
             return longer + (packed_slowdown(shape.num_tokens) - 1) * plain.dense_bytes
         expanded = self.dense_bytes + self.element_bytes * self.expanded_elements
         return longer + EXPANSION_SLOWDOWN * expanded
@@ -319,7 +306,7 @@ def makes_values(num_rows: int, element_bytes: int) -> bool:
 
     Source: ``runtime.forms.stored.StoredLinear``.
     """
-    return num_rows > EXPANDED_ROWS or element_bytes > 2
+    return num_rows > CODES_ROWS or element_bytes > 2
 
 
 def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:

@@ -12,7 +12,8 @@ from offplan.hostmem.limits import peak_host_bytes
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import price_again
 from offplan.library.runnable import check_before_fetching
-from offplan.library.unpackable import Tell, load_settled, settle_packing
+from offplan.library.settling import Tell, keep_priced, settle_by
+from offplan.library.unpackable import load_settled, settle_packing
 from offplan.plan import Plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import device_name, find_device
@@ -90,7 +91,7 @@ def bench_plan(
     if not dummy_weights:
         check_before_fetching(found, plan.offload, workload.context, chosen)
         if tell is not None:
-            plan = settle_packing(plan, found, tell)
+            plan = settle_packing(plan, found, settle_by(tell))
     setup = Bench(
         model=found,
         offload=plan.offload,
@@ -108,7 +109,7 @@ def bench_plan(
         found,
         chosen,
         lambda plan: measure_plan(replace(setup, offload=plan.offload), on_stage),
-        tell,
+        keep_priced if tell is None else settle_by(tell),
     )
     host_bytes, setup = peak_host_bytes(), replace(setup, offload=plan.offload)
     return BenchResult(

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.engines.ranks import lower
 from offplan.errors import DriftError
-from offplan.held.held import Held
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Plan
@@ -71,15 +69,6 @@ def open_planned_model(
     for drift in describe_drift(plan, model):
         raise DriftError(drift)
     return model
-
-
-def hold_planned(plan: Plan, model: Model) -> Held:
-    """Lower a plan's model to what the ranks hold that the plan is for, packed as it says.
-
-    Raises ExportError for ranks that its engine cannot divide the model among, and PlanError for
-    packing that does not fit it.
-    """
-    return lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
 
 
 def open_planned_profile(plan: Plan) -> MachineProfile | None:

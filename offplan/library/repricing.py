@@ -4,7 +4,8 @@ from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
 from offplan.engines.ranks import lower
 from offplan.errors import PlanError, ProfileError
-from offplan.library.planned import hold_planned, open_planned_machine
+from offplan.held.held import Held
+from offplan.library.planned import open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Backend, Plan, Prediction, Workload
 
@@ -83,6 +84,15 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
         hold_planned(plan, model), machine, plan.workload, plan.budget, plan.offload
     )
     return plan.model_copy(update={"prediction": prediction})
+
+
+def hold_planned(plan: Plan, model: Model) -> Held:
+    """Lower a plan's model to what the ranks hold that the plan is for, packed as it says.
+
+    Raises ExportError for ranks that its engine cannot divide the model among, and PlanError for
+    packing that does not fit it.
+    """
+    return lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
 
 
 def list_changes(before: Plan, after: Plan) -> list[str]:

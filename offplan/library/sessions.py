@@ -5,10 +5,15 @@ import torch
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError
+from offplan.library.held_memory import check_held
 from offplan.library.planned import open_planned_model
-from offplan.library.repricing import price_again
 from offplan.library.runnable import check_before_fetching
-from offplan.library.unpackable import Tell, load_settled, settle_packing
+from offplan.library.unpackable import (
+    Settle,
+    leave_as_stored,
+    load_settled,
+    settle_packing,
+)
 from offplan.plan import Plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import find_device
@@ -29,16 +34,19 @@ def open_session(
     plan says. ``device`` is ``cuda``, ``cuda:1`` or ``cpu``; left out, it is a GPU if there is one.
     ``dummy_weights`` are random, and none are read. ``on_stage`` hears what begins.
 
+    Nothing is priced: the bytes of weights, ring, store and KV cache that the plan's decision and
+    workload take are held against its budget, beside the activations and overhead that it records.
+
     Raises CheckpointError, HubError and DriftError where the model is not the plan's, PlanError
-    where it was edited and exceeds its budget or cannot be priced again, UnpackableError for
-    weights that the plan packs and that turn out not to pack, unless they are resident and the
-    budget has room for them as they are stored, InputError for a device
-    that is not here and a model without weights, MemoryLimitError, and what Session raises, with
-    whatever was taken until then given back.
+    where the decision does not fit the model or exceeds the budget, UnpackableError for weights
+    that the plan packs and that turn out not to pack, unless they are resident and the budget has
+    room for them as they are stored, InputError for a device that is not here and a model without
+    weights, MemoryLimitError, and what Session raises, with whatever was taken until then given
+    back.
     """
     plan.require_one_gpu()
     found = open_planned_model(plan, model, on_stage("reading headers"))
-    price_again(plan, found)  # for what it refuses
+    check_held(plan, found)
     chosen = find_device(device)
     return load_session(plan, found, chosen, dummy_weights=dummy_weights, on_stage=on_stage)[1]
 
@@ -50,17 +58,18 @@ def load_session(
     *,
     dummy_weights: bool = False,
     on_stage: Stages = silent,
-    tell: Tell | None = None,
+    settle: Settle | None = None,
 ) -> tuple[Plan, Session]:
     """Do what ``open_session`` does, once plan and model are checked and the device is found.
 
-    Returns the plan that was loaded by, too: with ``tell``, which hears of it, a plan whose weights
-    turn out not to pack is made again where it has no room for them as they are stored.
+    Returns the plan that was loaded by, too: the one that ``settle`` returns where weights turn out
+    not to pack, which is looked for before they are loaded, too. Left out, they are held as they
+    are stored where the plan has room for them.
     """
     if not dummy_weights:
         check_before_fetching(model, plan.offload, plan.workload.context, device)
-        if tell is not None:
-            plan = settle_packing(plan, model, tell)
+        if settle is not None:
+            plan = settle_packing(plan, model, settle)
 
     def load(plan: Plan) -> Session:
         return Session(
@@ -72,7 +81,7 @@ def load_session(
             on_progress=on_stage("loading"),
         )
 
-    return load_settled(plan, model, device, load, tell)
+    return load_settled(plan, model, device, load, settle or leave_as_stored)
 
 
 def check_context(plan: Plan, prompt_tokens: int, num_tokens: int) -> None:

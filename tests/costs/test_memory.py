@@ -12,7 +12,6 @@ from offplan.costs.activations import (
     EAGER_COPIES,
     HIDDEN_COPIES,
     JOINED_PARTS,
-    KERNEL_HEADS,
     LOGIT_COPIES,
     MASK_BYTES,
     PER_LAYER_COPIES,
@@ -22,7 +21,6 @@ from offplan.costs.activations import (
     RULE_STATES,
     RULE_VALUES,
     SCORE_BYTES,
-    SPAN_TOKENS,
     SPLITS,
     WAITING_COPIES,
     activation_bytes,
@@ -39,6 +37,7 @@ from offplan.costs.activations import (
 from offplan.costs.memory import MARGIN, overhead_bytes, predict_gpu_memory
 from offplan.costs.work import PassShape, prefill_shapes
 from offplan.held.held import hold
+from offplan.kernel_sizes import LATENT_HEADS, SPAN_TOKENS
 from offplan.placement import Phase
 from offplan.plan import Budget, Workload
 from tests.costs.builders import (
@@ -157,7 +156,7 @@ def test_latent_attention_holds_keys_and_values_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("rope", "dtype", "window", "num_bytes"),
     [
-        (16, "bfloat16", None, SPLITS * KERNEL_HEADS * (32 + 1) * 4),
+        (16, "bfloat16", None, SPLITS * LATENT_HEADS * (32 + 1) * 4),
         (24, "bfloat16", None, 2 * 30 * 4 * SCORE_BYTES),
         (16, "float32", None, 2 * 30 * 4 * SCORE_BYTES),
         (16, "bfloat16", 9, 2 * 30 * 4 * SCORE_BYTES),
@@ -202,7 +201,7 @@ def test_linear_attention_holds_what_the_rule_makes_of_a_span(tokens: int, chunk
 def test_many_sequences_have_a_split_each() -> None:
     stage = hold(make_model([DENSE], kv_lora_rank=32, qk_rope_head_dim=16))
     shape = PassShape(Phase.DECODE, 500, 1, 30)
-    assert latent_bytes(stage, stage.layers[0], shape) == 500 * KERNEL_HEADS * (32 + 1) * 4
+    assert latent_bytes(stage, stage.layers[0], shape) == 500 * LATENT_HEADS * (32 + 1) * 4
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from offplan.costs.activations import (
     scratch_bytes,
 )
 from offplan.costs.compute import outside_time
-from offplan.costs.link import CODED_ROWS, UNALIGNED_ROWS, coded_reads, uva_bytes
+from offplan.costs.link import UNALIGNED_ROWS, coded_reads, uva_bytes
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Kind, Part
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything
 from offplan.held.stage import Stage
 from offplan.held.unit import group_units
+from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.profile import load_profile
 from offplan.placement import Phase
 from offplan.plan import Workload
@@ -105,8 +106,8 @@ def test_rows_that_begin_amid_a_line_are_read_slower() -> None:
 def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
     assert [coded_reads(rows) for rows in (1, 16, 32)] == [1, 1, 1]
     # half of the experts have more rows than a block of the average
-    assert coded_reads(CODED_ROWS) == pytest.approx(1.5)
-    assert coded_reads(4 * CODED_ROWS) == pytest.approx(4.5, rel=1e-3)
+    assert coded_reads(IN_PLACE_ROWS) == pytest.approx(1.5)
+    assert coded_reads(4 * IN_PLACE_ROWS) == pytest.approx(4.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("told", [{}, {"desc_act": False}, {"static_groups": True}])

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from offplan.kernel_sizes import EXPERT_MULTIPLE
 from tests.runtime.conftest import LATENTS, SIZES
 from tests.runtime.interpreted import run_interpreted
 from tests.runtime.plans import group, offload, open_session
@@ -113,17 +114,13 @@ def test_blocks_fit_what_a_program_may_share(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
-def test_memory_is_predicted_for_these_kernels() -> None:
+def test_kernels_for_experts_know_the_sizes_that_memory_is_predicted_for() -> None:
     pytest.importorskip("triton")
-    from offplan.costs import activations
-    from offplan.runtime.model import experts, kernels, latent_kernel
+    from offplan.runtime.model.experts import block_size
 
-    assert activations.KERNEL_TYPES == kernels.KERNEL_TYPES
-    assert activations.KERNEL_HEADS == latent_kernel.BLOCK_HEADS
     sizes = range(1, 200)
-    known = [size for size in sizes if experts.block_size(size)]
-    assert known == [size for size in sizes if size % activations.KERNEL_MULTIPLE == 0]
-    assert all(activations._is_power(size) == kernels._is_power(size) for size in sizes)
+    known = [size for size in sizes if block_size(size)]
+    assert known == [size for size in sizes if size % EXPERT_MULTIPLE == 0]
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from offplan.checkpoint.open import open_model
-from offplan.costs import activations
 from offplan.errors import CheckpointError
 from offplan.plan import Rule, Workload
 from offplan.runtime.measuring import layer_times
@@ -189,10 +188,6 @@ def test_other_packages_kernels_are_not_called(
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", stop)
     with pytest.raises(CheckpointError, match="whose code in torch is not found"):
         load(dense)
-
-
-def test_memory_is_predicted_for_these_spans() -> None:
-    assert activations.SPAN_TOKENS == linear.SPAN_TOKENS
 
 
 def test_a_convolution_is_not_timed_as_a_product(

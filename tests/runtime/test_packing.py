@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offplan.forms.form import Form, Kind, Part, patch_reserve
+from offplan.kernel_sizes import CODES_ROWS, PACKED_ROWS
 from offplan.runtime.forms.packing import TooManyEscapes, pack
 from offplan.runtime.forms.reference import expand
 from offplan.runtime.forms.stored import (
-    MAX_ROWS,
-    PACKED_ROWS,
     StoredLinear,
     hold_stored,
     part_name,
@@ -135,7 +134,7 @@ def test_many_rows_are_multiplied_as_if_nothing_was_packed(device: str) -> None:
     hold_stored(module, "weight", PACKED, parts)
     assert isinstance(module, StoredLinear)
     assert set(module.state_dict()) == {"bias", *(part_name("weight", part) for part in parts)}
-    x = torch.randn(MAX_ROWS + 1, 256, device=device).to(torch.bfloat16)
+    x = torch.randn(CODES_ROWS + 1, 256, device=device).to(torch.bfloat16)
     assert torch.equal(module(x), plain(x))
     share_scratch(nn.ModuleList([module]), torch.bfloat16, torch.device(device))
     assert torch.equal(module(x[: PACKED_ROWS + 1]), plain(x[: PACKED_ROWS + 1]))

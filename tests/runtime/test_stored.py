@@ -10,12 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
-from offplan.costs.link import CODED_ROWS
-from offplan.costs.work import EXPANDED_PACKED_ROWS, EXPANDED_ROWS
 from offplan.errors import CheckpointError
 from offplan.forms.form import Part
-from offplan.runtime.forms.runnable import IN_PLACE_ROWS
-from offplan.runtime.forms.stored import MAX_ROWS, PACKED_ROWS, StoredLinear
+from offplan.runtime.forms.stored import StoredLinear
 from offplan.runtime.loading.loaded import LoadedModel
 from tests.runtime.families import run_stock
 from tests.runtime.plans import group, offload, run_greedily
@@ -171,8 +168,3 @@ def test_values_that_the_config_has_more_done_with_are_refused(tmp_path: Path) -
     path.write_text(json.dumps(told))
     with pytest.raises(CheckpointError, match=r"bitnet.* not known"):
         LoadedModel(open_model(str(plain)), offload(), torch.device("cpu"), plain)
-
-
-def test_costs_know_from_which_row_on_weights_are_expanded() -> None:
-    assert (EXPANDED_ROWS, EXPANDED_PACKED_ROWS) == (MAX_ROWS, PACKED_ROWS)
-    assert CODED_ROWS == IN_PLACE_ROWS

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offplan.forms.form import Part
-from offplan.runtime.forms.stored import KERNEL_TYPES, StoredWeight, part_name
+from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, part_name
 from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
 
 STORED_EXPERTS_NAME = "offplan_stored"
@@ -56,7 +56,7 @@ def forward_stored(
             experts, hidden_states, top_k_index, top_k_weights
         )
         return made
-    if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_TYPES:
+    if not hidden_states.is_cuda or hidden_states.dtype not in KERNEL_DTYPES:
         name = "batched_mm" if len(hidden_states) <= FEW_TOKENS else "grouped_mm"
         expanded = _Expanded(experts, hidden_states.dtype)
         return ExpertsInterface()[name](expanded, hidden_states, top_k_index, top_k_weights)

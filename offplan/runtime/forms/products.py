@@ -6,15 +6,14 @@ import torch
 import triton
 
 from offplan.forms.form import Form, Kind, Part
+from offplan.kernel_sizes import IN_PLACE_ROWS, MIN_ROWS
 from offplan.runtime.forms import kernels, packed_kernels
 from offplan.runtime.forms.operands import Layout, Operands, is_stacked, operands_of
 from offplan.runtime.forms.pairs import sort_pairs
 from offplan.runtime.forms.reference import Parts, restore_order
-from offplan.runtime.forms.runnable import BLOCK_OUT, IN_PLACE_ROWS, PAIR_ROWS
+from offplan.runtime.forms.runnable import BLOCK_OUT, PAIR_ROWS
 from offplan.runtime.gpu_limits import gpu_limits
 
-MIN_ROWS = 16
-"""Rows that a program multiplies at least: tensor cores take no fewer."""
 SPLIT_PROGRAMS = 2048
 """Programs that a product of few rows is split into, at most, by the length of its rows.
 

@@ -15,12 +15,6 @@ BLOCK_OUT = 64
 """Outputs of a weight that a program of our kernels multiplies."""
 PAIR_ROWS = 64
 """Pairs of a token and an expert that read the expert's codes together, at most."""
-IN_PLACE_ROWS = 128
-"""The same where the codes lie in host memory, and crossing again takes longer than any product.
-
-Source: experts of DeepSeek-V2-Lite, packed, in host memory, 512 tokens on an H200: 10.9 ms by 64
-and 11.2 by 128 where experts are chosen alike, 15.8 and 12.1 where some are chosen more often.
-"""
 _ROWS_PER_ZERO = 8
 """Rows whose zeros are packed in one word of compressed-tensors, at most."""
 _MIN_GROUP = 32

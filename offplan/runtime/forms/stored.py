@@ -8,23 +8,12 @@ from torch import nn
 from torch.nn.functional import linear
 
 from offplan.forms.form import Form, Kind, Part
+from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS
 from offplan.runtime.forms.reference import Parts, expand
 
-MAX_ROWS = 128
-"""Rows of an input up to which a weight is multiplied from its codes; more are worth expanding it.
-
-Source: FP8 of 12,288 x 4,096 on an H200: 64 / 128 / 256 rows take 23 / 32 / 58 us from codes;
-expanded first, 42 us and cuBLAS' own 30 to 60.
-"""
-PACKED_ROWS = 64
-"""MAX_ROWS of packed weights that have a scratch.
-
-Source: a layer of Qwen3-8B on an H200: 64 / 65 / 128 rows take 302 / 393 / 478 us from codes, and
-329 / 332 / 340 expanded first.
-"""
 UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
 """Parts that no value is computed with: what a STATE says is heeded once it is loaded."""
-KERNEL_TYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = tuple(getattr(torch, name) for name in KERNEL_TYPES)
 """Types of inputs that the kernels multiply."""
 
 
@@ -52,7 +41,7 @@ class StoredWeight:
     def expand(self, module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight's values, [..., out, in], in ``dtype``, on the module's device."""
         parts = self.of(module)
-        if not parts[Part.WEIGHT].is_cuda or dtype not in KERNEL_TYPES:
+        if not parts[Part.WEIGHT].is_cuda or dtype not in KERNEL_DTYPES:
             return expand(self.form, parts, dtype)
         from offplan.runtime.forms import operators  # needs triton
 
@@ -71,13 +60,13 @@ class StoredLinear(nn.Linear):
 
         Few rows multiply its codes, which are read once, where they lie; for many it is expanded.
         """
-        if not x.is_cuda or x.dtype not in KERNEL_TYPES:
+        if not x.is_cuda or x.dtype not in KERNEL_DTYPES:
             return linear(x, self.stored.expand(self, x.dtype), self.bias)
         from offplan.runtime.forms import operators  # needs triton
 
         form, parts = self.stored.form, self.stored.of(self)
         is_cheap = form.kind is Kind.PACKED and self.scratch is not None
-        if x.numel() > (PACKED_ROWS if is_cheap else MAX_ROWS) * x.shape[-1]:
+        if x.numel() > (PACKED_ROWS if is_cheap else CODES_ROWS) * x.shape[-1]:
             return operators.linear(form, parts, x, self.bias, self.scratch)
         made = operators.multiply(form, parts, x.flatten(0, -2))
         made = made.unflatten(0, x.shape[:-1])
@@ -99,7 +88,7 @@ def share_scratch(parent: nn.Module, dtype: torch.dtype, device: torch.device) -
     and in types that no kernel multiplies, each is made in memory of its own.
     """
     modules = [each for each in parent.modules() if isinstance(each, StoredLinear)]
-    if not modules or device.type != "cuda" or dtype not in KERNEL_TYPES:
+    if not modules or device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return
     num_values = max(each.in_features * each.out_features for each in modules)
     scratch = torch.empty(num_values, dtype=dtype, device=device)

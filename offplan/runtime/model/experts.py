@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from offplan.kernel_sizes import EXPERT_MULTIPLE
 from offplan.runtime.forms.experts import send
 from offplan.runtime.forms.pairs import MAX_PAIRS, Pairs, sort_pairs
 from offplan.runtime.gpu_limits import gpu_limits
@@ -145,9 +146,9 @@ def choose_blocks(
 
 
 def block_size(size: int) -> int:
-    """Return the largest power of two from 16 to MAX_BLOCK that divides ``size``, or 0."""
+    """Return the power of two that divides ``size``, at most MAX_BLOCK; 0 for other sizes."""
     block = min(size & -size, MAX_BLOCK)
-    return block if block >= 16 else 0
+    return block if block >= EXPERT_MULTIPLE else 0
 
 
 ExpertsInterface.register(EXPERTS_NAME, forward_experts)

@@ -6,13 +6,11 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
+from offplan.kernel_sizes import KERNEL_TYPES, is_power
 from offplan.placement import Phase
 from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.transformers_private import ExpertsInterface
-
-KERNEL_TYPES = ("bfloat16", "float16")
-"""Types that our own kernels multiply: they would round float32 to TF32, and overfill tiles."""
 
 
 class ExpertKernels:
@@ -103,12 +101,7 @@ def find_filled(model: Model, module: PreTrainedModel, context: int) -> FindFill
         return filled_mask
     config = module.config.get_text_config()
     if rank := getattr(config, "kv_lora_rank", None):
-        powers = _is_power(rank) and _is_power(config.qk_rope_head_dim)
+        powers = is_power(rank) and is_power(config.qk_rope_head_dim)
         return filled_up_to if powers and model.dtype in KERNEL_TYPES else filled_mask
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return filled_blocks if _is_power(dim) else filled_mask
-
-
-def _is_power(dim: int) -> bool:
-    """Whether ``dim`` is a power of two from 16 on."""
-    return dim >= 16 and dim & (dim - 1) == 0
+    return filled_blocks if is_power(dim) else filled_mask

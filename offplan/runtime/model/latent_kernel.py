@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from offplan.kernel_sizes import LATENT_HEADS
 from offplan.runtime.gpu_limits import gpu_limits
 
-BLOCK_HEADS = 16
-"""Heads of one program: the least that the matrix units take."""
 MAX_BLOCK_TOKENS = 64
 """Cached tokens that a program takes at a time, where its shared memory has room for them.
 
@@ -105,7 +104,7 @@ def choose_block(width: int, shared_bytes: int) -> int:
     and 32 bytes a token.
     """
     block = MAX_BLOCK_TOKENS
-    while block > 16 and (4 * block + 2 * BLOCK_HEADS) * width + 32 * block > shared_bytes:
+    while block > 16 and (4 * block + 2 * LATENT_HEADS) * width + 32 * block > shared_bytes:
         block //= 2
     return block
 
@@ -127,7 +126,7 @@ def attend_filled(
     """
     batch, heads, rank = query.shape
     context, rope = rotaries.shape[1:]
-    blocks = triton.cdiv(heads, BLOCK_HEADS)
+    blocks = triton.cdiv(heads, LATENT_HEADS)
     shared_bytes, num_processors = gpu_limits(query.device.index)
     block = choose_block(rank + rope, shared_bytes)
     splits = max(1, min(num_processors // (batch * blocks), triton.cdiv(context, block)))
@@ -136,7 +135,7 @@ def attend_filled(
     _attend_split[(batch, blocks, splits)](
         query, query_rotary, latents, rotaries, position, partial, log_sums,
         context, heads,
-        SCALE=scaling, RANK=rank, ROPE=rope, BLOCK_H=BLOCK_HEADS, BLOCK_S=block,
+        SCALE=scaling, RANK=rank, ROPE=rope, BLOCK_H=LATENT_HEADS, BLOCK_S=block,
         num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query)

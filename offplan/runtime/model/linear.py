@@ -13,12 +13,9 @@ import torch
 import transformers
 from torch import nn
 
+from offplan.kernel_sizes import SPAN_TOKENS
 from offplan.runtime.refusal import refuse
 from offplan.runtime.transformers_private import GATED_DELTA_NETS, compute_by_torch
-
-SPAN_TOKENS = 2048
-"""Tokens of each sequence that are taken through the rule at a time: it computes in float32, and
-holds for each token more than ten times what a head has."""
 
 
 def find_linear(layers: Iterable[nn.Module]) -> list[nn.Module | None]:

@@ -1,0 +1,40 @@
+"""Sizes at which the runtime chooses another kernel; costs price the same choice, without torch."""
+
+CODES_ROWS = 128
+"""Rows of an input up to which a weight is multiplied from its codes; more are worth expanding it.
+
+Source: FP8 of 12,288 x 4,096 on an H200: 64 / 128 / 256 rows take 23 / 32 / 58 us from codes;
+expanded first, 42 us and cuBLAS' own 30 to 60.
+"""
+PACKED_ROWS = 64
+"""CODES_ROWS of packed weights that have a scratch.
+
+Source: a layer of Qwen3-8B on an H200: 64 / 65 / 128 rows take 302 / 393 / 478 us from codes, and
+329 / 332 / 340 expanded first.
+"""
+MIN_ROWS = 16
+"""Rows that a product with codes takes at least."""
+IN_PLACE_ROWS = 128
+"""Pairs of a token and an expert that read the expert's codes in host memory together, at most.
+
+They are more than in GPU memory, since crossing again takes longer than any product. Source:
+experts of DeepSeek-V2-Lite, packed, in host memory, 512 tokens on an H200: 10.9 ms by 64 and 11.2
+by 128 where experts are chosen alike, 15.8 and 12.1 where some are chosen more often.
+"""
+EXPERT_MULTIPLE = 16
+"""Number of which rows and columns of an expert are multiples where our kernels multiply it."""
+LATENT_HEADS = 16
+"""Heads of one program of the kernel for latents: the least that the matrix units take."""
+SPAN_TOKENS = 2048
+"""Tokens of each sequence that linear attention takes through its rule at a time.
+
+The rule computes in float32, and holds for each token more than ten times what a head has.
+"""
+KERNEL_TYPES = ("bfloat16", "float16")
+"""Types that the runtime's kernels multiply: they would round float32 to TF32, and overfill tiles.
+"""
+
+
+def is_power(dim: int) -> bool:
+    """Whether kernels for attention know a width: a power of two from 16 on."""
+    return dim >= 16 and dim & (dim - 1) == 0

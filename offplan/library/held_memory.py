@@ -1,0 +1,43 @@
+"""Memory that a plan takes here, counted by what is held; no time is priced."""
+
+from offplan.checkpoint.model import Model
+from offplan.errors import PlanError
+from offplan.held.held import hold
+from offplan.placement import place
+from offplan.plan import GPUMemoryPrediction, Plan
+
+
+def count_held(plan: Plan, model: Model) -> Plan:
+    """Return a plan that predicts the bytes which offplan's own runtime holds by its decision.
+
+    Weights, ring, store and KV cache are counted. Activations, overhead and all times are those
+    that the plan records. ``model`` is the plan's. Raises PlanError for a decision that does not
+    fit the model.
+    """
+    stage = hold(model, plan.offload.packing)
+    placement = place(stage, plan.offload)
+    recorded = plan.prediction.gpu_memory
+    terms = {
+        "resident": placement.resident_bytes,
+        "ring": placement.ring_bytes,
+        "kv_cache": stage.cache_bytes(plan.workload),
+        "activations": recorded.activation_bytes,
+        "overhead": recorded.overhead_bytes,
+    }
+    on_peer = placement.slab_bytes if plan.offload.store == "peer" else 0
+    counted = {
+        "gpu_memory": GPUMemoryPrediction(**terms, total=sum(terms.values())),
+        "host_memory_bytes": placement.offloaded_bytes - on_peer,
+        "peer_memory_bytes": on_peer,
+    }
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=counted)})
+
+
+def check_held(plan: Plan, model: Model) -> None:
+    """Raise PlanError for a plan that does not fit its model, or whose bytes exceed its budget."""
+    if (excess := count_held(plan, model).describe_excess()) is not None:
+        engine = plan.goal.engine
+        why = "was edited, or made by another version"
+        if engine is not None:
+            why = f"is for {engine}, which may hold less than offplan's own runtime, or {why}"
+        raise PlanError(f"the plan {why}: {excess}")
