@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.engines.ranks import lower
+from offplan.engines.runner import lower
 from offplan.errors import DriftError
 from offplan.held.held import Held
 from offplan.machine.name import parse_name

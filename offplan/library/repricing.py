@@ -2,7 +2,7 @@
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
-from offplan.engines.ranks import lower
+from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
 from offplan.library.planned import hold_planned, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
