@@ -42,6 +42,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.engine import join_flags
 from offplan.engines.export import export_plan
+from offplan.engines.runner import find_runner
 from offplan.engines.vllm import serve_vllm
 from offplan.held.held import Held, hold_whole
 from offplan.library.sessions import open_session
@@ -67,7 +68,7 @@ def say_way(way: str, plan: Path, flags_plan: Path | None, folder: Path, more: s
     """The words after ``vllm serve`` for one way; raises OffplanError where there are none."""
     chosen = load_plan(flags_plan or plan) if way == "flags" else load_plan(plan)
     model = open_model(str(folder))
-    held = Held((hold_whole(model, "vllm"),))
+    held = Held((hold_whole(model, find_runner("vllm")),))
     words = ["--model", str(folder), *join_flags(serve_vllm(chosen, held, None))]
     words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
     words += ["--compilation-config", WHOLE_GRAPHS]

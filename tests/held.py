@@ -6,6 +6,7 @@ from offplan import placement
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs import predict as costs
+from offplan.engines.runner import find_runner
 from offplan.held.held import Held, hold, hold_whole
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -15,7 +16,7 @@ from offplan.plan import Budget, Offload, Packing, Prediction, Workload
 
 def hold_by(model: Model, engine: str | None = None, packing: Packing | None = None) -> Held:
     """What the only GPU of an engine holds; None is offplan's own runtime."""
-    return Held((hold_whole(model, engine),)).pack(packing)
+    return Held((hold_whole(model, find_runner(engine)),)).pack(packing)
 
 
 def place(model: Model, offload: Offload) -> Placement:

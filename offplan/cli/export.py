@@ -37,8 +37,8 @@ def export(
     """
     from offplan.cli.planning import open_plan
     from offplan.engines.engine import format_version
-    from offplan.engines.export import find_engine
     from offplan.engines.formats import render_export
+    from offplan.engines.registry import find_engine
     from offplan.library.exporting import describe_cost, export_here, plan_for
     from offplan.ranks import ONE_RANK, Ranks
 

@@ -41,7 +41,7 @@ def read_context(argument: str | int) -> int:
 
 def complete_engine(start: str) -> list[str]:
     """List the engines whose names start so."""
-    from offplan.engines.export import ENGINES
+    from offplan.engines.registry import ENGINES
 
     return [name for name in ENGINES if name.startswith(start)]
 

@@ -171,7 +171,7 @@ def scratch_bytes(stage: Stage) -> int:
 
 def coded_experts_bytes(stage: Stage) -> int:
     """CODED_EXPERTS_BYTES where offplan runs experts stored as codes, other than packed; else 0."""
-    if stage.engine is not None:
+    if stage.runner.pass_rules is not None:
         return 0
     experts = (p for layer in stage.layers for p in layer.parameters if p.is_expert)
     coded = any(p.form.kind not in (Kind.RAW, Kind.PACKED) for p in experts)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from offplan.costs.compute import ModelCompute
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.link import uva_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_from_powers
@@ -58,7 +57,7 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
     hides = partial(computes_enough, Phase.PREFILL, "prompt_tokens")
     moves = plan.prediction.decode.link_bytes > 0
     wins = _streaming_wins(stage, machine, plan.workload)
-    engine = engine_runtime(stage)
+    engine = stage.runner.pass_rules
     reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
     streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
     return Crossovers(
@@ -87,7 +86,7 @@ def _streaming_wins(
         read = sum(uva_bytes(machine, units, stage.experts, batch) for units in offloaded)
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = to_seconds(compute.price(shape).resident_ps)
-        in_turns = engine_runtime(stage) is not None
+        in_turns = stage.runner.pass_rules is not None
         streaming_s = resident_s + copies_s if in_turns else max(resident_s, copies_s)
         return streaming_s < resident_s + read / machine.uva.value
 

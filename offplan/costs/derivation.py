@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from offplan.costs.activations import coded_experts_bytes, phase_bytes, scratch_bytes
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
 from offplan.costs.memory import MARGIN, kv_cache_bytes
 from offplan.costs.pass_times import pass_times
@@ -115,7 +114,7 @@ def _join(stages: Sequence[tuple[Term, ...]]) -> Iterator[Term]:
 def _schedules(placement: Placement, stage: Stage) -> tuple[Schedule, Schedule]:
     """Return the schedules of a prompt and of a decode step; on engines that of one chunk."""
     num_layers = len(stage.layers)
-    engine = engine_runtime(stage)
+    engine = stage.runner.pass_rules
     if engine is not None:
         prompt, step = (build_engine_pass(engine, placement, num_layers, each) for each in Phase)
         return prompt, step
@@ -217,7 +216,7 @@ def _derive_phase(
     prediction: PhasePrediction,
 ) -> Iterator[Term]:
     phase = schedule.phase.value
-    engine = engine_runtime(stage)
+    engine = stage.runner.pass_rules
     if engine is None:
         num_passes, times = 1, pass_times(placement, stage, machine, priced)
     else:

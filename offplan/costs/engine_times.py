@@ -30,9 +30,9 @@ from fractions import Fraction
 import numpy as np
 
 from offplan.costs.compute import PassCompute
-from offplan.costs.engine_runtime import EngineRuntime
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import PassTimes, PhaseTimes, Time, run_step, to_ps
+from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
@@ -40,7 +40,7 @@ from offplan.schedule import Copy, Schedule, build_repeated_pass
 
 
 def price_engine_prompt(
-    engine: EngineRuntime,
+    engine: PassRules,
     placement: Placement,
     stage: Stage,
     machine: MachineProfile,
@@ -67,7 +67,7 @@ def price_engine_prompt(
 
 
 def price_engine_step(
-    engine: EngineRuntime,
+    engine: PassRules,
     placement: Placement,
     stage: Stage,
     machine: MachineProfile,
@@ -81,7 +81,7 @@ def price_engine_step(
 
 
 def build_engine_pass(
-    engine: EngineRuntime, placement: Placement, num_layers: int, phase: Phase
+    engine: PassRules, placement: Placement, num_layers: int, phase: Phase
 ) -> Schedule:
     """Order a pass by an engine: of a prompt that of one chunk, of decode that of one step."""
     ahead = engine.slots_ahead(np.array(placement.num_slots))
@@ -95,7 +95,7 @@ def build_engine_pass(
 
 
 def engine_pass_times(
-    engine: EngineRuntime,
+    engine: PassRules,
     placement: Placement,
     stage: Stage,
     machine: MachineProfile,

@@ -1,7 +1,6 @@
 """GPU memory of a plan, term by term."""
 
 from offplan.costs.activations import activation_bytes
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -17,7 +16,7 @@ Source: estimated.
 
 def kv_cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
     """Bytes of the cache: ``Stage.cache_bytes``, or what the engine that loads the model needs."""
-    engine = engine_runtime(stage)
+    engine = stage.runner.pass_rules
     if engine is not None and engine.shares_blocks:
         return cache_bytes(stage, workload, prefill_chunk)
     return stage.cache_bytes(workload)

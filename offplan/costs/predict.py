@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import price_engine_prompt, price_engine_step
 from offplan.costs.memory import predict_gpu_memory
 from offplan.costs.pass_times import pass_times
@@ -40,7 +39,7 @@ def price_request(
     decode: PassCompute,
 ) -> RequestTimes:
     """Price one request among many like it, by what runs the model."""
-    engine = engine_runtime(stage)
+    engine = stage.runner.pass_rules
     if engine is not None:
         return RequestTimes(
             price_engine_prompt(engine, placement, stage, machine, prefill),

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.engine_runtime import EngineRuntime
 from offplan.costs.timeline import largest_cycle_mean
+from offplan.held.runner import PassRules
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -48,7 +48,7 @@ class PassTable:
         """Select candidates."""
         return PassTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-    def on_engine(self, engine: EngineRuntime) -> "PassTable":
+    def on_engine(self, engine: PassRules) -> "PassTable":
         """Return the same with the slots that an engine fills ahead."""
         return replace(self, prefetch_step=engine.slots_ahead(self.num_slots[:, 0]))
 
@@ -124,7 +124,7 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     return _run_pass(prompt, refills, slowdown, moments, drains=True)[:, 0]
 
 
-def engine_prompt_ps(engine: EngineRuntime, prompt: PassTable, num_passes: Ints) -> Ints:
+def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> Ints:
     """Time of prompts on an engine, of so many passes each: as ``price_engine_prompt`` has it.
 
     What a candidate streams it does not read in place. Returns picoseconds, [candidates].
@@ -149,7 +149,7 @@ def engine_prompt_ps(engine: EngineRuntime, prompt: PassTable, num_passes: Ints)
     return total
 
 
-def engine_step_ps(engine: EngineRuntime, step: PassTable) -> Ints:
+def engine_step_ps(engine: PassRules, step: PassTable) -> Ints:
     """Time of decode steps on an engine: as ``price_engine_step`` has it, [candidates]."""
     step = step.on_engine(engine)
     is_first = step.streams & (step.turn < step.num_slots)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from offplan.engines.names import EngineParameter
 from offplan.errors import ExportError
 from offplan.held.held import Held
+from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule
@@ -70,6 +71,8 @@ class Engine:
     oldest: Version
     newest: Version
     """The version whose real package the export is held against."""
+    pass_rules: PassRules
+    """How it runs a pass."""
     say: SayRule | None
     """Says a rule with one backend; raises ExportError for what the flags cannot say. None for a
     worker in the engine, which reads the plan itself."""

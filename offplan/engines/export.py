@@ -2,9 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from offplan.checkpoint.model import Model
@@ -13,69 +11,20 @@ from offplan.engines.engine import (
     Engine,
     Flags,
     Said,
-    SayRule,
     Version,
     format_version,
     join_flags,
-    join_stages,
-    require_stored_weights,
 )
-from offplan.engines.ranks import lower
+from offplan.engines.offloading import say_offload
+from offplan.engines.registry import find_engine
+from offplan.engines.runner import lower
 from offplan.engines.served import require_served
-from offplan.engines.sglang import (
-    MAX_BYTES_UNIT,
-    divide_sglang,
-    grow_sglang,
-    say_sglang,
-    serve_sglang,
-    stay_sglang,
-)
-from offplan.engines.taken import say_to_worker
-from offplan.engines.vllm import divide_vllm, grow_vllm, say_vllm, serve_vllm, stay_vllm
 from offplan.errors import ExportError
 from offplan.held.held import Held
 from offplan.held.stage import Stage
-from offplan.placement import place
-from offplan.plan import PRINTED_TO, Offload, Plan, Rule
+from offplan.plan import PRINTED_TO, Plan
 from offplan.units import format_budget, format_bytes
 
-_VLLM = Engine(
-    name="vllm",
-    title="vLLM",
-    oldest=(0, 25, 0),
-    newest=(0, 33, 0),
-    say=say_vllm,
-    stay=stay_vllm,
-    grow=grow_vllm,
-    serve=serve_vllm,
-    divide=divide_vllm,
-    command=("vllm", "serve"),
-    image="vllm/vllm-openai",
-    port=8000,
-    bind={"numa-bind": ()},
-)
-ENGINES = {
-    "vllm": _VLLM,
-    "vllm-worker": replace(
-        _VLLM, name="vllm-worker", title="offplan's worker in vLLM", oldest=(0, 33, 0), say=None
-    ),
-    "sglang": Engine(
-        name="sglang",
-        title="SGLang",
-        oldest=(0, 5, 23),
-        newest=(0, 5, 23),
-        say=say_sglang,
-        stay=stay_sglang,
-        grow=grow_sglang,
-        serve=serve_sglang,
-        divide=divide_sglang,
-        command=("python3", "-m", "sglang.launch_server", "--model-path"),
-        image="lmsysorg/sglang",
-        port=30000,
-        bind={},
-        max_bytes_unit=MAX_BYTES_UNIT,
-    ),
-}
 DTYPES = ("bfloat16", "float16", "float32")
 """Types that engines compute in."""
 
@@ -184,75 +133,6 @@ def _held_beyond(plan: Plan, planned: Stage, loaded: Stage) -> int:
     return loaded.loaded_bytes - planned.loaded_bytes + cached
 
 
-def say_offload(offload: Offload, held: Held, engine: str) -> Said:
-    """Say a plan's decision to an engine, as ``export_plan`` does, whatever its budget.
-
-    ``held`` is what the engine's ranks hold.
-    """
-    chosen, version = find_engine(engine)
-    require_stored_weights(offload, chosen.title)
-    if not offload.rules and offload.embeddings == "device":
-        return max(
-            (chosen.stay(stage, version) for stage in held.stages),
-            key=lambda said: said.more_gpu_bytes,
-        )
-    if chosen.say is None:
-        return say_to_worker(offload, held, version)
-    return _say_rule(offload, held, chosen, chosen.say, version)
-
-
-def _say_rule(offload: Offload, held: Held, engine: Engine, say: SayRule, version: Version) -> Said:
-    """Say a plan's only rule to an engine, and to all ranks of it."""
-    rule = _only_rule(offload, engine)
-    # each stage starts the pattern anew
-    stages = [say(rule, place(stage, offload), stage, version) for stage in held.stages]
-    said = join_stages(stages, held)
-    if any(stage.flags != said.flags for stage in stages):
-        told = "; ".join(" ".join(join_flags(stage.flags)) for stage in stages)
-        raise ExportError(
-            f"{held.ranks.label}: {engine.title} gives all stages of a pipeline the same "
-            f"flags, and the plan needs others in each ({told})"
-        )
-    return said
-
-
-def export_check(held: Held, engine: str) -> Callable[[Offload], Said | None]:
-    """Return what says a decision, or None; what it was asked it remembers."""
-
-    @cache
-    def say(offload: Offload) -> Said | None:
-        try:
-            return say_offload(offload, held, engine)
-        except ExportError:
-            return None
-
-    def check(offload: Offload) -> Said | None:
-        # what an engine cannot move in every layer it cannot move in some: asked once for all
-        everywhere = {"group_size": 1, "num_in_group": 1}
-        of_all = tuple(
-            rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
-            for rule in offload.rules
-        )
-        asked = offload.model_copy(update={"prefill_chunk": 1})  # which is said elsewhere
-        if say(asked.model_copy(update={"rules": of_all, "prefetch_step": 1})) is None:
-            return None
-        return say(asked)
-
-    return check
-
-
-def find_engine(text: str) -> tuple[Engine, Version]:
-    """Find an engine and its version, the newest that is known unless the text names one.
-
-    Raises ExportError for one that offplan does not export to.
-    """
-    name, _, version = text.partition("==")
-    if name not in ENGINES:
-        raise ExportError(f"no engine {name!r}: offplan exports to {', '.join(ENGINES)}")
-    engine = ENGINES[name]
-    return engine, engine.parse_version(version) if "==" in text else engine.newest
-
-
 def _locate(plan: Plan) -> str:
     """Return what an engine is to load: the folder of a local model, or an id on the Hub."""
     source = plan.model.source
@@ -341,19 +221,3 @@ def _binding_notes(engine: Engine, numa_nodes: int | None) -> list[str]:
         f"that each rank copies from the memory of its own node; on a host of one {engine.title} "
         "does not start with it"
     ]
-
-
-def _only_rule(offload: Offload, engine: Engine) -> Rule:
-    rules = offload.rules
-    if offload.embeddings == "host":
-        raise ExportError(
-            f"{engine.title} keeps the input embedding on the GPU; the plan has it on the host"
-        )
-    if len(rules) > 1:
-        raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")
-    if rules[0].is_mixed:
-        raise ExportError(
-            f"{engine.title} has one backend for both phases; the plan has "
-            f"{rules[0].prefill.value} in prefill and {rules[0].decode.value} in decode"
-        )
-    return rules[0]

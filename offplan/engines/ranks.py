@@ -31,9 +31,9 @@ from offplan.checkpoint.tensors import TensorInfo, Tensors
 from offplan.engines.engine import family_of
 from offplan.errors import ExportError
 from offplan.forms.form import Kind, Part
-from offplan.held.held import Held, absorbed_bytes, hold_whole
+from offplan.held.held import absorbed_bytes
+from offplan.held.runner import Runner
 from offplan.held.stage import Stage
-from offplan.plan import Goal, Workload
 from offplan.ranks import Ranks
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
@@ -58,24 +58,14 @@ OUT, IN = -2, -1
 """Dimensions of a matrix, [..., out, in]."""
 
 
-def lower(model: Model, goal: Goal, workload: Workload) -> Held:
-    """Lower a model to what the ranks hold that a goal names.
-
-    Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
-    """
-    if goal.engine is None or goal.ranks.num_gpus == 1:
-        return Held((hold_whole(model, goal.engine),))
-    divider = Divider(model, goal.engine, goal.ranks)
-    stages = tuple(divider.stage(number) for number in range(goal.ranks.pipeline))
-    return Held(stages).plan_for(workload)
-
-
 @dataclass(frozen=True)
 class Divider:
     """Divides a model among an engine's ranks."""
 
     model: Model
     engine: str
+    """The engine's name, as a goal has it."""
+    runner: Runner
     ranks: Ranks
 
     def __post_init__(self) -> None:
@@ -112,7 +102,7 @@ class Divider:
             outside=group_outside(self._outside(number), architecture),
             architecture=architecture,
             experts=self._divide_experts(layers),
-            engine=self.engine.partition("==")[0],
+            runner=self.runner,
             ranks=self.ranks,
             number=number,
             derived_bytes=absorbed_bytes(self.model, layers),

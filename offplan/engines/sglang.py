@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from offplan.costs.engine_runtime import NUM_POOLS, SGLANG
 from offplan.costs.work import step_tokens
 from offplan.engines.engine import Flags, Said, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
@@ -16,12 +15,23 @@ from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.held.held import Held
+from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
 from offplan.ranks import Ranks
 from offplan.units import format_bytes
 
+SGLANG_PASSES = PassRules(
+    copies_in_place=True,
+    allocates_copies=True,
+    copies_first_again=True,
+    shares_blocks=False,
+    num_pools=2,  # that of prompts, and that of captured steps
+)
+"""While it captures, it does not take what was copied outside the graph, and the last layers'
+copies are captured all the same.
+Source: SGLang 0.5.23, ``_hook_module_forward_for_offloader``, ``_ModuleOffloader``."""
 PREFETCHING_CLASSES = (
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
     *("GlmMoeDsaForCausalLM", "MistralLarge3ForCausalLM", "KimiVLForConditionalGeneration"),
@@ -49,7 +59,7 @@ def say_sglang(rule: Rule, placement: Placement, stage: Stage, version: Version)
     _require_prefetching(stage)
     _require_experts(rule, stage)
     num_layers = sum(rule.selects_layer(layer.index) for layer in stage.layers)
-    step = int(SGLANG.slots_ahead(np.array(placement.num_slots)))
+    step = int(SGLANG_PASSES.slots_ahead(np.array(placement.num_slots)))
     if step >= num_layers:
         raise ExportError(
             f"SGLang needs a prefetch step below its {num_layers} offloaded layers; the plan has "
@@ -64,7 +74,7 @@ def say_sglang(rule: Rule, placement: Placement, stage: Stage, version: Version)
     taken = [p for p in parameters if rule.selects_layer(p.layer) and p.parameters[0].is_expert]
     moved = tuple(each for each in taken if each.name.endswith("_weight"))
     scale_bytes = sum(each.nbytes for each in taken) - sum(each.nbytes for each in moved)
-    num_copies = NUM_POOLS * (step + 1)
+    num_copies = SGLANG_PASSES.num_pools * (step + 1)
     more = (num_copies - placement.num_slots) * placement.slot_bytes + scale_bytes
     if any("shared_expert" in name for layer in stage.layers for name in layer.segments):
         # or the shared expert is one more of those that are routed, and moves with them
@@ -143,7 +153,7 @@ def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParam
     layers = Counter[int]()
     for each in moved:
         layers[each.layer] += each.nbytes
-    copied_bytes = NUM_POOLS * max(layers.values())
+    copied_bytes = SGLANG_PASSES.num_pools * max(layers.values())
     more = copied_bytes + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
     flags = {"cpu-offload-gb": (str(gib),), **EAGER_PROMPTS}
     return Said(flags, {}, tuple(notes), tuple(moved), more)

@@ -19,6 +19,7 @@ from offplan.engines.segments import engine_segments
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.held.held import Held
+from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
@@ -26,6 +27,11 @@ from offplan.ranks import Ranks
 from offplan.units import format_bytes
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+
+VLLM_PASSES = PassRules(
+    copies_in_place=False, allocates_copies=False, copies_first_again=False, shares_blocks=True
+)
+"""How it runs a pass."""
 
 HEEDS_OFFLOADING: Version = (0, 28, 0)
 """Before it, the second model runner takes offload flags and does nothing with them."""

@@ -5,7 +5,7 @@ import shlex
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Version, family_of, format_version, join_flags
 from offplan.engines.export import export_plan
-from offplan.engines.ranks import lower
+from offplan.engines.runner import lower
 from offplan.engines.taken import StageTaken, Taken
 from offplan.engines.vllm import divide_vllm
 from offplan.errors import ExportError

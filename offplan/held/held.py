@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from offplan.checkpoint.model import Layer, Model
 from offplan.held.packing import pack_stage
+from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.plan import Packing, Workload
 from offplan.ranks import Ranks
@@ -29,6 +30,11 @@ class Held:
         return self.stage.model
 
     @property
+    def runner(self) -> Runner:
+        """What loads and runs the model."""
+        return self.stage.runner
+
+    @property
     def ranks(self) -> Ranks:
         """The processes that the model is divided among."""
         return self.stage.ranks
@@ -45,25 +51,26 @@ class Held:
 
 def hold(model: Model, packing: Packing | None = None) -> Stage:
     """Lower a model to what offplan's own runtime holds of it; raises PlanError for the packing."""
-    return pack_stage(hold_whole(model, None), packing)
+    return pack_stage(hold_whole(model, OWN_RUNTIME), packing)
 
 
-def hold_whole(model: Model, engine: str | None) -> Stage:
-    """Lower a model to what one GPU holds where an engine loads it; None is offplan's own runtime.
+def hold_whole(model: Model, runner: Runner) -> Stage:
+    """Lower a model to what one GPU holds where a runner loads it.
 
     Engines load its towers, and of latent attention's ``kv_b_proj`` they keep a copy beside it, as
     the two matrices that decode steps multiply latents by.
     Source: vLLM 0.33, ``mla_attention`` (``W_UK_T``, ``W_UV``); SGLang 0.5.23 (``w_kc``).
     """
-    left_out = model.not_loaded if engine is None else model.not_loaded - model.towers
+    is_own = runner.pass_rules is None
+    left_out = model.not_loaded if is_own else model.not_loaded - model.towers
     return Stage(
         model=model,
         layers=model.layers,
         outside=tuple(p for p in model.outside_parameters if p.tensors[0].name not in left_out),
         architecture=model.architecture,
         experts=model.experts,
-        engine=engine and engine.partition("==")[0],
-        derived_bytes=0 if engine is None else absorbed_bytes(model, model.layers),
+        runner=runner,
+        derived_bytes=0 if is_own else absorbed_bytes(model, model.layers),
     )
 
 

@@ -11,6 +11,8 @@ from offplan.checkpoint.group import resize
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.held.layout import Layout
+from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.plan import Packing, Workload
 from offplan.ranks import ONE_RANK, Ranks
 
@@ -29,8 +31,8 @@ class Stage:
     """The model's architecture, with the heads, the experts and the layers of the rank."""
     experts: Experts | None
     """The routed experts of the rank."""
-    engine: str | None = None
-    """The engine that loads and runs the stage: ``vllm``; None is offplan's own runtime."""
+    runner: Runner = field(default=OWN_RUNTIME, compare=False)
+    """What loads and runs the stage."""
     ranks: Ranks = field(default=ONE_RANK)
     """The processes that the model is divided among."""
     number: int = 0
@@ -62,6 +64,11 @@ class Stage:
     @cached_property
     def _read_outside(self) -> tuple[Parameter, ...]:
         return tuple(p for p in self.outside if p.tensors[0].name not in self.model.towers)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the runner lays out the weights."""
+        return self.runner.lay_out(self)
 
     @cached_property
     def outside_bytes(self) -> int:

@@ -7,9 +7,7 @@ from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
 from offplan.choices import ObjectiveName, Store
-from offplan.engines.export import find_engine
-from offplan.engines.ranks import lower
-from offplan.engines.served import require_served
+from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
@@ -137,8 +135,7 @@ def pose(
     """
     goal = goal or Goal()
     try:
-        if goal.engine is not None:
-            require_served(model, workload.context, find_engine(goal.engine)[0])
+        find_runner(goal.engine).require_served(model, workload.context)
         held = lower(model, goal, workload)
     except ExportError as error:
         raise InputError(f"--for {goal.engine}: {error}") from None

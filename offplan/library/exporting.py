@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
-from offplan.engines.export import ENGINES, Export, export_plan, find_engine
-from offplan.engines.ranks import lower
+from offplan.engines.export import Export, export_plan
+from offplan.engines.registry import ENGINES, find_engine
+from offplan.engines.runner import lower
 from offplan.errors import ExportError, InfeasibleError, InputError, OffplanError, ProfileError
 from offplan.library.asking import ask_again, pose
 from offplan.library.planned import open_planned_profile

@@ -2,7 +2,7 @@
 
 from offplan.checkpoint.model import Model
 from offplan.costs.predict import predict
-from offplan.engines.ranks import lower
+from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
 from offplan.held.held import Held
 from offplan.library.planned import open_planned_machine

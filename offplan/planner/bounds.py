@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.planner.aims import Floats
 from offplan.planner.patterns import group_patterns
 from offplan.planner.prices import Ints, Prices
@@ -250,7 +249,7 @@ def bound_times(
         step_read = np.maximum(0, step_read - layers * (byte_ps + ROUNDING_PS))
         prompt_copied = np.maximum(0, prompt_copied - layers * ROUNDING_PS)
         step_copied = np.maximum(0, step_copied - layers * ROUNDING_PS)
-    engine = engine_runtime(space.stage)
+    engine = space.stage.runner.pass_rules
     if engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
         prompt_copied = table.num_chunks[setting] * prompt_copied
     copies, in_turns = step_copied > 0, num_slots == 1

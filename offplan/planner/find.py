@@ -56,7 +56,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,
         second_rule_gain=search.second_rule_gain,
-        max_rules=1 if goal.engine else MAX_RULES,
+        max_rules=1 if space.runner.takes_one_rule else MAX_RULES,
         floor=find_floor_of(searcher, question.budget),
     )
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offplan.costs.engine_runtime import NUM_POOLS, engine_runtime
 from offplan.placement import build_slab
 from offplan.plan import Backend, Rule
 from offplan.planner.space import Option, Room, Space
@@ -55,7 +54,7 @@ class InPlaceRules:
 
         More of it would only move more bytes, so no other ``max_bytes`` can be better.
         """
-        kept_bytes = self.space.kept_bytes
+        kept_bytes = self.space.stage.layout.kept_bytes
         for setting in range(len(self.space.settings)):
             yield self._plan(room, setting, None)
             for option in self._sums if room.lacking_bytes[setting] + kept_bytes > 0 else ():
@@ -84,7 +83,7 @@ class InPlaceRules:
         rules: tuple[Rule, ...] = ()
         rank: tuple[object, ...] = ()
         host_bytes = off_gpu = copied = 0
-        needed = int(room.lacking_bytes[setting]) + space.kept_bytes
+        needed = int(room.lacking_bytes[setting]) + space.stage.layout.kept_bytes
         if option is not None:
             copied = self._copied_bytes(option)
             rule, num_units = self._take(option, needed + copied)
@@ -117,7 +116,7 @@ class InPlaceRules:
         sums = self._sums[option]
         last = bisect_left(sums, min(needed, sums[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
-        unit = 1 if self.space.engine is None else self.space.engine.max_bytes_unit
+        unit = self.space.runner.max_bytes_unit
         if unit > 1:  # and the engine may take no more than it is told
             max_bytes = -(-max(max_bytes, needed) // unit) * unit
             last = bisect_left(sums, min(max_bytes, sums[-1]))
@@ -126,11 +125,11 @@ class InPlaceRules:
 
     def _copied_bytes(self, option: Option) -> int:
         """Bytes of the copies of the largest layer that an option takes, on engines that copy."""
-        engine = engine_runtime(self.space.stage)
+        engine = self.space.stage.runner.pass_rules
         if engine is None or not engine.copies_in_place:
             return 0
         taken = self.space.taken[option.segment_class]
-        return NUM_POOLS * max(sum(unit.nbytes for unit in units) for units in taken)
+        return engine.num_pools * max(sum(unit.nbytes for unit in units) for units in taken)
 
     def _layers(self, option: Option, num_units: int) -> Counter[tuple[int, int]]:
         """Count the layers of each kind of which so many parameters are among the first ones.
@@ -153,7 +152,9 @@ class InPlaceRules:
             slab_bytes = build_slab((unit, rule) for unit in units).nbytes
             self._reads[key] = LayerReads(
                 slab_bytes,
-                space.host_bytes(units, slab_bytes),
+                space.stage.layout.host_bytes(
+                    (tensor for unit in units for tensor in unit.tensors), slab_bytes
+                ),
                 space.prompt_read_bytes(units),
                 space.step_read_bytes(units),
             )

@@ -4,7 +4,6 @@ from functools import cache, partial
 
 from offplan.costs.memory import MARGIN, overhead_bytes
 from offplan.costs.threshold import least_that
-from offplan.engines.export import say_offload
 from offplan.errors import ExportError, InfeasibleError
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.aims import Fastest, limits_ps
@@ -88,17 +87,17 @@ def _explain_engine(
     elif question.goal.targets:
         told += f"; nor does one reach {question.goal.targets} with more of either memory"
     if not offloads:
-        told += _refuse_layers(question, engine)
+        told += _refuse_layers(question)
     return InfeasibleError(told, next(iter(lacks.values()), None))
 
 
-def _refuse_layers(question: Question, engine: str) -> str:
+def _refuse_layers(question: Question) -> str:
     """Say why an engine cannot even copy whole layers, if it cannot."""
     way = Backend.PREFETCH
     rule = Rule(group_size=1, num_in_group=1, prefill=way, decode=way)
     offload = Offload(prefill_chunk=1, rules=(rule,))
     try:
-        say_offload(offload, question.held, engine)
+        question.held.runner.demand(offload, question.held)
     except ExportError as error:
         return f": {error}"
     return ""

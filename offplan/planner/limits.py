@@ -3,7 +3,6 @@
 from collections import Counter
 from math import ceil
 
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.steady import NUM_STEPS
 from offplan.costs.timeline import to_ps
 from offplan.errors import InputError
@@ -22,7 +21,7 @@ def check_range(space: Space) -> None:
     question, settings = space.question, space.settings
     prompt_bytes, step_bytes = [0] * len(settings), space.stage.loaded_bytes
     copies_ps = to_ps(space.machine.copy_seconds(step_bytes)) + len(space.kind_of) * space.start_ps
-    if engine_runtime(space.stage) is not None:  # for each chunk, and in a step at most twice
+    if space.stage.runner.pass_rules is not None:  # for each chunk, and in a step at most twice
         copies_ps *= max(2, int(space.table.num_chunks.max()))
     for kind, count in Counter(space.kind_of).items():
         units = space.units[kind]

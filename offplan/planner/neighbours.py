@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from offplan.costs.predict import predict
-from offplan.engines.engine import Engine, Said
-from offplan.engines.export import find_engine, say_offload
 from offplan.errors import ExportError, PlanError
+from offplan.held.runner import Demand, Runner
 from offplan.plan import Backend, Offload, Packing, Plan, Prediction, Rule
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
@@ -44,13 +43,11 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
             prediction = predict(
                 held, question.planned_machine, plan.workload, plan.budget, offload
             )
-            said = None
-            if plan.goal.engine is not None:
-                said = say_offload(offload, question.held, plan.goal.engine)
+            demand = question.held.runner.demand(offload, question.held)
         except (ValidationError, PlanError, ExportError):
             continue
         moved = plan.model_copy(update={"offload": offload, "prediction": prediction})
-        found.append(Neighbour(change, prediction, _refuse(moved, said)))
+        found.append(Neighbour(change, prediction, _refuse(moved, demand)))
     return tuple(sorted(found, key=lambda each: (each.prediction.objective_s, each.change)))
 
 
@@ -64,8 +61,8 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
     at = chunks.index(offload.prefill_chunk)
     for chunk in (*chunks[max(0, at - 1) : at], *chunks[at + 1 : at + 2]):
         yield f"prefill_chunk {offload.prefill_chunk} -> {chunk}", {"prefill_chunk": chunk}
-    engine = None if question.goal.engine is None else find_engine(question.goal.engine)[0]
-    if engine is None or engine.is_worker:
+    runner = question.held.runner
+    if runner.places_embedding:
         place = "device" if offload.embeddings == "host" else "host"
         yield f"embeddings {offload.embeddings} -> {place}", {"embeddings": place}
     if offload.packing is not None:
@@ -79,22 +76,22 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"
         yield f"without {name}", {"rules": (*others[0], *others[1])}
-        for step, changes in _rule_steps(rule, engine):
+        for step, changes in _rule_steps(rule, runner):
             changed = {**dict(rule), **changes}
             yield f"{name}: {step}", {"rules": (*others[0], changed, *others[1])}
 
 
-def _rule_steps(rule: Rule, engine: Engine | None) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the steps of a rule that an engine can be told, and the keys that each changes."""
+def _rule_steps(rule: Rule, runner: Runner) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the steps of a rule that a runner takes, and the keys that each changes."""
     if rule.max_bytes is not None:
         less, more = (rule.max_bytes * (MAX_BYTES_STEP + i) // MAX_BYTES_STEP for i in (-1, 1))
-        unit = 1 if engine is None else engine.max_bytes_unit
+        unit = runner.max_bytes_unit
         for size in (less // unit * unit, -(-more // unit) * unit):
             told = f"max_bytes {format_bytes(rule.max_bytes)} -> {format_bytes(size)}"
             yield told, {"max_bytes": size}
         return
     yield from _pattern_steps(rule)
-    for phases in [("prefill", "decode")] if engine else [("prefill",), ("decode",)]:
+    for phases in [("prefill", "decode")] if runner.takes_one_rule else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
         other = Backend.UVA if way is Backend.PREFETCH else Backend.PREFETCH
         yield f"{' and '.join(phases)} {way.value} -> {other.value}", dict.fromkeys(phases, other)
@@ -108,13 +105,12 @@ def _pattern_steps(pattern: Rule | Packing) -> Iterator[tuple[str, dict[str, obj
             yield f"{knob} {old} -> {new}", {knob: new}
 
 
-def _refuse(plan: Plan, said: Said | None) -> str | None:
+def _refuse(plan: Plan, demand: Demand) -> str | None:
     """Say what of the question a plan does not keep; ``said`` is what is said to its engine."""
     goal, budget, prediction = plan.goal, plan.budget, plan.prediction
     gpu_bytes, stored_bytes = prediction.gpu_memory.total_bytes, plan.stored_bytes
-    if said is not None:  # which page-locks more than the plan's own bytes
-        gpu_bytes += max(0, said.more_gpu_bytes)
-        stored_bytes = max(stored_bytes, said.pinned_bytes)
+    gpu_bytes += max(0, demand.more_gpu_bytes)
+    stored_bytes = max(stored_bytes, demand.pinned_bytes)  # engines page-lock more than the plan's
     limits = (
         ("GPU memory", gpu_bytes, budget.gpu_memory),
         ("memory of the store", stored_bytes, budget.host_memory),

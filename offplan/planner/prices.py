@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.steady import (
     PassTable,
     engine_prompt_ps,
@@ -96,7 +95,7 @@ class Prices:
         return self._numbers[kind, options]
 
     def _price(self, kind: int, options: list[Option]) -> tuple[Content, list[list[int]]]:
-        space = self.space
+        space, layout = self.space, self.space.stage.layout
         chosen = [
             (unit, option.rule(1, 1))
             for option in options
@@ -116,8 +115,10 @@ class Prices:
         prompt_reads = space.prompt_read_bytes(in_prefill)
         step_read = space.step_read_bytes(in_decode)
         content = Content(
-            unit_bytes=sum(space.gpu_bytes(unit.tensors) for unit, _ in chosen),
-            slab_bytes=space.host_bytes((unit for unit, _ in chosen), slab.nbytes),
+            unit_bytes=sum(layout.gpu_bytes(unit.tensors) for unit, _ in chosen),
+            slab_bytes=layout.host_bytes(
+                (tensor for unit, _ in chosen for tensor in unit.tensors), slab.nbytes
+            ),
             prompt_bytes=sizes[0],
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],
@@ -203,7 +204,7 @@ class Prices:
             prefetch_step=candidates.prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
-        engine = engine_runtime(space.stage)
+        engine = space.stage.runner.pass_rules
         if engine is not None:
             prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
         else:

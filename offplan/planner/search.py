@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from offplan.costs.predict import predict
 from offplan.costs.work import makes_values
-from offplan.engines.export import export_check
 from offplan.held.packing import pack_everything, packable
 from offplan.plan import Budget, Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
@@ -133,21 +132,21 @@ class Searcher:
 
     @cached_property
     def can_export(self) -> Callable[[Offload, Budget], bool]:
-        """Whether an engine's flags can say a plan that fits there; our own runtime takes any."""
+        """Whether the runner can run a plan, and what it takes fits."""
         question = self.space.question
-        if question.goal.engine is None:
+        check = self.space.runner.checker(question.held)
+        if check is None:
             return lambda _, __: True
-        say = export_check(question.held, question.goal.engine)
 
         def fits(offload: Offload, budget: Budget) -> bool:
-            said, host = say(offload), budget.host_memory
-            if said is None or (host is not None and said.pinned_bytes > host):
+            demand, host = check(offload), budget.host_memory
+            if demand is None or (host is not None and demand.pinned_bytes > host):
                 return False
-            if said.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
+            if demand.more_gpu_bytes <= 0 and question.goal.pipeline_parallel == 1 and host is None:
                 return True
             taken = predict(question.held, self.space.machine, question.workload, budget, offload)
             fits_host = host is None or taken.host_memory_bytes <= host
-            more = max(0, said.more_gpu_bytes)
+            more = max(0, demand.more_gpu_bytes)
             return fits_host and taken.gpu_memory.total_bytes + more <= budget.gpu_memory
 
         return fits
@@ -163,7 +162,7 @@ class Searcher:
         run.try_in_place()
         run.try_singles()
         run.search.single = run.search.best
-        if self.space.engine is None and max_rules > 1:
+        if not self.space.runner.takes_one_rule and max_rules > 1:
             run.try_pairs()
         return run.search
 

@@ -14,9 +14,8 @@ Of a pipeline it is the space of the largest stage; ``planner.stages`` prices th
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -31,10 +30,8 @@ from offplan.costs.link import embedding_bytes, uva_bytes, uva_slowdown
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.engines.engine import Engine, page_locked_bytes
-from offplan.engines.export import find_engine
-from offplan.engines.names import engine_parameters
 from offplan.held.held import Held
+from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
@@ -143,11 +140,10 @@ class Space:
         """The machine, with the link to the store."""
         return self.question.planned_machine
 
-    @cached_property
-    def engine(self) -> Engine | None:
-        """The engine whose flags must say the plan; None for offplan's own runtime."""
-        name = self.question.goal.engine
-        return None if name is None else find_engine(name)[0]
+    @property
+    def runner(self) -> Runner:
+        """What is to run the plan."""
+        return self.question.held.runner
 
     @property
     def weights(self) -> tuple[int, float]:
@@ -213,7 +209,7 @@ class Space:
             (prefill, decode)
             for prefill, decode in BACKENDS
             if (reads_in_place or Backend.UVA not in (prefill, decode))
-            and (self.engine is None or prefill is decode)
+            and (not self.runner.takes_one_rule or prefill is decode)
         ]
         filled = [each for each in self.classes if any(u.nbytes for u in chain(*self.taken[each]))]
         found = (Option(each, *way) for each in filled for way in backends)
@@ -224,8 +220,7 @@ class Space:
         """The chunks to try, the largest first, with the embedding in either place."""
         stage = self.stage
         places: tuple[TensorInfo | None, ...] = (None,)
-        says_place = self.engine is None or self.engine.is_worker
-        if stage.input_embedding is not None and says_place:
+        if stage.input_embedding is not None and self.runner.places_embedding:
             places = (None, stage.input_embedding)
         sizes = prefill_chunks(self.question.workload.prompt_tokens)
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
@@ -266,63 +261,17 @@ class Space:
         )
 
     @cached_property
-    def _growth(self) -> dict[str, Fraction]:
-        """Times that tensors grow on the GPU of an engine, by their names; others do not."""
-        grown = {} if self.engine is None else self.engine.grow(self.stage)
-        return {
-            tensor.name: Fraction(after.nbytes, before.nbytes)
-            for before, after in grown.items()
-            for tensor in before.tensors
-        }
-
-    def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
-        """Bytes that tensors of the layers take at least on the GPU."""
-        return int(sum(each.nbytes * self._growth.get(each.name, 1) for each in tensors))
-
-    @cached_property
-    def _rounding(self) -> dict[str, Fraction]:
-        """Times that tensors grow where an engine page-locks them, by their names."""
-        return {
-            # scales may stay on the GPU
-            tensor.name: Fraction(
-                0 if "scale" in each.name else page_locked_bytes(each.nbytes), each.nbytes
-            )
-            for each in engine_parameters(self.stage, {})
-            for tensor in each.tensors
-            if each.nbytes
-        }
-
-    def host_bytes(self, units: Iterable[Unit], slab_bytes: int) -> int:
-        """Bytes of a slab of these units; on engines those that they page-lock at least."""
-        if self.engine is None:
-            return slab_bytes
-        tensors = (tensor for unit in units for tensor in unit.tensors)
-        return int(sum(each.nbytes * self._rounding.get(each.name, 1) for each in tensors))
-
-    @cached_property
-    def grown_bytes(self) -> int:
-        """Bytes by which the layers are larger at least on the GPU than they are stored."""
-        if not self._growth:
-            return 0
-        tensors = [t for layer in self.stage.layers for p in layer.parameters for t in p.stored]
-        return self.gpu_bytes(tensors) - sum(tensor.nbytes for tensor in tensors)
-
-    @cached_property
-    def kept_bytes(self) -> int:
-        """Bytes by which they are larger where none of these moves, beyond the least."""
-        if self.engine is None or not self._growth:
-            return 0
-        version = find_engine(str(self.question.goal.engine))[1]
-        return self.engine.stay(self.stage, version).more_gpu_bytes - self.grown_bytes
-
-    @cached_property
     def kept_by(self) -> NDArray[np.int64]:
-        """The same for rules of each option: nothing where one takes any of these, [options]."""
-        return np.array([self.kept_bytes * self._takes_none(each) for each in self.options])
+        """Bytes by which weights are larger than the least under rules of each option, [options].
+
+        They are none where an option takes any of the weights that are larger.
+        """
+        kept_bytes = self.stage.layout.kept_bytes
+        return np.array([kept_bytes * self._takes_none(each) for each in self.options])
 
     def _takes_none(self, option: Option) -> bool:
-        units = chain(*self.taken[option.segment_class])
-        return not any(tensor.name in self._growth for unit in units for tensor in unit.tensors)
+        units, grown = chain(*self.taken[option.segment_class]), self.stage.layout.gpu_growth
+        return not any(tensor.name in grown for unit in units for tensor in unit.tensors)
 
     def reading_ps(self, num_bytes: int) -> int:
         """Picoseconds that kernels take to read so many bytes in place."""
@@ -362,7 +311,7 @@ class Room:
 def find_room(space: Space, budget: Budget) -> Room:
     """Find what a budget leaves for the layers."""
     overhead = overhead_bytes(space.machine, budget)
-    taken = overhead + space.grown_bytes
+    taken = overhead + space.stage.layout.grown_bytes
     lacking = [each.device_bytes + taken - budget.gpu_memory for each in space.settings]
     on_host = space.machine.store == "host"  # an embedding is, wherever the slabs lie
     limit = float("inf") if budget.host_memory is None else budget.host_memory

@@ -6,8 +6,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.checkpoint.model import Model
-from offplan.costs.engine_runtime import engine_runtime
-from offplan.engines.export import find_engine, say_offload, tell_more, tell_page_locked
+from offplan.engines.export import tell_more, tell_page_locked
+from offplan.engines.offloading import say_offload
+from offplan.engines.registry import find_engine
 from offplan.held.held import Held, hold
 from offplan.held.packing import is_packed
 from offplan.machine.profile import MachineProfile
@@ -186,7 +187,7 @@ def _describe_rule(rule: Rule, held: Held, where: str) -> str:
         names = [name.rpartition(".")[2] for name in rule.cpu_offload_params]
         what = "experts" if {*names} == {"experts"} else f"the experts' {', '.join(names)}"
         few = f"the {experts.num_experts_per_token} experts they need"
-    engine, backends = engine_runtime(held.stage), (rule.prefill, rule.decode)
+    engine, backends = held.stage.runner.pass_rules, (rule.prefill, rule.decode)
     if engine is not None and engine.copies_in_place:
         backends = (Backend.PREFETCH, Backend.PREFETCH)
     reads = _READS[backends].format(few)

@@ -9,8 +9,9 @@ from urllib.request import urlopen
 
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import Engine, format_version
-from offplan.engines.export import Export, export_plan, find_engine
-from offplan.engines.ranks import lower
+from offplan.engines.export import Export, export_plan
+from offplan.engines.registry import find_engine
+from offplan.engines.runner import lower
 from offplan.engines.startup import OFF, Startup, read_log, read_server
 from offplan.errors import InputError
 from offplan.held.stage import Stage

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import Stored, TensorInfo
+from offplan.engines.runner import find_runner
 from offplan.errors import CheckpointError
 from offplan.held.held import hold, hold_whole
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
@@ -94,7 +95,7 @@ def test_a_tower_of_as_many_layers_and_more_bytes():
     assert got.layers[0].prefix == "language_model.model.layers.0"
     assert got.towers == got.not_loaded == vision.keys()
     assert hold(got).loaded_bytes + got.tower_bytes == got.total_bytes
-    assert hold_whole(got, "vllm").loaded_bytes == got.total_bytes
+    assert hold_whole(got, find_runner("vllm")).loaded_bytes == got.total_bytes
     unknown = model(under("language_model.", dense_shapes()), config | {"model_type": "vl"})
     assert unknown.architecture.is_multimodal
     assert not unknown.architecture.runs_text_alone

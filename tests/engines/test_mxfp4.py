@@ -10,7 +10,7 @@ from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
 from offplan.engines.mxfp4 import Kernels, lay_out_experts
 from offplan.engines.names import engine_parameters
-from offplan.engines.ranks import lower
+from offplan.engines.runner import find_runner, lower
 from offplan.engines.startup import Startup
 from offplan.engines.vllm import ANY_KERNELS, MARLIN_KERNELS
 from offplan.errors import ExportError
@@ -83,7 +83,10 @@ def test_experts_that_stay_are_counted(model: Model, rules: list[Rule]) -> None:
 
 def test_a_log_may_have_them_as_large_as_that(model: Model) -> None:
     plan = make_plan().model_copy(update={"budget": Budget(gpu_memory=2**40)})
-    least, more = hold_whole(model, "vllm").loaded_bytes, growth(hold(model), ANY_KERNELS)
+    least, more = (
+        hold_whole(model, find_runner("vllm")).loaded_bytes,
+        growth(hold(model), ANY_KERNELS),
+    )
 
     def verdict(loaded_bytes: int) -> str:
         found = check_start(plan, model, "vllm==0.33", Startup(loaded_bytes=loaded_bytes))

@@ -9,8 +9,10 @@ import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.engines.export import export_plan, say_offload
-from offplan.engines.ranks import lower, split_layers
+from offplan.engines.export import export_plan
+from offplan.engines.offloading import say_offload
+from offplan.engines.ranks import split_layers
+from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.held.held import Held, hold_whole
 from offplan.held.stage import Stage
@@ -134,7 +136,7 @@ def test_latents_are_whole_and_heads_are_divided(tmp_path: Path) -> None:
         "mlp.experts.down_proj.weight": (8, 64, 8),
     }
     assert held.layers[0].kv_cache == whole.layers[0].kv_cache
-    assert 4 * held.derived_bytes == hold_whole(whole, "vllm").derived_bytes
+    assert 4 * held.derived_bytes == hold_whole(whole, find_runner("vllm")).derived_bytes
 
 
 def test_codes_are_divided_with_their_scales(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from offplan.checkpoint.open import open_model
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass
 from offplan.engines.engine import format_version
-from offplan.engines.export import ENGINES, Export, export_plan
+from offplan.engines.export import Export, export_plan
 from offplan.engines.formats import render_export
 from offplan.engines.ranks import split_layers
+from offplan.engines.registry import ENGINES
+from offplan.engines.runner import find_runner
 from offplan.engines.sglang import PREFETCHING_CLASSES
 from offplan.engines.startup import SGLANG_FLAGS
 from offplan.held.held import hold_whole
@@ -93,10 +94,10 @@ def test_copies_are_those_that_are_priced(num_layers: int, num_slots: int) -> No
     from tests.engines.real_sglang import copied_layers
 
     step = max(1, num_slots - 1)
-    stage = hold_whole(dense_model(num_layers), "sglang")
+    stage = hold_whole(dense_model(num_layers), find_runner("sglang"))
     rule = Rule(group_size=1, num_in_group=1, prefill="prefetch", decode="prefetch")
     placement = place(stage, Offload(prefetch_step=num_slots, prefill_chunk=1, rules=(rule,)))
-    runtime = engine_runtime(stage)
+    runtime = stage.runner.pass_rules
     assert runtime is not None
     prompt, decode = (
         [op.span.layer for op in each.operations if isinstance(op, Copy)]

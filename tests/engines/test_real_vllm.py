@@ -11,11 +11,13 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines import vllm
 from offplan.engines.engine import format_version
-from offplan.engines.export import ENGINES, export_plan, find_engine
+from offplan.engines.export import export_plan
 from offplan.engines.formats import render_export
 from offplan.engines.mxfp4 import lay_out_experts
 from offplan.engines.names import engine_parameters
-from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, lower, split_layers
+from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, split_layers
+from offplan.engines.registry import ENGINES, find_engine
+from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError
 from offplan.held.held import hold, hold_whole
 from offplan.held.stage import Stage
@@ -82,7 +84,7 @@ def test_names_and_bytes(architecture: str, tmp_path: Path) -> None:
         pytest.importorskip("torchvision")
     model = open_model(str(write_config(tmp_path, architecture)))
     real = record_layers(parse_command(["serve", str(tmp_path), "--max-model-len", "64"]), tmp_path)
-    check_layers(hold_whole(model, "vllm"), real)
+    check_layers(hold_whole(model, find_runner("vllm")), real)
 
 
 def check_layers(stage: Stage, real: Sequence[Mapping[str, int]]) -> None:

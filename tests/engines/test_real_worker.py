@@ -20,7 +20,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan, join_flags
 from offplan.engines.formats import render_export
-from offplan.engines.ranks import lower
+from offplan.engines.runner import lower
 from offplan.engines.vllm import divide_vllm
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError, OffplanError

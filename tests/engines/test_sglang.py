@@ -6,9 +6,9 @@ import pytest
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.costs.engine_runtime import engine_runtime
 from offplan.costs.engine_times import build_engine_pass
 from offplan.engines.export import export_plan
+from offplan.engines.runner import find_runner
 from offplan.errors import ExportError
 from offplan.held.held import hold, hold_whole
 from offplan.placement import Phase, place
@@ -54,8 +54,8 @@ def test_the_step_is_the_one_that_is_priced(num_slots: int) -> None:
     """Of a captured step's copies there are so many more than layers."""
     plan = make_plan(prefetch("experts", group_size=1, num_in_group=1), prefetch_step=num_slots)
     model = deepseek(5)
-    stage = hold_whole(model, "sglang")
-    placement, runtime = place(stage, plan.offload), engine_runtime(stage)
+    stage = hold_whole(model, find_runner("sglang"))
+    placement, runtime = place(stage, plan.offload), stage.runner.pass_rules
     assert runtime is not None
     priced = build_engine_pass(runtime, placement, len(model.layers), Phase.DECODE)
     num_copies = sum(isinstance(operation, Copy) for operation in priced.operations)

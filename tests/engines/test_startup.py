@@ -16,7 +16,7 @@ import pytest
 from offplan.checkpoint.model import Layer, Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.engines.ranks import lower
+from offplan.engines.runner import find_runner, lower
 from offplan.engines.startup import SGLANG_FLAGS, read_log, read_server
 from offplan.errors import InputError
 from offplan.held.held import hold, hold_whole
@@ -111,7 +111,7 @@ def test_sglang() -> None:
     plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
     said = export_plan(plan, model, "sglang==0.5.23").said
     moved = sum(each.nbytes for each in said.moved) / GIB
-    weights = hold_whole(model, "sglang").loaded_bytes / GIB
+    weights = hold_whole(model, find_runner("sglang")).loaded_bytes / GIB
     line, loaded = SGLANG_LAYER, SGLANG_LOADED
     layers = "".join(map(line.format, (1, 3, 5)))
     assert not drifts(found(plan, layers + loaded.format(weights - moved), "sglang", model))

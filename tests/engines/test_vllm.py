@@ -12,6 +12,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.engines.engine import Said
 from offplan.engines.export import export_plan
 from offplan.engines.names import EngineParameter, engine_parameters
+from offplan.engines.runner import find_runner
 from offplan.engines.segments import choose_segments
 from offplan.engines.vllm import FACTS
 from offplan.errors import ExportError, PlanError
@@ -243,7 +244,7 @@ def with_form(model: Model, form: Form) -> Model:
 
 
 def test_latent_attention_keeps_a_copy_of_kv_b_proj() -> None:
-    plain, loaded = (hold_whole(deepseek(), engine) for engine in (None, "vllm"))
+    plain, loaded = (hold_whole(deepseek(), find_runner(engine)) for engine in (None, "vllm"))
     # 7 layers of KIB weights of two bytes
     assert loaded.loaded_bytes - plain.loaded_bytes == 7 * 2 * 1024
     full = make_plan(prefetch("experts"), prefetch_step=1)

@@ -14,7 +14,7 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.engines.export import export_plan
-from offplan.engines.ranks import lower
+from offplan.engines.runner import lower
 from offplan.engines.vllm import serve_vllm
 from offplan.errors import ExportError
 from offplan.held.held import hold

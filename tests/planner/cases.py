@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN
 from offplan.costs.predict import predict
-from offplan.engines.ranks import lower
+from offplan.engines.runner import lower
 from offplan.held.held import Held
 from offplan.library.asking import pose
 from offplan.machine.profile import MachineProfile

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
-from offplan.engines.export import export_plan, say_offload
+from offplan.engines.export import export_plan
+from offplan.engines.offloading import say_offload
 from offplan.errors import ExportError, InfeasibleError
 from offplan.library.asking import pose
 from offplan.plan import Goal, Offload
@@ -76,7 +77,7 @@ def test_a_question_of_no_engine_asks_of_the_model_as_run_loads_it() -> None:
     asked = ask(qwen3(), make_machine(), 0.5, goal=Goal(engine="vllm"))
     again = ask(qwen3(), make_machine(), 0.5)
     plain = pose(asked.model, asked.machine, asked.workload, again.budget)
-    assert (asked.held.stage.engine, plain.held.stage.engine) == ("vllm", None)
+    assert (asked.held.runner.name, plain.held.runner.name) == ("vllm", None)
     decided = make_plan(plain).plan
     assert decided.prediction == make_plan(again).plan.prediction
 

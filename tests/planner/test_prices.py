@@ -76,10 +76,10 @@ def draw_options(draw: st.DrawFn, searcher: Searcher) -> list[int]:
     """Choose one option, or two that have no parameter in common; one for an engine."""
     numbers = st.integers(0, len(searcher.space.options) - 1)
     first = draw(numbers)
-    if searcher.space.engine is not None:
+    if searcher.space.runner.name is not None:
         # SGLang reads no group of layers in place, and its flags cannot say one
         option = searcher.space.options[first]
-        assume(option.decode is Backend.PREFETCH or searcher.space.engine.name == "vllm")
+        assume(option.decode is Backend.PREFETCH or searcher.space.runner.name == "vllm")
         return [first]
     partners = np.flatnonzero(searcher.disjoint[first]).tolist()
     return [
@@ -119,7 +119,7 @@ def test_the_search_prices_as_the_schedule_does(
     off_gpu, on_host, _ = searcher.prices.weigh(case.candidates())
     on_gpu = placement.resident_bytes + placement.ring_bytes
     assert off_gpu.tolist() == [stage.loaded_bytes - setting.host_bytes - on_gpu]
-    if searcher.space.engine is None:
+    if searcher.space.runner.name is None:
         assert on_host.tolist() == [placement.slab_bytes]
 
 

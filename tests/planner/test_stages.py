@@ -16,7 +16,8 @@ from offplan.checkpoint.open import open_model
 from offplan.costs.compute import ModelCompute
 from offplan.costs.predict import predict, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.engines.export import export_check, export_plan
+from offplan.engines.export import export_plan
+from offplan.engines.offloading import export_check
 from offplan.errors import InfeasibleError, OffplanError
 from offplan.library.asking import pose
 from offplan.placement import place

@@ -1,0 +1,37 @@
+"""How a runner lays weights out on the GPU and in host memory."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from offplan.checkpoint.tensors import TensorInfo
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the tensors of the layers take where it is not what they are stored in, by name."""
+
+    gpu_growth: Mapping[str, Fraction] = field(default_factory=dict)
+    """Times that a tensor grows at least on the GPU; tensors that are not here do not grow."""
+    host_growth: Mapping[str, Fraction] | None = None
+    """Times that a tensor grows where each parameter is page-locked by itself; None where slabs are
+    page-locked."""
+    grown_bytes: int = 0
+    """Bytes by which the layers are larger at least on the GPU than they are stored."""
+    kept_bytes: int = 0
+    """Bytes by which they are larger still where none of these tensors moves."""
+
+    def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
+        """Bytes that tensors of the layers take at least on the GPU."""
+        return int(sum(each.nbytes * self.gpu_growth.get(each.name, 1) for each in tensors))
+
+    def host_bytes(self, tensors: Iterable[TensorInfo], slab_bytes: int) -> int:
+        """Bytes that tensors of one layer take at least in host memory, in a slab of so many."""
+        growth = self.host_growth
+        if growth is None:
+            return slab_bytes
+        return int(sum(each.nbytes * growth.get(each.name, 1) for each in tensors))
+
+
+AS_STORED = Layout()
+"""Every tensor takes what it is stored in."""

@@ -1,0 +1,119 @@
+"""What offplan asks of whatever runs a plan: its own runtime, or an engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.checkpoint.model import Model
+from offplan.held.layout import AS_STORED, Layout
+from offplan.plan import Offload
+
+if TYPE_CHECKING:
+    from offplan.held.held import Held
+    from offplan.held.stage import Stage
+
+
+@dataclass(frozen=True)
+class PassRules:
+    """How an engine runs a pass; ``costs.engine_times`` has what all engines do alike."""
+
+    copies_in_place: bool
+    """Whether the engine copies what it is told to read in place, each layer before it runs."""
+    allocates_copies: bool
+    """Whether the engine allocates each copy anew, and only then frees the layer that has run,
+    which holds one slot of the ring. After the last layers it then copies the first ones in their
+    order; elsewhere each slot is filled again by the first of its own layers."""
+    copies_first_again: bool
+    """Whether a captured step copies again what the step before it has left in the ring."""
+    shares_blocks: bool
+    """Whether caches of all layers lie in blocks of one size (``vllm_cache``)."""
+    num_pools: int = 1
+    """Pools of GPU memory that hold the engine's copies."""
+
+    def slots_ahead(self, num_slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many of a ring's slots are filled ahead of the layer that runs."""
+        return np.maximum(1, num_slots - self.allocates_copies)
+
+
+class Demand(Protocol):
+    """What a runner takes for a plan beside the plan's own terms."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked memory, in bytes."""
+
+    @property
+    def more_gpu_bytes(self) -> int:
+        """Bytes on the GPU beyond those that offplan's own runtime takes."""
+
+
+class Runner(Protocol):
+    """Whatever runs a plan. A question is handed one; costs and planner import none."""
+
+    @property
+    def name(self) -> str | None:
+        """The name that a goal has for it: ``vllm==0.31``; None is offplan's own runtime."""
+
+    @property
+    def pass_rules(self) -> PassRules | None:
+        """How an engine runs a pass; None where the plan's own schedule is executed."""
+
+    @property
+    def takes_one_rule(self) -> bool:
+        """Whether a plan has one rule at most, with one backend in both phases."""
+
+    @property
+    def places_embedding(self) -> bool:
+        """Whether the input embedding may lie on the host."""
+
+    @property
+    def max_bytes_unit(self) -> int:
+        """A rule's ``max_bytes`` is a whole number of these."""
+
+    def require_served(self, model: Model, context: int) -> None:
+        """Raise ExportError for a model or a context, in tokens, that the runner does not serve."""
+
+    def lay_out(self, stage: "Stage") -> Layout:
+        """Return how the runner lays out the weights of a stage."""
+
+    def demand(self, offload: Offload, held: "Held") -> Demand:
+        """Return what the runner takes for a decision; raises ExportError if it cannot run it."""
+
+    def checker(self, held: "Held") -> Callable[[Offload], Demand | None] | None:
+        """Return what demands, or None for a decision that it cannot run; None if it runs all."""
+
+
+@dataclass(frozen=True)
+class _NoDemand:
+    pinned_bytes: int = 0
+    more_gpu_bytes: int = 0
+
+
+class OwnRuntime:
+    """offplan's own runtime, which runs every plan as it is priced."""
+
+    name = None
+    pass_rules = None
+    takes_one_rule = False
+    places_embedding = True
+    max_bytes_unit = 1
+
+    def require_served(self, model: Model, context: int) -> None:
+        """Refuse nothing: a session says what it cannot run."""
+
+    def lay_out(self, stage: "Stage") -> Layout:
+        """Return that weights lie as they are held."""
+        return AS_STORED
+
+    def demand(self, offload: Offload, held: "Held") -> Demand:
+        """Return that nothing comes on top of the plan's terms."""
+        return _NoDemand()
+
+    def checker(self, held: "Held") -> None:
+        """Check nothing: it runs every decision."""
+
+
+OWN_RUNTIME: Runner = OwnRuntime()
