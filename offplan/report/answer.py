@@ -10,11 +10,12 @@ from offplan.costs.engine_runtime import engine_runtime
 from offplan.engines.export import find_engine, say_offload, tell_more, tell_page_locked
 from offplan.held.held import Held, hold
 from offplan.held.packing import is_packed
+from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Backend, Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice
-from offplan.report.analysis import Analysis, describe_running
+from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import draw_layers, draw_memory
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
