@@ -16,7 +16,7 @@ from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
 from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
-from offplan.runtime.rules import Rules, read_rules
+from offplan.runtime.rules import TokenRules, read_rules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
 
@@ -74,7 +74,7 @@ class Asked:
             texts.append(text)
         return texts
 
-    def fingerprint(self, model: Model, rules: Rules, *, dummy_weights: bool) -> str:
+    def fingerprint(self, model: Model, rules: TokenRules, *, dummy_weights: bool) -> str:
         """Sum up in twelve digits what the texts depend on beside their prompts.
 
         Raises HubError.
