@@ -4,11 +4,12 @@ import shlex
 import sys
 
 from offplan.cli.output import STANDARD, print_result, waiting
-from offplan.cli.query import Query, takes_query
+from offplan.cli.query import Query
+from offplan.cli.takes import takes
 from offplan.errors import InfeasibleError, InputError
 
 
-@takes_query
+@takes(Query)
 def analyze(query: Query) -> None:
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.cli.planning import save_plan

@@ -4,11 +4,12 @@ import shlex
 import sys
 
 from offplan.cli.output import STANDARD, print_json, print_note, print_result, waiting
-from offplan.cli.query import Query, takes_query
+from offplan.cli.query import Query
+from offplan.cli.takes import takes
 from offplan.errors import InputError
 
 
-@takes_query
+@takes(Query)
 def plan(query: Query) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.cli.planning import save_plan

@@ -12,6 +12,7 @@ from offplan.checkpoint.model import Model
 from offplan.cli.inputs import read_input
 from offplan.cli.lines import Line
 from offplan.cli.output import printing_to_stderr
+from offplan.cli.run_options import RunOptions
 from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
@@ -26,7 +27,7 @@ Chat = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """Prompts, and all that the texts behind them depend on beside a plan's model."""
 
     prompts: Sequence[tuple[str, str | Chat]]
@@ -86,6 +87,20 @@ class Asked:
         return hashlib.sha256(
             json.dumps([parts, asked, ruled, tokenizer_sha256(model)]).encode()
         ).hexdigest()[:12]
+
+
+def make_request(given: RunOptions, lines: Sequence[Line], plan: Plan) -> GenerationRequest:
+    """Ask for what the options of ``run`` ask for; ``lines`` are those of its file of prompts.
+
+    Raises InputError for a file that cannot be read, and for values that cannot be drawn with.
+    """
+    return GenerationRequest(
+        list_prompts(given.prompt or (), given.prompt_file or (), lines, chat=given.chat),
+        given.chat,
+        given.max_new_tokens or plan.workload.output_tokens,
+        given.stop_strings or (),
+        read_sampling(given.temperature, given.top_k, given.top_p, given.seed),
+    )
 
 
 def list_prompts(
