@@ -14,7 +14,7 @@ from offplan.errors import InputError
 pytest.importorskip("transformers")
 
 from offplan.runtime.prompts import load_tokenizer
-from offplan.runtime.rules import Rules, read_rules
+from offplan.runtime.rules import TokenRules, read_rules
 
 END = 256
 """The end token of the tiny checkpoint's configs and of its tokenizer."""
@@ -25,7 +25,7 @@ def model(copy: Path) -> Model:
     return open_model(str(copy))
 
 
-def read(model: Model, content: object) -> Rules:
+def read(model: Model, content: object) -> TokenRules:
     text = content if isinstance(content, str) else json.dumps(content)
     Path(model.source, "generation_config.json").write_text(text)
     return read_rules(model, load_tokenizer(model))
@@ -52,7 +52,7 @@ def test_odd_content(model: Model, content: str) -> None:
 def test_what_is_heeded(model: Model) -> None:
     content = {"eos_token_id": [3, None], "repetition_penalty": 2, "suppress_tokens": [7, 8]}
     more = {"begin_suppress_tokens": [9], "min_length": 4, "min_new_tokens": 5, "stop_strings": "."}
-    expected = Rules(frozenset({3, END}), (".",), 2.0, (7, 8), (9,), 4, 5)
+    expected = TokenRules(frozenset({3, END}), (".",), 2.0, (7, 8), (9,), 4, 5)
     assert read(model, content | more) == expected
 
 
@@ -67,7 +67,7 @@ def test_what_is_heeded(model: Model) -> None:
     ],
 )
 def test_what_changes_no_greedy_text(model: Model, content: dict[str, Any]) -> None:
-    assert read(model, content) == Rules(frozenset({END}))
+    assert read(model, content) == TokenRules(frozenset({END}))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_what_is_not_heeded_is_refused(model: Model, key: str, value: object) ->
 def test_the_config_speaks_where_there_is_no_generation_config(model: Model) -> None:
     config = {**model.config, "repetition_penalty": 1.5, "eos_token_id": 3}
     old = replace(model, config=config)
-    assert read(old, {"eos_token_id": 4}) == Rules(frozenset({4, END}))
+    assert read(old, {"eos_token_id": 4}) == TokenRules(frozenset({4, END}))
     Path(model.source, "generation_config.json").unlink()
     tokenizer = load_tokenizer(model)
-    assert read_rules(old, tokenizer) == Rules(frozenset({3, END}), repetition_penalty=1.5)
+    assert read_rules(old, tokenizer) == TokenRules(frozenset({3, END}), repetition_penalty=1.5)
     with pytest.raises(InputError, match=r"the config of .* has num_beams 2"):
         read_rules(replace(old, config={**config, "num_beams": 2}), tokenizer)

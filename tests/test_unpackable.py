@@ -15,6 +15,7 @@ from offplan.errors import UnpackableError
 from offplan.forms.form import Part
 from offplan.held.held import hold
 from offplan.held.packing import is_packed, pack_everything
+from offplan.library.analysis import Analysis
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.repricing import price_on
@@ -23,7 +24,6 @@ from offplan.library.unpackable import leave_as_stored
 from offplan.packing_sample import _count_patches, find_unpackable
 from offplan.plan import Plan, Rule, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
-from offplan.report.analysis import Analysis
 from offplan.report.answer import describe_answer
 from offplan.runtime.forms.packing import pack
 from tests.cli import CLI

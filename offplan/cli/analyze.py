@@ -4,18 +4,20 @@ import shlex
 import sys
 
 from offplan.cli.output import STANDARD, print_result, waiting
-from offplan.cli.query import Query, takes_query
+from offplan.cli.query import Query
+from offplan.cli.takes import takes
 from offplan.errors import InfeasibleError, InputError
 
 
-@takes_query
+@takes(Query)
 def analyze(query: Query) -> None:
     """Say whether a model fits a machine, how fast it runs there, and by which plan."""
     from offplan.cli.planning import save_plan
     from offplan.held.held import Held, hold
+    from offplan.library.analysis import Analysis, analyze_question
     from offplan.library.machines import why_unmeasured
     from offplan.library.runnable import why_not_run
-    from offplan.report.analysis import Analysis, analyze_question, render_analysis
+    from offplan.report.analysis import render_analysis
     from offplan.report.answer import render_answer
     from offplan.report.payload import analyze_payload
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from offplan.checkpoint.model import Model
-from offplan.cli.asked import Asked
 from offplan.cli.live import LiveLine
 from offplan.cli.output import waiting
+from offplan.cli.request import GenerationRequest
 from offplan.cli.told import Teller
 from offplan.errors import NotANumberError
 from offplan.library.repricing import predict_workload
@@ -19,11 +19,11 @@ from offplan.runtime.session import Session
 from offplan.runtime.texts import Text, form_batches, generate_texts
 
 
-def generate_asked(
+def generate_request(
     session: Session,
     plan: Plan,
     model: Model,
-    asked: Asked,
+    request: GenerationRequest,
     texts: Sequence[Text],
     teller: Teller,
 ) -> RunResult:
@@ -38,24 +38,24 @@ def generate_asked(
         _warm_up(session, batch, lengths[0])
         with LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown) as live:
             try:
-                for text, piece in generate_texts(session, batches, asked.sampling, measured):
+                for text, piece in generate_texts(session, batches, request.sampling, measured):
                     teller.take(text, piece)
                     live.count(1, num_ended=text.finish is not None)
             except NotANumberError as error:
                 teller.finish()  # what came out before is shown
-                names = [asked.prompts[number][0] for number in error.numbers]
+                names = [request.prompts[number][0] for number in error.numbers]
                 raise NotANumberError(error.cause, error.numbers, names) from None
         teller.finish()
     else:
         tokens = random_prompt(model, workload)
         batch, num_tokens = tokens.shape
         _warm_up(session, batch, num_tokens)
-        choose = make_chooser(asked.sampling, range(batch), session.device)
+        choose = make_chooser(request.sampling, range(batch), session.device)
         with LiveLine(batch, lambda: session.link_bytes) as live:
-            for _ in generate(session, tokens, asked.num_tokens, measured, choose=choose):
+            for _ in generate(session, tokens, request.num_tokens, measured, choose=choose):
                 live.count(batch)
     ran = workload.model_copy(
-        update={"batch": batch, "prompt_tokens": num_tokens, "output_tokens": asked.num_tokens}
+        update={"batch": batch, "prompt_tokens": num_tokens, "output_tokens": request.num_tokens}
     )
     is_same = (ran.batch, ran.prompt_tokens) == (workload.batch, workload.prompt_tokens)
     return RunResult(

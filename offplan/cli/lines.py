@@ -116,7 +116,9 @@ class Results:
         """
         self.done: set[int] = set()
         """Lines whose results are there."""
-        self._path, self._num_lines, self._settings = path, len(lines), settings
+        self.path = path
+        """The file; STANDARD for standard output."""
+        self._num_lines, self._settings = len(lines), settings
         self._file: IO[str] | None = None
         if path == STANDARD:
             return
@@ -184,6 +186,6 @@ class Results:
         self._file.close()
         if kind is not None:
             print_note(
-                f"{len(self.done)} of {self._num_lines} texts are in {self._path}; the same "
+                f"{len(self.done)} of {self._num_lines} texts are in {self.path}; the same "
                 "command goes on from there"
             )

@@ -4,18 +4,20 @@ import shlex
 import sys
 
 from offplan.cli.output import STANDARD, print_json, print_note, print_result, waiting
-from offplan.cli.query import Query, takes_query
+from offplan.cli.query import Query
+from offplan.cli.takes import takes
 from offplan.errors import InputError
 
 
-@takes_query
+@takes(Query)
 def plan(query: Query) -> None:
     """Print the plan for a model, a workload and a budget, as YAML or JSON."""
     from offplan.cli.planning import save_plan
+    from offplan.library.analysis import analyze_result
     from offplan.library.machines import why_unmeasured
     from offplan.plan import dump_plan
     from offplan.planner.make import make_plan
-    from offplan.report.analysis import analyze_result, render_analysis
+    from offplan.report.analysis import render_analysis
     from offplan.report.answer import describe_answer, render_answer
     from offplan.report.payload import plan_payload, shortage_payload
 

@@ -1,11 +1,8 @@
 """What ``analyze`` and ``plan`` are asked: their options, declared once."""
 
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offplan.cli import options
 from offplan.cli.output import (
@@ -149,15 +146,3 @@ class Query:
     def plan_file(self) -> Path | None:
         """The plan's file, if one is written."""
         return None if self.output == STANDARD else self.output
-
-
-def takes_query(command: Callable[[Query], None]) -> Callable[..., None]:
-    """Have a command that is given a Query take its fields as arguments and options."""
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        command(Query(**values))
-
-    vars(run)["__signature__"] = inspect.signature(Query)
-    run.__annotations__ = {**Query.__annotations__, "return": None}
-    return run

@@ -40,6 +40,7 @@ def replan(
     that was measured are made from this one's figures, measured again.
     """
     from offplan.cli.planning import note_budget, relocate_plan, relocate_profile
+    from offplan.library.analysis import why_not_plan
     from offplan.library.asking import ask_again
     from offplan.library.machines import find_machine
     from offplan.library.planned import read_planned_model
@@ -47,7 +48,6 @@ def replan(
     from offplan.plan import MOST_FILE_BYTES, dump_plan, load_plan
     from offplan.planner.make import make_plan
     from offplan.records import read_text
-    from offplan.report.analysis import why_not_plan
     from offplan.report.payload import plan_payload
     from offplan.upkeep.comparing import compare_plans
     from offplan.upkeep.rewriting import rewrite_plan

@@ -1,10 +1,16 @@
 """Where texts go while they are made: to the terminal, or to a file of results."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from offplan.checkpoint.model import Model
 from offplan.cli.lines import Line, Results
+from offplan.cli.output import STANDARD, print_note
 from offplan.cli.printable import printable
+from offplan.cli.request import GenerationRequest
+from offplan.cli.run_options import RunOptions
+from offplan.plan import Plan
 from offplan.report.payload import text_payload
 from offplan.runtime.texts import Text
 
@@ -14,6 +20,10 @@ class Teller:
 
     is_shown = False
     """Whether a text is seen while it is made."""
+
+    def leave_out_done(self, texts: Sequence[Text]) -> Sequence[Text]:
+        """Return the texts that are yet to be made: all of them."""
+        return texts
 
     def take(self, text: Text, piece: str) -> None:
         """Take what a token has added to a text."""
@@ -62,7 +72,40 @@ class Writer(Teller):
         """Write to ``results``; ``lines`` are those of the prompts, by the texts' numbers."""
         self._results, self._lines = results, lines
 
+    def leave_out_done(self, texts: Sequence[Text]) -> Sequence[Text]:
+        """Return the texts that have no line of results yet, and say how many have one."""
+        if done := self._results.done:
+            print_note(
+                f"{len(done)} of {len(self._lines)} texts are in {self._results.path} already"
+            )
+        return [text for text in texts if self._lines[text.number].number not in done]
+
     def take(self, text: Text, piece: str) -> None:
         """Write a text's line, once it has ended."""
         if text.finish is not None:
             self._results.write(self._lines[text.number], text_payload(text))
+
+
+@contextmanager
+def open_teller(
+    given: RunOptions,
+    lines: Sequence[Line],
+    request: GenerationRequest,
+    texts: Sequence[Text],
+    plan: Plan,
+    model: Model,
+) -> Iterator[Teller]:
+    """Find where the texts of a request go, by the options of ``run``.
+
+    ``lines`` are those of its file of prompts: their results have a file, which is closed when the
+    context is left. Raises InputError where that file is of something else, and HubError.
+    """
+    if lines:
+        settings = request.fingerprint(model, texts[0].rules, dummy_weights=given.dummy_weights)
+        with Results(given.output or STANDARD, lines, settings, force=given.force) as results:
+            yield Writer(results, dict(enumerate(lines)))
+    elif texts and not given.json:
+        alone = plan.workload.batch == 1 or len(texts) == 1
+        yield Printer(request.shown, alone=alone)
+    else:
+        yield Teller()

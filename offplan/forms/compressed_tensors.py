@@ -7,7 +7,7 @@ Source: compressed-tensors 0.15, ``QuantizationConfig``, ``apply_quantization_co
 from collections.abc import Mapping
 from typing import Any
 
-from offplan.forms.form import OTHER, Form, Kind, Packing
+from offplan.forms.form import OTHER, Form, Kind, WordOrder
 from offplan.forms.matching import targets
 from offplan.forms.quantisation import Quantisation, note_scales
 from offplan.forms.scheme import Scheme, store_bytes, store_fp4, store_packed
@@ -57,13 +57,13 @@ def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | N
     if layout in ("float-quantized", "naive-quantized") and not has_zeros:
         form = _fp8_form(weights)
         return form and Scheme(form, store_bytes, scale=scale, has_input_scale=is_static)
-    packing = {"pack-quantized": Packing.COMPRESSED_TENSORS, "int-quantized": Packing.NONE}
-    form = _whole_form(weights, packing.get(layout) if isinstance(layout, str) else None)
-    if form is None or (form.packing is Packing.NONE and form.kind is not Kind.W8A16):
+    orders = {"pack-quantized": WordOrder.COMPRESSED_TENSORS, "int-quantized": WordOrder.NONE}
+    form = _whole_form(weights, orders.get(layout) if isinstance(layout, str) else None)
+    if form is None or (form.word_order is WordOrder.NONE and form.kind is not Kind.W8A16):
         return None
     return Scheme(
         form,
-        store_packed if form.packing is Packing.COMPRESSED_TENSORS else store_bytes,
+        store_packed if form.word_order is WordOrder.COMPRESSED_TENSORS else store_bytes,
         scale=scale,
         has_zeros=has_zeros,
         has_group_index=str(weights.get("actorder")).lower() in ("group", "true"),
@@ -81,10 +81,10 @@ def _fp8_form(weights: Mapping[str, Any]) -> Form | None:
     return Form(kinds[strategy]) if isinstance(strategy, str) and strategy in kinds else None
 
 
-def _whole_form(weights: Mapping[str, Any], packing: Packing | None) -> Form | None:
+def _whole_form(weights: Mapping[str, Any], order: WordOrder | None) -> Form | None:
     strategy = weights.get("strategy")
     if weights.get("type") != "int" or strategy not in ("group", "channel"):
         return None
     group = weights.get("group_size") if strategy == "group" else -1
-    form = grouped_form(weights.get("num_bits"), group, packing)
+    form = grouped_form(weights.get("num_bits"), group, order)
     return None if form is OTHER else form

@@ -23,7 +23,7 @@ class Kind(str, Enum):
     NVFP4 = "nvfp4"
     """Two E2M1 values a byte; an FP8 scale for each 16 of a row, and one for the matrix."""
     W4A16 = "w4a16"
-    """Whole numbers of 4 bits, with a scale for each group of a row, packed as ``packing`` says."""
+    """Whole numbers of 4 bits, a scale for each group of a row, in words as ``word_order`` says."""
     W8A16 = "w8a16"
     """Whole numbers of 8 bits, likewise."""
     BNB8 = "bnb8"
@@ -88,7 +88,7 @@ class Part(str, Enum):
     """Where the PATCHES of each 64 rows begin and end: int32 [..., out / 64, 2]."""
 
 
-class Packing(str, Enum):
+class WordOrder(str, Enum):
     """The order in which whole numbers are packed into words of 32 bits."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
@@ -140,7 +140,7 @@ class Form(NamedTuple):
 
     (128, 128) of FP8 in blocks, (1, 32) of MXFP4, (1, 16) of NVFP4, (1, group) of whole numbers.
     """
-    packing: Packing | None = None
+    word_order: WordOrder | None = None
     """How whole numbers of 4 or 8 bits are packed; None of other kinds."""
 
     @property
@@ -151,14 +151,14 @@ class Form(NamedTuple):
     @property
     def is_by_columns(self) -> bool:
         """Whether codes are stored as [in, out], with scales as [groups, out]."""
-        return self.packing in (Packing.GPTQ, Packing.GPTQ_V2, Packing.AWQ)
+        return self.word_order in (WordOrder.GPTQ, WordOrder.GPTQ_V2, WordOrder.AWQ)
 
     @property
     def label(self) -> str:
         """Name it for a reader: ``fp8 block 128x128``, ``w4a16 1x128 awq``."""
         block = "" if self.block is None else f"{self.block[0]}x{self.block[1]}"
-        packing = "" if self.packing is None else self.packing.value
-        return " ".join(filter(None, (self.kind.value.replace("_", " "), block, packing)))
+        order = "" if self.word_order is None else self.word_order.value
+        return " ".join(filter(None, (self.kind.value.replace("_", " "), block, order)))
 
 
 RAW = Form(Kind.RAW)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from offplan.forms.compressed_tensors import read_compressed_tensors
-from offplan.forms.form import OTHER, Form, Kind, Packing
+from offplan.forms.form import OTHER, Form, Kind, WordOrder
 from offplan.forms.matching import has_run, matches_wildcard, skips, targets
 from offplan.forms.quantisation import Quantisation, note_scales
 from offplan.forms.scheme import (
@@ -115,9 +115,9 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
 
 
 def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
-    packings = {"gptq": Packing.GPTQ, "gptq_v2": Packing.GPTQ_V2}
-    packing = packings.get(_name_layout(stated, "gptq", "checkpoint_format", "format"))
-    form = grouped_form(stated.get("bits"), stated.get("group_size"), packing)
+    orders = {"gptq": WordOrder.GPTQ, "gptq_v2": WordOrder.GPTQ_V2}
+    order = orders.get(_name_layout(stated, "gptq", "checkpoint_format", "format"))
+    form = grouped_form(stated.get("bits"), stated.get("group_size"), order)
     # GPTQModel's exceptions: "-:" and a pattern of what is left as it is, or else other settings
     dynamic = stated.get("dynamic") or {}
     excepted = list(dynamic) if is_record(dynamic) else [""]
@@ -142,7 +142,7 @@ def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     # the backend llm-awq packs in a way of its own
     is_usual = layout == "gemm" and stated.get("backend") != "llm-awq"
     bits = stated.get("bits", stated.get("w_bit"))
-    form = grouped_form(bits, stated.get("group_size"), Packing.AWQ if is_usual else None)
+    form = grouped_form(bits, stated.get("group_size"), WordOrder.AWQ if is_usual else None)
     if form is OTHER or stated.get("zero_point") is False:
         return Quantisation("awq")
     scheme = Scheme(form, store_awq, scale="F16")
@@ -182,7 +182,7 @@ def _read_mlx(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     own: dict[str, Scheme | None] = {}
     for module, value in (("", stated), *stated.items()):
         if is_record(value):
-            form = grouped_form(value.get("bits"), value.get("group_size"), Packing.MLX)
+            form = grouped_form(value.get("bits"), value.get("group_size"), WordOrder.MLX)
             if form is OTHER:
                 return Quantisation("mlx")
             own[module] = Scheme(form, store_mlx, scale=model.float_type)

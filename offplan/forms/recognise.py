@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Protocol
 
-from offplan.forms.form import BITS, FP4_GROUPS, OTHER, RAW, Form, Kind, Packing, Part
+from offplan.forms.form import BITS, FP4_GROUPS, OTHER, RAW, Form, Kind, Part, WordOrder
 
 Shape = tuple[int, ...]
 
@@ -57,7 +57,7 @@ def recognise(
 def _agree(form: Form, stated: Form) -> bool:
     """Whether what was found is what the config says."""
     same_block = stated.block is None or stated.block == form.block
-    return same_block and (form.kind, form.packing) == (stated.kind, stated.packing)
+    return same_block and (form.kind, form.word_order) == (stated.kind, stated.word_order)
 
 
 def _infer(
@@ -120,11 +120,11 @@ def _recognise_words(
         return OTHER, weight.shape
     # AWQ packs along the outputs, GPTQ along the inputs
     is_awq = weight.shape[1] * WORD_BITS == rows * bits
-    packings = (Packing.AWQ,) if is_awq else (Packing.GPTQ, Packing.GPTQ_V2)
+    orders = (WordOrder.AWQ,) if is_awq else (WordOrder.GPTQ, WordOrder.GPTQ_V2)
     columns = weight.shape[0] * (1 if is_awq else WORD_BITS // bits)
     form = OTHER
-    if stated is not None and stated.packing in packings and (is_awq or weight.shape[1] == rows):
-        form = _grouped(bits, stated.packing, columns, groups)
+    if stated is not None and stated.word_order in orders and (is_awq or weight.shape[1] == rows):
+        form = _grouped(bits, stated.word_order, columns, groups)
     return form, (rows, columns)
 
 
@@ -143,7 +143,7 @@ def _recognise_rows(
     if bits not in WHOLE_KINDS or scale[0] != rows:
         return OTHER, shape
     columns = words * WORD_BITS // bits
-    form = _grouped(bits, Packing.COMPRESSED_TENSORS, columns, scale[1])
+    form = _grouped(bits, WordOrder.COMPRESSED_TENSORS, columns, scale[1])
     return (form if known else OTHER), (rows, columns)
 
 
@@ -157,7 +157,7 @@ def _recognise_mlx(
     scale, offset = beside.get(Part.SCALE), beside.get(Part.OFFSET)
     if stated is None or scale is None or offset is None or scale.shape != offset.shape:
         return OTHER, logical
-    return _grouped(bits, Packing.MLX, columns, scale.shape[-1] if scale.shape else 0), logical
+    return _grouped(bits, WordOrder.MLX, columns, scale.shape[-1] if scale.shape else 0), logical
 
 
 def _recognise_bytes(shape: Shape, scale: Described, beside: Mapping[Part, Described]) -> Form:
@@ -166,13 +166,13 @@ def _recognise_bytes(shape: Shape, scale: Described, beside: Mapping[Part, Descr
         return Form(Kind.BNB8) if scale.shape == shape[:-1] else OTHER
     if len(shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != shape[0]:
         return OTHER
-    return _grouped(8, Packing.NONE, shape[1], scale.shape[1])
+    return _grouped(8, WordOrder.NONE, shape[1], scale.shape[1])
 
 
-def _grouped(bits: int, packing: Packing | None, columns: int, num_groups: int) -> Form:
+def _grouped(bits: int, order: WordOrder | None, columns: int, num_groups: int) -> Form:
     if not num_groups or columns % num_groups:
         return OTHER
-    return Form(WHOLE_KINDS[bits], (1, columns // num_groups), packing)
+    return Form(WHOLE_KINDS[bits], (1, columns // num_groups), order)
 
 
 def _recognise_fp4(weight: Described, beside: Mapping[Part, Described]) -> tuple[Form, Shape]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offplan.forms.form import NESTED_BLOCK, Form, Kind, Packing, Part
+from offplan.forms.form import NESTED_BLOCK, Form, Kind, Part, WordOrder
 from offplan.forms.recognise import WORD_BITS
 
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -49,10 +49,10 @@ class Scheme:
 
         Quantisers leave others as they are, or pad them, each in a way of its own.
         """
-        block, packing = self.form.block, self.form.packing
+        block, order = self.form.block, self.form.word_order
         if self.form.kind is not Kind.FP8_BLOCK and block is not None and columns % block[1]:
             return False
-        if packing is None or packing is Packing.NONE:
+        if order is None or order is WordOrder.NONE:
             return True
         by_columns = self.form.is_by_columns
         return columns % self.per_word == 0 and (not by_columns or rows % self.per_word == 0)

@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from offplan.forms.form import OTHER, Form, Packing
+from offplan.forms.form import OTHER, Form, WordOrder
 from offplan.forms.recognise import WHOLE_KINDS
 
 
-def grouped_form(bits: Any, group: Any, packing: Packing | None) -> Form:
+def grouped_form(bits: Any, group: Any, order: WordOrder | None) -> Form:
     """Return the form of whole numbers in groups; -1 columns are all of a row's."""
-    if packing is None or type(bits) is not int or bits not in WHOLE_KINDS:
+    if order is None or type(bits) is not int or bits not in WHOLE_KINDS:
         return OTHER
     if group is None or group == -1:
-        return Form(WHOLE_KINDS[bits], None, packing)
-    return Form(WHOLE_KINDS[bits], (1, group), packing) if is_size(group) else OTHER
+        return Form(WHOLE_KINDS[bits], None, order)
+    return Form(WHOLE_KINDS[bits], (1, group), order) if is_size(group) else OTHER
 
 
 def is_size(value: Any) -> bool:

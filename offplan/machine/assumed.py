@@ -68,7 +68,7 @@ def complete_figures(figures: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
-class Link(NamedTuple):
+class PCIeLink(NamedTuple):
     """A PCI Express link; its text is how profiles name it."""
 
     generation: int
@@ -78,10 +78,10 @@ class Link(NamedTuple):
         return f"PCIe {self.generation} x{self.lanes}"
 
 
-def parse_link(text: object) -> Link | None:
+def parse_link(text: object) -> PCIeLink | None:
     """Read ``PCIe 4 x16``, or ``pcie 4.0 x16``; None for links of other kinds."""
     found = _LINK.fullmatch(text) if isinstance(text, str) else None
-    return Link(int(found[1]), int(found[2])) if found else None
+    return PCIeLink(int(found[1]), int(found[2])) if found else None
 
 
 def _estimate(value: str, source: str) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """What the answer adds to a plan's figures: a sooner first token, and where memory is too small."""
 
+from offplan.library.analysis import Analysis
 from offplan.plan import Plan
 from offplan.planner.rereads import Rereads
 from offplan.planner.unused import Unused
-from offplan.report.analysis import Analysis
 from offplan.units import format_bytes, format_bytes_enough, format_seconds
 
 

@@ -11,13 +11,14 @@ from offplan.engines.offloading import say_offload
 from offplan.engines.registry import find_engine
 from offplan.held.held import Held, hold
 from offplan.held.packing import is_packed
+from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Backend, Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice
-from offplan.report.analysis import Analysis, describe_running
+from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
-from offplan.report.strip import draw_layers, draw_memory
+from offplan.report.strip import make_layer_strip, make_memory_bar
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
 
 _READS = {
@@ -51,10 +52,12 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         legend = "Layers, first to last: as high as their share on the GPU"
         legend += ", a strip for each stage" * (len(held.stages) > 1)
         packed = held.pack(plan.offload.packing)
-        strips = (draw_layers(stage, plan.offload) for stage in packed.stages)
+        strips = (make_layer_strip(stage, plan.offload) for stage in packed.stages)
         parts.append(Group(Text(legend), *strips))
     memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
-    parts.append(Group(Text(f"GPU memory, {format_budget(budget)}"), draw_memory(memory, budget)))
+    parts.append(
+        Group(Text(f"GPU memory, {format_budget(budget)}"), make_memory_bar(memory, budget))
+    )
     return [*parts, Text(describe_plainly(plan, held))]
 
 
@@ -146,17 +149,19 @@ def describe_speed(plan: Plan) -> str:
 def describe_plainly(plan: Plan, held: Held) -> str:
     """Say what a plan does in sentences that need no glossary."""
     offload = plan.offload
-    packed = [] if offload.packing is None else [describe_packing(offload.packing, held.model)]
+    packed = []
+    if offload.packing is not None:
+        packed.append(_describe_packing_plainly(offload.packing, held.model))
     if not offload.rules and offload.embeddings == "device":
         return "The plan: " + "; ".join(["everything stays on the GPU", *packed]) + "."
-    where = "in host memory" if plan.offload.store == "host" else "on the second GPU"
-    sentences = [_describe_rule(rule, held, where) for rule in plan.offload.rules]
-    if plan.offload.embeddings == "host":
+    where = "in host memory" if offload.store == "host" else "on the second GPU"
+    sentences = [_describe_rule_plainly(rule, held, where) for rule in offload.rules]
+    if offload.embeddings == "host":
         sentences.append("the input embedding stays in host memory, read row by row")
     return "The plan: " + "; ".join([*sentences, *packed]) + "."
 
 
-def describe_packing(packing: Packing, model: Model) -> str:
+def _describe_packing_plainly(packing: Packing, model: Model) -> str:
     """Say which weights a plan holds packed, and how much smaller they are so."""
     stage = hold(model, packing)
     packed = [[p for p in layer.parameters if is_packed(p)] for layer in stage.layers]
@@ -169,7 +174,7 @@ def describe_packing(packing: Packing, model: Model) -> str:
     return f"{what} of {count} layers{head} are held packed without loss: {share:.2f} of their size"
 
 
-def _describe_rule(rule: Rule, held: Held, where: str) -> str:
+def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
     layers = [layer for stage in held.stages for layer in stage.layers]
     taken = [
         layer

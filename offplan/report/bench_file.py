@@ -24,7 +24,7 @@ class _Part(Record):
     model_config = ConfigDict(extra="ignore")
 
 
-class Waiting(_Part):
+class RecordedWait(_Part):
     """Compute standing still for a layer's bytes."""
 
     layer: int
@@ -33,15 +33,15 @@ class Waiting(_Part):
     stop_s: _Number
 
 
-class Recording(_Part):
+class RecordedWaits(_Part):
     """When compute waited during some passes, one after another."""
 
     num_passes: int
     seconds: _Number
-    waits: tuple[Waiting, ...]
+    waits: tuple[RecordedWait, ...]
 
 
-class Phase(_Part):
+class PhaseFigures(_Part):
     """Figures of a phase (decode: one step; prefill: the whole prompt)."""
 
     step_s: _Number
@@ -49,7 +49,7 @@ class Phase(_Part):
     """Seconds that compute waited for the link."""
     link_bytes: _Number | None
     """Bytes over the link; null where nobody counted them."""
-    recorded: Recording | None = None
+    recorded: RecordedWaits | None = None
     """When compute waited; null where it was not measured."""
 
 
@@ -63,8 +63,8 @@ class Memory(_Part):
 class Figures(_Part):
     """One side of the comparison."""
 
-    decode: Phase
-    prefill: Phase
+    decode: PhaseFigures
+    prefill: PhaseFigures
     gpu_memory: Memory
 
 

@@ -69,7 +69,7 @@ def difference_payload(difference: Difference) -> dict[str, Any]:
     }
 
 
-class _Rows(NamedTuple):
+class _TableRows(NamedTuple):
     """A table in the making."""
 
     title: str
@@ -77,20 +77,20 @@ class _Rows(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def _tables(difference: Difference) -> Iterator[_Rows]:
+def _tables(difference: Difference) -> Iterator[_TableRows]:
     """Yield the tables of what there is."""
     for title, changes in (("Asked", difference.asked), ("Decided", difference.decided)):
         if changes:
             rows = [(each.key, each.before, each.after) for each in changes]
-            yield _Rows(title, ["key", "before", "after"], rows)
+            yield _TableRows(title, ["key", "before", "after"], rows)
     if difference.moves:
         headings = ["what moves", "layers", "bytes", "before", "after"]
-        yield _Rows("Moves", headings, [_move_row(move) for move in difference.moves])
+        yield _TableRows("Moves", headings, [_move_row(move) for move in difference.moves])
     before, after = difference.before, difference.after
     bases = dict.fromkeys(plan.prediction.basis for plan in (before, after))
     title = f"Prediction ({', then '.join(bases)})"
     figures = [each.cells for each in _figures(before, after)]
-    yield _Rows(title, ["figure", "before", "after", "change"], figures)
+    yield _TableRows(title, ["figure", "before", "after", "change"], figures)
 
 
 def _move_row(move: Move) -> Sequence[str]:

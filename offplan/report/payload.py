@@ -9,14 +9,13 @@ from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.held.held import hold
+from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
-from offplan.report.analysis import Analysis
 from offplan.report.bench import PHASES, measured_phase
 from offplan.report.bench_file import OWN_RUNTIME, Ran
 from offplan.report.model import outside_segments
-from offplan.report.ranks import list_shares
 from offplan.report.run import RunResult
 from offplan.report.why import explain_plan
 
@@ -42,7 +41,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     plan = None if result is None else result.plan
     return {
         **model_payload(analysis.held.model),
-        "ranks": dump(list_shares(analysis.held, machine, plan)),
+        "ranks": dump([*analysis.shares]),
         **running_payload(analysis.why_not_run),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),

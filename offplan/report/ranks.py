@@ -1,70 +1,15 @@
-"""What a rank of each stage holds and takes, by a plan of several GPUs."""
+"""A table of what a rank of each stage takes."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.table import Table
 
-from offplan.costs.predict import predict_stage
-from offplan.held.held import Held
-from offplan.held.stage import Stage
-from offplan.machine.profile import MachineProfile
-from offplan.plan import GPUMemoryPrediction, Plan
-from offplan.ranks import ONE_RANK
+from offplan.library.shares import StageShare
 from offplan.report.table import make_table
 from offplan.units import format_bytes
 
 
-@dataclass(frozen=True)
-class StageShare:
-    """One rank of a stage; those of a stage hold as much each."""
-
-    stage: int
-    """The stage, from 0 on."""
-    num_ranks: int
-    """Ranks of the stage."""
-    num_layers: int
-    """Layers of the stage, which rules count anew from 0 on."""
-    loaded_bytes: int
-    """Bytes of weights, those on the host included."""
-    expert_bytes: int
-    """Bytes of routed experts among them."""
-    kv_cache_bytes_per_token: int
-    gpu_memory: GPUMemoryPrediction | None
-    """What it takes of its GPU by a plan; None without one."""
-    host_memory_bytes: int | None
-    """What it takes of host memory."""
-
-
-def list_shares(
-    held: Held, machine: MachineProfile | None = None, plan: Plan | None = None
-) -> list[StageShare]:
-    """List what a rank of each stage holds, and takes by a plan; none for one GPU.
-
-    ``held`` is as a question has it.
-    """
-    if held.ranks == ONE_RANK:
-        return []
-    return [_describe(stage, machine, plan) for stage in held.stages]
-
-
-def _describe(stage: Stage, machine: MachineProfile | None, plan: Plan | None) -> StageShare:
-    num_ranks, gpu_memory, host_bytes = stage.ranks.tensor, None, None
-    if machine is not None and plan is not None:
-        taken = predict_stage(stage, machine, plan.workload, plan.budget, plan.offload)
-        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes
-    return StageShare(
-        stage=stage.number,
-        num_ranks=num_ranks,
-        num_layers=len(stage.layers),
-        loaded_bytes=stage.loaded_bytes,
-        expert_bytes=sum(layer.expert_bytes for layer in stage.layers),
-        kv_cache_bytes_per_token=sum(layer.kv_cache.bytes_per_token for layer in stage.layers),
-        gpu_memory=gpu_memory,
-        host_memory_bytes=host_bytes,
-    )
-
-
-def render_shares(shares: list[StageShare]) -> Table:
+def render_shares(shares: Sequence[StageShare]) -> Table:
     """Show what each rank takes by a plan, a row for each stage."""
     headings = ("stage", "layers", "weights", "ring", "KV cache", "GPU", "host")
     table = make_table("Each rank", *headings)

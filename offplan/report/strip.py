@@ -1,4 +1,4 @@
-"""Pictures of a plan in text: what lies where, layer by layer, and what fills the GPU."""
+"""Strips and bars of a plan in text: what lies where, layer by layer, and what fills the GPU."""
 
 from dataclasses import dataclass
 
@@ -44,8 +44,8 @@ class LayerStrip:
             yield Segment.line()
 
 
-def draw_layers(stage: Stage, offload: Offload) -> LayerStrip:
-    """Draw where the weights of each layer of a stage lie, which is packed as the plan says."""
+def make_layer_strip(stage: Stage, offload: Offload) -> LayerStrip:
+    """Find where each layer's weights lie; the stage is packed as the plan says."""
     placement = place(stage, offload)
     on_host = {slab.layer: sum(e.unit.nbytes for e in slab.entries) for slab in placement.slabs}
     ways = {}
@@ -88,13 +88,17 @@ class MemoryBar:
         yield Segment(f"{line}\n")
 
 
-def draw_memory(memory: GPUMemoryPrediction, budget: int) -> MemoryBar:
-    """Draw what fills the GPU memory of a plan, within its budget."""
-    parts = (
+def make_memory_bar(memory: GPUMemoryPrediction, budget: int) -> MemoryBar:
+    """Bring what fills the GPU memory of a plan into a bar of its budget."""
+    return MemoryBar(memory_parts(memory), budget)
+
+
+def memory_parts(memory: GPUMemoryPrediction) -> tuple[tuple[str, int], ...]:
+    """Name what fills the GPU memory of a plan, with its bytes."""
+    return (
         ("weights", memory.resident_bytes),
         ("ring", memory.ring_bytes),
         ("KV cache", memory.kv_cache_bytes),
         ("activations", memory.activation_bytes),
         ("overhead", memory.overhead_bytes),
     )
-    return MemoryBar(parts, budget)

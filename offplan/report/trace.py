@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from offplan.costs.lanes import PhaseLanes, RequestLanes
-from offplan.report.bench_file import BenchFile, Recording
+from offplan.report.bench_file import BenchFile, RecordedWaits
 
 NUM_STEPS = 4
 """Predicted decode steps shown; as many as were measured where any were."""
@@ -50,7 +50,7 @@ def _trace_lanes(lanes: PhaseLanes, start_s: float) -> Iterator[dict[str, Any]]:
         yield _event(_PREDICTED, each.queue, each.doing, each.layer, *span)
 
 
-def _trace_recording(recorded: Recording, start_s: float) -> Iterator[dict[str, Any]]:
+def _trace_recording(recorded: RecordedWaits, start_s: float) -> Iterator[dict[str, Any]]:
     before_s = 0.0
     for wait in recorded.waits:
         span = start_s + wait.start_s, start_s + wait.stop_s

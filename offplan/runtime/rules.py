@@ -52,7 +52,7 @@ _MOST_TOKEN = 2**31
 
 
 @dataclass(frozen=True)
-class Rules:
+class TokenRules:
     """Which tokens may follow, and what ends a text; the values' names are transformers'."""
 
     end_tokens: frozenset[int] = frozenset()
@@ -94,7 +94,7 @@ class Rules:
         return processors
 
 
-def read_rules(model: Model, tokenizer: Any) -> Rules:
+def read_rules(model: Model, tokenizer: Any) -> TokenRules:
     """Read the rules of a model's generation config, or where it has none of its config.
 
     End tokens are those of the generation config, or else of the config, and the tokenizer's own.
@@ -124,7 +124,7 @@ def read_rules(model: Model, tokenizer: Any) -> Rules:
             raise _wrong(key, lengths[key], "a number of tokens", where)
     strings = _list(found.stop_strings, str, "stop_strings", where)
     begin = _list(found.begin_suppress_tokens, int, "begin_suppress_tokens", where)
-    return Rules(
+    return TokenRules(
         end_tokens=frozenset(ends),
         stop_strings=tuple(filter(None, strings)),
         repetition_penalty=1.0 if penalty is None else float(penalty),

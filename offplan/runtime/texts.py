@@ -8,7 +8,7 @@ import torch
 
 from offplan.errors import NotANumberError
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.rules import Rules
+from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Sampling, make_ruled_chooser
 from offplan.runtime.session import Session
 
@@ -31,7 +31,7 @@ class Text:
         prompt: Sequence[int],
         *,
         num_tokens: int,
-        rules: Rules | None = None,
+        rules: TokenRules | None = None,
         stop_strings: Sequence[str] = (),
         number: int = 0,
     ) -> None:
@@ -51,7 +51,7 @@ class Text:
         """Why it ended: a token or a string that ends texts, or its length; None while it goes on.
         """
         self._tokenizer = tokenizer
-        self.num_tokens, self.rules = num_tokens, rules or Rules()
+        self.num_tokens, self.rules = num_tokens, rules or TokenRules()
         self._stop_strings = [each for each in stop_strings if each] + [*self.rules.stop_strings]
         self._known, self._fresh = self._find_context(), list[int]()
         self._num_shown = len(self._decode_tokens(self._known))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offplan.checkpoint.tensors import DTYPE_BITS
-from offplan.forms.form import OTHER, Form, Kind, Packing
+from offplan.forms.form import OTHER, Form, Kind, WordOrder
 from tests.checkpoint.files import Shapes, write_folder
 
 HIDDEN, INNER, EXPERT_INNER, VOCABULARY = 256, 512, 128, 64
@@ -170,7 +170,7 @@ FORMATS = {
             "weight_scale": ("BF16", (out, inner // 128)),
             "weight_shape": ("I64", (2,)),
         },
-        Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
+        Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
     ),
     "compressed-tensors int4 with zeros, by activation": Format(
         weights(**INT4, strategy="group", symmetric=False, actorder="group"),
@@ -181,7 +181,7 @@ FORMATS = {
             "weight_shape": ("I64", (2,)),
             "weight_g_idx": ("I32", (inner,)),
         },
-        Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
+        Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
     ),
     "compressed-tensors int8 packed": Format(
         weights(format="pack-quantized", num_bits=8, type="int", group_size=64, strategy="group"),
@@ -190,7 +190,7 @@ FORMATS = {
             "weight_scale": ("BF16", (out, inner // 64)),
             "weight_shape": ("I64", (2,)),
         },
-        Form(Kind.W8A16, (1, 64), Packing.COMPRESSED_TENSORS),
+        Form(Kind.W8A16, (1, 64), WordOrder.COMPRESSED_TENSORS),
     ),
     "compressed-tensors nvfp4": Format(
         weights(
@@ -248,7 +248,7 @@ FORMATS = {
             "scales": ("F16", (inner // 128, out)),
             "g_idx": ("I32", (inner,)),
         },
-        Form(Kind.W4A16, (1, 128), Packing.GPTQ),
+        Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
     ),
     "gptq of 8 bits, a scale a row": Format(
         {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
@@ -258,7 +258,7 @@ FORMATS = {
             "scales": ("F16", (1, out)),
             "g_idx": ("I32", (inner,)),
         },
-        Form(Kind.W8A16, None, Packing.GPTQ_V2),
+        Form(Kind.W8A16, None, WordOrder.GPTQ_V2),
     ),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
@@ -267,7 +267,7 @@ FORMATS = {
             "qzeros": ("I32", (inner // 128, out // 8)),
             "scales": ("F16", (inner // 128, out)),
         },
-        Form(Kind.W4A16, (1, 128), Packing.AWQ),
+        Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
     ),
     "mlx": Format(
         {"bits": 4, "group_size": 64},
@@ -276,7 +276,7 @@ FORMATS = {
             "scales": ("BF16", (out, inner // 64)),
             "biases": ("BF16", (out, inner // 64)),
         },
-        Form(Kind.W4A16, (1, 64), Packing.MLX),
+        Form(Kind.W4A16, (1, 64), WordOrder.MLX),
         takes_all=True,
         from_config=False,
     ),

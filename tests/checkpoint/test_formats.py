@@ -10,7 +10,7 @@ from offplan.checkpoint.model import KVCache
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import DTYPE_BITS
 from offplan.errors import CheckpointError
-from offplan.forms.form import OTHER, Form, Kind, Packing, Part
+from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
 from offplan.held.held import hold
 from tests.checkpoint.files import write_folder
 from tests.checkpoint.quantised import (
@@ -119,7 +119,7 @@ FUSED = {
             "switch_mlp.up_proj.scales": ("BF16", (2, 128, 4)),
             "switch_mlp.up_proj.biases": ("BF16", (2, 128, 4)),
         },
-        Form(Kind.W4A16, (1, 64), Packing.MLX),
+        Form(Kind.W4A16, (1, 64), WordOrder.MLX),
     ),
     "fp8 blocks": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},

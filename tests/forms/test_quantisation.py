@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offplan.forms.form import Form, Kind, Packing
+from offplan.forms.form import Form, Kind, WordOrder
 from offplan.forms.methods import read_quantisation
 
 METHODS = (
@@ -97,10 +97,10 @@ def test_names_and_patterns_of_compressed_tensors_go_before_the_class(is_reverse
         "config_groups": dict(sorted(groups.items(), reverse=is_reversed)),
         "ignore": ["lm_head"],
     }
-    packing = Packing.COMPRESSED_TENSORS
-    assert read("model.layers.0.mlp.down_proj", **stated) == Form(Kind.W8A16, None, packing)
+    order = WordOrder.COMPRESSED_TENSORS
+    assert read("model.layers.0.mlp.down_proj", **stated) == Form(Kind.W8A16, None, order)
     for module in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"):
-        assert read(module, **stated) == Form(Kind.W4A16, (1, 32), packing)
+        assert read(module, **stated) == Form(Kind.W4A16, (1, 32), order)
     assert read("lm_head", **stated) is None
 
 
@@ -117,7 +117,7 @@ def test_blocks_of_fp8_are_those_that_transformers_takes(block: dict[str, Any]) 
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
 def test_either_key_names_the_layout(key: str) -> None:
     stated = {"quant_method": "gptq", "bits": 4, "group_size": 128, key: "GPTQ_V2"}
-    v2 = Form(Kind.W4A16, (1, 128), Packing.GPTQ_V2)
+    v2 = Form(Kind.W4A16, (1, 128), WordOrder.GPTQ_V2)
     assert read("model.layers.0.mlp.up_proj", **stated) == v2
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from offplan.forms.form import BITS, Form, Packing, Part
+from offplan.forms.form import BITS, Form, Part, WordOrder
 from offplan.runtime.forms import reference
 from offplan.runtime.forms.reference import ONES, Parts
 from offplan.runtime.loading.rows import in_rows, order_of
@@ -19,13 +19,13 @@ def expand(form: Form, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
         return reference.expand(form, parts, dtype)
     bits, scales = BITS[form.kind], parts[Part.SCALE]
     num_groups, num_out = scales.shape[-2:]
-    if form.packing is Packing.AWQ:
+    if form.word_order is WordOrder.AWQ:
         numbers = _unpack(parts[Part.WEIGHT], bits, AWQ_NIBBLES)
         zeros = _unpack(parts[Part.ZERO], bits, AWQ_NIBBLES)
     else:
         numbers = _unpack(parts[Part.WEIGHT].mT, bits).mT
         words = parts[Part.ZERO]
-        zeros = _unpack(words + ONES[bits] if form.packing is Packing.GPTQ else words, bits)
+        zeros = _unpack(words + ONES[bits] if form.word_order is WordOrder.GPTQ else words, bits)
     num_in = numbers.shape[-2]
     index = (torch.arange(num_in, device=scales.device) // (num_in // num_groups))[None]
     if Part.GROUP_INDEX in parts:
@@ -53,7 +53,7 @@ def hold(form: Form, parts: Parts) -> tuple[Form, Parts]:
         stored = parts[part].unflatten(-1, (joined, -1)).movedim(-2, -3).flatten(0, -3)
         rows = in_rows(form, part, stored, order if part is Part.WEIGHT else None)
         held[part] = rows.reshape(*lead, joined * rows.shape[1], rows.shape[2]).contiguous()
-    return form._replace(packing=Packing.COMPRESSED_TENSORS), held
+    return form._replace(word_order=WordOrder.COMPRESSED_TENSORS), held
 
 
 def _unpack(words: torch.Tensor, bits: int, places: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.forms.form import Form, Kind, Part, WordOrder
 from offplan.runtime.forms import reference
 from tests.runtime.columns import expand, hold
 from tests.runtime.interpreted import run_interpreted
@@ -30,19 +30,19 @@ FORMS = {
     "mxfp4": Form(Kind.MXFP4, (1, 32)),
     "nvfp4": Form(Kind.NVFP4, (1, 16)),
     "nvfp4 divided": Form(Kind.NVFP4, (1, 16)),
-    "int4": Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
-    "int4 of 32": Form(Kind.W4A16, (1, 32), Packing.COMPRESSED_TENSORS),
-    "int4 about 8": Form(Kind.W4A16, (1, 128), Packing.COMPRESSED_TENSORS),
-    "int8": Form(Kind.W8A16, (1, 64), Packing.COMPRESSED_TENSORS),
-    "int8 about 128": Form(Kind.W8A16, (1, NUM_IN), Packing.COMPRESSED_TENSORS),
-    "bytes": Form(Kind.W8A16, (1, NUM_IN), Packing.NONE),
-    "bytes with zeros": Form(Kind.W8A16, (1, 32), Packing.NONE),
-    "gptq": Form(Kind.W4A16, (1, 128), Packing.GPTQ),
-    "gptq of 8 bits": Form(Kind.W8A16, (1, 32), Packing.GPTQ),
-    "gptq v2": Form(Kind.W4A16, (1, 64), Packing.GPTQ_V2),
-    "gptq in order": Form(Kind.W4A16, (1, 128), Packing.GPTQ),
-    "gptq of small groups in order": Form(Kind.W4A16, (1, 32), Packing.GPTQ),
-    "awq": Form(Kind.W4A16, (1, 128), Packing.AWQ),
+    "int4": Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
+    "int4 of 32": Form(Kind.W4A16, (1, 32), WordOrder.COMPRESSED_TENSORS),
+    "int4 about 8": Form(Kind.W4A16, (1, 128), WordOrder.COMPRESSED_TENSORS),
+    "int8": Form(Kind.W8A16, (1, 64), WordOrder.COMPRESSED_TENSORS),
+    "int8 about 128": Form(Kind.W8A16, (1, NUM_IN), WordOrder.COMPRESSED_TENSORS),
+    "bytes": Form(Kind.W8A16, (1, NUM_IN), WordOrder.NONE),
+    "bytes with zeros": Form(Kind.W8A16, (1, 32), WordOrder.NONE),
+    "gptq": Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
+    "gptq of 8 bits": Form(Kind.W8A16, (1, 32), WordOrder.GPTQ),
+    "gptq v2": Form(Kind.W4A16, (1, 64), WordOrder.GPTQ_V2),
+    "gptq in order": Form(Kind.W4A16, (1, 128), WordOrder.GPTQ),
+    "gptq of small groups in order": Form(Kind.W4A16, (1, 32), WordOrder.GPTQ),
+    "awq": Form(Kind.W4A16, (1, 128), WordOrder.AWQ),
     "bnb8": Form(Kind.BNB8),
     "nf4": Form(Kind.NF4),
     "nf4 nested": Form(Kind.NF4),
@@ -85,7 +85,7 @@ def make_parts(name: str, *lead: int) -> dict[Part, torch.Tensor]:
         return _make_columns(form, lead, groups, "order" not in name)
     if form.kind in (Kind.W4A16, Kind.W8A16):
         per, scale = (8 if form.kind is Kind.W4A16 else 4), random(*lead, NUM_OUT, groups)
-        if form.packing is Packing.NONE:
+        if form.word_order is WordOrder.NONE:
             codes = random_bytes(*lead, NUM_OUT, NUM_IN).view(torch.int8)
             zeros = random_bytes(*lead, NUM_OUT, groups).view(torch.int8)
             has_zeros = "zeros" in name
@@ -133,7 +133,7 @@ def _make_columns(
     form: Form, lead: tuple[int, ...], groups: int, has_index: bool
 ) -> dict[Part, torch.Tensor]:
     per = 8 if form.kind is Kind.W4A16 else 4
-    is_awq = form.packing is Packing.AWQ
+    is_awq = form.word_order is WordOrder.AWQ
     shape = (NUM_IN, NUM_OUT // per) if is_awq else (NUM_IN // per, NUM_OUT)
     parts = {
         Part.WEIGHT: random_words(*lead, *shape),

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from offplan.errors import InputError
 from offplan.runtime.generate import Measured, generate
-from offplan.runtime.rules import Rules
+from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Sampling, make_chooser
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text, generate_texts
@@ -139,11 +139,11 @@ def test_a_models_rules_are_those_of_transformers(
         asked = {"temperature": sampling.temperature, "top_k": sampling.top_k}
         drawing = {"do_sample": True, "top_p": sampling.top_p, **asked}
     for rules in (
-        Rules(repetition_penalty=3.0),
-        Rules(repetition_penalty=0.5, suppress_tokens=tuple(likely[:3])),
-        Rules(begin_suppress_tokens=tuple(likely)),
-        Rules(frozenset(likely), min_length=9),
-        Rules(frozenset(likely), min_new_tokens=3),
+        TokenRules(repetition_penalty=3.0),
+        TokenRules(repetition_penalty=0.5, suppress_tokens=tuple(likely[:3])),
+        TokenRules(begin_suppress_tokens=tuple(likely)),
+        TokenRules(frozenset(likely), min_length=9),
+        TokenRules(frozenset(likely), min_new_tokens=3),
     ):
         made: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
         with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:

@@ -2,31 +2,29 @@
 
 from offplan.plan import Plan
 from offplan.report.pictures.canvas import Canvas
+from offplan.report.strip import memory_parts
 from offplan.units import format_budget, format_bytes
+
+_COLOURS = ("gpu", "copy", "cache", "work", "over")
+"""Colours of the parts of GPU memory, in the order of ``memory_parts``."""
 
 
 def draw_memory(plan: Plan) -> Canvas:
     """Draw a bar for each memory that a plan takes, as long as its budget."""
     canvas, budget, prediction = Canvas(), plan.budget, plan.prediction
     memory = prediction.gpu_memory
-    terms = (
-        ("gpu", "weights", memory.resident_bytes),
-        ("copy", "ring", memory.ring_bytes),
-        ("cache", "KV cache", memory.kv_cache_bytes),
-        ("work", "activations", memory.activation_bytes),
-        ("over", "overhead", memory.overhead_bytes),
-    )
+    terms = tuple(zip(_COLOURS, memory_parts(memory), strict=True))
     told = f"{format_bytes(memory.total_bytes)} of {format_budget(budget.gpu_memory)}"
     canvas.text(f"GPU: {told}")
     most = max(budget.gpu_memory, memory.total_bytes, 1)
     parts, before = [], 0
-    for colour, name, size in terms:
+    for colour, (name, size) in terms:
         hint = f"{name}: {format_bytes(size)}"
         parts.append((colour, before / most, (before + size) / most, hint))
         before += size
     canvas.bar(parts)
     canvas.legend(
-        [(colour, f"{n} {format_bytes(size)}") for colour, n, size in terms if size], columns=2
+        [(colour, f"{n} {format_bytes(size)}") for colour, (n, size) in terms if size], columns=2
     )
     on_peer = plan.offload.store == "peer"
     stores = (

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offplan.forms.form import BITS, Form, Kind, Packing, Part
+from offplan.forms.form import BITS, Form, Kind, Part, WordOrder
 from offplan.runtime.forms.reference import Parts, block_of, codes_of, nested_scales
 
 
@@ -97,7 +97,7 @@ def _rows(form: Form, parts: Parts) -> Operands:
     high, wide = block_of(form, num_out, length * pack, scales)
     whole = parts.get(Part.GLOBAL_SCALE, parts.get(Part.GLOBAL_DIVISOR))
     zero, scale, of_whole = "", "float", ""
-    if form.packing is Packing.COMPRESSED_TENSORS:
+    if form.word_order is WordOrder.COMPRESSED_TENSORS:
         zero = "words" if Part.ZERO in parts else "middle"
     elif Part.ZERO in parts:
         zero = "bytes"
@@ -124,9 +124,9 @@ def _code_of(form: Form, device: torch.device) -> str:
         return "fp4"
     if form.kind in (Kind.NF4, Kind.FP4):
         return "table"
-    if form.packing is Packing.COMPRESSED_TENSORS:
+    if form.word_order is WordOrder.COMPRESSED_TENSORS:
         return f"uint{BITS[form.kind]}"
-    if form.packing is Packing.NONE or form.kind is Kind.BNB8:
+    if form.word_order is WordOrder.NONE or form.kind is Kind.BNB8:
         return "int8"
     return _fp8_code(device)
 

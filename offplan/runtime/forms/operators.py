@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.forms.form import Form, Kind, Part, WordOrder
 from offplan.runtime.forms import products
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Parts
@@ -47,16 +47,16 @@ def _product(form: Form, parts: Parts, inputs: list[torch.Tensor], in_place: boo
 
 
 def _split(form: Form, parts: Parts) -> tuple[str, list[int], list[torch.Tensor]]:
-    """Return a weight as operators take it: its kind, packing and parts' names, block, tensors."""
-    packing = "" if form.packing is None else form.packing.value
-    names = [form.kind.value, packing, *(part.value for part in parts)]
+    """Return a weight as operators take it: kind, order and names of parts; block; tensors."""
+    order = "" if form.word_order is None else form.word_order.value
+    names = [form.kind.value, order, *(part.value for part in parts)]
     return ",".join(names), list(form.block or ()), list(parts.values())
 
 
 def _join(names: str, block: list[int], tensors: list[torch.Tensor]) -> tuple[Form, Parts]:
-    kind, packing, *parts = names.split(",")
+    kind, order, *parts = names.split(",")
     size = (block[0], block[1]) if block else None
-    form = Form(Kind(kind), size, Packing(packing) if packing else None)
+    form = Form(Kind(kind), size, WordOrder(order) if order else None)
     return form, dict(zip(map(Part, parts), tensors, strict=True))
 
 

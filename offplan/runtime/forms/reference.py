@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from offplan.forms.form import BASE_BYTES, BITS, NESTED_BLOCK, Form, Kind, Packing, Part
+from offplan.forms.form import BASE_BYTES, BITS, NESTED_BLOCK, Form, Kind, Part, WordOrder
 
 Parts = dict[Part, torch.Tensor]
 """The stored tensors of a weight, or those of all experts in one, by what they are to it."""
@@ -108,7 +108,7 @@ def _expand_rows(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         rows = said.repeat_interleave(high, -2)[..., :num_out, :]
         return rows.repeat_interleave(wide, -1)[..., :num_in]
 
-    if form.packing is not None:
+    if form.word_order is not None:
         numbers = numbers - spread(_zeros_of(form, parts, scales))
     return numbers, spread(scales)
 
@@ -116,13 +116,13 @@ def _expand_rows(form: Form, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
 def _numbers_of(form: Form, parts: Parts) -> torch.Tensor:
     """Return what the codes of rows stand for before zeros and scales, [..., out, in]."""
     weight = parts[Part.WEIGHT]
-    if form.packing is Packing.COMPRESSED_TENSORS:
+    if form.word_order is WordOrder.COMPRESSED_TENSORS:
         return _unpack(weight, BITS[form.kind])
     if form.kind in (Kind.MXFP4, Kind.NVFP4):
         return torch.tensor(_E2M1, device=weight.device)[_halves(codes_of(parts), (0, 4))]
     if form.kind in (Kind.NF4, Kind.FP4):
         return parts[Part.CODES][_halves(weight, (4, 0))]
-    return weight.int() if form.packing is Packing.NONE else weight.float()
+    return weight.int() if form.word_order is WordOrder.NONE else weight.float()
 
 
 def _scales_of(form: Form, parts: Parts) -> torch.Tensor:
@@ -138,13 +138,13 @@ def _scales_of(form: Form, parts: Parts) -> torch.Tensor:
         return scales.float() * whole if Part.GLOBAL_SCALE in parts else scales.float() / whole
     if form.kind in (Kind.NF4, Kind.FP4):
         return nested_scales(parts)
-    return scales if form.packing is not None else scales.float()
+    return scales if form.word_order is not None else scales.float()
 
 
 def _zeros_of(form: Form, parts: Parts, scales: torch.Tensor) -> torch.Tensor:
     """Return the code of zero of each group of a row, int32 of [..., out, groups]."""
     zeros = parts.get(Part.ZERO)
-    if form.packing is Packing.NONE:
+    if form.word_order is WordOrder.NONE:
         return torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.int()
     bits = BITS[form.kind]
     if zeros is None:

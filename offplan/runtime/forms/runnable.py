@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from offplan.checkpoint.parameter import Parameter
-from offplan.forms.form import BITS, FP4_GROUPS, NESTED_BLOCK, Form, Kind, Packing, Part
+from offplan.forms.form import BITS, FP4_GROUPS, NESTED_BLOCK, Form, Kind, Part, WordOrder
 from offplan.forms.recognise import WORD_BITS
 from offplan.runtime.refusal import refuse
 
@@ -44,12 +44,12 @@ _TABLES = {Part.CODES: 16, Part.NESTED_CODES: 256, Part.NESTED_SCALE: None}
 _UNUSED = {Part.SHAPE, Part.INPUT_SCALE}
 """Parts that change no value: activations are computed with as they come, whatever their scale."""
 _ZEROS = [set[Part](), {Part.ZERO}]
-_OF_PACKING: dict[Packing | None, list[set[Part]]] = {
-    Packing.COMPRESSED_TENSORS: _ZEROS,
-    Packing.NONE: _ZEROS,
-    Packing.GPTQ: [{Part.ZERO, Part.GROUP_INDEX}],
-    Packing.GPTQ_V2: [{Part.ZERO, Part.GROUP_INDEX}],
-    Packing.AWQ: [{Part.ZERO}],
+_OF_ORDER: dict[WordOrder, list[set[Part]]] = {
+    WordOrder.COMPRESSED_TENSORS: _ZEROS,
+    WordOrder.NONE: _ZEROS,
+    WordOrder.GPTQ: [{Part.ZERO, Part.GROUP_INDEX}],
+    WordOrder.GPTQ_V2: [{Part.ZERO, Part.GROUP_INDEX}],
+    WordOrder.AWQ: [{Part.ZERO}],
 }
 _OF_KIND: dict[Kind, list[set[Part]]] = {
     Kind.NVFP4: [{Part.GLOBAL_SCALE}, {Part.GLOBAL_DIVISOR}],
@@ -64,8 +64,8 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
     """Raise CheckpointError for a weight of ``module`` whose stored form is not executed."""
     form, codes = parameter.form, parameter.tensors[0]
     if not _is_known(parameter):
-        packing = f" in the order of {form.packing.value}" if form.packing is not None else ""
-        raise refuse(f"{name} is stored as {form.kind.value} ({codes.dtype}){packing}")
+        order = f" in the order of {form.word_order.value}" if form.word_order is not None else ""
+        raise refuse(f"{name} is stored as {form.kind.value} ({codes.dtype}){order}")
     has_experts = hasattr(module, "has_gate")
     # each of bitsandbytes' weights of 4 bits has a state of a length of its own
     is_alone = form.kind in (Kind.NF4, Kind.FP4)
@@ -89,16 +89,18 @@ def _is_known(parameter: Parameter) -> bool:
         return False
     codes, scales = (parameter.of(part)[0].dtype for part in (Part.WEIGHT, Part.SCALE))
     parts = set(parameter.parts) - {Part.WEIGHT, Part.SCALE} - _UNUSED
-    known = _OF_PACKING.get(form.packing, []) if form.packing else _OF_KIND.get(form.kind, [set()])
+    known = _OF_KIND.get(form.kind, [set()])
+    if form.word_order is not None:
+        known = _OF_ORDER.get(form.word_order, [])
     types = _TYPES[form.kind]
     if codes not in types[0] or scales not in types[1] or parts not in known:
         return False
     if form.kind in (Kind.NF4, Kind.FP4):
         return (scales == "U8") == (parts >= _NESTED)
-    if form.kind in BITS and (codes == "I8") != (form.packing is Packing.NONE):
+    if form.kind in BITS and (codes == "I8") != (form.word_order is WordOrder.NONE):
         return False
     # AutoAWQ has 4 bits alone
-    return form.packing is not Packing.AWQ or form.kind is Kind.W4A16
+    return form.word_order is not WordOrder.AWQ or form.kind is Kind.W4A16
 
 
 def check_joined(name: str, form: Form, whole: tuple[int, ...], of_each: tuple[int, ...]) -> None:
@@ -149,11 +151,11 @@ def part_shape(parameter: Parameter, part: Part) -> tuple[int, ...] | None:
     found = (*stack, *matrix)
     if part is Part.WEIGHT and form.kind is Kind.MXFP4 and len(stored) > len(found):
         return stored  # the bytes of each block apart
-    if part is Part.ZERO and dtype != ("I8" if form.packing is Packing.NONE else "I32"):
+    if part is Part.ZERO and dtype != ("I8" if form.word_order is WordOrder.NONE else "I32"):
         return None
     wanted = found
     if form.is_by_columns and part is not Part.GROUP_INDEX:  # rows are made of them once loaded
-        is_awq = part is Part.WEIGHT and form.packing is Packing.AWQ
+        is_awq = part is Part.WEIGHT and form.word_order is WordOrder.AWQ
         wanted = (num_in, num_out * BITS[form.kind] // WORD_BITS) if is_awq else found[::-1]
     is_flat = form.kind in (Kind.NF4, Kind.FP4)
     return found if _sizes(stored, is_flat) == _sizes(wanted, is_flat) else None
@@ -184,14 +186,14 @@ def _matrix_shape(
     if not is_power and wide not in (num_in, FP4_GROUPS.get(form.kind)):
         return None
     rows, groups = -(-num_out // high), -(-num_in // wide)
-    if part is Part.ZERO and form.packing is not Packing.NONE:
+    if part is Part.ZERO and form.word_order is not WordOrder.NONE:
         rows = rows * BITS[form.kind] // WORD_BITS
     return rows, groups
 
 
 def _codes_shape(form: Form, num_out: int, num_in: int) -> tuple[int, ...]:
     """Return the shape in which the codes of a matrix are held."""
-    if form.kind in BITS and form.packing is not Packing.NONE:
+    if form.kind in BITS and form.word_order is not WordOrder.NONE:
         return num_out, num_in * BITS[form.kind] // WORD_BITS
     return num_out, num_in // (2 if form.kind in _HALVES else 1)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from offplan.forms.form import NESTED_BLOCK, Kind, Packing, Part
+from offplan.forms.form import NESTED_BLOCK, Kind, Part, WordOrder
 from offplan.runtime.forms.stored import leave_part, part_name
 from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.rows import lay_out_rows, order_of
@@ -69,7 +69,7 @@ def _leave_middles(
         if codes is None or codes.part is not Part.ZERO:
             continue
         middles = 0x88 if codes.form.kind is Kind.W4A16 else 0x80
-        is_words = codes.form.packing is Packing.COMPRESSED_TENSORS
+        is_words = codes.form.word_order is WordOrder.COMPRESSED_TENSORS
         if is_words and bool((loaded[name].view(torch.uint8) == middles).all()):
             path, _, attribute = codes.weight.rpartition(".")
             leave_part(skeleton.get_submodule(path), attribute, Part.ZERO)

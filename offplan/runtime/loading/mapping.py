@@ -11,7 +11,7 @@ from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import FLOATS, TensorInfo
 from offplan.errors import CheckpointError
-from offplan.forms.form import Form, Kind, Packing, Part
+from offplan.forms.form import Form, Kind, Part, WordOrder
 from offplan.forms.names import part_of
 from offplan.held.stage import Stage
 from offplan.runtime.forms.runnable import (
@@ -84,7 +84,7 @@ class Codes:
     part: Part
     shape: tuple[int, ...]
     dtype: torch.dtype
-    by_columns: Packing | None = None
+    by_columns: WordOrder | None = None
     """How the checkpoint packs whole numbers by columns, of which it holds rows once loaded."""
 
 
@@ -231,9 +231,9 @@ def _map_codes(
     pieces, whole = arranged
     pieces = tuple(replace(each, unpacked=unpacked.get(each.tensor.name)) for each in pieces)
     check_joined(name, form, wanted, shape)
-    by_columns = form.packing if form.is_by_columns else None
+    by_columns = form.word_order if form.is_by_columns else None
     if by_columns is not None:
-        form = form._replace(packing=Packing.COMPRESSED_TENSORS)
+        form = form._replace(word_order=WordOrder.COMPRESSED_TENSORS)
     codes = Codes(name, form, part, whole, stored_dtype(tensors[0]), by_columns)
     return {f"{path}.{part_name(attribute, part)}": Target(pieces, codes=codes)}
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from offplan.forms.form import BITS, Kind, Packing, Part
+from offplan.forms.form import BITS, Kind, Part, WordOrder
 from offplan.runtime.forms.reference import ONES
 from offplan.runtime.loading.mapping import Codes, Target
 from offplan.runtime.loading.packed import Matrix
@@ -84,7 +84,7 @@ def _fill_of(codes: Codes) -> torch.Tensor:
     """Return what stands beside codes: scales of the right spread, zeros in the middle."""
     form, part, last = codes.form, codes.part, codes.shape[-1]
     scale = _SPREAD / _OF_CODES.get(form.kind, _FP8_SPREAD)
-    if part is Part.ZERO and form.kind in BITS and form.packing is not Packing.NONE:
+    if part is Part.ZERO and form.kind in BITS and form.word_order is not WordOrder.NONE:
         bits = BITS[form.kind]
         # a word of those in the middle, as a number of 32 bits that has a sign
         return torch.tensor((1 << (bits - 1)) * ONES[bits], dtype=torch.int64)

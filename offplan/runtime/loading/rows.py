@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from offplan.forms.form import BITS, Form, Packing, Part
+from offplan.forms.form import BITS, Form, Part, WordOrder
 from offplan.runtime.forms.reference import ONES
 from offplan.runtime.loading.mapping import Target
 from offplan.runtime.refusal import refuse
@@ -41,7 +41,7 @@ def lay_out_rows(
             place = matrices[start : start + step]
             stored = place if place.is_cuda else place.to(device, non_blocking=True)
             own = None if order is None else order[start : start + step].to(stored.device)
-            form = codes.form._replace(packing=codes.by_columns)
+            form = codes.form._replace(word_order=codes.by_columns)
             made = in_rows(form, codes.part, stored, own)
             place.view(-1).copy_(made.reshape(-1), non_blocking=True)
     if device.type == "cuda":
@@ -76,14 +76,14 @@ def in_rows(
 
     Inputs come in the ``order`` of each matrix, [matrices, in], if there is one.
     """
-    bits, is_awq = BITS[form.kind], form.packing is Packing.AWQ
+    bits, is_awq = BITS[form.kind], form.word_order is WordOrder.AWQ
     if is_awq and part is Part.ZERO:
         stored = _pack(lambda place: _codes(stored, 4 * AWQ_NIBBLES[place]), 4)
     elif is_awq and part is Part.WEIGHT:
         shifts = 4 * torch.tensor(AWQ_NIBBLES, dtype=torch.int32, device=stored.device)
         of_words = stored.unflatten(1, (-1, 8)).unsqueeze(-1)  # the inputs of a word
         stored = _pack(lambda place: _codes(of_words[:, :, place], shifts), 4).flatten(2)
-    elif form.packing is Packing.GPTQ and part is Part.ZERO:
+    elif form.word_order is WordOrder.GPTQ and part is Part.ZERO:
         stored = stored + ONES[bits]
     rows = stored.mT
     if order is None:

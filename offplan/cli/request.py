@@ -12,11 +12,12 @@ from offplan.checkpoint.model import Model
 from offplan.cli.inputs import read_input
 from offplan.cli.lines import Line
 from offplan.cli.output import printing_to_stderr
+from offplan.cli.run_options import RunOptions
 from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
 from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
-from offplan.runtime.rules import Rules, read_rules
+from offplan.runtime.rules import TokenRules, read_rules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.texts import Text
 
@@ -26,7 +27,7 @@ Chat = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """Prompts, and all that the texts behind them depend on beside a plan's model."""
 
     prompts: Sequence[tuple[str, str | Chat]]
@@ -74,7 +75,7 @@ class Asked:
             texts.append(text)
         return texts
 
-    def fingerprint(self, model: Model, rules: Rules, *, dummy_weights: bool) -> str:
+    def fingerprint(self, model: Model, rules: TokenRules, *, dummy_weights: bool) -> str:
         """Sum up in twelve digits what the texts depend on beside their prompts.
 
         Raises HubError.
@@ -86,6 +87,20 @@ class Asked:
         return hashlib.sha256(
             json.dumps([parts, asked, ruled, tokenizer_sha256(model)]).encode()
         ).hexdigest()[:12]
+
+
+def make_request(given: RunOptions, lines: Sequence[Line], plan: Plan) -> GenerationRequest:
+    """Ask for what the options of ``run`` ask for; ``lines`` are those of its file of prompts.
+
+    Raises InputError for a file that cannot be read, and for values that cannot be drawn with.
+    """
+    return GenerationRequest(
+        list_prompts(given.prompt or (), given.prompt_file or (), lines, chat=given.chat),
+        given.chat,
+        given.max_new_tokens or plan.workload.output_tokens,
+        given.stop_strings or (),
+        read_sampling(given.temperature, given.top_k, given.top_p, given.seed),
+    )
 
 
 def list_prompts(
