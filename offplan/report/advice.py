@@ -13,7 +13,10 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     if analysis.sooner is not None:
         lines.append(_describe_sooner(plan, analysis.sooner))
     if analysis.rereads is not None:
-        lines.append(_describe_rereads(analysis.rereads))
+        rereads, budget = analysis.rereads, plan.budget.gpu_memory
+        needed = budget + (rereads.more_gpu_bytes or 0)
+        has_more = analysis.machine is None or needed <= analysis.machine.gpu_memory.value
+        lines.append(_describe_rereads(rereads, "" if has_more else " (on a larger GPU)"))
     if analysis.unused is not None:
         lines.append(_describe_unused(analysis.unused, plan))
     if analysis.unpackable:
@@ -35,8 +38,11 @@ def _describe_sooner(plan: Plan, sooner: Plan) -> str:
     )
 
 
-def _describe_rereads(rereads: Rereads) -> str:
-    """Say how often a prompt reads weights, and what would have it read them once."""
+def _describe_rereads(rereads: Rereads, where: str) -> str:
+    """Say how often a prompt reads weights, and what would have it read them once.
+
+    ``where`` is what to add about more GPU memory.
+    """
     count = f"{rereads.num_reads:.{0 if rereads.num_reads >= 10 else 1}f}"
     told = f"The prompt reads weights {count} times over the link"
     remedies = []
@@ -45,7 +51,8 @@ def _describe_rereads(rereads: Rereads) -> str:
     if rereads.context is not None:
         remedies.append(f"a context of {rereads.context} tokens")
     if rereads.more_gpu_bytes is not None:
-        remedies.append(f"{format_bytes_enough(rereads.more_gpu_bytes)} more of GPU memory")
+        more = format_bytes_enough(rereads.more_gpu_bytes)
+        remedies.append(f"{more} more of GPU memory{where}")
     if not remedies:
         return f"{told}."
     *others, last = remedies
