@@ -172,6 +172,6 @@ def test_codes_of_experts_take_longer_than_values(
         assert (plain.decoding_flops(shape), plain.decoding_bytes(shape)) == (0, 0)
     values = work.whole_elements
     assert (values > 0) == (slowdown == 9)
-    assert work.decoding_bytes(shape) == pytest.approx(6.5 * 4 * values)
+    assert work.decoding_bytes(shape) == pytest.approx(0.2 * 4 * values)
     step = PassShape(Phase.DECODE, 1, 1, 9)
-    assert work.decoding_bytes(step) == pytest.approx(1.9 * values / 2)
+    assert work.decoding_bytes(step) == pytest.approx(1.5 * values / 2)
