@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from offplan.forms.form import NESTED_BLOCK, Kind, Part, WordOrder
 from offplan.runtime.forms.stored import leave_part, part_name
-from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.rows import lay_out_rows, order_of
+from offplan.runtime.loading.target import Target
 from offplan.runtime.refusal import refuse
 
 

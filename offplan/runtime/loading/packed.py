@@ -18,7 +18,7 @@ from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.reference import Parts, expand
 from offplan.runtime.forms.stored import part_name
-from offplan.runtime.loading.mapping import Piece, Target
+from offplan.runtime.loading.target import Piece, Target
 
 RUN_WEIGHTS = 2**23
 """Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
@@ -279,9 +279,9 @@ def _split(
     places: Mapping[Part, torch.Tensor],
 ) -> Iterator[Matrix]:
     """Yield the matrices of one stored tensor: of each expert where it holds all."""
-    stored = pieces[Part.WEIGHT].unpacked
+    stored = pieces[Part.WEIGHT].source.unpacked
     assert stored is not None
-    assert all(piece.unpacked == stored for piece in pieces.values())
+    assert all(piece.source.unpacked == stored for piece in pieces.values())
     first_row, first_patch = (_first_row(pieces[part]) for part in (Part.WEIGHT, Part.PATCHES))
     stack = (
         [places]
