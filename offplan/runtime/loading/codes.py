@@ -55,15 +55,20 @@ def _shape_of_values(skeleton: PreTrainedModel, name: str) -> tuple[int, ...]:
 
 def hold_codes(skeleton: PreTrainedModel, targets: Mapping[str, Target]) -> None:
     """Have a model, on the meta device, hold the parts of weights that ``targets`` find."""
-    weights: dict[str, dict[Part, Codes]] = {}
-    for target in targets.values():
-        if target.codes is not None:
-            weights.setdefault(target.codes.weight, {})[target.codes.part] = target.codes
-    for name, parts in weights.items():
+    for name, parts in list_coded(targets).items():
         path, _, attribute = name.rpartition(".")
         values = {
             part: torch.empty(codes.shape, dtype=codes.dtype, device="meta")
-            for part, codes in parts.items()
+            for part, (_, codes) in parts.items()
         }
-        form = parts[Part.WEIGHT].form
-        hold_stored(skeleton.get_submodule(path), attribute, form, values)
+        _, codes = parts[Part.WEIGHT]
+        hold_stored(skeleton.get_submodule(path), attribute, codes.form, values)
+
+
+def list_coded(targets: Mapping[str, Target]) -> dict[str, dict[Part, tuple[str, Codes]]]:
+    """List the weights whose values are not held, and the parameter that holds each part."""
+    weights: dict[str, dict[Part, tuple[str, Codes]]] = {}
+    for name, target in targets.items():
+        if (codes := target.codes) is not None:
+            weights.setdefault(codes.weight, {})[codes.part] = name, codes
+    return weights

@@ -17,7 +17,7 @@ from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.reference import Parts, expand
-from offplan.runtime.forms.stored import part_name
+from offplan.runtime.loading.codes import list_coded
 from offplan.runtime.loading.target import Piece, Target
 
 RUN_WEIGHTS = 2**23
@@ -254,18 +254,16 @@ def find_matrices(
 ) -> list[Matrix]:
     """List the matrices that are packed while they are loaded, by parts' destinations."""
     found: list[Matrix] = []
-    for name, target in targets.items():
-        codes = target.codes
-        if codes is None or not is_packed(target) or codes.part is not Part.WEIGHT:
+    for weight, parts in list_coded(targets).items():
+        names = {part: parts[part][0] for part in PACKED_PARTS if part in parts}
+        if not is_packed(targets[names[Part.WEIGHT]]):
             continue
-        path, _, attribute = codes.weight.rpartition(".")
-        names = {part: f"{path}.{part_name(attribute, part)}" for part in PACKED_PARTS}
-        whole = destinations[name]
+        whole = destinations[names[Part.WEIGHT]]
         pieces = zip(*(targets[each].pieces for each in names.values()), strict=True)
         for of_parts in pieces:
             by_part = dict(zip(names, of_parts, strict=True))
             places = {p: piece.select(destinations[names[p]]) for p, piece in by_part.items()}
-            found += _split(codes.weight, whole, by_part, places)
+            found += _split(weight, whole, by_part, places)
     return found
 
 
