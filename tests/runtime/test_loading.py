@@ -24,8 +24,10 @@ from offplan.runtime import transformers_private
 from offplan.runtime.loading import loader, staging
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.offloaded import find_offloaded
 from offplan.runtime.loading.places import assign
 from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.loading.target import Target
 from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory import store
 from offplan.schedule import slots_read
@@ -227,6 +229,21 @@ def test_layers_in_another_order_are_refused(checkpoint: Path) -> None:
     turned = replace(model, layers=tuple(reversed(model.layers)))
     with pytest.raises(CheckpointError, match=r"is not of the layer that \S+ is stored for"):
         map_tensors(build_skeleton(turned), hold(turned))
+
+
+def test_what_is_not_loaded_as_it_is_placed_is_refused(checkpoint: Path) -> None:
+    model = open_model(str(checkpoint))
+    skeleton, decision = build_skeleton(model), offload(group(1, 1, "o_proj"))
+    placement, wanted = place(model, decision), skeleton.state_dict()
+    targets = map_tensors(skeleton, hold(model))
+    name = next(name for name in targets if name.endswith("o_proj.weight"))
+    other = next(name for name in targets if name.endswith("input_layernorm.weight"))
+    assert name in find_offloaded(placement, targets, wanted)
+    joined = Target(targets[name].pieces + targets[other].pieces)
+    with pytest.raises(PlanError, match=r"loaded together with other parameters .*o_proj"):
+        find_offloaded(placement, targets | {name: joined}, wanted)
+    with pytest.raises(PlanError, match=r"layer \d: .* is stored in .* and used in"):
+        find_offloaded(placement, targets, wanted | {name: wanted[name].double()})
 
 
 @pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])

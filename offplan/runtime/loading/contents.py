@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from offplan.forms.form import NESTED_BLOCK, Kind, Part, WordOrder
 from offplan.runtime.forms.stored import leave_part, part_name
-from offplan.runtime.loading.mapping import Target
+from offplan.runtime.loading.codes import list_coded
 from offplan.runtime.loading.rows import lay_out_rows, order_of
+from offplan.runtime.loading.target import Codes, Target
 from offplan.runtime.refusal import refuse
 
 
@@ -30,6 +31,7 @@ def heed_contents(
     ``loaded`` are the parts by parameter name, ``dtype`` is what is computed with, as torch names
     it. Raises CheckpointError for contents that are not executed; ``is_random`` ones say nothing.
     """
+    coded = list_coded(targets)
     orders: dict[str, torch.Tensor] = {}
     for name, target in targets.items():
         codes = target.codes
@@ -37,8 +39,7 @@ def heed_contents(
             continue
         path, _, attribute = codes.weight.rpartition(".")
         if codes.part is Part.GROUP_INDEX:
-            scales = targets[part_name(codes.weight, Part.SCALE)].codes
-            assert scales is not None
+            _, scales = coded[codes.weight][Part.SCALE]
             order = order_of(name, loaded[name], scales.shape[-1])
             if order is None:
                 leave_part(skeleton.get_submodule(path), attribute, Part.GROUP_INDEX)
@@ -49,7 +50,8 @@ def heed_contents(
             if not is_random and loaded[name].any():
                 raise refuse(f"{codes.weight} is stored in another order than rows")
         else:
-            offset = 0.0 if is_random else _read_state(codes.weight, loaded[name], targets, dtype)
+            parts = {part: each for part, (_, each) in coded[codes.weight].items()}
+            offset = 0.0 if is_random else _read_state(parts, loaded[name], dtype)
             skeleton.get_submodule(path).register_buffer(
                 part_name(attribute, Part.NESTED_OFFSET),
                 torch.tensor([offset], dtype=torch.float32, device=device),
@@ -75,22 +77,14 @@ def _leave_middles(
             leave_part(skeleton.get_submodule(path), attribute, Part.ZERO)
 
 
-def _read_state(
-    weight: str, state: torch.Tensor, targets: Mapping[str, Target], dtype: str
-) -> float:
+def _read_state(parts: Mapping[Part, Codes], state: torch.Tensor, dtype: str) -> float:
     """Return what is added to the scales of a weight of bitsandbytes' 4 bits, 0 if nothing is.
 
     Raises CheckpointError where its state says something else than was taken from headers.
     Source: bitsandbytes 0.49, ``QuantState.as_dict``.
     """
-    parts = {
-        part: target.codes
-        for part in Part
-        if (target := targets.get(part_name(weight, part))) is not None
-    }
     codes, scales = parts[Part.WEIGHT], parts[Part.SCALE]
-    assert codes is not None
-    assert scales is not None
+    weight = codes.weight
     try:
         said: dict[str, Any] = dict(json.loads(bytes(state.tolist())))
     except (TypeError, ValueError):

@@ -16,11 +16,11 @@ from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
-from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.prepared import prepare
 from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.loading.target import Target
 from offplan.runtime.loading.verify import verify_places
 from offplan.runtime.memory.store import WeightStore
 

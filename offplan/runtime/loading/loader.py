@@ -20,7 +20,6 @@ import torch
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.progress import Progress
 from offplan.runtime.device import on_device
-from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.packed import Matrix, find_matrices, is_packed, open_packing
 from offplan.runtime.loading.random_weights import Noise
 from offplan.runtime.loading.shards import Shards
@@ -31,6 +30,7 @@ from offplan.runtime.loading.staging import (
     split_extents,
     stored_dtype,
 )
+from offplan.runtime.loading.target import Target
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 """Threads that read: a read is a copy out of the page cache, which one core does below the speed
@@ -128,7 +128,7 @@ def _read_as_stored(
             for piece in target.pieces
         )
         for conversion in conversions.values():
-            stored = [tensor for tensor, _ in conversion.sources]
+            stored = [source.tensor for source in conversion.sources]
             staged = [torch.empty(tensor.shape, dtype=stored_dtype(tensor)) for tensor in stored]
             num_bytes = sum(read(zip(stored, staged, strict=True)))
             for name, value in conversion.convert(staged).items():

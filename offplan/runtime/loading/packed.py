@@ -17,8 +17,8 @@ from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.reference import Parts, expand
-from offplan.runtime.forms.stored import part_name
-from offplan.runtime.loading.mapping import Piece, Target
+from offplan.runtime.loading.codes import list_coded
+from offplan.runtime.loading.target import Piece, Target
 
 RUN_WEIGHTS = 2**23
 """Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
@@ -254,18 +254,16 @@ def find_matrices(
 ) -> list[Matrix]:
     """List the matrices that are packed while they are loaded, by parts' destinations."""
     found: list[Matrix] = []
-    for name, target in targets.items():
-        codes = target.codes
-        if codes is None or not is_packed(target) or codes.part is not Part.WEIGHT:
+    for weight, parts in list_coded(targets).items():
+        names = {part: parts[part][0] for part in PACKED_PARTS if part in parts}
+        if not is_packed(targets[names[Part.WEIGHT]]):
             continue
-        path, _, attribute = codes.weight.rpartition(".")
-        names = {part: f"{path}.{part_name(attribute, part)}" for part in PACKED_PARTS}
-        whole = destinations[name]
+        whole = destinations[names[Part.WEIGHT]]
         pieces = zip(*(targets[each].pieces for each in names.values()), strict=True)
         for of_parts in pieces:
             by_part = dict(zip(names, of_parts, strict=True))
             places = {p: piece.select(destinations[names[p]]) for p, piece in by_part.items()}
-            found += _split(codes.weight, whole, by_part, places)
+            found += _split(weight, whole, by_part, places)
     return found
 
 
@@ -279,9 +277,9 @@ def _split(
     places: Mapping[Part, torch.Tensor],
 ) -> Iterator[Matrix]:
     """Yield the matrices of one stored tensor: of each expert where it holds all."""
-    stored = pieces[Part.WEIGHT].unpacked
+    stored = pieces[Part.WEIGHT].source.unpacked
     assert stored is not None
-    assert all(piece.unpacked == stored for piece in pieces.values())
+    assert all(piece.source.unpacked == stored for piece in pieces.values())
     first_row, first_patch = (_first_row(pieces[part]) for part in (Part.WEIGHT, Part.PATCHES))
     stack = (
         [places]

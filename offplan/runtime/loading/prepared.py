@@ -11,10 +11,13 @@ from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
 from offplan.placement import Placement, place
 from offplan.plan import Offload
-from offplan.runtime.loading.mapping import Target, hold_codes, map_tensors
+from offplan.runtime.loading.codes import hold_codes
+from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.offloaded import find_offloaded
 from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.peer import find_peer
-from offplan.runtime.memory.store import Offloaded, find_offloaded
+from offplan.runtime.memory.store import Offloaded
 from offplan.runtime.refusal import refuse
 
 
@@ -50,8 +53,7 @@ def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
     _check_types(stage, device)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
-    stored = {n: [piece.tensor.name for piece in t.pieces] for n, t in targets.items()}
-    offloaded = find_offloaded(placement, wanted, stored)
+    offloaded = find_offloaded(placement, targets, wanted)
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))
     return Prepared(stage, placement, module, targets, wanted, offloaded, peer)

@@ -9,7 +9,7 @@ import torch
 
 from offplan.forms.form import BITS, Form, Part, WordOrder
 from offplan.runtime.forms.reference import ONES
-from offplan.runtime.loading.mapping import Target
+from offplan.runtime.loading.target import Target
 from offplan.runtime.refusal import refuse
 
 RUN_BYTES = 2**26
@@ -32,7 +32,7 @@ def lay_out_rows(
     """
     for name, target in targets.items():
         codes = target.codes
-        if codes is None or codes.by_columns is None or codes.part is Part.GROUP_INDEX:
+        if codes is None or codes.part is Part.GROUP_INDEX or not target.stored_form.is_by_columns:
             continue
         matrices = loaded[name].view(-1, *target.pieces[0].tensor.shape)
         order = orders.get(codes.weight) if codes.part is Part.WEIGHT else None
@@ -41,8 +41,7 @@ def lay_out_rows(
             place = matrices[start : start + step]
             stored = place if place.is_cuda else place.to(device, non_blocking=True)
             own = None if order is None else order[start : start + step].to(stored.device)
-            form = codes.form._replace(word_order=codes.by_columns)
-            made = in_rows(form, codes.part, stored, own)
+            made = in_rows(target.stored_form, codes.part, stored, own)
             place.view(-1).copy_(made.reshape(-1), non_blocking=True)
     if device.type == "cuda":
         for used in {device, *(value.device for value in loaded.values() if value.is_cuda)}:

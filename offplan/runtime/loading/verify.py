@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.placement import Phase, Placement, Span
-from offplan.runtime.loading.mapping import Target
 from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.store import HOST_EMBEDDING, WeightStore
 from offplan.schedule import Copy, Wait, build_request, empty_ring
 
@@ -44,7 +45,7 @@ def verify_places(
     for name, target in targets.items():
         value = found[name]
         place = Place(f"{value.dtype} on {value.device}", value.data_ptr(), value.nbytes)
-        wanted = expected.get(target.pieces[0].tensor.name)
+        wanted = expected.get(target.pieces[0].tensor)
         if wanted is None:
             stop = arena.start + arena.nbytes
             if not arena.start <= place.start <= place.start + place.nbytes <= stop:
@@ -77,9 +78,11 @@ def _slots_filled(
     return {span.layer: (slot, span) for slot, span in ring.items() if span is not None}
 
 
-def _expected_places(slots: Mapping[int, tuple[int, Span]], store: WeightStore) -> dict[str, Place]:
+def _expected_places(
+    slots: Mapping[int, tuple[int, Span]], store: WeightStore
+) -> dict[TensorInfo, Place]:
     """Find where each stored tensor that is not resident is read; of fused ones, the whole."""
-    places: dict[str, Place] = {}
+    places: dict[TensorInfo, Place] = {}
     for slab in store.placement.slabs:
         slot, span = slots.get(slab.layer, (0, Span(slab.layer, 0, 0)))
         for entry in slab.entries:
@@ -88,10 +91,10 @@ def _expected_places(slots: Mapping[int, tuple[int, Span]], store: WeightStore) 
             else:
                 what, start = f"the slab of layer {slab.layer}", store.slabs[slab.layer].data_ptr()
             place = Place(what, start + entry.offset, entry.unit.nbytes)
-            places |= {tensor.name: place for tensor in entry.unit.tensors}
+            places |= dict.fromkeys(entry.unit.tensors, place)
     if (embedding := store.placement.host_embedding) is not None:
         what, start = "the input embedding's host memory", store.slabs[HOST_EMBEDDING].data_ptr()
-        places[embedding.name] = Place(what, start, embedding.nbytes)
+        places[embedding] = Place(what, start, embedding.nbytes)
     return places
 
 

@@ -1,12 +1,11 @@
 """Weights live in one arena on the device and in a slab of the store for each layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from offplan.errors import MemoryLimitError, PlanError
-from offplan.held.unit import Unit
+from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, Placement, Span, align
 from offplan.runtime.device import on_device
@@ -50,51 +49,6 @@ def view_as(wanted: torch.Tensor, memory: torch.Tensor, offset: int) -> nn.Param
 
 Offloaded = Mapping[str, tuple[int, int]]
 """Layer, and offset in its slab, of what is off the device, by parameter name."""
-
-
-def find_offloaded(
-    placement: Placement,
-    wanted: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Sequence[str]],
-) -> Offloaded:
-    """Find the parameters that a plan places off the device.
-
-    ``wanted`` are the model's tensors by parameter name, on the meta device, and ``stored`` the
-    names of the stored tensors that fill each. Raises PlanError where a plan places part of what is
-    loaded as one.
-    """
-    owner = {tensor: name for name, tensors in stored.items() for tensor in tensors}
-    found = {
-        _name_of(entry.unit, owner, wanted, stored): (slab.layer, entry.offset)
-        for slab in placement.slabs
-        for entry in slab.entries
-    }
-    if placement.host_embedding is not None:
-        found[owner[placement.host_embedding.name]] = HOST_EMBEDDING, 0
-    return found
-
-
-def _name_of(
-    unit: Unit,
-    owner: Mapping[str, str],
-    wanted: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Sequence[str]],
-) -> str:
-    """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
-    names = sorted({owner[tensor.name] for tensor in unit.tensors})
-    name, told = names[0], f"layer {unit.layer}: {unit.name} is"
-    if len(names) > 1 or len(stored[name]) != len(unit.tensors):
-        raise PlanError(
-            f"{told} loaded together with other parameters ({', '.join(names)}); name all of "
-            "them in cpu_offload_params or none"
-        )
-    if wanted[name].nbytes != unit.nbytes:
-        raise PlanError(
-            f"{told} stored in {format_bytes(unit.nbytes)} and used in "
-            f"{format_bytes(wanted[name].nbytes)}; a parameter that is split or changes "
-            "type when it is loaded cannot be offloaded"
-        )
-    return name
 
 
 class WeightStore:

@@ -1,0 +1,85 @@
+"""What must hold of a mapping: every parameter is filled, by its own layer, in its own shape."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.checkpoint.tensors import FLOATS
+from offplan.errors import CheckpointError
+from offplan.held.stage import Stage
+from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.loading.target import Source, Target
+from offplan.runtime.refusal import refuse
+
+State = Mapping[str, torch.Tensor]
+"""A model's tensors by name, as it was built; a tie has two names and one tensor."""
+
+
+def check_filled(
+    stage: Stage, state: State, targets: Mapping[str, Target], unused: Sequence[Source]
+) -> None:
+    """Raise CheckpointError for parameters that nothing fills, and tensors with nowhere to go."""
+    filled = {id(state[target.built_name(name)]) for name, target in targets.items()}
+    missing = [name for name, tensor in state.items() if id(tensor) not in filled]
+    left = [source.tensor.name for source in unused]
+    if not (missing or left):
+        return
+    kinds = {"fills": missing, "takes": left}
+    told = "; ".join(f"nothing {verb} {_name_some(each)}" for verb, each in kinds.items() if each)
+    is_coded = any(not p.form.is_raw and not p.unpacked for p in stage.parameters)
+    if is_coded and any(name.endswith(".bias") for name in left):
+        told += "; old AutoGPTQ stores biases of zeros, which headers do not tell from others"
+    raise CheckpointError(f"{stage.model.source} does not match transformers' class for it: {told}")
+
+
+def _name_some(names: Sequence[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def check_layers(
+    skeleton: PreTrainedModel, stage: Stage, state: State, targets: Mapping[str, Target]
+) -> None:
+    """Check that the checkpoint's layers are the model's, in their order, and nothing else is.
+
+    Raises CheckpointError naming the first parameter that another layer's tensor fills.
+    """
+    owners = {
+        id(value): index
+        for index, layer in enumerate(decoder_layers(skeleton))
+        for value in layer.state_dict(keep_vars=True).values()
+    }
+    for name, target in targets.items():
+        owner = owners.get(id(state[target.built_name(name)]))
+        for piece in target.pieces:
+            if piece.source.layer != owner:
+                raise refuse(
+                    f"{stage.model.source} keeps its layers where `run` does not look ({name} is "
+                    f"not of the layer that {piece.tensor.name} is stored for)"
+                )
+
+
+def check_headers(name: str, target: Target, wanted: torch.Tensor) -> None:
+    """Check stored sizes, shapes and types against the model's parameter ``wanted``.
+
+    Raises CheckpointError naming the first tensor that does not fill its place.
+    """
+    found = sum(piece.tensor.num_elements for piece in target.pieces)
+    if found != wanted.numel():  # first: a smaller parameter may have nothing to select
+        raise CheckpointError(
+            f"{name}: found {found} elements in {len(target.pieces)} stored tensors, expected "
+            f"{wanted.numel()}, {list(wanted.shape)}; config.json belongs to another model, or the "
+            "checkpoint is incomplete"
+        )
+    for piece in target.pieces:
+        tensor, shape = piece.tensor, tuple(piece.select(wanted).shape)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.name} has the shape {tensor.shape}; the model wants {shape}: the "
+                "config is not that of these weights"
+            )
+        if wanted.is_floating_point() != (tensor.dtype in FLOATS):
+            raise CheckpointError(
+                f"{tensor.name} is stored as {tensor.dtype}; the model wants {wanted.dtype}, "
+                "which it cannot be read as: fetch a checkpoint in bf16, f16 or f32"
+            )

@@ -1,0 +1,74 @@
+"""Weights that are held in another form than their values: what fills each of their parts."""
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.forms.form import Part, WordOrder
+from offplan.runtime.forms.runnable import check_form, check_joined, is_transposed, part_shape
+from offplan.runtime.forms.stored import hold_stored, part_name
+from offplan.runtime.loading.pieces import arrange
+from offplan.runtime.loading.sources import Gathered
+from offplan.runtime.loading.staging import stored_dtype
+from offplan.runtime.loading.target import Codes, Target
+from offplan.runtime.refusal import refuse
+
+
+def map_codes(skeleton: PreTrainedModel, one: Gathered) -> dict[str, Target]:
+    """Find what fills a part of a weight whose values are not held.
+
+    Raises CheckpointError for a form that is not executed, and for a weight that is not multiplied
+    where it is held or that transformers turns into another one when it loads.
+    """
+    name, parameter, part, count = one.name, one.parameter, one.part, len(one.sources)
+    form, shape = parameter.form, parameter.shape
+    path, _, attribute = name.rpartition(".")
+    check_form(name, parameter, skeleton.get_submodule(path))
+    held = part_shape(parameter, part)
+    assert held is not None
+    if len({(source.tensor.dtype, source.tensor.shape) for source in one.sources}) > 1:
+        raise refuse(f"{name} joins matrices whose {part.value}s differ in type or shape")
+    first, wanted = one.sources[0].tensor, _shape_of_values(skeleton, name)
+    arranged = arrange(one.converter, one.sources, [held] * count)
+    of_values = arrange(one.converter, one.sources, [shape] * count)
+    if arranged is None or of_values is None or of_values[1] != wanted:
+        raise refuse(
+            f"{first.name} stands for {list(shape)} in {form.kind.value}, which does not fill "
+            f"{name}, {list(wanted)}, as it is stored"
+        )
+    check_joined(name, form, wanted, shape)
+    if form.is_by_columns:
+        form = form._replace(word_order=WordOrder.COMPRESSED_TENSORS)
+    pieces, whole = arranged
+    codes = Codes(name, form, part, whole, stored_dtype(first))
+    return {f"{path}.{part_name(attribute, part)}": Target(pieces, codes=codes)}
+
+
+def _shape_of_values(skeleton: PreTrainedModel, name: str) -> tuple[int, ...]:
+    """Return the shape of a weight of the model, [..., out, in]."""
+    shape = tuple(skeleton.get_parameter(name).shape)
+    if is_transposed(skeleton.get_submodule(name.rpartition(".")[0])):
+        return (*shape[:-2], shape[-1], shape[-2])
+    return shape
+
+
+def hold_codes(skeleton: PreTrainedModel, targets: Mapping[str, Target]) -> None:
+    """Have a model, on the meta device, hold the parts of weights that ``targets`` find."""
+    for name, parts in list_coded(targets).items():
+        path, _, attribute = name.rpartition(".")
+        values = {
+            part: torch.empty(codes.shape, dtype=codes.dtype, device="meta")
+            for part, (_, codes) in parts.items()
+        }
+        _, codes = parts[Part.WEIGHT]
+        hold_stored(skeleton.get_submodule(path), attribute, codes.form, values)
+
+
+def list_coded(targets: Mapping[str, Target]) -> dict[str, dict[Part, tuple[str, Codes]]]:
+    """List the weights whose values are not held, and the parameter that holds each part."""
+    weights: dict[str, dict[Part, tuple[str, Codes]]] = {}
+    for name, target in targets.items():
+        if (codes := target.codes) is not None:
+            weights.setdefault(codes.weight, {})[codes.part] = name, codes
+    return weights

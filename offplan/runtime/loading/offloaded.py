@@ -1,0 +1,56 @@
+"""The parameters of a model that a plan places off the device."""
+
+from collections.abc import Mapping
+
+import torch
+
+from offplan.checkpoint.tensors import TensorInfo
+from offplan.errors import PlanError
+from offplan.held.unit import Unit
+from offplan.placement import Placement
+from offplan.runtime.loading.target import Target
+from offplan.runtime.memory.store import HOST_EMBEDDING, Offloaded
+from offplan.units import format_bytes
+
+
+def find_offloaded(
+    placement: Placement, targets: Mapping[str, Target], wanted: Mapping[str, torch.Tensor]
+) -> Offloaded:
+    """Find where a plan places parameters off the device.
+
+    ``wanted`` are the model's tensors by parameter name, on the meta device. Raises PlanError where
+    a plan places part of what is loaded as one.
+    """
+    owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
+    found: dict[str, tuple[int, int]] = {}
+    for slab in placement.slabs:
+        for entry in slab.entries:
+            name = _parameter_of(entry.unit, owners, targets)
+            _check_size(entry.unit, wanted[name].nbytes)
+            found[name] = slab.layer, entry.offset
+    if placement.host_embedding is not None:
+        found[owners[placement.host_embedding]] = HOST_EMBEDDING, 0
+    return found
+
+
+def _parameter_of(
+    unit: Unit, owners: Mapping[TensorInfo, str], targets: Mapping[str, Target]
+) -> str:
+    """Find the parameter that a unit is loaded as; raises PlanError for part of one."""
+    names = sorted({owners[tensor] for tensor in unit.tensors})
+    if len(names) > 1 or len(targets[names[0]].pieces) != len(unit.tensors):
+        raise PlanError(
+            f"layer {unit.layer}: {unit.name} is loaded together with other parameters "
+            f"({', '.join(names)}); name all of them in cpu_offload_params or none"
+        )
+    return names[0]
+
+
+def _check_size(unit: Unit, used_bytes: int) -> None:
+    """Raise PlanError for a unit that takes other bytes in use than in its slab."""
+    if used_bytes != unit.nbytes:
+        raise PlanError(
+            f"layer {unit.layer}: {unit.name} is stored in {format_bytes(unit.nbytes)} and used in "
+            f"{format_bytes(used_bytes)}; a parameter that is split or changes type when it is "
+            "loaded cannot be offloaded"
+        )

@@ -1,0 +1,103 @@
+"""The stored tensors that go to each parameter of the model, by transformers' own mapping."""
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from offplan.checkpoint.jsontext import quote
+from offplan.checkpoint.parameter import Parameter
+from offplan.forms.form import Kind, Part
+from offplan.held.stage import Stage
+from offplan.runtime.loading.target import Source
+from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import WeightConverter, rename
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The sources of one part of one parameter, and what transformers converts them by."""
+
+    name: str
+    """The parameter's name in the model as it was built."""
+    converter: WeightConverter | None
+    """None where the tensors are renamed and no more."""
+    sources: list[Source] = field(default_factory=list)
+
+    @property
+    def parameter(self) -> Parameter:
+        """The first parameter of the checkpoint that goes there; the others have its form."""
+        return self.sources[0].parameter
+
+    @property
+    def part(self) -> Part:
+        """The part that all sources are."""
+        return self.sources[0].part
+
+
+def list_sources(stage: Stage) -> list[Source]:
+    """List what a stage holds of a text's model, part by part.
+
+    Raises CheckpointError for codes that the config does not explain.
+    """
+    quantisation, source = stage.model.architecture.quantisation, stage.model.source
+    if quantisation is not None and not quantisation.is_known:
+        # nor may values that are stored as they are be all that is multiplied
+        raise refuse(
+            f"{source} is quantised in a way ({quote(quantisation.method)}) that is not known"
+        )
+    sources = [*_walk(stage)]
+    coded = next((each.parameter for each in sources if each.stores_codes), None)
+    if coded is not None and quantisation is None:
+        raise refuse(f"{source} stores {coded.name} as codes that its config does not explain")
+    return sources
+
+
+def _walk(stage: Stage) -> Iterator[Source]:
+    layers = {
+        id(parameter): index
+        for index, layer in enumerate(stage.layers)
+        for parameter in layer.parameters
+    }
+    for parameter in stage.parameters:
+        for part in parameter.parts:
+            tensors = parameter.of(part)
+            of_values = parameter.unpacked or [None] * len(tensors)
+            for tensor, unpacked in zip(tensors, of_values, strict=True):
+                yield Source(tensor, parameter, part, layers.get(id(parameter)), unpacked)
+
+
+def gather(
+    skeleton: PreTrainedModel, sources: Sequence[Source], state: Container[str]
+) -> tuple[list[Gathered], list[Source]]:
+    """Gather sources by the parameter, of those in ``state``, that they go to.
+
+    A weight's parts go where its values would. Returns also the sources that go nowhere. Raises
+    CheckpointError for forms that are not understood, and for matrices of several forms in one.
+    """
+    gathered: dict[tuple[str, Part], Gathered] = {}
+    unused: list[Source] = []
+    renamed = rename(skeleton, [source.name_of_values for source in sources])
+    for source, (name, pattern, converter) in zip(sources, renamed, strict=True):
+        if name not in state:
+            unused.append(source)
+            continue
+        _check_understood(name, source.parameter)
+        one = gathered.setdefault((name, source.part), Gathered(name, converter))
+        one.sources.append(source._replace(pattern=pattern or ""))
+        if one.parameter.form != source.parameter.form:
+            raise refuse(
+                f"{name} joins matrices stored as {one.parameter.form.label} and "
+                f"{source.parameter.form.label}"
+            )
+    return [*gathered.values()], unused
+
+
+def _check_understood(name: str, parameter: Parameter) -> None:
+    """Raise CheckpointError, which lists what was found, for what is sized and not understood."""
+    if parameter.form.kind is Kind.OTHER:
+        parts = (parameter.of(part)[0] for part in parameter.parts)
+        raise refuse(
+            f"{name} is stored as what fits no known form, or not the one that its config says of "
+            "each expert: " + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in parts)
+        )
