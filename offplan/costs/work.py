@@ -42,8 +42,8 @@ WHOLE_NUMBER_SLOWDOWNS = (2.5, 1.2)
 """Time of reading dense whole numbers of four bits, for few tokens, and of making their values, for
 many, as multiples of that of their bytes, for a machine whose profile has no times of such layers.
 
-Source: 12,288 x 4,096 of compressed-tensors' W4A16 on an H200 takes 19 us by one input, where 22 made
-2.9 of a decode step of Qwen3-32B, and 37 us to be expanded, where its bytes take 30.
+Source: 12,288 x 4,096 of compressed-tensors' W4A16 on an H200 takes 19 us by one input, where 22
+made 2.9 of a decode step of Qwen3-32B, and 37 us to be expanded, where its bytes take 30.
 """
 
 
