@@ -36,8 +36,9 @@ def _gather(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program for a share of the words of the expert of one pair, the first that has it.
 
-    Each part has arguments of its own: compiled layers launch this kernel, and torch.compile takes
-    a tensor within a tuple for one that is only read. It then drops or reorders what was copied.
+    Each part has arguments of its own: compiled layers launch this kernel, and torch.compile ends
+    its graph at a kernel that takes a tuple. Layers that read in place would then round elsewhere
+    than resident ones.
     """
     slot = tl.program_id(1)
     expert = tl.load(expert_of_pair + tl.load(order + slot))
