@@ -20,7 +20,7 @@ from offplan.placement import Phase, Placement, place
 from offplan.plan import PhasePrediction, Plan
 from offplan.schedule import Copy, Schedule, build_steady_request
 
-Unit = Literal["bytes", "s", "bytes_per_s", "flops_per_s", "count"]
+UnitName = Literal["bytes", "s", "bytes_per_s", "flops_per_s", "count"]
 
 
 _TIMELINE = "the timeline of {}: layers in order, copies in order as slots get free, waits"
@@ -39,7 +39,7 @@ class Input:
 
     name: str
     value: float
-    unit: Unit
+    unit: UnitName
     source: str | None = None
     """How it was obtained and where, if it is a figure of the machine; else it follows from model,
     workload and decision."""
@@ -53,7 +53,7 @@ class Term:
     """Where it stands in the plan's file, below ``prediction``: ``decode.link``. What is of one
     stage of a pipeline alone has the stage before it: ``stages.0.decode.link``."""
     value: float
-    unit: Unit
+    unit: UnitName
     formula: str
     """How it follows from the inputs, by their names and those of other terms."""
     inputs: tuple[Input, ...]
@@ -294,7 +294,7 @@ def _derive_phase(
     yield Term(f"{phase}.stall", prediction.stall_s, "s", "step - compute", ())
 
 
-def _figure(machine: MachineProfile, name: str, unit: Unit) -> Input:
+def _figure(machine: MachineProfile, name: str, unit: UnitName) -> Input:
     """Name a figure of the machine with its basis and source."""
     figure: Figure[Any] = getattr(machine, name)
     return Input(name, figure.value, unit, f"{figure.basis}: {figure.source}")

@@ -7,7 +7,7 @@ from fractions import Fraction
 from offplan.costs.compute import ModelCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import (
-    NEVER,
+    BEFORE_ALL,
     Doing,
     PassTimes,
     Queue,
@@ -106,7 +106,7 @@ def steady_moments(columns: Sequence[Sequence[Time]], mean: Fraction) -> list[Ti
     size = range(len(columns))
     # weights stay exact: only a missing edge is a float
     walks: list[list[Time]] = [
-        [w if w == NEVER else int(w) - mean for w in column] for column in columns
+        [w if w == BEFORE_ALL else int(w) - mean for w in column] for column in columns
     ]
     for middle in size:
         for i in size:

@@ -28,7 +28,7 @@ from offplan.schedule import Compute, Copy, Schedule, Wait
 PS_PER_S = 10**12
 """Picoseconds in a second."""
 
-NEVER = float("-inf")
+BEFORE_ALL = float("-inf")
 """A moment before all others."""
 
 Time = float | Fraction
@@ -145,7 +145,7 @@ def map_moments(schedule: Schedule, times: PassTimes) -> list[list[Time]]:
     size = 2 + len(schedule.before)
     columns = []
     for origin in range(size):
-        state: list[Time] = [NEVER] * size
+        state: list[Time] = [BEFORE_ALL] * size
         state[origin] = 0
         run_step(schedule, times, state)
         columns.append(state)

@@ -12,7 +12,7 @@ from offplan.costs.work import step_tokens
 from offplan.held.stage import Stage
 from offplan.plan import Workload
 
-Kind = tuple[int | None, bool]
+CacheKind = tuple[int | None, bool]
 """A layer's window, if any, and whether it has a state."""
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -48,10 +48,10 @@ def cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
     return max(planned, *sizes)
 
 
-def _list_kinds(stage: Stage) -> dict[Kind, list[bool]]:
+def _list_kinds(stage: Stage) -> dict[CacheKind, list[bool]]:
     """List the layers of each kind in the whole model, and whether the rank's stage has them."""
     here = {layer.prefix for layer in stage.layers}
-    kinds: defaultdict[Kind, list[bool]] = defaultdict(list)
+    kinds: defaultdict[CacheKind, list[bool]] = defaultdict(list)
     for layer in stage.model.layers:
         cache = layer.kv_cache
         if cache.bytes_per_token or cache.state_bytes:
@@ -61,7 +61,7 @@ def _list_kinds(stage: Stage) -> dict[Kind, list[bool]]:
 
 def _blocks_bytes(
     stage: Stage,
-    kinds: Mapping[Kind, Sequence[bool]],
+    kinds: Mapping[CacheKind, Sequence[bool]],
     workload: Workload,
     prefill_chunk: int,
     block_tokens: int,

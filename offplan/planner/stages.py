@@ -26,7 +26,7 @@ from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
 from offplan.planner.space import Option, Setting, Space
 
 
-class Taken(NamedTuple):
+class OtherStages(NamedTuple):
     """What candidates take in all other stages; an entry for each candidate."""
 
     prompt_ps: Ints
@@ -148,7 +148,7 @@ class Stages:
             prompt_ps, step_ps = prompt_ps + count * times[0], step_ps + count * times[1]
         return prompt_ps, step_ps
 
-    def price(self, candidates: Candidates) -> Taken:
+    def price(self, candidates: Candidates) -> OtherStages:
         """Price candidates of one rule exactly."""
         prompt_ps = np.zeros(len(candidates.setting), dtype=np.int64)
         step_ps = [Fraction(0)] * len(prompt_ps)
@@ -165,7 +165,7 @@ class Stages:
                 sum_ps + count * Fraction(*each)
                 for sum_ps, each in zip(step_ps, steps, strict=True)
             ]
-        return Taken(prompt_ps, tuple(step_ps), same, host_bytes)
+        return OtherStages(prompt_ps, tuple(step_ps), same, host_bytes)
 
     def price_offload(self, offload: Offload, setting: int) -> tuple[int, Fraction] | None:
         """Price a decision by its schedules; None where it takes nothing of some stage."""

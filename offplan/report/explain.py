@@ -8,13 +8,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offplan.costs.derivation import Input, Term, Unit
+from offplan.costs.derivation import Input, Term, UnitName
 from offplan.plan import Plan
 from offplan.planner.neighbours import Neighbour
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_flops, format_rate, format_seconds
 
-_SHOW: dict[Unit, Callable[[float], str]] = {
+_SHOW: dict[UnitName, Callable[[float], str]] = {
     "bytes": format_bytes,
     "s": format_seconds,
     "bytes_per_s": format_rate,
