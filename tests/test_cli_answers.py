@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from offplan.units import format_seconds
 from tests.cli import CLI, ROOT, TINY_MOE
 
 QWEN = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
@@ -117,3 +118,12 @@ def test_a_frontier_needs_a_machine(cli: CLI, monkeypatch: pytest.MonkeyPatch) -
         code, out, err = cli(command, TINY_MOE, "--frontier", "--context", 1024)
         assert (code, out) == (2, "")
         assert "no GPU here and no --machine" in err
+
+
+def test_one_output_token_is_the_prompts(cli: CLI) -> None:
+    """No decode step runs, so none is a speed."""
+    asked = "analyze", QWEN, "--machine", "h200-pcie5", "--output-tokens", 1
+    out = " ".join(cli(*asked).out.split())
+    step_s = json.loads(cli(*asked, "--json").out)["plan"]["prediction"]["prefill"]["step_s"]
+    told = f"tokens a second, one after each prompt of 512: {format_seconds(step_s)} (estimated)."
+    assert told in out

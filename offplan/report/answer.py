@@ -136,9 +136,15 @@ def describe_ranks(plan: Plan, held: Held, machine: MachineProfile) -> list[str]
 def describe_speed(plan: Plan) -> str:
     """Say how fast tokens come, the first one and those after it."""
     workload, prediction = plan.workload, plan.prediction
+    batch = f" over a batch of {workload.batch}" if workload.batch > 1 else ""
+    if workload.num_steps == 0:  # the prompt gives the only token
+        prompt_s = prediction.prefill.step_s
+        return (
+            f"{format_frequency(workload.batch / prompt_s)} tokens a second{batch}, one after each "
+            f"prompt of {workload.prompt_tokens}: {format_seconds(prompt_s)} ({prediction.basis})."
+        )
     step_s = prediction.decode.step_s
     rate = format_frequency(workload.batch / step_s)
-    batch = f" over a batch of {workload.batch}" if workload.batch > 1 else ""
     return (
         f"{rate} tokens a second{batch}, {format_seconds(step_s)} each; the first after "
         f"{format_seconds(prediction.prefill.step_s)} (prompt of {workload.prompt_tokens}; "
