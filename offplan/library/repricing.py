@@ -61,8 +61,8 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
     machine = find_planned_machine(plan)
     if machine is None:
         return None
-    held = lower(model, plan.goal, workload).pack(plan.offload.packing)
-    return predict(held, machine, workload, plan.budget, plan.offload)
+    changed = plan.model_copy(update={"workload": workload})
+    return price_on(changed, model, machine).prediction
 
 
 def price_decision(plan: Plan, model: Model) -> Plan:

@@ -52,7 +52,7 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
             raise explain_infeasible(searcher, question, search)
         return None
     return PlanResult(
-        plan=write_plan(searcher.space_of(search.best.offload), question, search.best.offload),
+        plan=write_plan(searcher, question, search.best.offload),
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,
         second_rule_gain=search.second_rule_gain,
@@ -88,10 +88,8 @@ def _fastest_ps(ways: Sequence[PassCompute]) -> int:
     return sum(map(min, layers)) + min(way.outside_ps for way in ways)
 
 
-def write_plan(space: Space, question: Question, offload: Offload) -> Plan:
+def write_plan(searcher: Searcher, question: Question, offload: Offload) -> Plan:
     """Write the plan of a question that offloads so, maybe with only some layers packed."""
-    workload, budget, held = question.workload, question.budget, space.held
-    if offload.packing != space.packing:
-        held = question.held.pack(offload.packing)
-    prediction = predict(held, space.machine, workload, budget, offload)
+    workload, budget, held = question.workload, question.budget, searcher.hold(offload)
+    prediction = predict(held, searcher.space.machine, workload, budget, offload)
     return question.answer(offload, prediction)

@@ -77,7 +77,7 @@ def _unreachable(
         # more memory never makes a plan worse
         enough = least_that(reaches, budget.gpu_memory, most, budget.gpu_memory // RESOLUTION)
         helps = f"{format_bytes(enough)} of GPU memory would do"
-    nearest = write_plan(searcher.space_of(offload), question, offload).prediction
+    nearest = write_plan(searcher, question, offload).prediction
     return InfeasibleError(
         f"no plan reaches {question.goal.targets} within {format_budget(budget.gpu_memory)}: the "
         f"nearest has its first token after {format_seconds(nearest.prefill.step_s)} and takes "

@@ -7,6 +7,7 @@ from offplan.costs.link import embedding_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_that
 from offplan.costs.work import prefill_shapes
+from offplan.held.held import Held
 from offplan.placement import place
 from offplan.plan import Budget, Offload, Plan, Prediction, Workload
 from offplan.planner.aims import Fastest, limits_ps
@@ -52,7 +53,8 @@ def find_rereads(question: Question, plan: Plan) -> Rereads | None:
     prefill = plan.prediction.prefill
     if prefill.stall_s <= WAITS * prefill.step_s or not plan.offload.rules:
         return None
-    num_reads = _count_reads(question, plan.workload, plan.offload, plan.prediction)
+    held = question.held.pack(plan.offload.packing)
+    num_reads = _count_reads(held, plan.workload, plan.offload, plan.prediction)
     if num_reads <= WORTH_TELLING:
         return None
     if question.goal.objective != "latency":  # which chooses the batch
@@ -61,11 +63,8 @@ def find_rereads(question: Question, plan: Plan) -> Rereads | None:
     return Rereads(num_reads, *remedies)
 
 
-def _count_reads(
-    question: Question, workload: Workload, offload: Offload, prediction: Prediction
-) -> float:
+def _count_reads(held: Held, workload: Workload, offload: Offload, prediction: Prediction) -> float:
     """Divide what a prompt brings over the link by what lies in the store, embeddings left out."""
-    held = question.held.pack(offload.packing)
     placements = [place(stage, offload) for stage in held.stages]
     shapes = prefill_shapes(workload, offload.prefill_chunk)
     rows_bytes = sum(embedding_bytes(each.host_embedding, shapes) for each in placements)
@@ -80,9 +79,9 @@ def _reads_once(searcher: Searcher, budget: Budget) -> bool:
     best = find_best(searcher, budget, aim).best
     if best is None:
         return False
-    space, workload = searcher.space_of(best.offload), question.workload
-    prediction = predict(space.held, space.machine, workload, budget, best.offload)
-    return _count_reads(question, workload, best.offload, prediction) < ONCE
+    held, workload = searcher.hold(best.offload), question.workload
+    prediction = predict(held, searcher.space.machine, workload, budget, best.offload)
+    return _count_reads(held, workload, best.offload, prediction) < ONCE
 
 
 def _find_batch(question: Question) -> int | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from offplan.costs.predict import predict
 from offplan.costs.work import makes_values
+from offplan.held.held import Held
 from offplan.held.packing import pack_everything, packable
 from offplan.plan import Budget, Offload, Rule
 from offplan.planner.aims import NEVER, Aim, Floats
@@ -97,9 +98,15 @@ class Searcher:
         """All that are searched: this one, and that with all packed."""
         return [self.space, *([] if self.packed is None else [self.packed.space])]
 
-    def space_of(self, offload: Offload) -> Space:
-        """Return the space of a plan that was found: this one, also for some layers packed."""
-        return next((each for each in self.spaces if each.packing == offload.packing), self.space)
+    def hold(self, offload: Offload) -> Held:
+        """Return what the ranks hold by a plan that was found, maybe with only some layers packed.
+
+        What a space holds already is not packed again.
+        """
+        for space in self.spaces:
+            if space.packing == offload.packing:
+                return space.held
+        return self.space.question.held.pack(offload.packing)
 
     @cached_property
     def prices(self) -> Prices:

@@ -34,4 +34,4 @@ def find_sooner(question: Question, result: PlanResult) -> Plan | None:
     best = find_best(searcher, asked.budget, aim, most_ps).best
     if best is None:
         return None
-    return write_plan(searcher.space_of(best.offload), asked, best.offload)
+    return write_plan(searcher, asked, best.offload)
