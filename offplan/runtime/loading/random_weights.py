@@ -24,10 +24,14 @@ _OF_CODES = {
 """Standard deviations of what random codes stand for, before they are scaled."""
 _FP8_SPREAD = 50.0
 """The same of FP8 codes, which are drawn so that none is beyond the largest, 448."""
+_BALANCING = "correction_bias", "expert_bias"
+"""How names of biases end that a router adds to choose experts, and training sets to balance them.
+
+Noise there outweighs softmax's shares: every token would choose the same experts."""
 
 
 class Noise:
-    """Random weights for every parameter of a model: ones for norms, N(0, 0.02) elsewhere.
+    """Random weights: ones for norms, zeros for biases that balance experts, else N(0, 0.02).
 
     The same block of random numbers is tiled from a different start for each parameter, since
     drawing tens of gigabytes would take minutes; routers and experts still differ from one another.
@@ -41,6 +45,7 @@ class Noise:
         self._bfloat16 = self._normal.bfloat16()
         shape = (2**20,)
         self._words = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int32)
+        self._words_of_fours = _center_codes(self._words)
         self._starts = {name: number * 1_000_003 for number, name in enumerate(sorted(names))}
 
     def fill(
@@ -49,9 +54,10 @@ class Noise:
         """Fill the destinations of ``targets`` with valid stored values; yield bytes of each."""
 
         @cache  # once for each device and type
-        def noise_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        def noise_on(device: torch.device, dtype: torch.dtype, is_w4a16: bool) -> torch.Tensor:
             if not dtype.is_floating_point:
-                return self._words.to(device).view(dtype)
+                words = self._words_of_fours if is_w4a16 else self._words
+                return words.to(device).view(dtype)
             factor = _FP8_SPREAD / _SPREAD if dtype.itemsize == 1 else 1.0
             return (self._normal * factor).to(dtype).to(device)
 
@@ -59,10 +65,13 @@ class Noise:
             codes, destination = target.codes, destinations[name]
             if destination.ndim == 1 and "norm" in name:
                 destination.fill_(1.0)
+            elif name.endswith(_BALANCING):
+                destination.zero_()
             elif codes is not None and codes.part is not Part.WEIGHT:
                 destination.copy_(_fill_of(codes).to(destination.dtype))
             else:
-                noise = noise_on(destination.device, destination.dtype)
+                is_w4a16 = codes is not None and codes.form.kind is Kind.W4A16
+                noise = noise_on(destination.device, destination.dtype, is_w4a16)
                 start = self._starts[name] % noise.numel()
                 # as bytes: torch rolls no short floats
                 rolled = noise.view(torch.uint8).roll(-start * noise.itemsize).view(noise.dtype)
@@ -78,6 +87,17 @@ class Noise:
             piece = noise[begin % len(noise) :][: len(values)]
             values[: len(piece)].copy_(piece)
             values, begin = values[len(piece) :], 0
+
+
+def _center_codes(words: torch.Tensor) -> torch.Tensor:
+    """Make the lowest codes of 4 bits the middle ones: the mean of all is the middle, too.
+
+    Weights whose mean is not zero add one vector to every token: all would choose the same experts.
+    """
+    words = words.clone()
+    for low in range(0, 32, 4):
+        words |= ((words >> low) & 15 == 0).int() << (low + 3)
+    return words
 
 
 def _fill_of(codes: Codes) -> torch.Tensor:
