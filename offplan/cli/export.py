@@ -70,7 +70,7 @@ def export(
             "version": version,
             "flags": export.flags,
             "command": export.command,
-            "environment": dict(export.said.environment),
+            "environment": dict(export.demand.environment),
             "notes": export.notes,
         }
         print_json(payload)

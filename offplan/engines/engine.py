@@ -1,4 +1,4 @@
-"""What exporters have in common: an engine, its versions, and what is said to it."""
+"""What exporters have in common: an engine, its versions, and what a plan demands of it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +11,7 @@ from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule
 from offplan.ranks import ONE_RANK, Ranks
+from offplan.units import format_bytes
 
 Version = tuple[int, int, int]
 Flags = Mapping[str, tuple[str, ...]]
@@ -18,7 +19,7 @@ Flags = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Said:
+class EngineDemand:
     """What makes an engine move what a rule takes, and what that takes there."""
 
     flags: Flags = field(default_factory=dict)
@@ -32,8 +33,8 @@ class Said:
     """Bytes on the GPU beyond those that offplan's own runtime takes for the rule."""
     pinned_elsewhere: int = 0
     """Page-locked memory of the other ranks, where there are any, and of the input embedding."""
-    stages: tuple["Said", ...] = ()
-    """What is said to each stage of a pipeline; none where there is one."""
+    stages: tuple["EngineDemand", ...] = ()
+    """The demand of each stage of a pipeline; none where there is one."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -41,8 +42,8 @@ class Said:
         return sum(page_locked_bytes(each.nbytes) for each in self.moved) + self.pinned_elsewhere
 
 
-def join_stages(stages: Sequence[Said], held: Held) -> Said:
-    """Return what is said to the stage that is planned for, with the memory that all of them take.
+def join_stages(stages: Sequence[EngineDemand], held: Held) -> EngineDemand:
+    """Return the demand of the stage that is planned for, with the memory that all of them take.
 
     GPU memory is that of the stage that takes most, page-locked memory that of all ranks.
     """
@@ -59,7 +60,7 @@ def join_stages(stages: Sequence[Said], held: Held) -> Said:
     )
 
 
-SayRule = Callable[[Rule, Placement, Stage, Version], Said]
+DemandOfRule = Callable[[Rule, Placement, Stage, Version], EngineDemand]
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,14 @@ class Engine:
     """The version whose real package the export is held against."""
     pass_rules: PassRules
     """How it runs a pass."""
-    say: SayRule | None
-    """Says a rule with one backend; raises ExportError for what the flags cannot say. None for a
-    worker in the engine, which reads the plan itself."""
-    stay: Callable[[Stage, Version], Said]
-    """Says what the weights of a plan without rules take; no name needs to be known for it."""
-    grow: Callable[[Stage], Mapping[EngineParameter, EngineParameter]]
+    demand_rule: DemandOfRule | None
+    """Returns flags for a rule with one backend; raises ExportError for what no flags can say.
+
+    None for a worker in the engine, which reads the plan itself.
+    """
+    demand_resident: Callable[[Stage, Version], EngineDemand]
+    """Returns what the weights of a plan without rules take; no name needs to be known for it."""
+    find_padded: Callable[[Stage], Mapping[EngineParameter, EngineParameter]]
     """Parameters that are larger on the GPU than they are stored, as the least they are there."""
     serve: Callable[[Plan, Held, int | None], Flags]
     """Says the rest of a plan, given what ranks hold, and the bytes of the GPU where
@@ -98,7 +101,7 @@ class Engine:
     @property
     def is_worker(self) -> bool:
         """Whether it is offplan's worker in the engine, which runs plans that no flags can say."""
-        return self.say is None
+        return self.demand_rule is None
 
     @property
     def family(self) -> str:
@@ -164,6 +167,21 @@ def require_stored_weights(offload: Offload, title: str) -> None:
             f"{title} holds every weight as it is stored; the plan holds some packed: plan "
             "again with --for or --no-packing"
         )
+
+
+def note_more_memory(engine: Engine, more: int) -> list[str]:
+    """Say how many bytes of GPU memory more an engine takes than a plan predicts, if any."""
+    if more <= 0:
+        return []
+    return [f"of GPU memory {engine.title} takes {format_bytes(more)} more than the plan predicts"]
+
+
+def note_page_locked(engine: Engine, demand: EngineDemand) -> str:
+    """Say how much host memory an engine page-locks for a demand."""
+    return (
+        f"of host memory {engine.title} page-locks up to {format_bytes(demand.pinned_bytes)}: each "
+        "parameter is rounded up to a power of two"
+    )
 
 
 def format_version(version: Version) -> str:

@@ -9,15 +9,16 @@ from offplan.checkpoint.model import Model
 from offplan.costs.memory import MARGIN, kv_cache_bytes
 from offplan.engines.engine import (
     Engine,
+    EngineDemand,
     Flags,
-    Said,
     Version,
     format_version,
     join_flags,
+    note_more_memory,
+    note_page_locked,
 )
-from offplan.engines.offloading import say_offload
 from offplan.engines.registry import find_engine
-from offplan.engines.runner import lower
+from offplan.engines.runner import EngineRunner, lower
 from offplan.engines.served import require_served
 from offplan.errors import ExportError
 from offplan.held.held import Held
@@ -38,7 +39,7 @@ class Export:
     source: str
     """What the engine is to load: a Hub id or a folder."""
     revision: str | None
-    said: Said
+    demand: EngineDemand
     """What makes it offload."""
     serve: Flags
     """What holds it to the plan's type, workload and budget."""
@@ -47,13 +48,13 @@ class Export:
     @property
     def flags(self) -> list[str]:
         """The options that make it offload, as words; none for a plan that offloads nothing."""
-        return join_flags(self.said.flags)
+        return join_flags(self.demand.flags)
 
     @property
     def options(self) -> Flags:
         """All options."""
         revision: Flags = {} if self.revision is None else {"revision": (self.revision,)}
-        return {**revision, **self.serve, **self.said.flags}
+        return {**revision, **self.serve, **self.demand.flags}
 
     @property
     def command(self) -> list[str]:
@@ -70,7 +71,7 @@ def export_plan(
     gpu_bytes: int | None = None,
     numa_nodes: int | None = None,
 ) -> Export:
-    """Say the plan to an engine, ``vllm`` or with a version, ``vllm==0.31``.
+    """Write the plan as a command of an engine, ``vllm`` or with a version, ``vllm==0.31``.
 
     ``file`` is the plan's own, which a worker is to read. ``gpu_bytes`` is the memory of the GPU
     it is to run on, and ``numa_nodes`` the number of NUMA nodes of its host, where they are known.
@@ -86,15 +87,15 @@ def export_plan(
     require_served(model, plan.workload.context, chosen)
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = lower(model, goal, plan.workload)
-    said = say_offload(plan.offload, loaded, engine)
+    demand = EngineRunner(engine, chosen, version).demand(plan.offload, loaded)
     host = plan.budget.host_memory
-    if host is not None and said.pinned_bytes > host:
+    if host is not None and demand.pinned_bytes > host:
         raise ExportError(
-            f"{chosen.title} page-locks {format_bytes(said.pinned_bytes)}, each parameter rounded "
-            f"up to a power of two, of a budget of {format_budget(host)}"
+            f"{chosen.title} page-locks {format_bytes(demand.pinned_bytes)}, each parameter "
+            f"rounded up to a power of two, of a budget of {format_budget(host)}"
         )
     planned = lower(model, plan.goal, plan.workload)
-    more = said.more_gpu_bytes + _held_beyond(plan, planned.stage, loaded.stage)
+    more = demand.more_gpu_bytes + _held_beyond(plan, planned.stage, loaded.stage)
     total = plan.prediction.gpu_memory.total_bytes + more
     if more > 0 and total > plan.budget.gpu_memory * (1 + PRINTED_TO):
         raise ExportError(
@@ -102,22 +103,22 @@ def export_plan(
             f"own runtime: {format_bytes(total)} of a budget of "
             f"{format_budget(plan.budget.gpu_memory)}"
         )
-    if chosen.is_worker and said.flags and file is not None:
+    if chosen.is_worker and demand.flags and file is not None:
         named = {"additional-config": (json.dumps({"offplan": str(file.absolute())}),)}
-        said = replace(said, flags={**said.flags, **named})
-    binds = said.flags and plan.goal.ranks.num_gpus > 1 and numa_nodes != 1
+        demand = replace(demand, flags={**demand.flags, **named})
+    binds = demand.flags and plan.goal.ranks.num_gpus > 1 and numa_nodes != 1
     bound = chosen.bind if binds and numa_nodes is not None else {}
     return Export(
         engine=chosen,
         version=version,
         source=_locate(plan),
         revision=plan.model.revision,
-        said=said,
+        demand=demand,
         serve={**chosen.serve(plan, loaded, gpu_bytes), **chosen.divide(plan.goal.ranks), **bound},
         notes=(
-            *said.notes,
-            *_version_notes(chosen, version, said),
-            *_memory_notes(chosen, said, more, gpu_bytes),
+            *demand.notes,
+            *_version_notes(chosen, version, demand),
+            *_memory_notes(chosen, demand, more, gpu_bytes),
             *_first_start_notes(chosen, loaded),
             *(_binding_notes(chosen, numa_nodes) if binds else ()),
         ),
@@ -142,8 +143,8 @@ def _locate(plan: Plan) -> str:
     return str(local.parent if local.is_file() else local)
 
 
-def _version_notes(engine: Engine, version: Version, said: Said) -> list[str]:
-    if version[:2] == engine.newest[:2] or not said.moved:
+def _version_notes(engine: Engine, version: Version, demand: EngineDemand) -> list[str]:
+    if version[:2] == engine.newest[:2] or not demand.moved:
         return []
     return [
         f"names of parameters are those of {engine.title} {format_version(engine.newest)}: "
@@ -151,28 +152,15 @@ def _version_notes(engine: Engine, version: Version, said: Said) -> list[str]:
     ]
 
 
-def tell_more(engine: Engine, more: int) -> list[str]:
-    """Say how many bytes of GPU memory more an engine takes than a plan predicts, if any."""
-    if more <= 0:
-        return []
-    return [f"of GPU memory {engine.title} takes {format_bytes(more)} more than the plan predicts"]
-
-
-def tell_page_locked(engine: Engine, said: Said) -> str:
-    """Say how much host memory an engine page-locks for what is said to it."""
-    return (
-        f"of host memory {engine.title} page-locks up to {format_bytes(said.pinned_bytes)}: each "
-        "parameter is rounded up to a power of two"
-    )
-
-
-def _memory_notes(engine: Engine, said: Said, more: int, gpu_bytes: int | None) -> list[str]:
+def _memory_notes(
+    engine: Engine, demand: EngineDemand, more: int, gpu_bytes: int | None
+) -> list[str]:
     notes = []
-    if said.flags:
-        notes.append(tell_page_locked(engine, said))
+    if demand.flags:
+        notes.append(note_page_locked(engine, demand))
     else:
         notes.append("the plan offloads nothing: no flag for that is needed")
-    notes += tell_more(engine, more)
+    notes += note_more_memory(engine, more)
     if gpu_bytes is None:
         notes.append(
             "how much memory the GPU has is not known here: the flags say how large the KV cache "

@@ -21,7 +21,8 @@ def render_export(export: Export, form: ExportFormat) -> str:
 
 def _command(export: Export) -> str:
     """Write what a shell runs, an option a line."""
-    variables = [f"{name}={shlex.quote(value)}" for name, value in export.said.environment.items()]
+    environment = export.demand.environment
+    variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     start = [*variables, *map(shlex.quote, (*export.engine.command, export.source))]
     return _lines(" ".join(start), export)
 
@@ -41,7 +42,7 @@ def _docker(export: Export) -> str:
         mount = shlex.quote(f"{source.resolve()}:{served}:ro")
     first, *rest = engine.command
     variables = [
-        f"-e {name}={shlex.quote(value)}" for name, value in export.said.environment.items()
+        f"-e {name}={shlex.quote(value)}" for name, value in export.demand.environment.items()
     ]
     # page-locked memory counts as locked, and workers share memory
     lines = [
@@ -62,7 +63,7 @@ def _lines(start: str, export: Export, *last: str) -> str:
 
 def _yaml(export: Export) -> str:
     """Write a file for the engine's ``--config``."""
-    variables = [f"# needs {name}={value}\n" for name, value in export.said.environment.items()]
+    variables = [f"# needs {name}={value}\n" for name, value in export.demand.environment.items()]
     model = "model" if export.engine.family == "vllm" else "model-path"
     entries: dict[str, object] = {model: export.source}
     for name, values in export.options.items():
@@ -80,7 +81,7 @@ def _yaml(export: Export) -> str:
 def _env(export: Export) -> str:
     """Write variables, one a line: those the engine reads, the model, and its options as one."""
     variables = {
-        **export.said.environment,
+        **export.demand.environment,
         "MODEL": export.source,
         f"{export.engine.family.upper()}_ARGS": shlex.join(join_flags(export.options)),
     }

@@ -63,8 +63,6 @@ class Divider:
     """Divides a model among an engine's ranks."""
 
     model: Model
-    engine: str
-    """The engine's name, as a goal has it."""
     runner: Runner
     ranks: Ranks
 
@@ -306,12 +304,12 @@ class Divider:
 
     @property
     def _engine(self) -> str:
-        return family_of(self.engine)
+        return family_of(self.runner.name or "")
 
     def _refuse(self, what: str, remedy: str = "") -> NoReturn:
         raise ExportError(
-            f"{self.ranks.label}: {what} among ranks is not known, or {self.engine} cannot: choose "
-            f"other numbers of them, {remedy}or plan for one GPU"
+            f"{self.ranks.label}: {what} among ranks is not known, or {self.runner.name} cannot: "
+            f"choose other numbers of them, {remedy}or plan for one GPU"
         )
 
 

@@ -6,19 +6,19 @@ from offplan.engines.engine import Engine, Version
 from offplan.engines.sglang import (
     MAX_BYTES_UNIT,
     SGLANG_PASSES,
+    demand_resident_sglang,
+    demand_rule_sglang,
     divide_sglang,
-    grow_sglang,
-    say_sglang,
+    find_padded_sglang,
     serve_sglang,
-    stay_sglang,
 )
 from offplan.engines.vllm import (
     VLLM_PASSES,
+    demand_resident_vllm,
+    demand_rule_vllm,
     divide_vllm,
-    grow_vllm,
-    say_vllm,
+    find_padded_vllm,
     serve_vllm,
-    stay_vllm,
 )
 from offplan.errors import ExportError
 
@@ -28,9 +28,9 @@ _VLLM = Engine(
     oldest=(0, 25, 0),
     newest=(0, 33, 0),
     pass_rules=VLLM_PASSES,
-    say=say_vllm,
-    stay=stay_vllm,
-    grow=grow_vllm,
+    demand_rule=demand_rule_vllm,
+    demand_resident=demand_resident_vllm,
+    find_padded=find_padded_vllm,
     serve=serve_vllm,
     divide=divide_vllm,
     command=("vllm", "serve"),
@@ -41,7 +41,11 @@ _VLLM = Engine(
 ENGINES = {
     "vllm": _VLLM,
     "vllm-worker": replace(
-        _VLLM, name="vllm-worker", title="offplan's worker in vLLM", oldest=(0, 33, 0), say=None
+        _VLLM,
+        name="vllm-worker",
+        title="offplan's worker in vLLM",
+        oldest=(0, 33, 0),
+        demand_rule=None,
     ),
     "sglang": Engine(
         name="sglang",
@@ -49,9 +53,9 @@ ENGINES = {
         oldest=(0, 5, 23),
         newest=(0, 5, 23),
         pass_rules=SGLANG_PASSES,
-        say=say_sglang,
-        stay=stay_sglang,
-        grow=grow_sglang,
+        demand_rule=demand_rule_sglang,
+        demand_resident=demand_resident_sglang,
+        find_padded=find_padded_sglang,
         serve=serve_sglang,
         divide=divide_sglang,
         command=("python3", "-m", "sglang.launch_server", "--model-path"),

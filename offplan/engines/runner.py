@@ -3,19 +3,32 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from offplan.checkpoint.model import Model
-from offplan.engines.engine import Engine, Said, Version, page_locked_bytes
+from offplan.engines.engine import (
+    Engine,
+    EngineDemand,
+    Version,
+    join_flags,
+    join_stages,
+    note_more_memory,
+    note_page_locked,
+    page_locked_bytes,
+    require_stored_weights,
+)
 from offplan.engines.names import engine_parameters
-from offplan.engines.offloading import export_check, say_offload
 from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
 from offplan.engines.served import require_served
+from offplan.engines.taken import demand_of_worker
+from offplan.errors import ExportError
 from offplan.held.held import Held, hold_whole
 from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, PassRules, Runner
 from offplan.held.stage import Stage
-from offplan.plan import Goal, Offload, Workload
+from offplan.placement import place
+from offplan.plan import Goal, Offload, Plan, Rule, Workload
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class EngineRunner:
         """Return how the engine lays out the weights of a stage."""
         gpu_growth = {
             tensor.name: Fraction(after.nbytes, before.nbytes)
-            for before, after in self.engine.grow(stage).items()
+            for before, after in self.engine.find_padded(stage).items()
             for tensor in before.tensors
         }
         host_growth = {
@@ -68,16 +81,69 @@ class EngineRunner:
             return Layout(host_growth=host_growth)
         tensors = [t for layer in stage.layers for p in layer.parameters for t in p.stored]
         grown = Layout(gpu_growth).gpu_bytes(tensors) - sum(tensor.nbytes for tensor in tensors)
-        kept = self.engine.stay(stage, self.version).more_gpu_bytes - grown
+        kept = self.engine.demand_resident(stage, self.version).more_gpu_bytes - grown
         return Layout(gpu_growth, host_growth, grown, kept)
 
-    def demand(self, offload: Offload, held: Held) -> Said:
-        """Return what makes the engine run a decision; raises ExportError if it cannot."""
-        return say_offload(offload, held, self.name)
+    def demand(self, offload: Offload, held: Held) -> EngineDemand:
+        """Return what makes the engine run a decision; raises ExportError if it cannot.
 
-    def checker(self, held: Held) -> Callable[[Offload], Said | None]:
-        """Return what demands, or None for a decision that the engine cannot run."""
-        return export_check(held, self.name)
+        ``held`` is what the engine's ranks hold.
+        """
+        engine, version = self.engine, self.version
+        require_stored_weights(offload, engine.title)
+        if not offload.rules and offload.embeddings == "device":
+            resident = (engine.demand_resident(stage, version) for stage in held.stages)
+            return max(resident, key=lambda demand: demand.more_gpu_bytes)
+        if engine.demand_rule is None:
+            return demand_of_worker(offload, held, version)
+        rule = _only_rule(offload, engine)
+        # each stage starts the pattern anew
+        stages = [
+            engine.demand_rule(rule, place(stage, offload), stage, version) for stage in held.stages
+        ]
+        demand = join_stages(stages, held)
+        if any(stage.flags != demand.flags for stage in stages):
+            told = "; ".join(" ".join(join_flags(stage.flags)) for stage in stages)
+            raise ExportError(
+                f"{held.ranks.label}: {engine.title} gives all stages of a pipeline the same "
+                f"flags, and the plan needs others in each ({told})"
+            )
+        return demand
+
+    def checker(self, held: Held) -> Callable[[Offload], EngineDemand | None]:
+        """Return what demands, or None for a decision that the engine cannot run.
+
+        What it was asked it remembers.
+        """
+
+        @cache
+        def find(offload: Offload) -> EngineDemand | None:
+            try:
+                return self.demand(offload, held)
+            except ExportError:
+                return None
+
+        def check(offload: Offload) -> EngineDemand | None:
+            # what an engine cannot move in every layer it cannot move in some: asked once for all
+            everywhere = {"group_size": 1, "num_in_group": 1}
+            of_all = tuple(
+                rule if rule.max_bytes is not None else rule.model_copy(update=everywhere)
+                for rule in offload.rules
+            )
+            asked = offload.model_copy(update={"prefill_chunk": 1})  # which is said elsewhere
+            if find(asked.model_copy(update={"rules": of_all, "prefetch_step": 1})) is None:
+                return None
+            return find(asked)
+
+        return check
+
+    def note_memory(self, plan: Plan, held: Held) -> list[str]:
+        """Say what memory the engine takes beyond a plan's, a sentence each."""
+        demand = self.demand(plan.offload, held)
+        notes = note_more_memory(self.engine, demand.more_gpu_bytes)
+        if demand.pinned_bytes > plan.stored_bytes:
+            notes.append(note_page_locked(self.engine, demand))
+        return notes
 
 
 def find_runner(engine: str | None) -> Runner:
@@ -93,6 +159,22 @@ def lower(model: Model, goal: Goal, workload: Workload) -> Held:
     runner = find_runner(goal.engine)
     if goal.engine is None or goal.ranks.num_gpus == 1:
         return Held((hold_whole(model, runner),))
-    divider = Divider(model, goal.engine, runner, goal.ranks)
+    divider = Divider(model, runner, goal.ranks)
     stages = tuple(divider.stage(number) for number in range(goal.ranks.pipeline))
     return Held(stages).plan_for(workload)
+
+
+def _only_rule(offload: Offload, engine: Engine) -> Rule:
+    rules = offload.rules
+    if offload.embeddings == "host":
+        raise ExportError(
+            f"{engine.title} keeps the input embedding on the GPU; the plan has it on the host"
+        )
+    if len(rules) > 1:
+        raise ExportError(f"{engine.title}'s flags say one rule; the plan has {len(rules)}")
+    if rules[0].is_mixed:
+        raise ExportError(
+            f"{engine.title} has one backend for both phases; the plan has "
+            f"{rules[0].prefill.value} in prefill and {rules[0].decode.value} in decode"
+        )
+    return rules[0]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from offplan.costs.work import step_tokens
-from offplan.engines.engine import Flags, Said, Version, first_layers
+from offplan.engines.engine import EngineDemand, Flags, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
@@ -47,15 +47,17 @@ MAX_BYTES_UNIT = 2**30
 """``--cpu-offload-gb`` is a whole number of these."""
 
 
-def say_sglang(rule: Rule, placement: Placement, stage: Stage, version: Version) -> Said:
-    """Say a rule with one backend; ``placement`` is what the rule resolves to.
+def demand_rule_sglang(
+    rule: Rule, placement: Placement, stage: Stage, version: Version
+) -> EngineDemand:
+    """Return flags for a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
     """
     parameters = list(engine_parameters(stage, {}))
     if rule.decode is Backend.UVA:
         _require_first_layers(rule)
-        return _say_in_place(rule, placement, parameters)
+        return _demand_in_place(rule, placement, parameters)
     _require_prefetching(stage)
     _require_experts(rule, stage)
     num_layers = sum(rule.selects_layer(layer.index) for layer in stage.layers)
@@ -80,11 +82,11 @@ def say_sglang(rule: Rule, placement: Placement, stage: Stage, version: Version)
         # or the shared expert is one more of those that are routed, and moves with them
         flags["disable-shared-experts-fusion"] = ()
     notes = ("SGLang's captured decode steps copy and compute in turns: neither hides the other",)
-    return Said(flags, notes=notes, moved=moved, more_gpu_bytes=more)
+    return EngineDemand(flags, notes=notes, moved=moved, more_gpu_bytes=more)
 
 
-def stay_sglang(stage: Stage, version: Version) -> Said:
-    """Say what weights take that no rule moves.
+def demand_resident_sglang(stage: Stage, version: Version) -> EngineDemand:
+    """Return what weights take that no rule moves.
 
     Where ranks have whole experts no kernel for their codes is chosen but on Blackwell: they are
     expanded. Source: ``arg_groups/model_overrides/gpt_oss.py``.
@@ -92,8 +94,8 @@ def stay_sglang(stage: Stage, version: Version) -> Said:
     return keep_experts(engine_parameters(stage, {}), _find_kernels(stage))
 
 
-def grow_sglang(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
-    """Lay out experts as ``stay_sglang`` counts them: none of them moves."""
+def find_padded_sglang(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
+    """Lay out experts as ``demand_resident_sglang`` counts them: none of them moves."""
     return lay_out_experts(engine_parameters(stage, {}), _find_kernels(stage))
 
 
@@ -130,8 +132,10 @@ def divide_sglang(ranks: Ranks) -> Flags:
     return {name: (str(size),) for name, size in sizes if size > 1}
 
 
-def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParameter]) -> Said:
-    """Say a rule that reads in place: SGLang copies each layer before it runs.
+def _demand_in_place(
+    rule: Rule, placement: Placement, parameters: list[EngineParameter]
+) -> EngineDemand:
+    """Return flags for a rule that reads in place: SGLang copies each layer before it runs.
 
     It takes parameters in an order of its own until it has so many whole GiB. What the rule takes
     beyond those may stay on the GPU. Source: ``OffloaderV1``, ``_get_resident_parameter_ids``.
@@ -156,7 +160,7 @@ def _say_in_place(rule: Rule, placement: Placement, parameters: list[EngineParam
     copied_bytes = SGLANG_PASSES.num_pools * max(layers.values())
     more = copied_bytes + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
     flags = {"cpu-offload-gb": (str(gib),), **EAGER_PROMPTS}
-    return Said(flags, {}, tuple(notes), tuple(moved), more)
+    return EngineDemand(flags, {}, tuple(notes), tuple(moved), more)
 
 
 def _require_copyable(moved: list[EngineParameter]) -> None:

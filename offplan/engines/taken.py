@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from offplan import __version__
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.engines.engine import Said, Version, join_stages, page_locked_bytes
+from offplan.engines.engine import EngineDemand, Version, join_stages, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.ranks import pad_rows
 from offplan.engines.vllm import (
+    demand_resident_vllm,
     find_breakable,
     find_names,
     require_forms,
     slot_bytes,
-    stay_vllm,
 )
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
@@ -87,8 +87,8 @@ class Taken:
             yield from (taken for taken in layer.values() if taken.backend is backend)
 
 
-def say_to_worker(offload: Offload, held: Held, version: Version) -> Said:
-    """Say a plan's decision to offplan's worker in vLLM, but for the file that it is to read.
+def demand_of_worker(offload: Offload, held: Held, version: Version) -> EngineDemand:
+    """Return what a decision demands of offplan's worker in vLLM, but for the plan's file.
 
     ``held`` is what ranks of vLLM hold. Raises ExportError, naming it, for what the worker
     cannot do: phases that read a parameter in different ways, part of what vLLM fuses, and other
@@ -105,7 +105,7 @@ def say_to_worker(offload: Offload, held: Held, version: Version) -> Said:
     if any(stage.taken.reads_experts for stage in stages):
         flags["moe-backend"] = ("triton",)
     return replace(
-        join_stages([stage.said for stage in stages], held),
+        join_stages([stage.demand for stage in stages], held),
         flags=flags,
         environment=environment,
         notes=("vLLM wants offplan beside it: pip install 'offplan[vllm]'",),
@@ -117,7 +117,7 @@ class StageTaken:
     """What a plan takes of what a rank of one stage builds."""
 
     taken: Taken
-    said: Said
+    demand: EngineDemand
     """What moves, and the memory that this takes beyond what offplan's own runtime takes."""
 
     @classmethod
@@ -151,12 +151,12 @@ class StageTaken:
             embedding=embedding,
         )
         more_ring = taken.ring_bytes - placement.ring_bytes
-        said = Said(
+        demand = EngineDemand(
             moved=tuple(each for each, _ in moved),
-            more_gpu_bytes=more_ring + stay_vllm(stage, version).more_gpu_bytes,
+            more_gpu_bytes=more_ring + demand_resident_vllm(stage, version).more_gpu_bytes,
             pinned_elsewhere=0 if embedding is None else page_locked_bytes(embedding.nbytes),
         )
-        return cls(taken, said)
+        return cls(taken, demand)
 
 
 def _require_one_backend(offload: Offload) -> None:

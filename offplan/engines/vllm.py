@@ -12,7 +12,7 @@ import yaml
 
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.costs.work import step_tokens
-from offplan.engines.engine import Flags, Said, Version, first_layers
+from offplan.engines.engine import EngineDemand, Flags, Version, first_layers
 from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
@@ -67,15 +67,17 @@ all but Marlin's widen biases.
 """
 
 
-def say_vllm(rule: Rule, placement: Placement, stage: Stage, version: Version) -> Said:
-    """Say a rule with one backend; ``placement`` is what the rule resolves to.
+def demand_rule_vllm(
+    rule: Rule, placement: Placement, stage: Stage, version: Version
+) -> EngineDemand:
+    """Return flags for a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
     """
     parameters = tuple(engine_parameters(stage, find_names(stage)))
     require_forms(placement, version)
     segments = engine_segments(rule, parameters)
-    stay = stay_vllm(stage, version)
+    stay = demand_resident_vllm(stage, version)
     taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if version < HEEDS_OFFLOADING else {}
     if rule.decode is Backend.PREFETCH:
@@ -99,7 +101,7 @@ def say_vllm(rule: Rule, placement: Placement, stage: Stage, version: Version) -
             more = sum(laid_out[each].nbytes - each.nbytes for each in laid_out.keys() - set(moved))
             moved, notes = [laid_out.get(each, each) for each in moved], ()
         more += placement.num_slots * slot_bytes(moved) - placement.ring_bytes
-        return Said(flags, environment, notes, tuple(moved), more)
+        return EngineDemand(flags, environment, notes, tuple(moved), more)
     if stage.model.towers and version >= TOWERS_FIRST:
         raise ExportError(
             "vLLM reads the towers' parameters in place before those of layers: the bytes that "
@@ -120,16 +122,16 @@ def say_vllm(rule: Rule, placement: Placement, stage: Stage, version: Version) -
         # the kernels of other backends want weights laid out anew, or read them more than once
         flags["moe-backend"] = ("triton",)
     notes = (*_overshoot_notes(moved, num_bytes), *stay.notes)
-    return Said(flags, environment, notes, tuple(moved), stay.more_gpu_bytes)
+    return EngineDemand(flags, environment, notes, tuple(moved), stay.more_gpu_bytes)
 
 
-def grow_vllm(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
+def find_padded_vllm(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
     """Lay out experts as they are where some of them move: no other kernels make less of them."""
     return lay_out_experts(engine_parameters(stage, {}), MARLIN_KERNELS)
 
 
-def stay_vllm(stage: Stage, version: Version) -> Said:
-    """Say what weights take that no rule moves."""
+def demand_resident_vllm(stage: Stage, version: Version) -> EngineDemand:
+    """Return what weights take that no rule moves."""
     kernels = ANY_KERNELS if version >= MARLIN else Kernels()
     return keep_experts(engine_parameters(stage, {}), kernels)
 

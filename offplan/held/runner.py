@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from offplan.checkpoint.model import Model
 from offplan.held.layout import AS_STORED, Layout
-from offplan.plan import Offload
+from offplan.plan import Offload, Plan
 
 if TYPE_CHECKING:
     from offplan.held.held import Held
@@ -85,6 +85,9 @@ class Runner(Protocol):
     def checker(self, held: "Held") -> Callable[[Offload], Demand | None] | None:
         """Return what demands, or None for a decision that it cannot run; None if it runs all."""
 
+    def note_memory(self, plan: Plan, held: "Held") -> list[str]:
+        """Say what memory the runner takes beyond a plan's, a sentence each."""
+
 
 @dataclass(frozen=True)
 class _NoDemand:
@@ -114,6 +117,10 @@ class OwnRuntime:
 
     def checker(self, held: "Held") -> None:
         """Check nothing: it runs every decision."""
+
+    def note_memory(self, plan: Plan, held: "Held") -> list[str]:
+        """Say nothing: a plan's terms are all that it takes."""
+        return []
 
 
 OWN_RUNTIME: Runner = OwnRuntime()

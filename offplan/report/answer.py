@@ -6,9 +6,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offplan.checkpoint.model import Model
-from offplan.engines.export import tell_more, tell_page_locked
-from offplan.engines.offloading import say_offload
-from offplan.engines.registry import find_engine
 from offplan.held.held import Held, hold
 from offplan.held.packing import is_packed
 from offplan.library.analysis import Analysis
@@ -63,7 +60,11 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    lines = [describe_fit(plan, machine), *describe_engine_memory(plan, analysis.held)]
+    lines = [
+        describe_fit(plan, machine),
+    ]
+    notes = analysis.held.runner.note_memory(plan, analysis.held)
+    lines += [f"{note[0].upper()}{note[1:]}." for note in notes]
     lines += [*describe_ranks(plan, analysis.held, machine), describe_speed(plan)]
     lines += describe_advice(analysis, plan)
     return [*lines, describe_running(analysis.held.model, analysis.why_not_run)]
@@ -93,18 +94,6 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     else:
         room = "check that as much can be locked: this machine's profile does not say"
     return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
-
-
-def describe_engine_memory(plan: Plan, held: Held) -> list[str]:
-    """Say what memory the engine of a plan takes beyond it."""
-    if plan.goal.engine is None:
-        return []
-    engine, _ = find_engine(plan.goal.engine)
-    said = say_offload(plan.offload, held, plan.goal.engine)
-    notes = tell_more(engine, said.more_gpu_bytes)
-    if said.pinned_bytes > plan.stored_bytes:
-        notes.append(tell_page_locked(engine, said))
-    return [f"{told[0].upper()}{told[1:]}." for told in notes]
 
 
 def describe_ranks(plan: Plan, held: Held, machine: MachineProfile) -> list[str]:

@@ -82,10 +82,10 @@ def check_start(plan: Plan, model: Model, engine: str, startup: Startup) -> tupl
         findings.append(Finding("stages", "drift", text))
     if len(stages) == 1:
         return (*findings, *_check_stage(plan, stages[0], export, startup))
-    said = export.said.stages or (export.said,) * len(stages)
-    for number, (stage, of_stage) in enumerate(zip(stages, said, strict=True)):
+    demands = export.demand.stages or (export.demand,) * len(stages)
+    for number, (stage, of_stage) in enumerate(zip(stages, demands, strict=True)):
         told = startup.stages.get(number, Startup())
-        for each in _check_stage(plan, stage, replace(export, said=of_stage), told):
+        for each in _check_stage(plan, stage, replace(export, demand=of_stage), told):
             findings.append(replace(each, subject=f"{each.subject}, stage {number}"))
     return tuple(findings)
 
@@ -124,7 +124,7 @@ def _check_version(export: Export, startup: Startup) -> Iterator[Finding]:
         text = f"{export.engine.title} {startup.version}"
         told = text if same else f"{text}; the plan was exported for {expected}"
         yield Finding("version", "holds" if same else "drift", told)
-    for name, value in export.said.environment.items() if startup.environment else ():
+    for name, value in export.demand.environment.items() if startup.environment else ():
         found = startup.environment.get(name)
         same = found in (value, str(bool(int(value))))
         text = f"{name} is {found}; without {value} offloading is ignored"
@@ -134,7 +134,7 @@ def _check_version(export: Export, startup: Startup) -> Iterator[Finding]:
 def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
     """Compare options where the engine says them; one that is not set is 0, empty or off."""
     for name, found in startup.flags.items():
-        expected = export.said.flags.get(name)
+        expected = export.demand.flags.get(name)
         if found == expected or (expected != () and _normal(found) == _normal(expected)):
             continue
         if expected is None and not name.endswith(("group-size", "offload-gb")):
@@ -156,11 +156,11 @@ def _normal(values: tuple[str, ...] | None) -> list[float | str]:
 def _check_stage(plan: Plan, stage: Stage, export: Export, startup: Startup) -> Iterator[Finding]:
     """Check what the ranks of a stage, or of all, say that they did."""
     if startup == Startup():
-        yield Finding("offload", "unknown", "what is said names no rank of this stage")
+        yield Finding("offload", "unknown", "what the plan moves names no rank of this stage")
         return
     # vLLM has only the first rank of a host say its ring
     is_later = stage.number > 0
-    has_ring = "offload-group-size" in export.said.flags
+    has_ring = "offload-group-size" in export.demand.flags
     if not (is_later and has_ring and startup.num_layers is None):
         yield from _check_offload(plan.offload.rules, stage, export, startup)
     if startup.loaded_bytes is None:
@@ -173,7 +173,7 @@ def _check_offload(
     rules: Sequence[Rule], stage: Stage, export: Export, startup: Startup
 ) -> Iterator[Finding]:
     """Check the layers and the bytes that the engine says to have offloaded."""
-    moved = {each.layer for each in export.said.moved}
+    moved = {each.layer for each in export.demand.moved}
     if startup.num_layers is not None and rules:
         expected = len(moved)
         if export.engine.name == "sglang":  # which counts dense layers, and moves nothing of them
@@ -204,7 +204,7 @@ def _check_memory(stage: Stage, export: Export, startup: Startup) -> Finding:
     if offloaded:
         slack = min(slack, offloaded / 2)
     # experts may be laid out larger than they are stored
-    slack += export.engine.stay(stage, export.version).more_gpu_bytes
+    slack += export.engine.demand_resident(stage, export.version).more_gpu_bytes
     expected = stage.loaded_bytes - offloaded
     text = (
         f"loading took {format_bytes(round(startup.loaded_bytes))}; the weights that stay have "
@@ -217,6 +217,6 @@ def _check_memory(stage: Stage, export: Export, startup: Startup) -> Finding:
 
 def _moved_bytes(export: Export) -> tuple[int, int]:
     """Bytes that the engine moves at least, and at most."""
-    most = sum(each.nbytes for each in export.said.moved)
-    limits = (int(float(gib) * 2**30) for gib in export.said.flags.get("cpu-offload-gb", ()))
+    most = sum(each.nbytes for each in export.demand.moved)
+    limits = (int(float(gib) * 2**30) for gib in export.demand.flags.get("cpu-offload-gb", ()))
     return min((most, *limits)), most

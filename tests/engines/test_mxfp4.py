@@ -70,14 +70,14 @@ def test_experts_that_stay_are_counted(model: Model, rules: list[Rule]) -> None:
     plan = make_plan(*rules, prefetch_step=1)
     more = growth(hold(model), ANY_KERNELS)
     export = export_plan(plan, model, "vllm")
-    assert export.said.more_gpu_bytes == pytest.approx(more, abs=256)  # slots are aligned
-    assert "moe-backend" not in export.said.flags
+    assert export.demand.more_gpu_bytes == pytest.approx(more, abs=256)  # slots are aligned
+    assert "moe-backend" not in export.demand.flags
     assert any("stored as MXFP4" in note for note in export.notes)
     assert any("more than the plan predicts" in note for note in export.notes)
     tight = plan.model_copy(update={"budget": Budget(gpu_memory=more // 2)})
     with pytest.raises(ExportError, match="more of GPU memory"):
         export_plan(tight, model, "vllm")
-    older = export_plan(plan, model, "vllm==0.32").said
+    older = export_plan(plan, model, "vllm==0.32").demand
     assert older.more_gpu_bytes == pytest.approx(growth(hold(model), Kernels()), abs=256)
 
 
@@ -104,14 +104,16 @@ def test_the_largest_stage_counts(model: Model) -> None:
     held = lower(model, goal, plan.workload)
     assert len(held.stages) == 2
     more = [growth(stage, ANY_KERNELS) for stage in held.stages]
-    assert export_plan(plan, model, "vllm").said.more_gpu_bytes == max(more) == more[0]
+    assert export_plan(plan, model, "vllm").demand.more_gpu_bytes == max(more) == more[0]
     assert more[0] * 2 == more[1] * 3
 
 
 def test_ranks_of_sglang_that_have_whole_experts_expand_them(model: Model) -> None:
     plan = make_plan().model_copy(update={"budget": Budget(gpu_memory=2**40)})
-    assert export_plan(plan, model, "sglang").said.more_gpu_bytes == growth(hold(model), Kernels())
+    assert export_plan(plan, model, "sglang").demand.more_gpu_bytes == growth(
+        hold(model), Kernels()
+    )
     goal = Goal(engine="sglang", tensor_parallel=2, expert_parallel=2)
     held = lower(model, goal, plan.workload)
-    said = export_plan(plan.model_copy(update={"goal": goal}), model, "sglang").said
+    said = export_plan(plan.model_copy(update={"goal": goal}), model, "sglang").demand
     assert said.more_gpu_bytes == growth(held.stage, Kernels(code_growth=4))

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offplan.engines.offloading import say_offload
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan
-from offplan.engines.offloading import say_offload
 from offplan.engines.ranks import split_layers
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
@@ -305,7 +305,7 @@ def test_a_plan_of_ranks_can_be_exported(ranks: Ranks, host_memory: int | None) 
         flag = export.options.get(f"{name}-parallel-size")
         assert flag == ((str(size),) if size > 1 else None)
     if host_memory is not None:
-        assert export.said.pinned_bytes <= host_memory
+        assert export.demand.pinned_bytes <= host_memory
 
 
 def test_sglang_is_told_the_ranks() -> None:

@@ -216,9 +216,9 @@ def test_experts_of_mxfp4(
     assert len(laid_out) == 6 * len(real)
     stored = sum(each.nbytes for each in laid_out)
     if kernels:
-        assert export.said.more_gpu_bytes == sum(e.nbytes for e in laid_out.values()) - stored
+        assert export.demand.more_gpu_bytes == sum(e.nbytes for e in laid_out.values()) - stored
     else:
-        moved = {(each.layer, each.name): each.nbytes for each in export.said.moved}
+        moved = {(each.layer, each.name): each.nbytes for each in export.demand.moved}
         assert len(moved) == 6 * (len(real) // 2)
         assert all(real[layer][name] == nbytes for (layer, name), nbytes in moved.items())
     for each in laid_out.values():
@@ -266,12 +266,12 @@ def test_vllm_moves_what_the_plan_says(architecture: str, rule: Rule, tmp_path: 
     model = open_model(str(path))
     export = export_plan(with_source(make_plan(rule), path, model), model, "vllm")
     moved = record_moved(parse_command(export.command[1:]), tmp_path)
-    said = {(each.layer, each.name) for each in export.said.moved}
+    said = {(each.layer, each.name) for each in export.demand.moved}
     found = {(layer, name) for layer, names in enumerate(moved) for name in names}
     if rule.max_bytes is None:
         assert found == said
     else:
-        sizes = {(each.layer, each.name): each.nbytes for each in export.said.moved}
+        sizes = {(each.layer, each.name): each.nbytes for each in export.demand.moved}
         assert found <= said
         assert sum(sizes[each] for each in found) >= rule.max_bytes
 

@@ -39,12 +39,12 @@ def test_prefetch() -> None:
         "--offload-group-size 2 --offload-num-in-group 1 --offload-prefetch-step 1 "
         "--disable-prefill-cuda-graph --disable-shared-experts-fusion"
     )
-    assert export.said.more_gpu_bytes == 2 * 3 * NUM_EXPERTS * 2 * KIB
+    assert export.demand.more_gpu_bytes == 2 * 3 * NUM_EXPERTS * 2 * KIB
     assert "copy and compute in turns" in export.notes[0]
 
 
 def test_one_slot_is_two_there() -> None:
-    said = export_plan(make_plan(prefetch("experts"), prefetch_step=1), deepseek(), "sglang").said
+    said = export_plan(make_plan(prefetch("experts"), prefetch_step=1), deepseek(), "sglang").demand
     assert said.flags["offload-prefetch-step"] == ("1",)
     assert said.more_gpu_bytes == 3 * 3 * NUM_EXPERTS * 2 * KIB
 
@@ -60,7 +60,7 @@ def test_the_step_is_the_one_that_is_priced(num_slots: int) -> None:
     priced = build_engine_pass(runtime, placement, len(model.layers), Phase.DECODE)
     num_copies = sum(isinstance(operation, Copy) for operation in priced.operations)
     step = num_copies - len(placement.spans(Phase.DECODE))
-    flags = export_plan(plan, model, "sglang").said.flags
+    flags = export_plan(plan, model, "sglang").demand.flags
     assert flags["offload-prefetch-step"] == (str(step),)
 
 
@@ -68,7 +68,7 @@ def test_max_bytes() -> None:
     """As many GiB as hold what the rule takes, and the largest layer, in both pools, once more."""
     export = export_plan(make_plan(up_to("7GiB")), qwen3(), "sglang")
     assert export.flags == ["--cpu-offload-gb", "1", "--disable-prefill-cuda-graph"]
-    assert export.said.more_gpu_bytes == 2 * 10 * 2 * KIB
+    assert export.demand.more_gpu_bytes == 2 * 10 * 2 * KIB
     assert "does not read" in export.notes[0]
 
 
@@ -78,7 +78,7 @@ def test_whole_gib_are_those_of_the_rule(max_bytes: str, gib: int) -> None:
     model = open_model(str(MODELS / "qwen3-8b" / "config.json"))
     plan = make_plan(up_to(max_bytes))
     plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
-    said = export_plan(plan, model, "sglang").said
+    said = export_plan(plan, model, "sglang").demand
     assert said.flags["cpu-offload-gb"] == (str(gib),)
     layer_bytes = model.layers[0].nbytes
     taken_bytes = sum(slab.nbytes for slab in place(hold(model), plan.offload).slabs)
@@ -97,7 +97,7 @@ def test_no_gib_reaches_the_experts() -> None:
 def test_kv_b_proj_stays_on_the_gpu() -> None:
     """SGLang makes matrices of it there."""
     model = make_model("MiniCPM3ForCausalLM", [dense_names(MLA)] * 2)
-    said = export_plan(make_plan(up_to("1GiB")), model, "sglang").said
+    said = export_plan(make_plan(up_to("1GiB")), model, "sglang").demand
     assert not any("kv_b_proj" in each.name for each in said.moved)
     kept = 2 * 2 * KIB
     assert said.more_gpu_bytes == 2 * (model.layers[0].nbytes - kept // 2) + kept

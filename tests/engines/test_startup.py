@@ -109,7 +109,7 @@ def test_another_version_than_it_was_exported_for() -> None:
 def test_sglang() -> None:
     model, plan = large(deepseek()), make_plan(prefetch("experts"), prefetch_step=2)
     plan = plan.model_copy(update={"budget": Budget(gpu_memory=64 * GIB)})
-    said = export_plan(plan, model, "sglang==0.5.23").said
+    said = export_plan(plan, model, "sglang==0.5.23").demand
     moved = sum(each.nbytes for each in said.moved) / GIB
     weights = hold_whole(model, find_runner("sglang")).loaded_bytes / GIB
     line, loaded = SGLANG_LAYER, SGLANG_LOADED
@@ -128,7 +128,7 @@ def staged(engine: str, name: str, rule: Rule) -> tuple[Plan, Model, list[tuple[
     plan = plan.model_copy(update={"goal": goal, "budget": Budget(gpu_memory=64 * GIB)})
     stages = lower(model, goal, plan.workload).stages
     figures = []
-    for said, stage in zip(export_plan(plan, model, engine).said.stages, stages, strict=True):
+    for said, stage in zip(export_plan(plan, model, engine).demand.stages, stages, strict=True):
         moved = sum(each.nbytes for each in said.moved)
         figures.append((moved / GIB, (stage.loaded_bytes - moved) / GIB))
     return plan, model, figures

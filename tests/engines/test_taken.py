@@ -91,7 +91,7 @@ def test_the_embedding_on_the_host() -> None:
     taken = take(plan, model)
     assert taken.embedding == model.outside[0]
     assert "by row" in taken.describe()
-    assert export_plan(plan, model, "vllm-worker").said.pinned_bytes == 2 * KIB**2
+    assert export_plan(plan, model, "vllm-worker").demand.pinned_bytes == 2 * KIB**2
 
 
 def test_a_worker_is_started_with_the_plan_and_what_it_needs(tmp_path: Path) -> None:

@@ -171,8 +171,8 @@ def test_versions_that_cannot(version: str, lost: str) -> None:
 def test_the_second_runner_is_kept_from_ignoring_flags() -> None:
     plan = make_plan(prefetch(), prefetch_step=1)
     old, new = (export_plan(plan, qwen3(), f"vllm==0.{minor}") for minor in (27, 28))
-    assert old.said.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    assert not new.said.environment
+    assert old.demand.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert not new.demand.environment
 
 
 def test_ungated_projections_keep_their_name() -> None:
@@ -216,7 +216,7 @@ def test_experts_of_mxfp4_are_rounded_up_by_their_kernels() -> None:
     """From 240 to 256, by 120 to 128: 16 more of 225 parts, those that stay included."""
     model = with_form(deepseek(3), Form(Kind.MXFP4, (1, 32)))
     plan = make_plan(prefetch("experts"), prefetch_step=1)
-    said = export_plan(plan, model, "vllm").said
+    said = export_plan(plan, model, "vllm").demand
     assert said.flags["moe-backend"] == ("marlin",)
     assert {each.name.rpartition(".")[2]: each.nbytes for each in said.moved} == {
         "w13_weight": 2 * 4 * 2048 * 256 * 128 // (240 * 120),
@@ -260,7 +260,7 @@ def test_latent_attention_keeps_a_copy_of_kv_b_proj() -> None:
 def test_pages_are_locked_in_powers_of_two() -> None:
     # w13 of 2 x 4 x 2 KiB and w2 of 8 KiB stay; gate_up_proj of 4 KiB and down_proj of 2, too
     plan = make_plan(prefetch("experts", "q_a_proj", "kv_a_proj_with_mqa"), prefetch_step=1)
-    said = export_plan(plan, deepseek(6), "vllm").said
+    said = export_plan(plan, deepseek(6), "vllm").demand
     assert said.pinned_bytes == 3 * (16 + 8 + 4) * 1024
     three = replace(said.moved[0], nbytes=3000)
     assert Said(moved=(three, three)).pinned_bytes == 2 * 4096
@@ -271,7 +271,9 @@ def test_pages_are_locked_in_powers_of_two() -> None:
 
 def test_a_slot_has_a_buffer_for_each_shape() -> None:
     """Of layers that differ vLLM has both: a dense MLP's beside the experts'."""
-    said = export_plan(make_plan(prefetch(group_size=1), prefetch_step=1), deepseek(2), "vllm").said
+    said = export_plan(
+        make_plan(prefetch(group_size=1), prefetch_step=1), deepseek(2), "vllm"
+    ).demand
     dense = sum(p.nbytes for p in said.moved if p.layer == 0 and p.name.startswith("mlp."))
     assert said.more_gpu_bytes == dense == 6 * 1024
 
@@ -287,7 +289,7 @@ def test_notes() -> None:
 def test_vllm_never_leaves_more_on_the_gpu(model: Model, kib: int, random: Random) -> None:
     """In whatever order it has a layer's parameters, and however many of them it takes."""
     rule = up_to(f"{kib}KiB")
-    said = export_plan(make_plan(rule), model, "vllm").said
+    said = export_plan(make_plan(rule), model, "vllm").demand
     planned = sum(slab.nbytes for slab in place_rules(model, [rule], 1).slabs)
     limit = int(float(said.flags["cpu-offload-gb"][0]) * 2**30)
     parameters = list(engine_parameters(hold(model), {}))
@@ -338,7 +340,7 @@ def test_vllm_reads_what_the_plan_says(
     rule = prefetch(*segments, group_size=group_size, num_in_group=num_in_group)
     try:
         placement = place_rules(model, [rule], 1)
-        said = export_plan(make_plan(rule, prefetch_step=1), model, "vllm").said
+        said = export_plan(make_plan(rule, prefetch_step=1), model, "vllm").demand
     except (PlanError, ExportError):  # a rule that takes nothing, or a part of what is fused
         return
     placed = {

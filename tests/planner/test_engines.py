@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offplan.engines.offloading import say_offload
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
-from offplan.engines.offloading import say_offload
 from offplan.errors import ExportError, InfeasibleError
 from offplan.library.asking import pose
 from offplan.plan import Goal, Offload
@@ -126,7 +126,7 @@ def test_what_an_engine_page_locks_is_within_the_budget(
                 make_plan(replace(asked, budget=budget))
             continue
         plan = make_plan(replace(asked, budget=budget)).plan
-        assert export_plan(plan, model, engine).said.pinned_bytes <= limit
+        assert export_plan(plan, model, engine).demand.pinned_bytes <= limit
         best = min(each.objective_s for each in fits)
         assert plan.prediction.objective_s <= best * (1 + 1e-12)
 

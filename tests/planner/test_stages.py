@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from offplan.engines.offloading import export_check
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -17,7 +18,6 @@ from offplan.costs.compute import ModelCompute
 from offplan.costs.predict import predict, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import export_plan
-from offplan.engines.offloading import export_check
 from offplan.errors import InfeasibleError, OffplanError
 from offplan.library.asking import pose
 from offplan.placement import place
@@ -120,7 +120,7 @@ def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     model = read("dense", 7, tmp_path)
     question = ask(model, 0.5)
     sizes = [
-        export_plan(each, model, "vllm").said.pinned_bytes
+        export_plan(each, model, "vllm").demand.pinned_bytes
         for each in find_all(question)
         if each.offload.rules
     ]
@@ -128,7 +128,7 @@ def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     budget = question.budget.model_copy(update={"host_memory": limit})
     asked = pose(model, question.machine, WORKLOAD, budget, question.goal)
     plan = make_plan(asked).plan
-    assert export_plan(plan, model, "vllm").said.pinned_bytes <= limit
+    assert export_plan(plan, model, "vllm").demand.pinned_bytes <= limit
     least = min(each.prediction.objective_s for each in find_all(asked))
     assert plan.prediction.objective_s <= least
 
