@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offplan.engines.offloading import say_offload
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -205,7 +204,7 @@ def test_stages_count_their_layers_anew(tmp_path: Path) -> None:
 def test_all_ranks_lock_memory(tmp_path: Path) -> None:
     whole = read(tmp_path, DENSE)
     held, plan = divide(whole, tensor_parallel=2), write_plan(prefetch("mlp"), prefetch_step=1)
-    said = say_offload(plan.offload, held, "vllm")
+    said = find_runner("vllm").demand(plan.offload, held)
     assert {each.layer for each in said.moved} == {1, 3}
     assert said.pinned_bytes == 2 * 2 * (16384 + 8192)  # gate_up of 12 KiB, down of 6
     limits = {
@@ -220,7 +219,7 @@ def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
     held = divide(read(tmp_path, DENSE), pipeline_parallel=2)
     plan = write_plan(uva("self_attn"))
     with pytest.raises(ExportError, match="all stages of a pipeline the same flags"):
-        say_offload(plan.offload, held, "vllm")
+        find_runner("vllm").demand(plan.offload, held)
 
 
 @pytest.mark.parametrize(

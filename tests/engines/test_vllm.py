@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.engines.engine import Said
+from offplan.engines.engine import EngineDemand
 from offplan.engines.export import export_plan
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.runner import find_runner
@@ -263,7 +263,7 @@ def test_pages_are_locked_in_powers_of_two() -> None:
     said = export_plan(plan, deepseek(6), "vllm").demand
     assert said.pinned_bytes == 3 * (16 + 8 + 4) * 1024
     three = replace(said.moved[0], nbytes=3000)
-    assert Said(moved=(three, three)).pinned_bytes == 2 * 4096
+    assert EngineDemand(moved=(three, three)).pinned_bytes == 2 * 4096
     tight = plan.model_copy(update={"budget": Budget(gpu_memory=2**30, host_memory=80 * 1024)})
     with pytest.raises(ExportError, match="page-locks 84 KiB, each parameter rounded up"):
         export_plan(tight, deepseek(6), "vllm")
@@ -302,7 +302,7 @@ def test_vllm_never_leaves_more_on_the_gpu(model: Model, kib: int, random: Rando
     assert set(taken) <= set(said.moved)
 
 
-def read_prefetch_flags(said: Said, model: Model) -> set[tuple[int, str]]:
+def read_prefetch_flags(said: EngineDemand, model: Model) -> set[tuple[int, str]]:
     """Offload what vLLM would: (layer, checkpoint name) of each parameter."""
     group, number = (
         int(said.flags[f"offload-{name}"][0]) for name in ("group-size", "num-in-group")

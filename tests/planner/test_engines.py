@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offplan.engines.offloading import say_offload
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
+from offplan.engines.runner import find_runner
 from offplan.errors import ExportError, InfeasibleError
 from offplan.library.asking import pose
 from offplan.plan import Goal, Offload
@@ -145,7 +145,7 @@ def lock(offload: Offload, question: Question) -> float:
         return NEVER
     held, budget = question.held, question.budget
     taken = predict(held, question.planned_machine, question.workload, budget, offload)
-    said = say_offload(offload, held, str(question.goal.engine))
+    said = find_runner(str(question.goal.engine)).demand(offload, held)
     return max(said.pinned_bytes, taken.host_memory_bytes)
 
 
@@ -170,7 +170,7 @@ def can_say(offload: Offload, question: Question) -> bool:
     held, budget = question.held, question.budget
     assert question.goal.engine is not None
     try:
-        said = say_offload(offload, held, question.goal.engine)
+        said = find_runner(question.goal.engine).demand(offload, held)
     except ExportError:
         return False
     taken = predict(held, question.planned_machine, question.workload, budget, offload)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from offplan.engines.offloading import export_check
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -18,6 +17,7 @@ from offplan.costs.compute import ModelCompute
 from offplan.costs.predict import predict, price_request
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import export_plan
+from offplan.engines.runner import find_runner
 from offplan.errors import InfeasibleError, OffplanError
 from offplan.library.asking import pose
 from offplan.placement import place
@@ -76,7 +76,7 @@ def list_plans(question: Question) -> Iterator[Offload]:
 def find_all(question: Question) -> list[Plan]:
     """Price those that fit every stage and that vLLM's flags can say."""
     assert question.goal.engine is not None
-    say = export_check(question.held, question.goal.engine)
+    say = find_runner(question.goal.engine).checker(question.held)
     found = []
     for offload in list_plans(question):
         try:
