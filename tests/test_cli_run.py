@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from offplan.machine.profile import load_profile
+from offplan.routing.profile import load_routing
 from tests.cli import CLI, RULES, TINY_MOE, write_plan
 
 WEIGHTS = (
@@ -139,3 +140,31 @@ def test_a_second_gpu_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     assert code == 0
     code, _, err = cli("export", path, "--engine", "vllm")
     assert (code, "has a second GPU's memory as its store" in err) == (2, True)
+
+
+def test_routing_is_recorded(cli: CLI, tmp_path: Path) -> None:
+    plan, path = write_plan(tmp_path, RULES["resident"]), tmp_path / "routing.json"
+    arguments = ("--prompt", "Weights", "--device", "cpu", "--record-routing", path)
+    code, out, err = cli("run", plan, *arguments)
+    assert (code, out.startswith(WEIGHTS)) == (0, True)
+    profile = load_routing(path)
+    # a step for each token but the first, one for the end, and one that was queued behind it
+    assert profile.tokens == len(WEIGHTS) - len("Weights") + 1
+    assert f"batch 1: a step chose {profile.num_experts_per_token}.0 of" in err
+    assert "Weights" not in path.read_text()
+    code, _, err = cli("run", plan, *arguments)
+    assert (code, "exists; --force overwrites it" in err) == (2, True)
+    code, _, err = cli("run", plan, *arguments, "--force", "--max-new-tokens", 1)
+    assert (code, "no decode step was run" in err) == (2, True)
+    assert load_routing(path) == profile
+
+
+def test_routing_of_a_dense_model_is_refused(cli: CLI, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    model = TINY_MOE.parents[1] / "tests" / "models" / "qwen3-8b" / "config.json"
+    workload = ("--machine", "h200-pcie5", "--gpu-memory", "12GiB", "-o", path)
+    assert cli("analyze", model, *workload).code == 0
+    arguments = ("--dummy-weights", "--device", "cpu", "--record-routing", tmp_path / "routing")
+    code, _, err = cli("run", path, *arguments)
+    assert (code, "has no routed experts" in err) == (2, True)
+    assert not (tmp_path / "routing").exists()

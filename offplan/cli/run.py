@@ -6,6 +6,7 @@ from offplan.cli.output import (
     JSON_VERSION,
     ProgressBar,
     check_stdout,
+    check_writable,
     print_json,
     print_note,
     print_result,
@@ -19,12 +20,16 @@ from offplan.cli.takes import takes
 def run(given: RunOptions) -> None:
     """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
     from offplan.cli.planning import open_plan_to_run
+    from offplan.cli.routing import require_routing, save_routing
 
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()
     given.check()
+    check_writable(given.record_routing, force=given.force)
     lines = given.read_lines()
     plan, model = open_plan_to_run(given.plan, given.model)
+    if given.record_routing is not None:
+        require_routing(model)
 
     with waiting("starting torch"):
         from offplan.cli.generating import generate_request
@@ -52,6 +57,7 @@ def run(given: RunOptions) -> None:
             model,
             device,
             dummy_weights=given.dummy_weights,
+            record_routing=given.record_routing is not None,
             on_stage=ProgressBar,
             settle=settle_by(print_note),
         )
@@ -59,6 +65,8 @@ def run(given: RunOptions) -> None:
             if (peer := session.loaded.store.peer) is not None:
                 print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
             result = generate_request(session, plan, model, request, left, teller)
+            if given.record_routing is not None:
+                save_routing(session, plan, given.record_routing, force=given.force)
     print_result(
         run_payload(plan, result, left),
         render_run(plan, result),

@@ -57,6 +57,7 @@ def load_session(
     device: torch.device,
     *,
     dummy_weights: bool = False,
+    record_routing: bool = False,
     on_stage: Stages = silent,
     settle: Settle | None = None,
 ) -> tuple[Plan, Session]:
@@ -64,7 +65,7 @@ def load_session(
 
     Returns the plan that was loaded by, too: the one that ``settle`` returns where weights turn out
     not to pack, which is looked for before they are loaded, too. Left out, they are held as they
-    are stored where the plan has room for them.
+    are stored where the plan has room for them. ``record_routing`` is Session's.
     """
     if not dummy_weights:
         check_before_fetching(model, plan.offload, plan.workload.context, device)
@@ -78,6 +79,7 @@ def load_session(
             context=plan.workload.context,
             device=device,
             folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
+            record_routing=record_routing,
             on_progress=on_stage("loading"),
         )
 

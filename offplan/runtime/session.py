@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from offplan.checkpoint.model import Model
+from offplan.errors import InputError
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.layers import require_triton
 from offplan.runtime.passes.link import CpuLink, CudaLink, Link
+from offplan.runtime.passes.routing import RoutingRecorder
 from offplan.runtime.passes.runner import ModelRunner
 from offplan.runtime.refusal import refuse_long_texts
 
@@ -41,13 +44,15 @@ class Session:
         device: str | torch.device,
         folder: Path | None = None,
         capture: bool = True,
+        record_routing: bool = False,
         on_progress: Progress | None = None,
         wrap_link: Callable[[Link], Link] = lambda link: link,
     ) -> None:
         """Load ``model`` as a plan's ``offload`` says; sequences may reach ``context`` tokens.
 
         ``folder`` holds the model's files, None for random weights. ``capture`` (CUDA only)
-        captures what is captured. ``wrap_link`` puts another link in front of the one that moves
+        captures what is captured. ``record_routing`` notes which experts steps choose, under
+        ``routing``. ``wrap_link`` puts another link in front of the one that moves
         the bytes.
 
         Raises what LoadedModel raises, whatever was taken until then being given back,
@@ -69,6 +74,7 @@ class Session:
                 self._stream = open_stream(self.device)
                 store = self.loaded.store
                 link_type = CudaLink if self.device.type == "cuda" else CpuLink
+                self.routing = self._watch_routing() if record_routing else None
                 self.link = wrap_link(link_type(store.slots, store.slabs))
                 self.runner = ModelRunner(
                     self.loaded,
@@ -138,6 +144,8 @@ class Session:
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
         self.runner.length = 0
+        if self.routing is not None:
+            self.routing.forget()
         if self._stream is not None:
             self._stream.synchronize()  # or the first request would wait for these steps
 
@@ -157,6 +165,8 @@ class Session:
         """
         self._check_open()
         with self.stream(), torch.inference_mode():
+            if self.routing is not None:
+                self.routing.begin(len(prompt))
             return self.runner.prefill(prompt)
 
     @memory_limits("making a token")
@@ -171,7 +181,10 @@ class Session:
         """
         self._check_open()
         with self.stream(), torch.inference_mode():
-            return self.runner.decode(tokens)
+            logits = self.runner.decode(tokens)
+            if self.routing is not None:
+                self.routing.note_step()
+            return logits
 
     def find_nan(self, prompt: torch.Tensor, fed: torch.Tensor) -> str:
         """Say which layer gave the first NaN of the last pass, by running that pass once more.
@@ -186,6 +199,13 @@ class Session:
                 return self.runner.find_nan(prompt.to(self.device), fed)
         except (torch.OutOfMemoryError, MemoryError):
             return "memory ran out when offplan ran the pass once more to find the layer"
+
+    def _watch_routing(self) -> RoutingRecorder:
+        model = self.loaded.model
+        if model.experts is None:
+            raise InputError(f"{model.source} has no routed experts: there is no routing to record")
+        layers = decoder_layers(self.loaded.module)
+        return RoutingRecorder(layers, model.experts.num_experts_per_token, self.device)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,1 @@
+"""Which experts tokens choose, and how soon they choose them again."""

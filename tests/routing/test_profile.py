@@ -1,0 +1,94 @@
+"""A routing profile reads back as it was written, and a damaged one is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offplan.errors import InputError
+from offplan.plan import ModelRef
+from offplan.routing.profile import RoutingProfile, dump_routing, load_routing, make_routing
+
+MODEL = ModelRef(source="org/model", headers_sha256="0" * 64, dtype="bfloat16")
+
+
+@pytest.fixture
+def profile() -> RoutingProfile:
+    random = np.random.default_rng(0)
+    runs = [random.integers(0, 8, (20, 2, batch, 2)).astype(np.int16) for batch in (4, 3)]
+    return make_routing(MODEL, [1, 3], runs, 8)
+
+
+def test_it_reads_back(profile: RoutingProfile, tmp_path: Path) -> None:
+    path = tmp_path / "routing.json"
+    path.write_text(dump_routing(profile))
+    assert load_routing(path) == profile
+    assert load_routing(path).fingerprint == profile.fingerprint
+
+
+def test_batches_are_powers_of_two_and_the_largest(profile: RoutingProfile) -> None:
+    assert [each.batch for each in profile.batches] == [1, 2, 4]
+    # a run of 4 sequences has two pairs, one of 3 has one and a rest
+    assert [each.steps for each in profile.batches] == [7 * 20, 3 * 20, 20]
+    assert profile.tokens == 7 * 20
+    runs = [np.zeros((5, 1, 3, 2), np.int16)]
+    assert [each.batch for each in make_routing(MODEL, [0], runs, 8).batches] == [1, 2, 3]
+
+
+def test_hits_grow_to_all_that_was_used_before(profile: RoutingProfile) -> None:
+    for each in profile.batches:
+        rates = [each.hit_rate(size) for size in range(9)]
+        assert rates == sorted(rates)
+        assert rates[0] == 0
+        first_uses = sum(layer.first_uses for layer in each.layers)
+        assert rates[8] == pytest.approx(1 - first_uses / (each.touched * each.steps * 2))
+    assert profile.batches[0].touched < profile.batches[1].touched < profile.batches[2].touched
+
+
+def test_a_batch_that_was_not_recorded_is_refused(profile: RoutingProfile) -> None:
+    assert profile.of_batch(4) is profile.batches[2]
+    with pytest.raises(InputError, match="has batches of 1, 2, 4 and none of 8"):
+        profile.of_batch(8)
+
+
+def test_no_step_is_no_profile() -> None:
+    with pytest.raises(InputError, match="raise --max-new-tokens"):
+        make_routing(MODEL, [1], [], 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda d: d.update(offplan_routing=2), "offplan_routing"),
+        (lambda d: d["batches"].reverse(), "not in ascending order"),
+        (lambda d: d["batches"][1]["layers"].pop(), "batch 2 has other layers"),
+        (lambda d: d["batches"][0]["layers"][0]["distances"].pop(), "has 7 distances; expected 8"),
+        (lambda d: d["batches"][0]["layers"][0].update(first_uses=-1), "first_uses"),
+        (
+            lambda d: d["batches"][0]["layers"][0].update(distances=[0] * 8, first_uses=0),
+            "chose no",
+        ),
+        (lambda d: d.update(batches=[]), "batches"),
+        (lambda d: d.pop("model"), "model: it is missing"),
+        (lambda d: d.update(texts=["secret"]), "there is no such key"),
+    ],
+)
+def test_a_damaged_file_is_refused(
+    profile: RoutingProfile, tmp_path: Path, change: object, why: str
+) -> None:
+    path = tmp_path / "routing.json"
+    data = json.loads(dump_routing(profile))
+    assert callable(change)
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=why):
+        load_routing(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3"])
+def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "routing.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="routing"):
+        load_routing(path)
