@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from offplan.backends import Backend
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
-from offplan.plan import Backend, Offload, Rule
+from offplan.plan import Offload, Rule
 from offplan.units import format_bytes
 
 ALIGNMENT_BYTES = 256
@@ -26,6 +27,11 @@ class Phase(str, Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+def off_gpu_bytes(num_bytes: int, prefill: Backend, decode: Backend) -> int:
+    """Return the bytes of a unit that are not on the GPU outside the ring, of ``num_bytes``."""
+    return num_bytes - max(prefill.gpu_bytes(num_bytes), decode.gpu_bytes(num_bytes))
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,11 @@ class SlabEntry:
     def backend(self, phase: Phase) -> Backend:
         """How this phase reads it."""
         return self.prefill if phase is Phase.PREFILL else self.decode
+
+    @property
+    def off_gpu_bytes(self) -> int:
+        """Bytes of GPU memory that are free because the unit lies in a slab."""
+        return off_gpu_bytes(self.unit.nbytes, self.prefill, self.decode)
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Slab:
 
     def span(self, phase: Phase) -> Span | None:
         """The range that this phase streams through the ring; None if it streams nothing."""
-        streamed = [entry for entry in self.entries if entry.backend(phase) is Backend.PREFETCH]
+        streamed = [entry for entry in self.entries if entry.backend(phase).streams]
         if not streamed:
             return None
         return Span(self.layer, streamed[0].offset, streamed[-1].offset + streamed[-1].unit.nbytes)
@@ -157,7 +168,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
         slabs=tuple(slabs),
         num_slots=min(offload.prefetch_step, max(map(len, streamed))),
         slot_bytes=max((span.nbytes for spans in streamed for span in spans), default=0),
-        resident_bytes=weights - sum(e.unit.nbytes for slab in slabs for e in slab.entries),
+        resident_bytes=weights - sum(e.off_gpu_bytes for slab in slabs for e in slab.entries),
         host_embedding=embedding,
     )
 
@@ -179,19 +190,14 @@ def _first_rule(unit: Unit, rules: Sequence[Rule], left: Sequence[float]) -> int
     return None
 
 
-_ORDER = (
-    (Backend.PREFETCH, Backend.UVA),
-    (Backend.PREFETCH, Backend.PREFETCH),
-    (Backend.UVA, Backend.PREFETCH),
-    (Backend.UVA, Backend.UVA),
-)
-"""How entries of a slab are reached in prefill and in decode, in the order that they lie in it."""
+_ORDER = ((True, False), (True, True), (False, True), (False, False))
+"""Whether entries of a slab stream in prefill and in decode, in the order that they lie in it."""
 
 
 def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
     """Lay out the chosen units of one layer, each with the rule that takes it."""
     # sorted() is stable: within a class the entries keep the order of their names
-    ranked = sorted(chosen, key=lambda pair: _ORDER.index((pair[1].prefill, pair[1].decode)))
+    ranked = sorted(chosen, key=lambda pair: _ORDER.index(pair[1].streams))
     entries: list[SlabEntry] = []
     offset = 0
     for unit, rule in ranked:

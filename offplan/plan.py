@@ -5,12 +5,13 @@ YAML's safe loader; an unknown key, or one given twice, is an error.
 """
 
 import reprlib
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
+from offplan.backends import BACKENDS
+from offplan.backends import Backend as Backend
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
 from offplan.ranks import Ranks
@@ -45,15 +46,6 @@ PRINTED_TO = 1e-3
 
 _IN_ANY_BUDGET = object()
 """Context in which a plan is read that exceeds its budget, so that it can be made again."""
-
-
-class Backend(str, Enum):
-    """How an offloaded parameter reaches the GPU in one phase."""
-
-    PREFETCH = "prefetch"
-    """Copied by DMA into a slot of the ring before its layer runs."""
-    UVA = "uva"
-    """Read in place by the kernels, over the link."""
 
 
 class ModelRef(Record):
@@ -218,18 +210,32 @@ class Rule(Record):
         if self.max_bytes is not None:
             if self.group_size is not None or self.num_in_group is not None:
                 raise ValueError("a rule has either max_bytes or group_size and num_in_group")
-            if (self.prefill, self.decode) != (Backend.UVA, Backend.UVA):
-                raise ValueError("a max_bytes rule is read in place: prefill and decode are uva")
+            if self.prefill is not self.decode or self.decode.streams:
+                names = " or ".join(b.name for b in BACKENDS.values() if not b.streams)
+                raise ValueError(
+                    f"a max_bytes rule is read in place: prefill and decode are {names}"
+                )
         elif self.group_size is None or self.num_in_group is None:
             raise ValueError("a rule needs group_size and num_in_group, or max_bytes")
         else:
             _check_group(self.group_size, self.num_in_group)
+        for phase, backend in (("prefill", self.prefill), ("decode", self.decode)):
+            if phase not in backend.phases:
+                raise ValueError(
+                    f"{phase}: {backend.name} serves {' and '.join(backend.phases)} alone; choose "
+                    f"{' or '.join(b.name for b in BACKENDS.values() if phase in b.phases)}"
+                )
         return self
 
     @property
     def is_mixed(self) -> bool:
         """Whether it reaches the GPU in one way for a prompt and in another for a decode step."""
         return self.prefill is not self.decode
+
+    @property
+    def streams(self) -> tuple[bool, bool]:
+        """Whether it goes through the ring in prefill, and in decode."""
+        return self.prefill.streams, self.decode.streams
 
     def selects_layer(self, index: int) -> bool:
         """Whether the group pattern takes this layer (always true for ``max_bytes``)."""
@@ -286,13 +292,16 @@ class Offload(Record):
     """First match wins; empty when everything fits."""
 
     @model_validator(mode="after")
-    def _peer_is_copied(self) -> "Offload":
+    def _reads_its_store(self) -> "Offload":
+        known = " or ".join(b.name for b in BACKENDS.values() if self.store in b.stores)
         for number, rule in enumerate(self.rules, 1):
-            if self.store == "peer" and Backend.UVA in (rule.prefill, rule.decode):
-                raise ValueError(
-                    f"rule {number} is read in place (uva), but kernels read no second GPU's "
-                    "memory: with `store: peer`, prefill and decode are prefetch"
-                )
+            for backend in (rule.prefill, rule.decode):
+                if self.store not in backend.stores:
+                    raise ValueError(
+                        f"rule {number} is {backend.words.noun} ({backend.name}), which reads no "
+                        f"second GPU's memory: with `store: {self.store}`, prefill and decode are "
+                        f"{known}"
+                    )
         return self
 
 

@@ -2,7 +2,8 @@
 
 Operations of the compute stream are in program order. A ``Copy`` stands where its slot becomes
 free: it may start once everything before it in the compute stream is done, and copies run one
-after another on their own stream. ``Wait`` makes the compute stream wait for a copy.
+after another on their own stream. ``Wait`` makes the compute stream wait for a copy, and ``Serve``
+has a backend fetch what a layer is about to read.
 
 The ring: the layers that stream in a pass take turns. Turn t uses slot t mod K, where K is the
 number of slots, or of turns where there are fewer. As soon as its layer has run, the slot is
@@ -14,7 +15,8 @@ the last turns of prefill left there.
 
 from dataclasses import dataclass
 
-from offplan.placement import Phase, Placement, Span
+from offplan.backends import Backend
+from offplan.placement import Phase, Placement, SlabEntry, Span
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,22 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Serve:
+    """Have a backend fetch what a layer reads at use in a phase, on the compute stream."""
+
+    phase: Phase
+    layer: int
+    backend: Backend
+
+
+@dataclass(frozen=True)
 class Compute:
-    """Run one decoder layer."""
+    """Run one decoder layer; whatever its kernels read in place they read now."""
 
     layer: int
 
 
-Operation = Copy | Wait | Compute
+Operation = Copy | Wait | Serve | Compute
 
 Ring = tuple[Span | None, ...]
 """What each slot holds, or is being filled with; None for a slot never used."""
@@ -92,6 +103,23 @@ def slots_read(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]
     return slots | kept_after_prefill(placement) if phase is Phase.DECODE else slots
 
 
+def read_at_use(placement: Placement, phase: Phase) -> dict[int, list[SlabEntry]]:
+    """Return what each layer reads neither from the GPU nor from the ring, by layer index.
+
+    What prefill streamed and left in the ring decode finds there, whatever decode's backend is.
+    """
+    kept = kept_after_prefill(placement) if phase is Phase.DECODE else {}
+    return {
+        slab.layer: [
+            entry
+            for entry in slab.entries
+            if not entry.backend(phase).streams
+            and not (slab.layer in kept and entry.prefill.streams)
+        ]
+        for slab in placement.slabs
+    }
+
+
 def build_pass(
     placement: Placement,
     num_layers: int,
@@ -112,6 +140,10 @@ def build_pass(
     turn_of = {span.layer: turn for turn, span in enumerate(spans)}
     contents = list(ring)
     operations: list[Operation] = []
+    served = {
+        layer: [*dict.fromkeys(e.backend(phase) for e in entries if e.backend(phase).is_served)]
+        for layer, entries in read_at_use(placement, phase).items()
+    }
 
     def fill(slot: int, span: Span, *, again: bool = False) -> None:
         if again or contents[slot] != span:
@@ -121,12 +153,14 @@ def build_pass(
     for turn in range(num_slots):  # what the previous pass did not leave ready
         fill(turn, spans[turn])
     for layer in range(num_layers):
+        work: list[Operation] = [Serve(phase, layer, backend) for backend in served.get(layer, ())]
+        work.append(Compute(layer))
         if layer not in turn_of:
-            operations.append(Compute(layer))
+            operations += work
             continue
         turn = turn_of[layer]
         slot, later = turn % num_slots, turn + num_slots
-        operations += [Wait(slot, spans[turn]), Compute(layer)]
+        operations += [Wait(slot, spans[turn]), *work]
         if later < len(spans):
             fill(slot, spans[later], again=copies_again)
         elif (first := later - len(spans) if in_order else slot) < len(following):

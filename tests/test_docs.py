@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from docs import make_cli_reference
+from offplan.backends import BACKENDS
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.activations import (
@@ -35,7 +36,7 @@ from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, Slab, place
 from offplan.plan import Plan, Prediction, load_plan
 from offplan.planner.search import MAX_RULES
-from offplan.planner.space import BACKENDS, PREFETCH_STEPS, PREFILL_CHUNKS
+from offplan.planner.space import PREFETCH_STEPS, PREFILL_CHUNKS, backend_pairs
 from offplan.schedule import Compute, Copy, build_steady_request, slots_of
 from tests.cli import CLI, ROOT
 
@@ -223,7 +224,7 @@ def test_the_walk_names_the_times(walk: Walk) -> None:
 
 def test_the_walk_shows_the_slab(walk: Walk) -> None:
     rows = [
-        f"| {entry.offset:,} | `{entry.unit.name}` | {entry.prefill.value} | {entry.decode.value} |"
+        f"| {entry.offset:,} | `{entry.unit.name}` | {entry.prefill.name} | {entry.decode.name} |"
         for entry in walk.slab.entries
     ]
     assert "\n".join(rows) in WALKED
@@ -271,7 +272,9 @@ def test_the_cost_model_names_the_constants() -> None:
     ):
         assert stated in text
     assert MAX_RULES == 2, "the page says: no rule, one or two"
-    assert len(BACKENDS) == 3, "the page names three pairs of backends"
+    assert len(backend_pairs(BACKENDS.values(), "host")) == 3, (
+        "the page names three pairs of backends"
+    )
 
 
 def test_the_hook_and_the_workflow_run(

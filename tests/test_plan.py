@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from offplan import units
+from offplan.backends import BACKENDS, find_backend
 from offplan.errors import DriftError, PlanError
 from offplan.library.asking import pose
 from offplan.library.planned import open_planned_model
@@ -78,7 +79,7 @@ predictions = st.builds(
     host_memory=sizes,
 )
 segments = st.lists(st.sampled_from(["mlp", "experts", "o_proj", "yes", "1.5"]), unique=True)
-backends = st.sampled_from(Backend)
+backends = st.sampled_from([*BACKENDS.values()])
 rules = st.one_of(
     st.builds(
         lambda names, size, share, prefill, decode: rule(
@@ -313,7 +314,7 @@ def test_packing_takes_the_last_layers_of_each_group() -> None:
 
 @pytest.mark.parametrize("backends", [("uva", "uva"), ("prefetch", "uva"), ("uva", "prefetch")])
 def test_a_peer_is_not_read_in_place(backends: tuple[str, str]) -> None:
-    prefill, decode = map(Backend, backends)
+    prefill, decode = map(find_backend, backends)
     data = yaml.safe_load(dump_plan(example_plan))
     in_place = rule("mlp", group=(1, 1), prefill=prefill, decode=decode)
     first = rule("self_attn", group=(1, 1), prefill=Backend.PREFETCH, decode=Backend.PREFETCH)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from offplan.backends import Backend
 from offplan.costs.compute import ModelCompute
-from offplan.costs.link import uva_bytes
+from offplan.costs.link import use_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_from_powers
 from offplan.costs.timeline import to_seconds
@@ -15,7 +16,7 @@ from offplan.held.stage import Stage
 from offplan.held.unit import group_units
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
-from offplan.plan import Backend, Plan, Workload
+from offplan.plan import Plan, Workload
 
 MOST_BATCH = 4096
 """Larger batches are not looked at."""
@@ -59,7 +60,7 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
     wins = _streaming_wins(stage, machine, plan.workload)
     engine = stage.runner.pass_rules
     reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
-    streams = any(rule.prefill is Backend.PREFETCH for rule in plan.offload.rules)
+    streams = any(rule.prefill.streams for rule in plan.offload.rules)
     return Crossovers(
         compute_bound_batch=least_from_powers(computes, MOST_BATCH) if moves else None,
         streaming_batch=least_from_powers(wins, MOST_BATCH) if reads else None,
@@ -83,7 +84,9 @@ def _streaming_wins(
     copies_s = sum(machine.copy_seconds(sum(u.nbytes for u in units)) for units in offloaded)
 
     def wins(batch: int) -> bool:
-        read = sum(uva_bytes(machine, units, stage.experts, batch) for units in offloaded)
+        read = sum(
+            use_bytes(Backend.UVA, machine, units, stage.experts, batch) for units in offloaded
+        )
         shape = decode_shape(workload.model_copy(update={"batch": batch}))
         resident_s = to_seconds(compute.price(shape).resident_ps)
         in_turns = stage.runner.pass_rules is not None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offplan.backends import BACKENDS
 from offplan.costs.timeline import to_seconds
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -43,7 +44,7 @@ def find_floor(
     routing). ``resident_ps`` are the fastest prompt and decode step with everything resident;
     ``elsewhere_ps`` the same of a pipeline's other stages, which come on top.
     """
-    rate = max(machine.h2d.value, machine.uva.value)
+    rate = max(backend.rate(machine).value for backend in BACKENDS.values())
     tokens = workload.batch * workload.prompt_tokens, workload.batch
     prefill_bytes, decode_bytes = (
         min(_least_read(stage, missing, each) for stage, missing in ways) for each in tokens

@@ -1,10 +1,12 @@
-"""The bytes that cross the link when kernels read offloaded weights in place."""
+"""The bytes that cross the link when layers read offloaded weights at use."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import erfc, exp, log, prod, sqrt
 
+from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.work import PassShape, gathers_codes
@@ -12,9 +14,8 @@ from offplan.held.unit import Unit
 from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Phase, Placement
-from offplan.plan import Backend
-from offplan.schedule import kept_after_prefill
+from offplan.placement import Placement
+from offplan.schedule import read_at_use
 
 REREADS = tuple(
     Reread(rows=rows, factor=factor)
@@ -88,31 +89,72 @@ def _measured_factor(points: Sequence[Reread], num_rows: float) -> float:
     return a.factor * exp(log(num_rows / a.rows) / reach * rise)
 
 
-def uva_bytes(
-    machine: MachineProfile, units: Iterable[Unit], experts: Experts | None, num_tokens: int
-) -> int:
-    """Bytes that cross when a pass of so many tokens reads units of one layer in place.
+@dataclass(frozen=True)
+class UnitUse:
+    """One unit in a pass of so many tokens: the facts by which a backend prices it."""
 
-    Weights cross whole; of routed experts those that the tokens are sent to (uniform routing), each
-    for its share of the tokens. How often is measured for just such products, or what other ones
-    did.
-    """
-    crossing = 0.0
-    for unit in units:
+    unit: Unit
+    num_tokens: int
+    experts: Experts | None
+    machine: MachineProfile
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unit."""
+        return self.unit.nbytes
+
+    @property
+    def touched(self) -> float:
+        """Part of the unit that the tokens are sent to, by uniform routing."""
+        if not self.unit.is_expert or self.experts is None:
+            return 1.0
+        return self.experts.touched(self.num_tokens) / self.experts.num_experts
+
+    @property
+    def num_reads(self) -> float:
+        """How often each byte is read: measured for just such products, or as other ones did.
+
+        Routed experts are read by uniform routing, each for its share of the tokens.
+        """
+        unit, experts, machine = self.unit, self.experts, self.machine
         is_coded = not unit.parameters[0].form.is_raw
         # codes are read once, whether they are multiplied or expanded
-        factor = 1.0 if is_coded else machine.find_in_place_read(unit.shape, num_tokens)
-        share = 1.0
-        if unit.is_expert and experts is not None:
-            share = experts.touched(num_tokens) / experts.num_experts
-            rows = num_tokens * experts.num_experts_per_token / experts.num_in_all
-            if is_coded or factor is None:
-                factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
-        is_gathered = unit.is_expert and gathers_codes(experts, num_tokens)
+        factor = 1.0 if is_coded else machine.find_in_place_read(unit.shape, self.num_tokens)
+        if unit.is_expert and experts is not None and (is_coded or factor is None):
+            rows = self.num_tokens * experts.num_experts_per_token / experts.num_in_all
+            factor = coded_reads(rows) if is_coded else max(1.0, rows / EXPERT_ROWS)
+        is_gathered = unit.is_expert and gathers_codes(experts, self.num_tokens)
         if is_coded and not is_gathered and not _has_aligned_rows(unit):
             factor = UNALIGNED_ROWS * (factor or 1.0)
-        crossing += unit.nbytes * share * (factor or reread_factor(machine, num_tokens))
-    return round(crossing)
+        return factor or reread_factor(machine, self.num_tokens)
+
+
+def use_bytes(
+    backend: Backend,
+    machine: MachineProfile,
+    units: Iterable[Unit],
+    experts: Experts | None,
+    num_tokens: int,
+) -> int:
+    """Bytes that cross when a pass of so many tokens gets at units of one layer by a backend."""
+    uses = (UnitUse(unit, num_tokens, experts, machine) for unit in units)
+    return round(sum(map(backend.link_bytes, uses)))
+
+
+def group_by_backend(served: Iterable[tuple[Unit, Backend]]) -> dict[Backend, list[Unit]]:
+    """Group units of a layer by the backend that reads them at use."""
+    found: dict[Backend, list[Unit]] = {}
+    for unit, backend in served:
+        found.setdefault(backend, []).append(unit)
+    return found
+
+
+def times_read(backend: Backend, tokens: Sequence[int]) -> Mapping[int, int]:
+    """Count how often a backend reads for how many tokens, in a pass of chunks of so many.
+
+    What it fetches for a layer all chunks use; the kernels of each chunk read for themselves.
+    """
+    return {sum(tokens): 1} if backend.is_served else Counter(tokens)
 
 
 def coded_reads(mean_rows: float) -> float:
@@ -146,33 +188,26 @@ def embedding_bytes(table: TensorInfo | None, shapes: Sequence[PassShape]) -> in
     return num_rows * (table.nbytes // table.shape[0])
 
 
-def uva_bytes_by_layer(
+def read_bytes_by_layer(
     placement: Placement,
     machine: MachineProfile,
     experts: Experts | None,
     num_layers: int,
     shapes: Sequence[PassShape],
-) -> tuple[int, ...]:
-    """Bytes that each layer reads in place in a pass of these chunks, re-reads included.
+) -> tuple[Mapping[Backend, int], ...]:
+    """Bytes that each layer reads at use in a pass of these chunks, by backend, re-reads included.
 
-    The kernels of each chunk read for themselves. Decode reads what prefill left in the ring from
-    there.
+    Decode reads what prefill left in the ring from there.
     """
-    phase = shapes[0].phase
-    kept = kept_after_prefill(placement) if phase is Phase.DECODE else {}
-
-    # nearly all chunks of a prompt are of one size
-    chunks = Counter(shape.num_tokens for shape in shapes)
-    by_layer = [0] * num_layers
-    for slab in placement.slabs:
-        in_place = [
-            entry.unit
-            for entry in slab.entries
-            if entry.backend(phase) is Backend.UVA
-            and not (slab.layer in kept and entry.prefill is Backend.PREFETCH)
-        ]
-        by_layer[slab.layer] = sum(
-            count * uva_bytes(machine, in_place, experts, num_tokens)
-            for num_tokens, count in chunks.items()
-        )
+    phase, tokens = shapes[0].phase, [shape.num_tokens for shape in shapes]
+    by_layer: list[Mapping[Backend, int]] = [{} for _ in range(num_layers)]
+    for layer, entries in read_at_use(placement, phase).items():
+        served = group_by_backend((entry.unit, entry.backend(phase)) for entry in entries)
+        by_layer[layer] = {
+            backend: sum(
+                count * use_bytes(backend, machine, units, experts, num_tokens)
+                for num_tokens, count in times_read(backend, tokens).items()
+            )
+            for backend, units in served.items()
+        }
     return tuple(by_layer)

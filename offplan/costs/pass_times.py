@@ -1,7 +1,10 @@
 """What each operation of a pass takes on a machine."""
 
+from collections import Counter
+
+from offplan.backends import Backend
 from offplan.costs.compute import PassCompute
-from offplan.costs.link import embedding_bytes, uva_bytes_by_layer, uva_slowdown
+from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -16,16 +19,27 @@ def pass_times(
     def copy_ps(span: Span) -> int:
         return to_ps(machine.copy_seconds(span.nbytes))
 
-    num_layers = len(stage.layers)
-    read = uva_bytes_by_layer(placement, machine, stage.experts, num_layers, priced.shapes)
+    read = read_bytes_by_layer(placement, machine, stage.experts, len(stage.layers), priced.shapes)
     rows = embedding_bytes(placement.host_embedding, priced.shapes)
-    first_ps, *rest_ps = (to_ps(num_bytes / machine.uva.value) for num_bytes in read)
+    first_ps, *rest_ps = (
+        sum(read_ps(backend, machine, num_bytes) for backend, num_bytes in layer.items())
+        for layer in read
+    )
+    read_bytes = Counter({Backend.UVA: rows})
+    for layer in read:
+        read_bytes.update(layer)
     return PassTimes(
         compute_ps=priced.layer_ps,
         outside_ps=priced.outside_ps,
         # embedding rows are read just before the first layer, and count as its reading
-        uva_ps=(first_ps + to_ps(rows / machine.uva.value), *rest_ps),
+        uva_ps=(first_ps + read_ps(Backend.UVA, machine, rows), *rest_ps),
         uva_slowdown=uva_slowdown(machine),
-        uva_bytes=sum(read) + rows,
+        uva_bytes=read_bytes.total(),
         copy_ps=copy_ps,
+        read_by=read_bytes,
     )
+
+
+def read_ps(backend: Backend, machine: MachineProfile, num_bytes: int) -> int:
+    """Picoseconds in which a backend has so many bytes cross."""
+    return to_ps(num_bytes / backend.rate(machine).value)

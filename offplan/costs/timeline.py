@@ -16,11 +16,12 @@ Source: F. Baccelli et al., Synchronization and Linearity (1992), chapter 3; R. 
 characterization of the minimum cycle mean in a digraph (1978).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
+from offplan.backends import Backend
 from offplan.placement import Span
 from offplan.plan import PhasePrediction
 from offplan.schedule import Compute, Copy, Schedule, Wait
@@ -50,13 +51,15 @@ class PassTimes:
     outside_ps: int
     """After the last layer: head and whatever else lies outside the layers."""
     uva_ps: tuple[int, ...]
-    """Picoseconds each layer reads weights in place, once for each chunk, before it computes."""
+    """Picoseconds each layer reads weights at use, by all backends, before it computes."""
     uva_slowdown: float
-    """What reading takes of a pass that copies too, as a multiple."""
+    """What reading takes in a pass that copies too, as a multiple."""
     uva_bytes: int
-    """Bytes read in place over all layers, re-reads included."""
+    """Bytes read at use over all layers, re-reads included."""
     copy_ps: Callable[[Span], int]
     """One DMA."""
+    read_by: Mapping[Backend, int] = field(default_factory=dict)
+    """``uva_bytes`` by the backend that reads them; rows of an embedding are ``uva``'s."""
 
     @property
     def resident_ps(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from offplan.backends import Backend
 from offplan.engines.names import EngineParameter
 from offplan.errors import ExportError
 from offplan.held.held import Held
@@ -12,6 +13,9 @@ from offplan.placement import Placement
 from offplan.plan import Offload, Plan, Rule
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.units import format_bytes
+
+BACKENDS = (Backend.PREFETCH, Backend.UVA)
+"""Those that engines have, by their flags or by offplan's worker."""
 
 Version = tuple[int, int, int]
 Flags = Mapping[str, tuple[str, ...]]

@@ -7,6 +7,7 @@ from functools import cache
 
 from offplan.checkpoint.model import Model
 from offplan.engines.engine import (
+    BACKENDS,
     Engine,
     EngineDemand,
     Version,
@@ -41,6 +42,7 @@ class EngineRunner:
     version: Version
 
     takes_one_rule = True
+    backends = BACKENDS
 
     @property
     def pass_rules(self) -> PassRules:
@@ -175,6 +177,6 @@ def _only_rule(offload: Offload, engine: Engine) -> Rule:
     if rules[0].is_mixed:
         raise ExportError(
             f"{engine.title} has one backend for both phases; the plan has "
-            f"{rules[0].prefill.value} in prefill and {rules[0].decode.value} in decode"
+            f"{rules[0].prefill.name} in prefill and {rules[0].decode.name} in decode"
         )
     return rules[0]

@@ -163,7 +163,7 @@ def _require_one_backend(offload: Offload) -> None:
     for number, rule in enumerate(offload.rules, 1):
         if rule.is_mixed:
             raise ExportError(
-                f"rule {number} is {rule.prefill.value} in prefill and {rule.decode.value} in "
+                f"rule {number} is {rule.prefill.name} in prefill and {rule.decode.name} in "
                 "decode: vLLM computes both phases with the same tensors, so expected one backend "
                 "in both; plan again with --for vllm-worker"
             )
@@ -196,7 +196,7 @@ def _find_backend(
     names = [parameter.name for parameter in each.parameters]
     if places == {Backend.UVA, None} and any(all(map(r.matches, names)) for r in limited):
         return Backend.UVA
-    said = ", ".join(f"{n} {'resident' if b is None else b.value}" for n, b in found.items())
+    said = ", ".join(f"{n} {'resident' if b is None else b.name}" for n, b in found.items())
     raise ExportError(
         f"vLLM holds in one parameter, {each.name} of layer {each.layer}, what the plan has in "
         f"different places ({said}): expected one place for all; plan again with --for vllm-worker"

@@ -1,12 +1,13 @@
 """What offplan asks of whatever runs a plan: its own runtime, or an engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.backends import BACKENDS, Backend
 from offplan.checkpoint.model import Model
 from offplan.held.layout import AS_STORED, Layout
 from offplan.plan import Offload, Plan
@@ -66,6 +67,10 @@ class Runner(Protocol):
         """Whether a plan has one rule at most, with one backend in both phases."""
 
     @property
+    def backends(self) -> Sequence[Backend]:
+        """The backends that it executes."""
+
+    @property
     def places_embedding(self) -> bool:
         """Whether the input embedding may lie on the host."""
 
@@ -103,6 +108,11 @@ class OwnRuntime:
     takes_one_rule = False
     places_embedding = True
     max_bytes_unit = 1
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """All that there are."""
+        return tuple(BACKENDS.values())
 
     def require_served(self, model: Model, context: int) -> None:
         """Refuse nothing: a session says what it cannot run."""

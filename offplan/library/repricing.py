@@ -7,7 +7,7 @@ from offplan.errors import PlanError, ProfileError
 from offplan.held.held import Held
 from offplan.library.planned import open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
-from offplan.plan import Backend, Plan, Prediction, Workload
+from offplan.plan import Plan, Prediction, Workload
 
 STAND_IN = "h200-pcie5"
 """A shipped profile, for figures that are the same on every machine."""
@@ -116,7 +116,7 @@ def _refuse_changes(plan: Plan, prediction: Prediction) -> None:
     terms = [*_MACHINE_FREE]
     for phase in ("prefill", "decode"):
         # how often a kernel reads what it reads in place is the machine's affair
-        if not any(getattr(rule, phase) is Backend.UVA for rule in plan.offload.rules):
+        if all(getattr(rule, phase).streams for rule in plan.offload.rules):
             terms.append(f"{phase}.link_bytes")
     changes = _changes(plan.prediction, prediction)
     told = [changes[term] for term in terms if term in changes]

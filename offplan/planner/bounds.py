@@ -243,7 +243,7 @@ def bound_times(
     prompt_copied, prompt_read, step_copied, step_read = crossing
     table, row_ps = space.table, space.table.row_ps[setting]
     if len(rules) > 1 or more:  # what is rounded once for a plan was rounded for each rule
-        byte_ps, layers = space.reading_ps(ROUNDING_BYTES), len(space.kind_of)
+        byte_ps, layers = space.reading_ps(ROUNDING_BYTES, space.slowest), len(space.kind_of)
         slack_ps = layers * (table.num_chunks[setting] * byte_ps + ROUNDING_PS)
         prompt_read = np.maximum(0, prompt_read - slack_ps)
         step_read = np.maximum(0, step_read - layers * (byte_ps + ROUNDING_PS))

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from offplan.placement import build_slab
-from offplan.plan import Backend, Rule
+from offplan.placement import build_slab, off_gpu_bytes
+from offplan.plan import Rule
 from offplan.planner.space import Option, Room, Space
 
 
@@ -37,9 +37,10 @@ class LayerReads(NamedTuple):
     slab_bytes: int
     host_bytes: int
     """Bytes in host memory; on engines those that are page-locked at least."""
-    prompt_bytes: list[int]
-    """Bytes that a prompt reads in place, for each setting."""
-    step_bytes: int
+    prompt: tuple[list[int], list[int]]
+    """Picoseconds and bytes that a prompt reads at use, for each setting."""
+    step: tuple[int, int]
+    """Picoseconds and bytes that a decode step reads."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,20 @@ class InPlaceRules:
                 )
             )
             for option in space.options
-            if option.prefill is option.decode is Backend.UVA
+            if option.prefill is option.decode and not option.decode.streams
+        }
+
+    @cached_property
+    def _off_gpu(self) -> dict[Option, list[int]]:
+        """What of these bytes leaves the GPU."""
+        return {
+            option: list(
+                accumulate(
+                    off_gpu_bytes(later - sooner, option.prefill, option.decode)
+                    for sooner, later in pairwise([0, *sums])
+                )
+            )
+            for option, sums in self._sums.items()
         }
 
     def _plan(self, room: Room, setting: int, option: Option | None) -> InPlace:
@@ -88,18 +102,18 @@ class InPlaceRules:
             copied = self._copied_bytes(option)
             rule, num_units = self._take(option, needed + copied)
             rules, rank = (rule,), (*option.rank, rule.max_bytes)
-            off_gpu = self._sums[option][num_units - 1]
+            off_gpu = self._off_gpu[option][num_units - 1]
             for (kind, of_layer), count in self._layers(option, num_units).items():
                 reads = self._read(option, kind, of_layer)
                 host_bytes += count * reads.host_bytes
-                read_bytes = reads.prompt_bytes[setting], reads.step_bytes
-                for phase, num_bytes in enumerate(read_bytes):
+                of_phases = [each[setting] for each in reads.prompt], reads.step
+                for phase, (read_ps, num_bytes) in enumerate(of_phases):
                     if copied:
                         passes = (int(table.num_chunks[setting]), 1)[phase]
                         times[phase] += count * passes * space.copying_ps(reads.slab_bytes)
                         crossing[phase] += count * passes * reads.slab_bytes
                     else:
-                        times[phase] += count * space.reading_ps(num_bytes)
+                        times[phase] += count * read_ps
                         crossing[phase] += count * num_bytes
         return InPlace(
             setting,
@@ -113,8 +127,8 @@ class InPlaceRules:
 
     def _take(self, option: Option, needed: int) -> tuple[Rule, int]:
         """Take an option's first parameters until there are enough bytes; returns their number."""
-        sums = self._sums[option]
-        last = bisect_left(sums, min(needed, sums[-1]))
+        sums, off_gpu = self._sums[option], self._off_gpu[option]
+        last = bisect_left(off_gpu, min(needed, off_gpu[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
         unit = self.space.runner.max_bytes_unit
         if unit > 1:  # and the engine may take no more than it is told
@@ -155,8 +169,8 @@ class InPlaceRules:
                 space.stage.layout.host_bytes(
                     (tensor for unit in units for tensor in unit.tensors), slab_bytes
                 ),
-                space.prompt_read_bytes(units),
-                space.step_read_bytes(units),
+                space.prompt_reads((unit, option.prefill) for unit in units),
+                space.step_reads((unit, option.decode) for unit in units),
             )
         return self._reads[key]
 

@@ -1,6 +1,7 @@
 """The questions that can be searched: the search adds up picoseconds and bytes in int64."""
 
 from collections import Counter
+from functools import partial
 from math import ceil
 
 from offplan.costs.steady import NUM_STEPS
@@ -15,7 +16,7 @@ MOST = 2**60
 def check_range(space: Space) -> None:
     """Raise InputError for a question some of whose plans may take more than MOST.
 
-    What is taken as the most is a plan that reads every layer in place, and copies it as well, in
+    What is taken as the most is a plan that reads every layer at use, and copies it as well, in
     the setting where that takes longest.
     """
     question, settings = space.question, space.settings
@@ -25,13 +26,15 @@ def check_range(space: Space) -> None:
         copies_ps *= max(2, int(space.table.num_chunks.max()))
     for kind, count in Counter(space.kind_of).items():
         units = space.units[kind]
-        step_bytes += count * space.step_read_bytes(units)
-        reads = [count * each for each in space.prompt_read_bytes(units)]
-        prompt_bytes = [sum(pair) for pair in zip(prompt_bytes, reads, strict=True)]
+        served = [[(unit, backend) for unit in units] for backend in space.read_at_use]
+        step_bytes += count * max(space.step_reads(each)[1] for each in served)
+        reads = map(max, zip(*(space.prompt_reads(each)[1] for each in served), strict=True))
+        prompt_bytes = [a + count * b for a, b in zip(prompt_bytes, reads, strict=True)]
     slowdown, workload = ceil(space.slowdown), question.workload
-    step_ps = space.decode.resident_ps + copies_ps + slowdown * space.reading_ps(step_bytes)
+    slowest_ps = partial(space.reading_ps, backend=space.slowest)
+    step_ps = space.decode.resident_ps + copies_ps + slowdown * slowest_ps(step_bytes)
     prompt_ps = max(
-        each.prefill.resident_ps + copies_ps + slowdown * space.reading_ps(read + each.row_bytes[0])
+        each.prefill.resident_ps + copies_ps + slowdown * slowest_ps(read + each.row_bytes[0])
         for each, read in zip(settings, prompt_bytes, strict=True)
     )
     moved_bytes = max(prompt_bytes) + workload.num_steps * step_bytes

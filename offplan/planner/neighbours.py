@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from offplan.backends import Backend
 from offplan.costs.predict import predict
 from offplan.errors import ExportError, PlanError
 from offplan.held.runner import Demand, Runner
-from offplan.plan import Backend, Offload, Packing, Plan, Prediction, Rule
+from offplan.plan import Offload, Packing, Plan, Prediction, Rule
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
 from offplan.units import format_bytes
@@ -54,7 +55,7 @@ def find_neighbours(question: Question, plan: Plan) -> tuple[Neighbour, ...]:
 def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the steps, and what of a decision each changes."""
     slots = offload.prefetch_step
-    if any(Backend.PREFETCH in (rule.prefill, rule.decode) for rule in offload.rules):
+    if any(any(rule.streams) for rule in offload.rules):
         for other in (slots - 1, slots + 1):
             yield f"prefetch_step {slots} -> {other}", {"prefetch_step": other}
     chunks = sorted({*prefill_chunks(question.workload.prompt_tokens), offload.prefill_chunk})
@@ -93,8 +94,10 @@ def _rule_steps(rule: Rule, runner: Runner) -> Iterator[tuple[str, dict[str, obj
     yield from _pattern_steps(rule)
     for phases in [("prefill", "decode")] if runner.takes_one_rule else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
-        other = Backend.UVA if way is Backend.PREFETCH else Backend.PREFETCH
-        yield f"{' and '.join(phases)} {way.value} -> {other.value}", dict.fromkeys(phases, other)
+        for other in runner.backends:
+            if other is not way:
+                step = f"{' and '.join(phases)} {way.name} -> {other.name}"
+                yield step, dict.fromkeys(phases, other)
 
 
 def _pattern_steps(pattern: Rule | Packing) -> Iterator[tuple[str, dict[str, object]]]:

@@ -15,8 +15,7 @@ from offplan.costs.steady import (
     prompt_ps,
     step_ps,
 )
-from offplan.placement import Phase, build_slab
-from offplan.plan import Backend
+from offplan.placement import Phase, build_slab, off_gpu_bytes
 from offplan.planner.patterns import list_patterns
 from offplan.planner.space import Option, Space
 
@@ -57,7 +56,7 @@ class Content(NamedTuple):
     prompt_copy_ps: Any = 0
     step_copy_ps: Any = 0
     step_read_bytes: Any = 0
-    """Bytes that a decode step reads in place."""
+    """Bytes that a decode step reads at use."""
     step_read_ps: Any = 0
     kept_read_ps: Any = 0
     """What of that remains when the ring keeps what prefill streamed."""
@@ -109,13 +108,15 @@ class Prices:
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
-        in_prefill = [unit for unit, rule in chosen if rule.prefill is Backend.UVA]
-        in_decode = [unit for unit, rule in chosen if rule.decode is Backend.UVA]
-        never = [unit for unit, rule in chosen if rule.prefill is rule.decode is Backend.UVA]
-        prompt_reads = space.prompt_read_bytes(in_prefill)
-        step_read = space.step_read_bytes(in_decode)
+        in_prefill = [(u, rule.prefill) for u, rule in chosen if not rule.prefill.streams]
+        in_decode = [(u, rule.decode) for u, rule in chosen if not rule.decode.streams]
+        never = [(u, rule.decode) for u, rule in chosen if not any(rule.streams)]
+        step_ps, step_bytes = space.step_reads(in_decode)
         content = Content(
-            unit_bytes=sum(layout.gpu_bytes(unit.tensors) for unit, _ in chosen),
+            unit_bytes=sum(
+                off_gpu_bytes(layout.gpu_bytes(unit.tensors), rule.prefill, rule.decode)
+                for unit, rule in chosen
+            ),
             slab_bytes=layout.host_bytes(
                 (tensor for unit, _ in chosen for tensor in unit.tensors), slab.nbytes
             ),
@@ -123,11 +124,11 @@ class Prices:
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
-            step_read_bytes=step_read,
-            step_read_ps=space.reading_ps(step_read),
-            kept_read_ps=space.reading_ps(space.step_read_bytes(never)),
+            step_read_bytes=step_bytes,
+            step_read_ps=step_ps,
+            kept_read_ps=space.step_reads(never)[0],
         )
-        return content, [[space.reading_ps(each) for each in prompt_reads], prompt_reads]
+        return content, [*space.prompt_reads(in_prefill)]
 
     def _table(self, first: int, second: int) -> Ints:
         """Numbers of contents, [kinds, 4]: by whether the first and the second rule take it."""

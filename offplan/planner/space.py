@@ -1,11 +1,11 @@
 """The space that is searched, and what all its plans share: the same for every budget.
 
 Plans of no rule, of one and of two. A rule takes a segment class in the layers of a group pattern,
-with one of BACKENDS; a plan has a ring of one of PREFETCH_STEPS, smaller than the number of layers
-that stream, and a setting: the prompt's chunk, and the place of the input embedding. Of two rules
-the classes have no parameter in common, so their order makes no difference, and of the patterns
+with a pair of backends; a plan has a ring of one of PREFETCH_STEPS, smaller than the number of
+layers that stream, and a setting: the prompt's chunk, and the place of the input embedding. Of two
+rules the classes have no parameter in common, so their order makes no difference. Of the patterns
 that take as many layers of each kind only that of the smallest groups is tried. One rule may also
-take whole parameters in order up to ``max_bytes``, read in place.
+take whole parameters in order up to ``max_bytes``, read at use.
 
 A third rule was found to buy at most 1.5 % (median 0) in 161 cases without targets, less than
 predictions are off by; more where a target or the host's memory is all but out of reach.
@@ -14,7 +14,7 @@ Of a pipeline it is the space of the largest stage; ``planner.stages`` prices th
 A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -23,11 +23,20 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.backends import Backend
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.choices import Store
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.link import embedding_bytes, uva_bytes, uva_slowdown
+from offplan.costs.link import (
+    embedding_bytes,
+    group_by_backend,
+    times_read,
+    use_bytes,
+    uva_slowdown,
+)
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
+from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import Held
@@ -35,7 +44,7 @@ from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Backend, Budget, Packing, Rule
+from offplan.plan import Budget, Packing, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.question import Question
 
@@ -49,14 +58,25 @@ TIE_WEIGHT = 2.0**-32
 """Weight of a decode step that never runs: 23 picoseconds for a step of 0.1 s. A power of two, so
 that products are exact; not less, so that floats still tell values apart."""
 
-BACKENDS = (
-    (Backend.PREFETCH, Backend.PREFETCH),
-    (Backend.PREFETCH, Backend.UVA),
-    (Backend.UVA, Backend.UVA),
-)
-"""Prefill's and decode's backend. Decode by prefetch with prefill in place is not tried: a prompt's
-rows are never fewer than a step's, so where reading in place is no faster than copying, as on every
-link measured so far, it never suits the prompt better."""
+Served = Iterable[tuple[Unit, Backend]]
+"""Units of one layer, each with the backend that reads it at use."""
+
+
+def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backend, Backend]]:
+    """List the backends that a rule may have in prefill and in decode.
+
+    Decode by the ring with a prompt that reads at use is not tried: a prompt's rows are never fewer
+    than a step's, so where reading is no faster than copying, as on every link measured so far, it
+    never suits the prompt better.
+    """
+    known = [each for each in backends if store in each.stores]
+    return [
+        (prefill, decode)
+        for prefill in known
+        for decode in known
+        if "prefill" in prefill.phases and "decode" in decode.phases
+        if prefill.streams or not decode.streams
+    ]
 
 
 def prefill_chunks(prompt_tokens: int) -> tuple[int, ...]:
@@ -75,7 +95,7 @@ class Option(NamedTuple):
     def rank(self) -> tuple[object, ...]:
         """Among equally good plans those of fewer segments come first, then in this order."""
         segments = self.segment_class.segments
-        return len(segments), segments, self.prefill, self.decode
+        return len(segments), segments, self.prefill.name, self.decode.name
 
     def rule(self, group_size: int, num_in_group: int) -> Rule:
         """Return the rule of a plan with this pattern."""
@@ -204,12 +224,10 @@ class Space:
 
         Classes whose parameters are all empty are left out: a rule of one frees nothing.
         """
-        reads_in_place = self.machine.store == "host"
         backends = [
             (prefill, decode)
-            for prefill, decode in BACKENDS
-            if (reads_in_place or Backend.UVA not in (prefill, decode))
-            and (not self.runner.takes_one_rule or prefill is decode)
+            for prefill, decode in backend_pairs(self.runner.backends, self.machine.store)
+            if not self.runner.takes_one_rule or prefill is decode
         ]
         filled = [each for each in self.classes if any(u.nbytes for u in chain(*self.taken[each]))]
         found = (Option(each, *way) for each in filled for way in backends)
@@ -273,26 +291,48 @@ class Space:
         units, grown = chain(*self.taken[option.segment_class]), self.stage.layout.gpu_growth
         return not any(tensor.name in grown for unit in units for tensor in unit.tensors)
 
-    def reading_ps(self, num_bytes: int) -> int:
-        """Picoseconds that kernels take to read so many bytes in place."""
-        return to_ps(num_bytes / self.machine.uva.value)
+    def reading_ps(self, num_bytes: int, backend: Backend = Backend.UVA) -> int:
+        """Picoseconds that a backend takes to read so many bytes at use."""
+        return read_ps(backend, self.machine, num_bytes)
+
+    @cached_property
+    def read_at_use(self) -> list[Backend]:
+        """The backends that the runner has beside those of the ring."""
+        return [backend for backend in self.runner.backends if not backend.streams]
+
+    @cached_property
+    def slowest(self) -> Backend:
+        """That of the lowest rate among them."""
+        return min(self.read_at_use, key=lambda backend: backend.rate(self.machine).value)
 
     def copying_ps(self, num_bytes: int) -> int:
         """Picoseconds of one copy of so many bytes."""
         return to_ps(self.machine.copy_seconds(num_bytes))
 
-    def prompt_read_bytes(self, units: Sequence[Unit]) -> list[int]:
-        """Bytes that prompts read of these units of one layer in place, for each setting."""
+    def prompt_reads(self, served: Served) -> tuple[list[int], list[int]]:
+        """Picoseconds and bytes that prompts read of one layer at use, for each setting."""
+        times, sizes = [0] * len(self.settings), [0] * len(self.settings)
         chunks = [[shape.num_tokens for shape in each.prefill.shapes] for each in self.settings]
-        read = {tokens: self._read_bytes(units, tokens) for tokens in set().union(*chunks)}
-        return [sum(map(read.__getitem__, tokens)) for tokens in chunks]
+        for backend, units in group_by_backend(served).items():
+            reads = [times_read(backend, tokens) for tokens in chunks]
+            read = {n: self._use_bytes(backend, units, n) for n in set().union(*reads)}
+            for number, counts in enumerate(reads):
+                num_bytes = sum(count * read[n] for n, count in counts.items())
+                sizes[number] += num_bytes
+                times[number] += self.reading_ps(num_bytes, backend)
+        return times, sizes
 
-    def step_read_bytes(self, units: Sequence[Unit]) -> int:
-        """Bytes that a decode step reads of these units of one layer in place."""
-        return self._read_bytes(units, self.question.workload.batch)
+    def step_reads(self, served: Served) -> tuple[int, int]:
+        """Picoseconds and bytes that a decode step reads of one layer at use."""
+        batch = self.question.workload.batch
+        reads = [
+            (self._use_bytes(backend, units, batch), backend)
+            for backend, units in group_by_backend(served).items()
+        ]
+        return sum(self.reading_ps(*each) for each in reads), sum(size for size, _ in reads)
 
-    def _read_bytes(self, units: Sequence[Unit], num_tokens: int) -> int:
-        return uva_bytes(self.machine, units, self.stage.experts, num_tokens)
+    def _use_bytes(self, backend: Backend, units: Sequence[Unit], num_tokens: int) -> int:
+        return use_bytes(backend, self.machine, units, self.stage.experts, num_tokens)
 
 
 @dataclass(frozen=True)

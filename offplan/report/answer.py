@@ -5,26 +5,19 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.held.held import Held, hold
 from offplan.held.packing import is_packed
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Backend, Packing, Plan, Rule
+from offplan.plan import Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import make_layer_strip, make_memory_bar
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
-
-_READS = {
-    (Backend.PREFETCH, Backend.PREFETCH): "and are copied to the GPU before each layer",
-    (Backend.PREFETCH, Backend.UVA): "prompts copy them, single tokens read {} in place",
-    (Backend.UVA, Backend.PREFETCH): "single tokens copy them, prompts read {} in place",
-    (Backend.UVA, Backend.UVA): "and are read there in place",
-}
-"""How weights off the GPU are reached, by the backends of prompts and of single tokens."""
 
 
 def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
@@ -190,12 +183,23 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
     engine, backends = held.stage.runner.pass_rules, (rule.prefill, rule.decode)
     if engine is not None and engine.copies_in_place:
         backends = (Backend.PREFETCH, Backend.PREFETCH)
-    reads = _READS[backends].format(few)
-    joint = " " if reads.startswith("and") else ": "
+    reads = _describe_reads(*backends, few)
     size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
     total = len(layers)
     told = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
-    return f"{size} of {told} layers stay {where}{joint}{reads}"
+    return f"{size} of {told} layers stay {where}{reads}"
+
+
+def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:
+    """Say how weights off the GPU are reached; ``few`` are those of which only some are."""
+    if prefill is decode:
+        return f" and are {decode.words.passive}"
+    passes = (("prompts", prefill), ("single tokens", decode))
+    told = (
+        f"{who} {way.words.verb[0]} {'them' if way.streams else few}{way.words.how}"
+        for who, way in sorted(passes, key=lambda each: not each[1].streams)
+    )
+    return f": {', '.join(told)}"
 
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
-from offplan.plan import Backend, Packing, Plan, Rule
+from offplan.plan import Packing, Plan, Rule
 from offplan.planner.find import PlanResult
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
@@ -117,7 +117,7 @@ def describe_offload(plan: Plan) -> list[str]:
         lines.append("everything fits the GPU; nothing is offloaded")
     if offload.packing is not None:
         lines.append(_describe_packing(offload.packing))
-    if any(Backend.PREFETCH in (rule.prefill, rule.decode) for rule in offload.rules):
+    if any(any(rule.streams) for rule in offload.rules):
         lines.append(f"slots in the ring (prefetch_step): {offload.prefetch_step}")
     return [*lines, f"prompts are read in chunks of {offload.prefill_chunk} tokens"]
 
@@ -132,7 +132,7 @@ def _describe_rule(rule: Rule, store: str) -> str:
         where = f"from layer 0 on, up to {format_bytes(rule.max_bytes)}"
     else:
         where = _describe_pattern(rule)
-    how = f"prefill {rule.prefill.value}, decode {rule.decode.value}"
+    how = f"prefill {rule.prefill.name}, decode {rule.decode.name}"
     return f"on the {store}: {what} {where} ({how})"
 
 

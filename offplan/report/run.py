@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.plan import Backend, Plan, Prediction
+from offplan.plan import Plan, Prediction
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
 
@@ -84,7 +84,7 @@ def format_ratio(value: float | None, base: float | None) -> str:
 def reads_in_place(plan: Plan, *phases: str) -> bool:
     """Whether kernels read weights over the link in one of the phases, which nobody counts."""
     backends = [getattr(rule, phase) for rule in plan.offload.rules for phase in phases]
-    return Backend.UVA in backends
+    return any(not backend.streams and not backend.is_served for backend in backends)
 
 
 def list_differences(plan: Plan, result: "RunResult | BenchResult | BenchFile") -> list[str]:

@@ -8,7 +8,7 @@ from rich.style import Style
 
 from offplan.held.stage import Stage
 from offplan.placement import Phase, place
-from offplan.plan import Backend, GPUMemoryPrediction, Offload
+from offplan.plan import GPUMemoryPrediction, Offload
 from offplan.units import format_bytes
 
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
@@ -28,13 +28,13 @@ class LayerStrip:
 
     shares: tuple[float, ...]
     """Part of each layer's bytes that lies on the GPU."""
-    ways: tuple[Backend | None, ...]
-    """How a decode step reaches the rest; None where there is none."""
+    streams: tuple[bool | None, ...]
+    """Whether a decode step streams all of the rest; None where there is none."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the layers in lines of the console's width; digits, tenths, on ASCII terminals."""
-        styles = {None: _RESIDENT, Backend.PREFETCH: _STREAMED, Backend.UVA: _IN_PLACE}
-        layers, width = list(zip(self.shares, self.ways, strict=True)), options.max_width
+        styles = {None: _RESIDENT, True: _STREAMED, False: _IN_PLACE}
+        layers, width = list(zip(self.shares, self.streams, strict=True)), options.max_width
         for start in range(0, len(layers), width):
             for share, way in layers[start : start + width]:
                 if options.ascii_only:
@@ -48,15 +48,15 @@ def make_layer_strip(stage: Stage, offload: Offload) -> LayerStrip:
     """Find where each layer's weights lie; the stage is packed as the plan says."""
     placement = place(stage, offload)
     on_host = {slab.layer: sum(e.unit.nbytes for e in slab.entries) for slab in placement.slabs}
-    ways = {}
-    for slab in placement.slabs:
-        backends = {entry.backend(Phase.DECODE) for entry in slab.entries}
-        ways[slab.layer] = Backend.UVA if Backend.UVA in backends else Backend.PREFETCH
+    streams = {
+        slab.layer: all(entry.backend(Phase.DECODE).streams for entry in slab.entries)
+        for slab in placement.slabs
+    }
     shares = [
         1 - on_host.get(index, 0) / layer.nbytes if layer.nbytes else 1.0
         for index, layer in enumerate(stage.layers)
     ]
-    return LayerStrip(tuple(shares), tuple(ways.get(index) for index in range(len(shares))))
+    return LayerStrip(tuple(shares), tuple(streams.get(index) for index in range(len(shares))))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from offplan.plan import Backend, Prediction, Rule
+from offplan.plan import Prediction, Rule
 from offplan.planner.find import PlanResult
 from offplan.planner.throughput import tokens_per_s
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
@@ -72,6 +72,11 @@ def _describe_places(prediction: Prediction) -> str:
 def _explain_backends(rule: Rule) -> str:
     """Say why a rule has one backend for a prompt and another for a decode step."""
     what = " and ".join(rule.cpu_offload_params) or "all parameters of its layers"
-    if rule.decode is Backend.UVA:
-        return f"a prompt needs all of {what} and copies it; a decode step reads its part in place"
-    return f"a decode step copies {what} ahead of its layers; a prompt reads it in place"
+    prompt, step = rule.prefill.words, rule.decode.words
+    if rule.decode.streams:
+        ahead = f"a decode step {step.verb[1]} {what} ahead of its layers"
+        return f"{ahead}; a prompt {prompt.verb[1]} it{prompt.how}"
+    return (
+        f"a prompt needs all of {what} and {prompt.verb[1]} it{prompt.how}; a decode step "
+        f"{step.verb[1]} its part{step.how}"
+    )

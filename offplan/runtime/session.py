@@ -116,11 +116,12 @@ class Session:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that crossed the link so far: the copies, and rows of an embedding on the host.
+        """Bytes that crossed the link so far: copies, what was fetched, an embedding's rows.
 
         What kernels read in place besides is not in it: nobody counts that.
         """
-        return self.link.bytes_moved + self.runner.embedding_bytes
+        served = self.loaded.store.bytes_served
+        return self.link.bytes_moved + served + self.runner.embedding_bytes
 
     @property
     def changes_with_length(self) -> bool:

@@ -123,7 +123,7 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
             key = slab.layer, _name(entry.unit)
             # all parts of a parameter, its codes and its scales, have one name and one place
             num_bytes = places.get(key, (0,))[0] + entry.unit.nbytes
-            places[key] = num_bytes, f"{store} ({entry.prefill.value}, {entry.decode.value})"
+            places[key] = num_bytes, f"{store} ({entry.prefill.name}, {entry.decode.name})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")
     return places

@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from offplan.backends import BACKENDS
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.placement import Placement
@@ -9,7 +10,7 @@ from offplan.plan import Backend, Rule
 from tests.costs.builders import make_model, place_rules, rule
 
 NAMES = ("a", "b", "c", "d")
-BACKENDS = st.sampled_from(Backend)
+WAYS = st.sampled_from([*BACKENDS.values()])
 
 
 def _vector(size: int) -> tuple[int, ...]:
@@ -44,7 +45,7 @@ def rule_lists(draw: st.DrawFn, num_layers: int) -> list[Rule]:
             continue
         size = draw(st.integers(1, num_layers + 1))
         group = size, draw(st.integers(1, size))
-        rules.append(rule(*segments, group=group, prefill=draw(BACKENDS), decode=draw(BACKENDS)))
+        rules.append(rule(*segments, group=group, prefill=draw(WAYS), decode=draw(WAYS)))
     return rules
 
 

@@ -1,5 +1,7 @@
 """Bytes that kernels read in place."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,13 @@ from hypothesis import strategies as st
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.costs.link import REREADS, TILE_ROWS, reread_factor, uva_bytes, uva_bytes_by_layer
+from offplan.costs.link import (
+    REREADS,
+    TILE_ROWS,
+    read_bytes_by_layer,
+    reread_factor,
+    use_bytes,
+)
 from offplan.costs.work import PassShape
 from offplan.held.unit import Unit
 from offplan.machine.curve import Reread, Rereads
@@ -15,6 +23,8 @@ from offplan.machine.profile import Figure, InPlaceRead, MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Backend
 from tests.costs.builders import make_machine, moe_model, place_rules, rule
+
+uva_bytes = partial(use_bytes, Backend.UVA)
 
 EXPERTS = Experts(64, 6, 1000)
 MACHINE = make_machine()
@@ -86,7 +96,9 @@ def test_what_a_products_own_shape_read_counts_at_its_tokens() -> None:
     assert uva_bytes(machine, [dense], EXPERTS, 512) == 3 * 64_000
     assert uva_bytes(machine, [experts], EXPERTS, 512) == pytest.approx(96_000, abs=1)
     assert uva_bytes(machine, [dense, experts], EXPERTS, 512) == 3 * 64_000 + 96_000
-    assert uva_bytes(machine, [dense], EXPERTS, 256) == uva_bytes(MACHINE, [dense], None, 256)
+    assert uva_bytes(machine, [dense], EXPERTS, 256) == use_bytes(
+        Backend.UVA, MACHINE, [dense], None, 256
+    )
 
 
 def make_unit(shape: tuple[int, ...], num_experts: int = 1) -> Unit:
@@ -99,11 +111,15 @@ def test_only_what_the_phase_reads_in_place_counts() -> None:
     model = moe_model(3)
     placement = place_rules(model, [rule("shared_experts", decode=Backend.UVA)], 1)
     decode, prefill = (
-        uva_bytes_by_layer(placement, MACHINE, model.experts, 3, [PassShape(phase, 1, 1, 1)])
+        read_bytes_by_layer(placement, MACHINE, model.experts, 3, [PassShape(phase, 1, 1, 1)])
         for phase in (Phase.DECODE, Phase.PREFILL)
     )
-    assert decode == (0, 24576, 0)  # the last layer's stay in the one slot after prefill
-    assert prefill == (0, 0, 0)
+    assert decode == (
+        {},
+        {Backend.UVA: 24576},
+        {},
+    )  # the last layer's stay in the one slot after prefill
+    assert prefill == ({}, {}, {})
 
 
 def test_each_chunk_reads_for_itself() -> None:
@@ -111,7 +127,9 @@ def test_each_chunk_reads_for_itself() -> None:
     placement = place_rules(model, [rule("mlp", prefill=Backend.UVA, decode=Backend.UVA)], 1)
     chunks = [PassShape(Phase.PREFILL, 1, tokens, 300) for tokens in (200, 100)]
     together, first, second = (
-        uva_bytes_by_layer(placement, MACHINE, model.experts, 3, some)
+        read_bytes_by_layer(placement, MACHINE, model.experts, 3, some)
         for some in (chunks, chunks[:1], chunks[1:])
     )
-    assert together == tuple(map(sum, zip(first, second, strict=True)))
+    assert together == tuple(
+        {Backend.UVA: a[Backend.UVA] + b[Backend.UVA]} for a, b in zip(first, second, strict=True)
+    )

@@ -1,10 +1,12 @@
 """A quantised model costs the bytes that it is stored in, and the products that it stands for."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from offplan.backends import Backend
 from offplan.costs.activations import (
     CODED_EXPERTS_BYTES,
     EXPANDED_COPIES,
@@ -17,7 +19,7 @@ from offplan.costs.activations import (
     scratch_bytes,
 )
 from offplan.costs.compute import outside_time
-from offplan.costs.link import UNALIGNED_ROWS, coded_reads, uva_bytes
+from offplan.costs.link import UNALIGNED_ROWS, coded_reads, use_bytes
 from offplan.costs.work import PassShape, layer_work
 from offplan.forms.form import RAW, Kind, Part
 from offplan.held.held import hold
@@ -30,6 +32,8 @@ from offplan.placement import Phase
 from offplan.plan import Workload
 from tests.checkpoint.quantised import FORMATS, HIDDEN, INNER, Format, write_quantised
 from tests.held import open_stage
+
+uva_bytes = partial(use_bytes, Backend.UVA)
 
 PROMPT = PassShape(Phase.PREFILL, 1, 512, 512)
 BF16 = Format(None, lambda out, columns: {"weight": ("BF16", (out, columns))}, RAW)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from offplan.backends import BACKENDS
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan, join_flags
@@ -150,7 +151,7 @@ def test_the_worker_takes_what_the_placement_has(
 
 def hold_against(placement: Placement, offloader: Any, rules: tuple[Rule, ...]) -> None:
     """Hold what an offloader took of the layers against what a placement has."""
-    found: dict[Backend, int] = dict.fromkeys(Backend, 0)
+    found: dict[Backend, int] = dict.fromkeys(BACKENDS.values(), 0)
     taken = offloader._taken
     for layer, module in zip(taken.layers, offloader._layers, strict=True):
         of_module = [each for each in offloader.module_offloaders if each.module is module]
@@ -160,7 +161,7 @@ def hold_against(placement: Placement, offloader: Any, rules: tuple[Rule, ...]) 
             assert names == {n for n, p in layer.items() if p.backend is backend}
             found[backend] += sum(dict(module.named_parameters())[n].nbytes for n in names)
     # the bytes are those that the placement itself has, by its own names
-    expected = dict.fromkeys(Backend, 0)
+    expected = dict.fromkeys(BACKENDS.values(), 0)
     for slab in placement.slabs:
         for entry in slab.entries:
             expected[entry.decode] += entry.unit.nbytes

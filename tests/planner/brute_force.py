@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from itertools import combinations, product
 from typing import Literal
 
+from offplan.backends import BACKENDS
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
@@ -21,7 +22,7 @@ from offplan.placement import Phase, Placement, place
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.question import Question
-from offplan.planner.space import BACKENDS, PREFETCH_STEPS
+from offplan.planner.space import PREFETCH_STEPS, backend_pairs
 from tests.costs.builders import rule
 
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
@@ -59,20 +60,22 @@ class BruteForce:
         yield ()
         stage = self.question.held.stage
         for each in segment_classes(stage):
-            for group, backends in product(_groups(len(stage.layers)), BACKENDS):
+            for group, backends in product(_groups(len(stage.layers)), _backend_pairs()):
                 yield (_make(each, group, backends),)
             taken = 0
             for layer in stage.layers:
                 for unit in filter(each.takes, group_units(layer)):
                     taken += unit.nbytes
-                    yield (
-                        Rule(
-                            cpu_offload_params=each.segments,
-                            max_bytes=taken,
-                            prefill=Backend.UVA,
-                            decode=Backend.UVA,
-                        ),
-                    )
+                    for backend in BACKENDS.values():
+                        if not backend.streams:
+                            yield (
+                                Rule(
+                                    cpu_offload_params=each.segments,
+                                    max_bytes=taken,
+                                    prefill=backend,
+                                    decode=backend,
+                                ),
+                            )
 
     def _all_pairs(self) -> Iterator[tuple[Rule, ...]]:
         """Every two rules whose classes have no parameter in common."""
@@ -85,7 +88,7 @@ class BruteForce:
             if taken[classes[0]] & taken[classes[1]]:
                 continue
             for groups in product(*map(self._spread_groups, classes)):
-                for backends in product(BACKENDS, repeat=2):
+                for backends in product(_backend_pairs(), repeat=2):
                     yield tuple(map(_make, classes, groups, backends))
 
     def _spread_groups(self, segment_class: SegmentClass) -> list[tuple[int, int]]:
@@ -108,9 +111,7 @@ class BruteForce:
         for rules, (chunk, fixed_bytes), embeddings in product(
             combined, self._fixed_bytes.items(), PLACES
         ):
-            if question.store == "peer" and any(
-                Backend.UVA in (r.prefill, r.decode) for r in rules
-            ):
+            if any(question.store not in b.stores for r in rules for b in (r.prefill, r.decode)):
                 continue
             offload = Offload(
                 prefetch_step=1,
@@ -170,6 +171,10 @@ class BruteForce:
             size: (compute.price(*prefill_shapes(question.workload, size)), step)
             for size in self.chunks
         }
+
+
+def _backend_pairs() -> list[tuple[Backend, Backend]]:
+    return backend_pairs(BACKENDS.values(), "host")
 
 
 @cache

@@ -15,7 +15,6 @@ from offplan.placement import Phase
 from offplan.runtime.model import kernels
 from offplan.runtime.passes.executor import CapturedPass, Executor
 from offplan.runtime.passes.forward import Forward
-from offplan.runtime.passes.link import CpuLink
 from offplan.runtime.session import Session
 from offplan.schedule import Schedule
 from tests.runtime.conftest import save_tiny
@@ -182,7 +181,7 @@ def test_a_pool_is_not_given_up_between_segments(monkeypatch: pytest.MonkeyPatch
     replayed: list[Graph] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    with CapturedPass(CpuLink([], {}), "pool") as captured:
+    with CapturedPass(lambda _: None, "pool") as captured:
         captured.cut([])  # copies come before any work
         work()
         captured.cut([])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from offplan.held.stage import Stage
 from offplan.placement import Placement, place
-from offplan.plan import Backend, Offload
+from offplan.plan import Offload
 from offplan.report.pictures.canvas import Canvas
 from offplan.units import format_bytes
 
@@ -15,12 +15,8 @@ _LAYERS = 0.95
 _GAP = 0.12
 """Part of a column's width between it and the next one."""
 
-_WAYS = {
-    (Backend.PREFETCH, Backend.PREFETCH): "copy",
-    (Backend.PREFETCH, Backend.UVA): "both",
-    (Backend.UVA, Backend.PREFETCH): "host",
-    (Backend.UVA, Backend.UVA): "read",
-}
+_WAYS = {(True, True): "copy", (True, False): "both", (False, True): "host", (False, False): "read"}
+"""Colours by whether prompts stream, and whether tokens do."""
 _NAMES = {
     "gpu": "on the GPU",
     "copy": "copied before their layer",
@@ -63,7 +59,7 @@ def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
     for layer in stage.layers:
         pile: Counter[str] = Counter()
         for entry in slabs[layer.index].entries if layer.index in slabs else ():
-            pile[_WAYS[entry.prefill, entry.decode]] += entry.unit.nbytes
+            pile[_WAYS[entry.prefill.streams, entry.decode.streams]] += entry.unit.nbytes
         piles.append({"gpu": layer.nbytes - pile.total(), **pile})
     embedding = placement.host_embedding.nbytes if placement.host_embedding else 0
     return [*piles, {"gpu": stage.outside_bytes - embedding, "cache": embedding}]

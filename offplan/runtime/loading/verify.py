@@ -35,12 +35,13 @@ def verify_places(
     """Compare each parameter's address, type and size in ``phase`` with the store's placement.
 
     A streamed one must lie in the slot that the schedule's own operations fill for its layer, one
-    read in place in its slab, the input embedding in host memory of its own where the plan says so,
-    any other in the arena. Raises PlanError for the first that does not.
+    that is fetched at use where its server fetches it, one read in place in its slab, the input
+    embedding in host memory of its own where the plan says so, any other in the arena. Raises
+    PlanError for the first that does not.
     """
     found = _find_values(module)
     slots = _slots_filled(store.placement, len(decoder_layers(module)), phase)
-    expected = _expected_places(slots, store)
+    expected = _expected_places(slots, store, phase)
     arena = Place("the resident weights", store.arena.data_ptr(), store.arena.nbytes)
     for name, target in targets.items():
         value = found[name]
@@ -79,7 +80,7 @@ def _slots_filled(
 
 
 def _expected_places(
-    slots: Mapping[int, tuple[int, Span]], store: WeightStore
+    slots: Mapping[int, tuple[int, Span]], store: WeightStore, phase: Phase
 ) -> dict[TensorInfo, Place]:
     """Find where each stored tensor that is not resident is read; of fused ones, the whole."""
     places: dict[TensorInfo, Place] = {}
@@ -88,6 +89,9 @@ def _expected_places(
         for entry in slab.entries:
             if span.start <= entry.offset < span.stop:
                 what, start = f"slot {slot}", store.slots[slot].data_ptr() - span.start
+            elif (backend := entry.backend(phase)).is_served:
+                fetched = store.fetched[phase, slab.layer, entry.offset]
+                what, start = f"what {backend.name} fetches", fetched.data_ptr() - entry.offset
             else:
                 what, start = f"the slab of layer {slab.layer}", store.slabs[slab.layer].data_ptr()
             place = Place(what, start + entry.offset, entry.unit.nbytes)

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from offplan.backends import Backend
 from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, Placement, Span, align
 from offplan.runtime.device import on_device
-from offplan.schedule import slots_read
+from offplan.runtime.memory.servers import SERVERS, Server
+from offplan.schedule import Serve, slots_read
 from offplan.units import format_bytes
 
 _REMEDY = "plan with a smaller --host-memory"
@@ -81,6 +83,10 @@ class WeightStore:
         """Views that each phase computes with, by parameter name, once all is page-locked."""
         self.in_place: dict[Phase, set[str]] = {phase: set() for phase in Phase}
         """Names of the parameters that each phase reads where they lie off the device."""
+        self.servers: dict[Backend, Server] = {}
+        """What serves each backend that reads at use."""
+        self.fetched: dict[tuple[Phase, int, int], nn.Parameter] = {}
+        """What servers fetch weights into, by phase, layer and offset in its slab."""
         self.arena = torch.empty(0, dtype=torch.uint8)
         """Bytes of all resident weights, on the device."""
         self.slots: list[torch.Tensor] = []
@@ -127,6 +133,7 @@ class WeightStore:
         on_host = {layer: block.device_view(self.device) for layer, block in self._blocks.items()}
         in_place = self.slabs | on_host  # a plan has no kernel read a peer's memory
         slots = slots_read(self.placement, phase)
+        entries = {(s.layer, each.offset): each for s in self.placement.slabs for each in s.entries}
         views = {}
         for name, (layer, offset) in self._places.items():
             wanted = self._wanted[name]
@@ -134,9 +141,31 @@ class WeightStore:
             if span.start <= offset and offset + wanted.nbytes <= span.stop:
                 views[name] = view_as(wanted, self.slots[slot], offset - span.start)
             else:
-                views[name] = view_as(wanted, in_place[layer], offset)
-                self.in_place[phase].add(name)
+                stored = view_as(wanted, in_place[layer], offset)
+                entry = entries.get((layer, offset))
+                backend = entry.backend(phase) if entry else Backend.UVA
+                views[name] = stored  # where it should be in a slot, ``verify_places`` says so
+                if not backend.streams:
+                    views[name] = self._server(backend).view(phase, layer, stored)
+                if views[name] is stored:
+                    self.in_place[phase].add(name)
+                else:
+                    self.fetched[phase, layer, offset] = views[name]
         return views
+
+    def _server(self, backend: Backend) -> Server:
+        if backend not in self.servers:
+            self.servers[backend] = SERVERS[backend](self.device)
+        return self.servers[backend]
+
+    def serve(self, op: Serve) -> None:
+        """Have a layer's weights fetched that it reads at use, on the current stream."""
+        self.servers[op.backend].serve(op.phase, op.layer)
+
+    @property
+    def bytes_served(self) -> int:
+        """Bytes that servers had cross the link so far."""
+        return sum(server.bytes_moved for server in self.servers.values())
 
     def close(self) -> None:
         """Give all memory back; the device must be idle. Views held elsewhere keep what they see.
@@ -145,8 +174,12 @@ class WeightStore:
         """
         for views in (self.resident, self.offloaded, *self.by_phase.values()):
             views.clear()
+        self.fetched.clear()
         self.slots.clear()
         self.slabs.clear()
+        for server in self.servers.values():
+            server.close()
+        self.servers.clear()
         self.arena = torch.empty(0, dtype=torch.uint8)  # asks nothing of a device that failed
         for block in self._blocks.values():
             block.close()

@@ -9,7 +9,7 @@ import torch
 
 from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.passes.link import Link
-from offplan.schedule import Copy, Operation, Schedule, Wait
+from offplan.schedule import Copy, Operation, Schedule, Serve, Wait
 
 
 class Executor:
@@ -18,11 +18,11 @@ class Executor:
     Layers are taken over once; between passes nothing is carried out around them.
     """
 
-    def __init__(self, layers: DecoderLayers, link: Link) -> None:
-        self._link = link
+    def __init__(self, layers: DecoderLayers, link: Link, serve: Callable[[Serve], None]) -> None:
+        """Ask ``link`` for copies and waits, and ``serve`` for what layers read at use."""
         self._before: dict[int, list[Operation]] = {}
         self._after: dict[int, list[Operation]] = {}
-        self._carry_out = partial(carry_out, link)
+        self._carry_out = partial(carry_out, link, serve)
         self._apply: Callable[[list[Operation]], None] = self._carry_out
         self._layers = layers
         layers.call = self._step
@@ -46,7 +46,7 @@ class Executor:
         Needs a warmed-up model, on a stream other than the default one. Nothing is executed: the
         ring and the caches stay as they are.
         """
-        captured = CapturedPass(self._link, pool)
+        captured = CapturedPass(self._carry_out, pool)
         self._apply = captured.cut
         try:
             with captured:
@@ -75,7 +75,8 @@ class Executor:
         """Sort operations by the layer they precede or follow; return the copies before any layer.
 
         A copy belongs right behind the layer that freed its slot, a wait right before the layer
-        that needs it: between two layers all copies come before all waits.
+        that needs it, and so does what the layer is served. Between two layers all copies come
+        before all waits.
         """
         start: list[Operation] = []
         copies = start
@@ -84,25 +85,29 @@ class Executor:
                 copies.append(op)
             elif isinstance(op, Wait):
                 self._before.setdefault(op.span.layer, []).append(op)
+            elif isinstance(op, Serve):
+                self._before.setdefault(op.layer, []).append(op)
             else:
                 copies = self._after.setdefault(op.layer, [])
         return start
 
 
-def carry_out(link: Link, operations: list[Operation]) -> None:
-    """Ask the link for each copy and wait."""
+def carry_out(link: Link, serve: Callable[[Serve], None], operations: list[Operation]) -> None:
+    """Ask the link for each copy and wait, and ``serve`` for what is read at use."""
     for operation in operations:
         if isinstance(operation, Copy):
             link.copy(operation)
         elif isinstance(operation, Wait):
             link.wait(operation)
+        elif isinstance(operation, Serve):
+            serve(operation)
 
 
 class CapturedPass:
     """A pass as CUDA graphs with the schedule's operations between them."""
 
-    def __init__(self, link: Link, pool: Any) -> None:
-        self._link = link
+    def __init__(self, carry_out: Callable[[list[Operation]], None], pool: Any) -> None:
+        self._carry_out = carry_out
         self._pool = pool
         self._parts: list[torch.cuda.CUDAGraph | list[Operation]] = []
         self._empty: list[torch.cuda.CUDAGraph] = []
@@ -130,7 +135,7 @@ class CapturedPass:
         """Run the pass once on the current stream; the host waits for nothing."""
         for part in self._parts:
             if isinstance(part, list):
-                carry_out(self._link, part)
+                self._carry_out(part)
             else:
                 part.replay()
 

@@ -76,7 +76,7 @@ class ModelRunner:
         self._linear = [index for index, part in enumerate(find_linear(layers)) if part]
         """Indices of the layers that have linear attention."""
         self.layers = DecoderLayers(layers, compiled=capture)
-        self._executor = Executor(self.layers, link)
+        self._executor = Executor(self.layers, link, loaded.store.serve)
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
             module, self.layers, self._position, context, find, bool(self._linear)

@@ -1,0 +1,54 @@
+"""What executes the backends that read weights at use: one server each, registered in a table."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offplan.backends import Backend
+from offplan.placement import Phase
+
+
+class Server(Protocol):
+    """Serves what one session reads at use by one backend. Works on the current stream."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that it had cross the link so far; what kernels read in place nobody counts."""
+
+    def view(self, phase: Phase, layer: int, stored: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that a layer computes with in a phase.
+
+        ``stored`` is the same weight in its slab, in memory that the device can read. Asked once
+        for each weight before any pass; what is returned keeps its address.
+        """
+
+    def serve(self, phase: Phase, layer: int) -> None:
+        """Fetch what the layer is about to compute with, where the backend ``is_served``."""
+
+    def close(self) -> None:
+        """Give memory back; the device is idle."""
+
+
+class InPlace:
+    """Has kernels read host memory where it lies."""
+
+    bytes_moved = 0
+
+    def __init__(self, device: torch.device) -> None:
+        """Need nothing of the device."""
+
+    def view(self, phase: Phase, layer: int, stored: nn.Parameter) -> nn.Parameter:
+        """Return the weight in its slab."""
+        return stored
+
+    def serve(self, phase: Phase, layer: int) -> None:
+        """Do nothing: no schedule asks for it."""
+
+    def close(self) -> None:
+        """Do nothing: it took no memory."""
+
+
+SERVERS: dict[Backend, Callable[[torch.device], Server]] = {Backend.UVA: InPlace}
+"""What serves each backend that reads at use on a device; the ring serves those that stream."""
