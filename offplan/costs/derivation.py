@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
+from offplan.backends import Backend, Figure
 from offplan.costs.activations import coded_experts_bytes, phase_bytes, scratch_bytes
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute, PassCompute
 from offplan.costs.engine_times import build_engine_pass, engine_pass_times
@@ -15,7 +16,7 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import Held
 from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
-from offplan.machine.profile import Figure, MachineProfile
+from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement, place
 from offplan.plan import PhasePrediction, Plan
 from offplan.schedule import Copy, Schedule, build_steady_request
@@ -223,10 +224,10 @@ def _derive_phase(
         num_passes = len(priced.shapes)
         times = engine_pass_times(engine, placement, stage, machine, priced)
     num_copies = sum(isinstance(operation, Copy) for operation in schedule.operations)
-    copied_bytes, read_bytes = num_passes * schedule.link_bytes, times.uva_bytes
+    copied_bytes, read_by = num_passes * schedule.link_bytes, times.read_by
     if engine is not None and engine.copies_in_place:
         num_copies += sum(slab.span(schedule.phase) is None for slab in placement.slabs)
-        copied_bytes, read_bytes = copied_bytes + read_bytes, 0
+        copied_bytes, read_by = copied_bytes + times.uva_bytes, {}
     layers_s, outside_s = to_seconds(sum(priced.layer_ps)), to_seconds(priced.outside_ps)
     source = "measured on the machine, at these shapes"
     if not priced.measured:
@@ -253,29 +254,32 @@ def _derive_phase(
         ),
     )
     streamed = Input("streamed", copied_bytes, "bytes")
-    in_place = Input("read in place", read_bytes, "bytes")
+    read = {Backend.UVA: 0} | {each: size for each, size in read_by.items() if size}
+    inputs = [Input(each.words.noun, size, "bytes") for each, size in read.items()]
+    rates = {each: each.rate(machine) for each in read}
     is_step = schedule.phase is Phase.DECODE
     repeats = engine is not None and engine.copies_first_again and is_step and schedule.link_bytes
     again = " (those copied ahead twice)" if repeats else ""
     yield Term(
         f"{phase}.link_bytes",
-        streamed.value + in_place.value,
+        streamed.value + sum(read.values()),
         "bytes",
-        f"streamed{again} + read in place, re-reads included",
-        (streamed, in_place),
+        f"streamed{again} + {' + '.join(each.name for each in inputs)}, re-reads included",
+        (streamed, *inputs),
     )
     yield Term(
         f"{phase}.link",
         num_passes * num_copies * machine.copy_latency.value
         + streamed.value / machine.h2d.value
-        + in_place.value / machine.uva.value,
+        + sum(size / rates[each].value for each, size in read.items()),
         "s",
-        "copies x copy_latency + streamed / h2d + read in place / uva",
+        "copies x copy_latency + streamed / h2d + "
+        + " + ".join(f"{each.words.noun} / {each.rate_name}" for each in read),
         (
             Input("copies", num_passes * num_copies, "count"),
             _figure(machine, "copy_latency", "s"),
             _figure(machine, "h2d", "bytes_per_s"),
-            _figure(machine, "uva", "bytes_per_s"),
+            *(_figure_input(b.rate_name, rate, "bytes_per_s") for b, rate in rates.items()),
         ),
     )
     is_own_prompt = schedule.phase is Phase.PREFILL and engine is None
@@ -296,5 +300,8 @@ def _derive_phase(
 
 def _figure(machine: MachineProfile, name: str, unit: UnitName) -> Input:
     """Name a figure of the machine with its basis and source."""
-    figure: Figure[Any] = getattr(machine, name)
+    return _figure_input(name, getattr(machine, name), unit)
+
+
+def _figure_input(name: str, figure: Figure, unit: UnitName) -> Input:
     return Input(name, figure.value, unit, f"{figure.basis}: {figure.source}")
