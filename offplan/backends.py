@@ -105,8 +105,8 @@ class Backend:
     """Whether the schedule has a ``Serve`` before the layer, by which the runtime fetches the units
     at use, once for all chunks of a prompt. Otherwise the layer's own kernels read them, those of
     each chunk for themselves."""
-    gpu_bytes: Callable[[int], int] = lambda num_bytes: 0
-    """Return how many of a unit's bytes stay on the GPU all the same."""
+    gpu_bytes: Callable[[int], int] | None = None
+    """Return how many of a unit's bytes stay on the GPU all the same; None where none do."""
     stores: tuple[Store, ...] = ("host",)
     """Stores that it can read."""
     phases: tuple[PhaseName, ...] = ("prefill", "decode")

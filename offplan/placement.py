@@ -31,7 +31,8 @@ class Phase(str, Enum):
 
 def off_gpu_bytes(num_bytes: int, prefill: Backend, decode: Backend) -> int:
     """Return the bytes of a unit that are not on the GPU outside the ring, of ``num_bytes``."""
-    return num_bytes - max(prefill.gpu_bytes(num_bytes), decode.gpu_bytes(num_bytes))
+    kept = [each.gpu_bytes(num_bytes) for each in (prefill, decode) if each.gpu_bytes is not None]
+    return num_bytes - max(kept, default=0)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ def join_flags(flags: Flags) -> list[str]:
 def require_stored_weights(offload: Offload, title: str) -> None:
     """Raise ExportError unless weights are as they are stored, in host memory where not resident.
 
+    It is also raised for a backend that no engine has.
     ``title`` is the engine's.
     """
     if offload.store == "peer" and offload.rules:
@@ -166,6 +167,14 @@ def require_stored_weights(offload: Offload, title: str) -> None:
             f"{title} offloads to host memory; the plan has a second GPU's memory as its "
             "store, whose faster link would be lost: plan again with `store: host`"
         )
+    for number, rule in enumerate(offload.rules, 1):
+        for backend in (rule.prefill, rule.decode):
+            if backend not in BACKENDS:
+                known = " or ".join(each.name for each in BACKENDS)
+                raise ExportError(
+                    f"rule {number} has the backend {backend.name}, which {title} does not have: "
+                    f"expected {known}; plan again with --for"
+                )
     if offload.packing is not None:
         raise ExportError(
             f"{title} holds every weight as it is stored; the plan holds some packed: plan "

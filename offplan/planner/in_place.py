@@ -80,15 +80,15 @@ class InPlaceRules:
     @cached_property
     def _off_gpu(self) -> dict[Option, list[int]]:
         """What of these bytes leaves the GPU."""
-        return {
-            option: list(
-                accumulate(
-                    off_gpu_bytes(later - sooner, option.prefill, option.decode)
-                    for sooner, later in pairwise([0, *sums])
-                )
-            )
-            for option, sums in self._sums.items()
-        }
+
+        def leaving(option: Option, sums: list[int]) -> list[int]:
+            if option.decode.gpu_bytes is None:
+                return sums
+            sizes = (later - sooner for sooner, later in pairwise([0, *sums]))
+            ways = option.prefill, option.decode
+            return list(accumulate(off_gpu_bytes(size, *ways) for size in sizes))
+
+        return {option: leaving(option, sums) for option, sums in self._sums.items()}
 
     def _plan(self, room: Room, setting: int, option: Option | None) -> InPlace:
         space, table = self.space, self.space.table

@@ -96,8 +96,9 @@ class Prices:
     def _price(self, kind: int, options: list[Option]) -> tuple[Content, list[list[int]]]:
         space, layout = self.space, self.space.stage.layout
         chosen = [
-            (unit, option.rule(1, 1))
+            (unit, rule)
             for option in options
+            for rule in (option.rule(1, 1),)
             for unit in space.taken[option.segment_class][kind]
         ]
         if not chosen:

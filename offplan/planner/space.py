@@ -29,10 +29,10 @@ from offplan.choices import Store
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.link import (
+    UnitUse,
     embedding_bytes,
     group_by_backend,
     times_read,
-    use_bytes,
     uva_slowdown,
 )
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
@@ -332,7 +332,18 @@ class Space:
         return sum(self.reading_ps(*each) for each in reads), sum(size for size, _ in reads)
 
     def _use_bytes(self, backend: Backend, units: Sequence[Unit], num_tokens: int) -> int:
-        return use_bytes(backend, self.machine, units, self.stage.experts, num_tokens)
+        return round(sum(self._link_bytes(backend, unit, num_tokens) for unit in units))
+
+    def _link_bytes(self, backend: Backend, unit: Unit, num_tokens: int) -> float:
+        key = backend, id(unit), num_tokens  # units live as long as the space
+        if key not in self._uses:
+            use = UnitUse(unit, num_tokens, self.stage.experts, self.machine)
+            self._uses[key] = backend.link_bytes(use)
+        return self._uses[key]
+
+    @cached_property
+    def _uses(self) -> dict[tuple[Backend, int, int], float]:
+        return {}
 
 
 @dataclass(frozen=True)
