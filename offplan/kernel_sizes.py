@@ -35,6 +35,14 @@ KERNEL_TYPES = ("bfloat16", "float16")
 """
 
 
+def are_gathered(num_pairs: int, num_experts: int) -> bool:
+    """Whether codes of experts in host memory are copied together before they are multiplied.
+
+    They are where so few pairs of a token and an expert are sent to so many experts.
+    """
+    return num_pairs <= num_experts
+
+
 def is_power(dim: int) -> bool:
     """Whether kernels for attention know a width: a power of two from 16 on."""
     return dim >= 16 and dim & (dim - 1) == 0

@@ -11,7 +11,7 @@ from offplan.checkpoint.windows import Mixer
 from offplan.forms.form import Kind
 from offplan.held.packing import is_packed, unpack_layer
 from offplan.held.stage import Stage
-from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, PACKED_ROWS
+from offplan.kernel_sizes import CODES_ROWS, MIN_ROWS, PACKED_ROWS, are_gathered
 from offplan.placement import Phase
 from offplan.plan import Workload
 
@@ -311,13 +311,11 @@ def makes_values(num_rows: int, element_bytes: int) -> bool:
 
 
 def gathers_codes(experts: Experts | None, num_tokens: int) -> bool:
-    """Whether a pass of so few tokens copies its experts' codes that it is to read in place.
-
-    Source: ``runtime.forms.experts.forward_stored``.
-    """
+    """Whether a pass of so few tokens copies its experts' codes that it is to read in place."""
     if experts is None:
         return False
-    return num_tokens * experts.num_experts_per_token <= experts.num_in_all
+    num_pairs = num_tokens * experts.num_experts_per_token
+    return are_gathered(num_pairs, experts.num_in_all)
 
 
 def _is_half_byte(parameter: Parameter) -> bool:

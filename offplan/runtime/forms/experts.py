@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from offplan.forms.form import Part
+from offplan.kernel_sizes import are_gathered
 from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, part_name
 from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
 
@@ -66,12 +67,12 @@ def forward_stored(
 
     pairs = sort_pairs(top_k_index.reshape(-1), experts.num_experts)
     expert_of_pair, order, starts = pairs
-    are_few = len(order) <= experts.num_experts
+    is_gathered = are_gathered(len(order), experts.num_experts)
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         stored: StoredWeight = experts.stored_experts[name]
         parts, begins, in_place = stored.of(experts), starts, name in experts.in_place
-        if in_place and are_few:
+        if in_place and is_gathered:
             in_place = False
             parts, begins = gather(parts, *pairs)
         made = operators.multiply(stored.form, parts, x, order, begins, in_place=in_place)
