@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from typing import Any
 
 import pytest
 
@@ -492,13 +493,13 @@ def test_weights_and_small_files_are_fetched(sharded, folders, tmp_path):
     assert open_from(sharded.url, tmp_path, files="tokenizer.json,merges.txt")["files"] == sizes
     # What the commit has, and lacks, is known: the config is asked for, by its branch, and no more.
     assert [name for _, name, _ in sharded.requests[asked:]] == ["config.json"]
-    options = {"files": "tokenizer.json,merges.txt", "HF_HUB_OFFLINE": "1"}
+    options: dict[str, Any] = {"files": "tokenizer.json,merges.txt", "HF_HUB_OFFLINE": "1"}
     assert open_from("http://127.0.0.1:9", tmp_path, **options)["files"] == sizes
 
 
 def test_small_files_that_are_not_known_offline_are_lacked(sharded, tmp_path):
     open_from(sharded.url, tmp_path, files="a.json")
-    options = {"files": "b.json", "HF_HUB_OFFLINE": "1"}
+    options: dict[str, Any] = {"files": "b.json", "HF_HUB_OFFLINE": "1"}
     assert "b.json" not in open_from("http://127.0.0.1:9", tmp_path, **options)["files"]
 
 

@@ -77,6 +77,7 @@ def test_an_answer_for_an_engine_is_that_engines(cli: CLI, tmp_path: Path) -> No
 
 
 def test_analyze_and_plan_are_asked_alike(cli: CLI, tmp_path: Path) -> None:
+    asked: tuple[object, ...]
     asked = (TINY_MOE, "--machine", "cpu", "--gpu-memory", "1MiB", "--context", 256)
     asked += ("--prompt-tokens", 32, "--output-tokens", 96, "--max-tpot", "5ms", "--for", "vllm")
     answer = json.loads(cli("analyze", *asked, "--json").out)

@@ -248,7 +248,7 @@ def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_ranks_cannot_divide(
-    config: Mapping[str, Any], ranks: dict[str, int], why: str, tmp_path: Path
+    config: Mapping[str, Any], ranks: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError, match=why):
         hold(read(tmp_path, config), **ranks)

@@ -1,8 +1,9 @@
 """What the search weighs, prices and bounds: as placements and schedules have it."""
 
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def searchers(draw: st.DrawFn) -> Searcher:
     return Searcher(Space(pose(model, machine, workload, UNLIMITED, goal)))
 
 
-def draw_options(draw: st.DrawFn, searcher: Searcher) -> list[int]:
+def draw_options(draw: Callable[..., Any], searcher: Searcher) -> list[int]:
     """Choose one option, or two that have no parameter in common; one for an engine."""
     numbers = st.integers(0, len(searcher.space.options) - 1)
     first = draw(numbers)

@@ -61,7 +61,9 @@ def ask(model: Model, share: float, stages: int = 2, engine: str = "vllm", **goa
 def list_plans(question: Question) -> Iterator[Offload]:
     """List every plan of one rule and a ring, or of none."""
     pairs = ((Backend.PREFETCH, PREFETCH_STEPS), (Backend.UVA, (1,)))
-    embeddings = ("device", "host") if question.goal.engine == "vllm-worker" else ("device",)
+    embeddings: tuple[Any, ...] = ("device",)
+    if question.goal.engine == "vllm-worker":
+        embeddings = ("device", "host")
     for chunk, where in product(prefill_chunks(WORKLOAD.prompt_tokens), embeddings):
         setting = Offload(prefill_chunk=chunk, embeddings=where)
         yield setting

@@ -114,7 +114,7 @@ def test_a_batch_ends_with_its_last_text(tmp_path: Path) -> None:
         ("seed", -1),
     ],
 )
-def test_values_that_cannot_be_drawn_with(name: str, value: float) -> None:
+def test_values_that_cannot_be_drawn_with(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{name} is "):
         Sampling(**{name: value})
 

@@ -282,6 +282,7 @@ def test_a_store_that_reads_other_slots_than_the_schedule_fills_is_noticed(
         slots = slots_read(placement, phase)
         return {layer: (1 - slot, span) for layer, (slot, span) in slots.items()}
 
+    wrong: Callable[[Placement, Phase], dict[int, tuple[int, Span]]]
     for wrong in (turned, lambda *_: {}):
         monkeypatch.setattr(store, "slots_read", wrong)
         with pytest.raises(PlanError, match=r"expected .* \(slot"):

@@ -115,7 +115,7 @@ def test_closing_gives_everything_back(checkpoint: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(mmap, "mmap", Pages)
     monkeypatch.setattr(store, "allocate", allocate)
     untied = open_model(str(checkpoint)).input_embedding is not None
-    embeddings = {"embeddings": "host"} if untied else {}
+    embeddings: dict[str, Any] = {"embeddings": "host"} if untied else {}
     session = open_session(checkpoint, offload(group(2, 1), group(1, 1, "mlp"), **embeddings))
     tokens_of(session)
     assert session.runner.layers.cache is not None
