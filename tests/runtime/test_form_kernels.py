@@ -61,7 +61,6 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
 def test_on_the_cpu() -> None:
-    pytest.importorskip("triton")
     assert "passed" in run_interpreted(__file__)
 
 

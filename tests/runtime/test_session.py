@@ -30,6 +30,7 @@ from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
+from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 
 NUM_TOKENS = 6
@@ -270,7 +271,7 @@ def test_a_window_that_the_config_leaves_to_its_model_type(tmp_path: Path) -> No
 def test_whose_experts_the_kernels_serve(
     tmp_path: Path, name: str, dtype: str, served: bool
 ) -> None:
-    pytest.importorskip("triton")
+    need_triton()
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
         assert (
