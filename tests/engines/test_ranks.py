@@ -289,6 +289,7 @@ def test_a_question_is_asked_of_a_model_that_can_be_divided() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(2, 2)], ids=lambda r: r.label)
 @pytest.mark.parametrize("host_memory", [None, 3 * GIB])
 def test_a_plan_of_ranks_can_be_exported(ranks: Ranks, host_memory: int | None) -> None:

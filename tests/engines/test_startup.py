@@ -262,6 +262,7 @@ COPYING = {"offload_group_size": 2, "disable_shared_experts_fusion": True}
 READING = {"offload_group_size": -1, "cpu_offload_gb": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "flags", "drifted"),
     [

@@ -98,6 +98,7 @@ def price(searcher: Searcher, case: Case) -> tuple[int, Fraction]:
     return int(prompt[0]), Fraction(int(over[0]), int(under[0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data(), searchers(), st.integers(1, 4))
 def test_the_search_prices_as_the_schedule_does(
@@ -143,6 +144,7 @@ def test_copies_of_unlike_size_follow_an_engine_s_last_layers_in_its_order(engin
         assert price(searcher, case) == (times.prefill.step_ps, times.decode.step_ps)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data(), searchers())
 def test_no_plan_takes_less_than_its_bound(data: st.DataObject, searcher: Searcher) -> None:

@@ -36,6 +36,7 @@ def generate_together(
     return [row[start : start + NUM_TOKENS] for row, start in zip(rows, starts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "chunked", "shared_keys"])
 def test_prompts_of_unlike_lengths(tmp_path: Path, name: str) -> None:
     folder = save_tiny(name, tmp_path)
@@ -126,6 +127,7 @@ class Words:
         return "".join(f" {token}" for token in tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
 def test_a_models_rules_are_those_of_transformers(
     tmp_path: Path, sampling: Sampling | None

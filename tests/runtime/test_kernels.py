@@ -51,6 +51,7 @@ def make_experts(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
 def test_on_the_cpu() -> None:
     assert f"{len(TOKENS) + len(LATENT_CASES)} passed" in run_interpreted(__file__)
