@@ -31,6 +31,14 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what the whole suite leaves out as slow too, so that ``-m 'not slow'`` is the loop."""
+    for item in items:
+        if item.get_closest_marker("sweep") or item.get_closest_marker("engines"):
+            item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """Leave what is imported by now out of every garbage collection: it is most of what there is.
 

@@ -302,6 +302,16 @@ def test_every_room_is_described() -> None:
     assert not [room for room in rooms if f"| `{room}/` |" not in text]
 
 
+def test_contributing_names_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    path = r"(?<![\w/.-])\.?\w[\w./-]*(?:/|\.(?:py|sh|md|toml|txt|ya?ml)\b)"
+    found = set(re.findall(path, text))
+    named = {each for each in found if "NAME" not in each and not each.startswith(".venv")}
+    assert len(named) > 40
+    places = (ROOT, ROOT / "offplan", ROOT / "docs")
+    assert not [each for each in named if not any((at / each).exists() for at in places)]
+
+
 def test_every_dependency_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]

@@ -160,6 +160,7 @@ def loaded_modules(code: str) -> set[str]:
     return {name.partition(".")[0] for name in loaded_files(code)}
 
 
+@pytest.mark.slow
 def test_opening_a_session_prices_nothing() -> None:
     """Neither costs, nor a planner, nor another's runner is imported to open one and generate."""
     path = PACKAGE.parent / "plans" / "tiny-moe.yaml"
@@ -180,6 +181,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded & heavy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [("plan",), ("analyze",), ("plan", "--frontier")])
 def test_planning_from_a_folder_needs_no_torch(what: tuple[str, ...]) -> None:
     command = [
@@ -194,6 +196,7 @@ def test_planning_from_a_folder_needs_no_torch(what: tuple[str, ...]) -> None:
     assert not loaded_by(command) & {"torch", "transformers"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["show", "report -o -", "check --file-only", "diff", "explain", "replan"]
 )

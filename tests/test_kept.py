@@ -138,6 +138,7 @@ def test_an_answer_of_another_kind_or_format(
     assert kind.answers.find(key, "name") is None
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_flipped_bit_or_a_lost_end(home: Path, kind: Kind) -> None:
     path = entry(home, kind)

@@ -14,6 +14,7 @@ from tests.costs.builders import DENSE, dense_model, make_model, moe_model, plac
 from tests.costs.strategies import odd_models, place_or_skip, rule_lists
 
 
+@pytest.mark.slow
 @given(st.data(), odd_models(), st.integers(1, 4))
 def test_bytes_add_up(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     rules = data.draw(rule_lists(len(model.layers)))
@@ -30,6 +31,7 @@ def test_bytes_add_up(data: st.DataObject, model: Model, prefetch_step: int) -> 
         assert placement.num_slots <= prefetch_step
 
 
+@pytest.mark.slow
 @given(st.data(), odd_models())
 def test_slabs_are_aligned_and_spans_contiguous(data: st.DataObject, model: Model) -> None:
     for slab in place_or_skip(model, data.draw(rule_lists(len(model.layers))), 2).slabs:

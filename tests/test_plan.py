@@ -131,6 +131,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return example_plan.model_copy(update=decided)
 
 
+@pytest.mark.slow
 @given(plans())
 def test_yaml_round_trip(plan: Plan) -> None:
     text = dump_plan(plan)
@@ -176,6 +177,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         load_plan(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -218,6 +220,7 @@ def test_texts_are_read_back_as_texts(text: str) -> None:
     assert dump_yaml([1, 1e-05, True, None], width=100, on_one_line=True).count("'") == 0
 
 
+@pytest.mark.slow
 def test_many_keys_are_compared_at_once(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(dump_plan(example_plan) + "".join(f"k{i}: {i}\n" for i in range(5000)))
@@ -349,6 +352,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 SCHEMA = Draft202012Validator(Plan.model_json_schema())
 
 
+@pytest.mark.slow
 @given(plans())
 def test_the_schema_takes_every_plan_that_is_written(plan: Plan) -> None:
     SCHEMA.validate(load_yaml(dump_plan(plan)))

@@ -24,6 +24,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split("/")[-1])
 def test_replan(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -50,7 +51,8 @@ def test_the_picture_is_of_its_plan(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_schema_takes_the_plan(cli: CLI, path: Path) -> None:
     schema = json.loads(cli("schema").out)
-    validator_for(schema, None)(schema).validate(load_yaml(path.read_text("utf-8")))
+    validator = validator_for(schema, None)  # type: ignore[arg-type]
+    validator(schema).validate(load_yaml(path.read_text("utf-8")))
 
 
 def test_every_plan_has_its_command() -> None:

@@ -96,6 +96,7 @@ def test_requests_are_safe(data: st.DataObject, model: Model, prefetch_step: int
     run_by_hand(placement, passes, late=True)
 
 
+@pytest.mark.slow
 @given(st.data(), odd_models(), st.integers(1, 4))
 def test_any_order_of_phases_is_safe(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     """Passes whose successor is another than they were told: more copies, never wrong bytes."""

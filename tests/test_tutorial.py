@@ -30,6 +30,7 @@ def label(line: str) -> str:
     return " ".join(re.split(r"\d|: (?=\w+, )|The plan:", line)[0].split())
 
 
+@pytest.mark.slow
 def test_the_tutorial(cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_cpu, "_LARGE_BYTES", 2**20)
     monkeypatch.setattr("offplan.library.machines.has_gpu", lambda: False)

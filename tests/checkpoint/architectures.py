@@ -1,5 +1,7 @@
 """Small models of the architectures that people have, to be saved by transformers itself."""
 
+from typing import Any
+
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,7 +55,7 @@ DBRX = {
     "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
 }
 
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", TINY),
     "mistral": ("MistralConfig", {**TINY, **SLIDING}),
     "qwen2": ("Qwen2Config", TINY),

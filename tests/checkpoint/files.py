@@ -10,7 +10,7 @@ from offplan.checkpoint.tensors import DTYPE_BITS
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
-DENSE_CONFIG = {
+DENSE_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 2,
     "hidden_size": 8,

@@ -357,6 +357,6 @@ def write_quantised(folder: Path, format: Format) -> Path:
     return write_folder(folder, CONFIG | quantised, {"model.safetensors": shapes_of(format)})
 
 
-def num_bytes(parts: Parts) -> int:
+def num_bytes(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
     """Bytes of these tensors."""
     return sum(math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in parts.values())

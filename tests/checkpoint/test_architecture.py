@@ -1,5 +1,7 @@
 """What is read from a config, beside what each model type's tests already hold."""
 
+from typing import Any
+
 import pytest
 
 from offplan.checkpoint.architecture import Attention, Routing, read_architecture
@@ -10,7 +12,7 @@ from offplan.checkpoint.windows import Mixer
 from offplan.errors import CheckpointError
 from tests.checkpoint.files import DENSE_CONFIG, dense_shapes
 
-PLAIN = {"sinks": False, "soft_cap": None}
+PLAIN: dict[str, Any] = {"sinks": False, "soft_cap": None}
 
 
 @pytest.mark.parametrize(

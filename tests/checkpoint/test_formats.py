@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -67,7 +68,7 @@ def test_a_weight_and_what_lies_beside_it_are_one_parameter(tmp_path, name):
 )
 def test_what_its_config_contradicts_is_sized_and_not_understood(tmp_path, name, other):
     format = FORMATS[name]
-    contradicted = format._replace(config={**format.config, **other})
+    contradicted = format._replace(config={**(format.config or {}), **other})
     model = open_model(str(write_quantised(tmp_path, contradicted)))
     key = next(p for p in model.layers[0].parameters if p.name == "self_attn.k_proj.weight")
     assert key.form == OTHER
@@ -85,8 +86,8 @@ def test_what_its_config_contradicts_is_sized_and_not_understood(tmp_path, name,
 )
 def test_an_expert_that_the_config_leaves_out_alone(tmp_path, name, key):
     expert = "model.layers.1.mlp.experts.1.up_proj"
-    format, left_out = FORMATS[name], [*FORMATS[name].config[key], expert]
-    stated = format._replace(config={**format.config, key: left_out})
+    format, left_out = FORMATS[name], [*(FORMATS[name].config or {})[key], expert]
+    stated = format._replace(config={**(format.config or {}), key: left_out})
     layer = open_model(str(write_quantised(tmp_path / "codes", stated))).layers[1]
     forms = {p.name: p.form for p in layer.parameters if p.is_expert}
     assert forms.pop("mlp.experts.up_proj.weight") == OTHER
@@ -111,7 +112,7 @@ def test_figures_of_the_model_are_those_of_what_it_stands_for(tmp_path, name):
     assert (model.input_embedding is None) == format.takes_all
 
 
-FUSED = {
+FUSED: dict[str, Any] = {
     "mlx": (
         {"bits": 4, "group_size": 64},
         {

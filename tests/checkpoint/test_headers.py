@@ -224,6 +224,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(header=st.dictionaries(st.text(max_size=6), ENTRY | JSON, max_size=3) | JSON)
 def test_any_json_is_read_or_refused(header):

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,7 @@ def test_hub_and_folder_are_the_same_model(sharded, folders, tmp_path):
     assert sharded.tokens == {"Bearer hf_secret"}
 
 
+@pytest.mark.slow
 def test_with_a_revision_the_hub_is_meant_beside_a_folder_of_that_name(
     single, folders, tmp_path, monkeypatch
 ):
@@ -99,6 +101,7 @@ def test_with_a_revision_the_hub_is_meant_beside_a_folder_of_that_name(
     assert len(single.requests) == asked
 
 
+@pytest.mark.slow
 def test_what_modelopt_says_beside_a_config_that_is_silent_is_fetched(serve, tmp_path):
     format = FORMATS["modelopt fp8"]._replace(config=None)
     folder = write_quantised(tmp_path / "model", format)
@@ -109,6 +112,7 @@ def test_what_modelopt_says_beside_a_config_that_is_silent_is_fetched(serve, tmp
     assert open_from(hub.url, tmp_path / "home", HF_HUB_OFFLINE="1") == got
 
 
+@pytest.mark.slow
 def test_the_generation_config_is_part_of_the_model(serve, folders, tmp_path):
     assert open_model(str(folders[0])).generation == NO_GENERATION
     hub = serve(folders[0])
@@ -127,6 +131,7 @@ def test_the_generation_config_is_part_of_the_model(serve, folders, tmp_path):
     assert unknown == {**got, "generation": None}
 
 
+@pytest.mark.slow
 def test_name_without_an_organisation_and_files_elsewhere(single, folders, tmp_path):
     # The Hub sends on from an old name to its new one, and from a large file to where it lies.
     single.old_name, single.elsewhere = "tiny", True
@@ -145,6 +150,7 @@ def test_one_ranged_request_a_shard(sharded, tmp_path):
     assert all(asked.startswith("bytes=0-") and len(asked) <= 12 for _, _, asked in rest)
 
 
+@pytest.mark.slow
 def test_second_run_and_offline_need_no_shard(sharded, tmp_path):
     online = open_from(sharded.url, tmp_path)
     asked = len(sharded.shard_gets())
@@ -180,6 +186,7 @@ def put_a_pipe(cached):
     os.mkfifo(cached)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [cut, flip_a_name, put_a_pipe])
 def test_damaged_cache_is_read_again(single, tmp_path, damage):
     online = open_from(single.url, tmp_path)
@@ -189,6 +196,7 @@ def test_damaged_cache_is_read_again(single, tmp_path, damage):
     assert len(single.shard_gets()) == 2
 
 
+@pytest.mark.slow
 def test_weights_in_the_hubs_own_cache_are_used(sharded, folders, tmp_path):
     online = open_from(sharded.url, tmp_path)
     shutil.rmtree(tmp_path / "offplan")
@@ -211,6 +219,7 @@ def test_header_longer_than_the_first_read(serve, folders, tmp_path):
     assert hub.sent_bytes < 210_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metadata", ["x", "x" * 200_000])
 def test_server_that_ignores_range_sends_little(serve, folders, tmp_path, metadata):
     hub = serve(folders[0], ignore_range=True)
@@ -232,6 +241,7 @@ def test_dropped_connections_and_busy_servers_are_tried_again(sharded, folders, 
     assert got["sha"] == open_model(str(folders[1])).headers_sha256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
@@ -264,12 +274,14 @@ def test_connection_that_is_always_cut(sharded, tmp_path):
     assert f"{FIRST}: no valid answer from {sharded.url}" in refusal(sharded, tmp_path, exit_code=1)
 
 
+@pytest.mark.slow
 def test_server_that_stalls(sharded, tmp_path):
     sharded.stall = FIRST
     text = refusal(sharded, tmp_path, exit_code=1, HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert f"{FIRST}: no valid answer from {sharded.url}" in text
 
 
+@pytest.mark.slow
 def test_server_that_drips(sharded, tmp_path):
     sharded.drip = FIRST
     assert "bytes came in time" in refusal(sharded, tmp_path, exit_code=1)
@@ -283,6 +295,7 @@ def test_nothing_listens(tmp_path):
     assert "127.0.0.1:9" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -309,6 +322,7 @@ def test_hostile_index_is_refused_before_any_request(serve, folders, tmp_path):
     assert [name for _, name, _ in hub.shard_gets()] == [SINGLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -337,6 +351,7 @@ BODIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [FIRST, "config.json"])
 @pytest.mark.parametrize("kind", BODIES)
 @pytest.mark.parametrize("status", [403, 429])
@@ -390,6 +405,7 @@ def around(handler):
     handler.send_head(302, Location=handler.path, Content_Length="0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -406,6 +422,7 @@ def test_answer_that_never_ends_is_not_waited_for(sharded, tmp_path, name, answe
     assert name in text or "headers" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", FIRST])
 def test_redirects_without_end(sharded, tmp_path, name):
     sharded.answers = {name: around}
@@ -413,6 +430,7 @@ def test_redirects_without_end(sharded, tmp_path, name):
     assert len(sharded.requests) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", ["100000", "9" * 5000, "\u00b2", "-1", "soon"])
 @pytest.mark.parametrize("name", ["config.json", FIRST])
 def test_wait_that_the_server_asks_for_is_short(sharded, tmp_path, seconds, name):
@@ -425,6 +443,7 @@ def test_wait_that_the_server_asks_for_is_short(sharded, tmp_path, seconds, name
     assert got["wait"] <= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digits", ["9" * 5000, "9" * 19, "-3", "\u00b2"])
 def test_size_of_a_file_that_is_no_number(sharded, tmp_path, digits):
     def answer(handler):
@@ -435,6 +454,7 @@ def test_size_of_a_file_that_is_no_number(sharded, tmp_path, digits):
     refusal(sharded, tmp_path, exit_code=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", ["X_Repo_Commit", "X_Linked_ETag", "ETag"])
 @pytest.mark.parametrize(
     ("value", "status"),
@@ -453,6 +473,7 @@ def test_names_that_lead_out_of_the_cache(single, tmp_path, header, value, statu
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("revision", ["../../x", "/x", "a//b", "a\\b", "..", "a" * 300])
 def test_revision_that_leads_out_of_the_cache(single, tmp_path, revision):
     text = refusal(single, tmp_path, revision=revision)
@@ -460,6 +481,7 @@ def test_revision_that_leads_out_of_the_cache(single, tmp_path, revision):
     assert not single.requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["route", "link"])
 @pytest.mark.parametrize("route", ["{elsewhere}/token", "http://127.0.0.1@localhost:1/", "["])
 def test_token_goes_to_no_other_host_for_xet(serve, folders, tmp_path, way, route):
@@ -492,16 +514,17 @@ def test_weights_and_small_files_are_fetched(sharded, folders, tmp_path):
     assert open_from(sharded.url, tmp_path, files="tokenizer.json,merges.txt")["files"] == sizes
     # What the commit has, and lacks, is known: the config is asked for, by its branch, and no more.
     assert [name for _, name, _ in sharded.requests[asked:]] == ["config.json"]
-    options = {"files": "tokenizer.json,merges.txt", "HF_HUB_OFFLINE": "1"}
+    options: dict[str, Any] = {"files": "tokenizer.json,merges.txt", "HF_HUB_OFFLINE": "1"}
     assert open_from("http://127.0.0.1:9", tmp_path, **options)["files"] == sizes
 
 
 def test_small_files_that_are_not_known_offline_are_lacked(sharded, tmp_path):
     open_from(sharded.url, tmp_path, files="a.json")
-    options = {"files": "b.json", "HF_HUB_OFFLINE": "1"}
+    options: dict[str, Any] = {"files": "b.json", "HF_HUB_OFFLINE": "1"}
     assert "b.json" not in open_from("http://127.0.0.1:9", tmp_path, **options)["files"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "status", "exit_code"),
     [(SECOND, 500, 1), (SECOND, 403, 2), ("tokenizer.json", 500, 1)],
@@ -534,6 +557,7 @@ def test_adapter_is_called_one(serve, folders, tmp_path):
     assert "found an adapter" in refusal(hub, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["./x", "/x/y", "a/b/c", "x/", "../x/y", "~/x", "x/model.gguf"])
 def test_paths_are_never_asked_of_the_hub(single, tmp_path, source):
     assert "found nothing o" in refusal(single, tmp_path, repo=source)  # on disk, or of this name

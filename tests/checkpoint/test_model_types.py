@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def windows_of(name, config):
     return tuple(tokens.get(kind) for kind in kinds)
 
 
-CHANGES = [
+CHANGES: list[dict[str, Any]] = [
     {},
     {"sliding_window": 7},
     {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 5},
@@ -117,7 +118,7 @@ def is_compared(name, config, changes):
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_windows_by_layer(name):
-    sizes = {"num_hidden_layers": NUM_LAYERS}
+    sizes: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}
     if name == "gpt_neo":
         sizes |= {"num_layers": NUM_LAYERS + 1, "attention_types": [[["global", "local"], 7]]}
     for changes in CHANGES:

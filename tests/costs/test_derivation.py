@@ -69,6 +69,7 @@ def test_so_is_what_packing_saves() -> None:
     assert resident.value == weights - saved - sum(others)
 
 
+@pytest.mark.slow
 def test_so_is_what_sglang_copies_twice() -> None:
     model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
     question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine="sglang")

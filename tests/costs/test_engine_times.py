@@ -1,5 +1,7 @@
 """What prompts and steps take on vLLM and SGLang, whose copies end with the pass."""
 
+from typing import Any
+
 import pytest
 
 from offplan import placement as placements
@@ -129,7 +131,7 @@ def test_sglang_copies_what_is_to_be_read_in_place(chunk: int) -> None:
 
 
 QWEN, DEEPSEEK = "qwen3-8b", "deepseek-v2-lite"
-IN_PLACE = {"prefill": "uva", "decode": "uva"}
+IN_PLACE: dict[str, Any] = {"prefill": "uva", "decode": "uva"}
 MEASURED = [
     (QWEN, offload(512, group_size=2, num_in_group=1), 135.5, 133.0),
     (QWEN, offload(512, group_size=5, num_in_group=2), 106.4, 103.8),

@@ -45,7 +45,9 @@ def test_beyond_the_points_the_slope_goes_on() -> None:
 
 def with_rereads(*points: tuple[int, float]) -> MachineProfile:
     table = tuple(Reread(rows=rows, factor=factor) for rows, factor in points)
-    figure = Figure[Rereads](value=table, basis="measured", source="a test")
+    figure = Figure[Rereads](
+        value=table, basis="measured", source="a test", samples=None, spread=None
+    )
     return MACHINE.model_copy(update={"uva_rereads": figure})
 
 

@@ -1,5 +1,7 @@
 """Predictions come from the schedule, and say whether they rest on measurements."""
 
+from typing import Any
+
 import pytest
 
 from offplan.costs.compute import ModelCompute
@@ -70,7 +72,7 @@ def test_rows_of_an_embedding_on_the_host_cross_one_a_token() -> None:
 
 def test_a_second_gpu_holds_the_slabs_alone() -> None:
     peer = make_machine(peer=20e9).with_store("peer")
-    rules = {"prefill_chunk": 512, "embeddings": "host", "rules": (rule("mlp"),)}
+    rules: dict[str, Any] = {"prefill_chunk": 512, "embeddings": "host", "rules": (rule("mlp"),)}
     on_host, on_peer = (
         predict(dense_model(3), peer, WORKLOAD, BUDGET, Offload(**rules, store=store))
         for store in ("host", "peer")

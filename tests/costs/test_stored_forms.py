@@ -118,7 +118,7 @@ def test_experts_are_read_once_for_as_many_rows_as_a_program_takes() -> None:
 def test_scales_in_the_order_of_activations_are_read_once(
     tmp_path: Path, told: dict[str, bool]
 ) -> None:
-    config = {**FORMATS["gptq"].config, **told}
+    config = {**(FORMATS["gptq"].config or {}), **told}
     stage = open_stage(write_quantised(tmp_path, FORMATS["gptq"]._replace(config=config)))
     machine = load_profile("h200-pcie5")
     down = [u for u in group_units(stage.layers[0]) if u.name == "mlp.down_proj.weight"]

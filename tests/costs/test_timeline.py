@@ -136,6 +136,7 @@ def check_lanes(lanes: PhaseLanes, times: PhaseTimes, *, repeats: bool) -> None:
     assert crossed == pytest.approx(times.link_ps) if repeats else crossed <= times.link_ps + 1e-3
 
 
+@pytest.mark.slow
 @given(st.data(), odd_models(), st.integers(1, 4))
 def test_bounds_and_monotony_hold(data: st.DataObject, model: Model, prefetch_step: int) -> None:
     """step >= bound, step >= compute, and a faster link or GPU never hurts, UVA mixed in or not."""

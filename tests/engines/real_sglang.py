@@ -28,7 +28,7 @@ def copied_layers(num_layers: int, step: int) -> tuple[list[int], list[int]]:
             copied.append(self.layer)
             return torch.zeros(1, 1, device="meta")
 
-    def create(mode: str, module: torch.nn.Module, param_name: str) -> Recorder:
+    def create(mode: str, module: torch.nn.Linear, param_name: str) -> Recorder:
         return Recorder(modules.index(module))
 
     def run() -> list[int]:

@@ -128,7 +128,7 @@ def build(
         cls: Any, backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> Any:
         # there is no sparse attention for the CPU, and it has no say in names
-        return choose(cls, backend, attn_selector_config._replace(use_sparse=False), num_heads)
+        return choose(cls, backend, attn_selector_config._replace(use_sparse=False), num_heads)  # type: ignore[misc]
 
     choose = getattr(CpuPlatform.get_attn_backend_cls, "chosen", None)
     choose = choose or CpuPlatform.get_attn_backend_cls.__func__

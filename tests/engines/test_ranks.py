@@ -247,7 +247,7 @@ def test_stages_with_other_flags_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_ranks_cannot_divide(
-    config: Mapping[str, Any], ranks: dict[str, int], why: str, tmp_path: Path
+    config: Mapping[str, Any], ranks: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError, match=why):
         hold(read(tmp_path, config), **ranks)
@@ -288,6 +288,7 @@ def test_a_question_is_asked_of_a_model_that_can_be_divided() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(2, 2)], ids=lambda r: r.label)
 @pytest.mark.parametrize("host_memory", [None, 3 * GIB])
 def test_a_plan_of_ranks_can_be_exported(ranks: Ranks, host_memory: int | None) -> None:

@@ -21,7 +21,7 @@ from offplan.engines.sglang import PREFETCHING_CLASSES
 from offplan.engines.startup import SGLANG_FLAGS
 from offplan.held.held import hold_whole
 from offplan.placement import Phase, place
-from offplan.plan import Goal, Offload, Rule
+from offplan.plan import Backend, Goal, Offload, Rule
 from offplan.schedule import Copy
 from tests.costs.builders import dense_model
 from tests.engines.builders import deepseek, make_plan, prefetch, qwen3, up_to
@@ -95,7 +95,7 @@ def test_copies_are_those_that_are_priced(num_layers: int, num_slots: int) -> No
 
     step = max(1, num_slots - 1)
     stage = hold_whole(dense_model(num_layers), find_runner("sglang"))
-    rule = Rule(group_size=1, num_in_group=1, prefill="prefetch", decode="prefetch")
+    rule = Rule(group_size=1, num_in_group=1, prefill=Backend.PREFETCH, decode=Backend.PREFETCH)
     placement = place(stage, Offload(prefetch_step=num_slots, prefill_chunk=1, rules=(rule,)))
     runtime = stage.runner.pass_rules
     assert runtime is not None

@@ -281,7 +281,7 @@ def test_verification_tells_what_moved(seam: Any) -> None:
     plan = make_plan(prefetch("a.weight", group_size=3, num_in_group=2), prefetch_step=2)
     layers = make_stack(7)
     verify = run_on_cpu(seam, plan, layers, ("a",))
-    layers[1].a.weight.data = layers[1].a.weight.data.clone()
+    layers[1].a.weight.data = layers[1].a.weight.data.clone()  # type: ignore[operator]
     layers[2].a = torch.nn.Identity()
     del layers[4].a.weight
     with pytest.raises(DriftError) as raised:
@@ -312,7 +312,7 @@ def test_where_what_is_read_in_place_lies(seam: Any) -> None:
 def test_the_embedding_is_read_in_place(seam: Any, tmp_path: Path) -> None:
     plan, model, path = write_plan(tmp_path, "Qwen3ForCausalLM", embeddings="host")
     taken = find_taken(plan, model, (0, 33, 0))
-    offloader = seam.worker.PlanOffloader(taken, lambda: built)
+    offloader = seam.worker.PlanOffloader(taken, lambda: built)  # type: ignore[has-type]
     built = build_on_meta(seam, configure(tmp_path, path), offloader, tmp_path)
     offloader.post_init()
     moved = {n for n, p in built.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
@@ -331,7 +331,7 @@ def test_the_rows_of_a_rank_are_read_in_place(seam: Any, ranks: Ranks, tmp_path:
     config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
     for stage in range(ranks.pipeline):
         taken = seam.worker.take_plan(config, stage)
-        offloader = seam.worker.PlanOffloader(taken, lambda: built)  # noqa: B023
+        offloader = seam.worker.PlanOffloader(taken, lambda: built)  # type: ignore[has-type]  # noqa: B023
         built = build_on_meta(seam, config, offloader, tmp_path, stage)
         offloader.post_init()
         moved = {n for n, p in built.named_parameters() if hasattr(p, "_vllm_is_uva_offloaded")}
@@ -350,7 +350,7 @@ class Block(torch.nn.Module):
             setattr(self, name, torch.nn.Linear(8, 8, bias=False))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.c(torch.relu(self.b(self.a(hidden_states))))
+        return self.c(torch.relu(self.b(self.a(hidden_states))))  # type: ignore[operator]
 
 
 def make_stack(num_layers: int) -> torch.nn.ModuleList:

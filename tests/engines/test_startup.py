@@ -223,7 +223,11 @@ def serving(answers: dict[str, Any]) -> Iterator[str]:
 
 
 def vllm_info(**changed: Any) -> dict[str, Any]:
-    ring = {"offload_group_size": 2, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+    ring: dict[str, Any] = {
+        "offload_group_size": 2,
+        "offload_num_in_group": 1,
+        "offload_prefetch_step": 1,
+    }
     ring |= {"offload_params": ["mlp"], **changed}
     in_place = {"cpu_offload_gb": 0.0, "cpu_offload_params": []}
     config = {"offload_config": {"offload_backend": "auto", "prefetch": ring, "uva": in_place}}
@@ -258,6 +262,7 @@ COPYING = {"offload_group_size": 2, "disable_shared_experts_fusion": True}
 READING = {"offload_group_size": -1, "cpu_offload_gb": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "flags", "drifted"),
     [

@@ -12,7 +12,7 @@ H200 = {4096: 0.66e9, 65536: 12e9, 2**18: 36.5e9, MIB: 49.1e9, 4 * MIB: 53.8e9, 
 
 
 def curve(rates: dict[int, float]) -> list[CopyRate]:
-    return [CopyRate(bytes=size, rate=rate) for size, rate in sorted(rates.items())]
+    return [CopyRate(bytes=size, rate=rate, spread=None) for size, rate in sorted(rates.items())]
 
 
 def error(points: list[CopyRate], latency_s: float, rate: float) -> float:

@@ -30,6 +30,7 @@ from tests.planner.brute_force import BruteForce
 from tests.planner.cases import ask
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.sampled_from(["vllm", "vllm-worker", "sglang"]),
@@ -54,6 +55,7 @@ def test_a_plan_for_an_engine_can_be_exported(
     assert f"only plans that {engine} can run were searched" in explain_plan(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "vllm-worker", "sglang"])
 @pytest.mark.parametrize(("share", "h2d"), [(0.5, 1e9), (0.8, 1e9), (0.8, 50e9)])
 def test_the_fastest_of_an_engine_is_found(engine: str, share: float, h2d: float) -> None:
@@ -82,6 +84,7 @@ def test_a_question_of_no_engine_asks_of_the_model_as_run_loads_it() -> None:
     assert decided.prediction == make_plan(again).plan.prediction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.7, 1.0, 1.2, 1.4])
 def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_path: Path) -> None:
     """Of 224 by 224, stored as MXFP4, it makes 256 by 256: 1.31 times as much."""
@@ -102,6 +105,7 @@ def test_what_an_engine_makes_of_experts_is_within_the_budget(share: float, tmp_
     assert bool(result.plan.offload.rules) == (share < 1.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "name"),
     [

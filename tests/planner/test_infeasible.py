@@ -48,6 +48,7 @@ def test_the_second_gpu_limits_the_store() -> None:
         plan_for(model, machine, budget.model_copy(update={"host_memory": 1}), store="peer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "moves"), [(0.3, True), (0.9, True), (0.3, False)])
 def test_an_engine_may_need_more_than_others(share: float, moves: bool) -> None:
     """SGLang copies experts through several buffers; of what it does not know vLLM moves none."""

@@ -12,6 +12,7 @@ from tests.costs.builders import DENSE, MOE, make_machine, make_model
 from tests.planner.cases import BATCHED, ask, models, rates, shares, workloads
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     models,

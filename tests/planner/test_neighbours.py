@@ -1,6 +1,7 @@
 """One step of each knob of a plan, priced."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_steps_of_bytes_are_those_that_an_engine_can_be_told() -> None:
 def test_what_an_engine_page_locks_beyond_the_budget_is_refused() -> None:
     """Torch rounds each parameter up: 35 layers of 4.9 GiB take 6.56, and 36 take 6.75."""
     model = open_model(str(ROOT / "tests" / "models" / "qwen3-8b" / "config.json"))
-    budget = {"gpu_memory": 12 * 2**30, "host_memory": 33 * 2**30 // 5}
+    budget: dict[str, Any] = {"gpu_memory": 12 * 2**30, "host_memory": 33 * 2**30 // 5}
     question = ask(model, load_machine("h200-pcie5"), Workload(), engine="vllm", **budget)
     plan = make_plan(question).plan
     (one,) = (each for each in find_neighbours(question, plan) if "group 35 -> 36" in each.change)

@@ -1,5 +1,7 @@
 """Weights are packed where that makes a plan faster, and nowhere else."""
 
+from typing import Any
+
 import pytest
 
 from offplan.held.held import hold
@@ -21,7 +23,7 @@ MODELS = {"dense": dense_model(24), "moe": moe_model(24)}
 MACHINE = make_machine(h2d=1e9, uva=0.9e9)
 
 
-def plan(name: str, share: float, goal: Goal | None = None, **others: object) -> PlanResult:
+def plan(name: str, share: float, goal: Goal | None = None, **others: Any) -> PlanResult:
     return make_plan(ask(MODELS[name], MACHINE, share, goal=goal or Goal(), **others))
 
 
@@ -66,9 +68,8 @@ def test_no_more_layers_are_packed_than_makes_all_fit() -> None:
                 fitting.append(each.objective_s)
     assert found.prediction.objective_s == pytest.approx(min(fitting), rel=1e-12)
     steps = {each.change: each for each in find_neighbours(question, found)}
-    packing = found.offload.packing
-    assert packing is not None
-    size = packing.group_size
+    assert found.offload.packing is not None
+    size = found.offload.packing.group_size
     assert steps[f"packing: group_size {size} -> {size + 1}"].refusal == "GPU memory"
     assert steps["without packing"].refusal == "GPU memory"
 

@@ -1,8 +1,9 @@
 """What the search weighs, prices and bounds: as placements and schedules have it."""
 
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def searchers(draw: st.DrawFn) -> Searcher:
     return Searcher(Space(pose(model, machine, workload, UNLIMITED, goal)))
 
 
-def draw_options(draw: st.DrawFn, searcher: Searcher) -> list[int]:
+def draw_options(draw: Callable[..., Any], searcher: Searcher) -> list[int]:
     """Choose one option, or two that have no parameter in common; one for an engine."""
     numbers = st.integers(0, len(searcher.space.options) - 1)
     first = draw(numbers)
@@ -97,6 +98,7 @@ def price(searcher: Searcher, case: Case) -> tuple[int, Fraction]:
     return int(prompt[0]), Fraction(int(over[0]), int(under[0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data(), searchers(), st.integers(1, 4))
 def test_the_search_prices_as_the_schedule_does(
@@ -142,6 +144,7 @@ def test_copies_of_unlike_size_follow_an_engine_s_last_layers_in_its_order(engin
         assert price(searcher, case) == (times.prefill.step_ps, times.decode.step_ps)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data(), searchers())
 def test_no_plan_takes_less_than_its_bound(data: st.DataObject, searcher: Searcher) -> None:

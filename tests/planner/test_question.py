@@ -45,6 +45,7 @@ def test_plan_names_model_and_machine() -> None:
     assert plan.workload == WORKLOAD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "goal",
     [
@@ -101,6 +102,7 @@ def test_questions_that_cannot_be_asked() -> None:
         ask(MODELS["dense"], make_machine(peer=1e9), 0.5, goal=Goal(engine="vllm"), store="peer")
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(models, shares, rates, workloads)
 def test_a_saved_profile_gives_the_same_plan(

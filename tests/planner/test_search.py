@@ -41,6 +41,7 @@ FEW_DENSE, FEW_MOE = (
 """Layers with few segment classes, so that more of them can be looked at."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share", "h2d"),
     [("dense", 0.3, 1e9), ("dense", 0.7, 50e9), ("moe", 0.5, 20e9)],
@@ -53,6 +54,7 @@ def test_one_rule_equals_brute_force(name: str, share: float, h2d: float) -> Non
     assert best_single == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "share", "h2d", "prompt"),
     [
@@ -76,6 +78,7 @@ def test_one_output_token_takes_the_shortest_prompt_then_the_shortest_step(
     assert prediction.decode.step_s == min(steps_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "share", "h2d", "num_rules"),
     [
@@ -131,6 +134,7 @@ def test_an_embedding_on_the_host_takes_none_of_a_second_gpu() -> None:
     assert plan.prediction.peer_memory_bytes == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(models, shares, rates, workloads)
 def test_plans_keep_the_budget_and_stay_above_the_floor(

@@ -40,6 +40,7 @@ def count_reads(plan: Plan) -> float:
     return plan.prediction.prefill.link_bytes / plan.prediction.host_memory_bytes
 
 
+@pytest.mark.slow
 def test_each_remedy_has_the_prompt_read_weights_once(model: Model) -> None:
     question = ask_for(model, BATCHED)
     plan = make_plan(question).plan
@@ -62,6 +63,7 @@ def test_each_remedy_has_the_prompt_read_weights_once(model: Model) -> None:
         assert find_rereads(asked, better) is None
 
 
+@pytest.mark.slow
 def test_remedies_beyond_the_machine_are_found_and_no_batch_where_it_is_chosen(
     model: Model,
 ) -> None:
@@ -104,6 +106,7 @@ def test_memory_that_no_part_fits_stays_unused(model: Model) -> None:
     assert find_unused(fuller, make_plan(fuller).plan) is None
 
 
+@pytest.mark.slow
 def test_the_answer_says_so(cli: CLI) -> None:
     long = ("--prompt-tokens", 2048, "--context", 2304)
     told = " ".join(cli("plan", CONFIG, *ASKED, *long).err.split())

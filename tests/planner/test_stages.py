@@ -61,7 +61,9 @@ def ask(model: Model, share: float, stages: int = 2, engine: str = "vllm", **goa
 def list_plans(question: Question) -> Iterator[Offload]:
     """List every plan of one rule and a ring, or of none."""
     pairs = ((Backend.PREFETCH, PREFETCH_STEPS), (Backend.UVA, (1,)))
-    embeddings = ("device", "host") if question.goal.engine == "vllm-worker" else ("device",)
+    embeddings: tuple[Any, ...] = ("device",)
+    if question.goal.engine == "vllm-worker":
+        embeddings = ("device", "host")
     for chunk, where in product(prefill_chunks(WORKLOAD.prompt_tokens), embeddings):
         setting = Offload(prefill_chunk=chunk, embeddings=where)
         yield setting
@@ -96,6 +98,7 @@ def find_all(question: Question) -> list[Plan]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 0.7])
 @pytest.mark.parametrize(
     ("name", "num_layers", "engine"),
@@ -114,6 +117,7 @@ def test_no_plan_is_faster_over_all_stages(
         assert plan.prediction.objective_s == least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.6])
 def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     """The second one has fewer layers, and page-locks less."""
@@ -133,6 +137,7 @@ def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     assert plan.prediction.objective_s <= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.0, 0.4])
 def test_targets_hold_for_all_stages_together(part: float, tmp_path: Path) -> None:
     model = read("dense", 7, tmp_path)
@@ -148,6 +153,7 @@ def test_targets_hold_for_all_stages_together(part: float, tmp_path: Path) -> No
     assert plan.prediction.objective_s <= min(each.prediction.objective_s for each in kept)
 
 
+@pytest.mark.slow
 def test_a_target_out_of_reach_names_memory_that_would_do(tmp_path: Path) -> None:
     model = read("dense", 7, tmp_path)
     question = ask(model, 0.5)

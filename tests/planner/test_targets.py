@@ -25,6 +25,7 @@ def test_targets_that_are_kept_change_nothing_but_the_goal() -> None:
     assert "of the plans that keep --max-ttft 60 s and --max-tpot 60 s" in explain_plan(kept)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.95])
 def test_a_target_out_of_reach_names_memory_that_would_do(part: float) -> None:
     """Enough for a plan, and at most a hundredth more than any plan needs."""
@@ -61,6 +62,7 @@ def test_where_nothing_fits_targets_are_not_what_is_missing() -> None:
         make_plan(ask(MODEL, MACHINE, -0.5, goal=Goal(max_tpot=1e-9)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("h2d", [1e9, 20e9])
 def test_targets_equal_brute_force(h2d: float) -> None:
     """The fastest within targets, or the nearest to them: as if every plan were looked at."""

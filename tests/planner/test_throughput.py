@@ -18,6 +18,7 @@ EIGHT = Workload(batch=8, prompt_tokens=16, output_tokens=20, context=64)
 MOST = Goal(objective="throughput")
 
 
+@pytest.mark.slow
 def test_throughput_chooses_the_batch_that_gives_most() -> None:
     question = ask(MODEL, MACHINE, 0.7, EIGHT, MOST)
     best = make_plan(question)
@@ -37,6 +38,7 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
     assert (chosen.offload, chosen.prediction) == (best.plan.offload, best.plan.prediction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [-0.15, -0.05])
 def test_batches_that_fit_with_a_packed_head_alone_are_tried(room: float) -> None:
     model, machine = dense_model(4), make_machine(h2d=1e9, uva=0.9e9)
@@ -49,6 +51,7 @@ def test_batches_that_fit_with_a_packed_head_alone_are_tried(room: float) -> Non
     assert tokens_per_s(best) == max(map(tokens_per_s, plans))
 
 
+@pytest.mark.slow
 def test_throughput_keeps_targets() -> None:
     free = make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, MOST)).plan
     goal = Goal(objective="throughput", max_tpot=0.8 * free.prediction.decode.step_s)
@@ -59,6 +62,7 @@ def test_throughput_keeps_targets() -> None:
     assert kept.workload.batch < free.workload.batch
 
 
+@pytest.mark.slow
 def test_where_no_batch_fits_or_keeps_the_targets_a_single_sequence_says_why() -> None:
     with pytest.raises(InfeasibleError, match="no plan fits"):
         make_plan(ask(MODEL, MACHINE, 0.7, EIGHT, MOST).with_gpu_memory(10_000))

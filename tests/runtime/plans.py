@@ -1,7 +1,7 @@
 """Offload decisions for tests, made without the planner, and sessions that carry them out."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -110,7 +110,7 @@ def make_bench(folder: Path, decision: Offload, prompt: torch.Tensor, device: st
 
 
 def run_greedily(
-    folder: Path, decision: Offload, prompt: torch.Tensor, **options: bool
+    folder: Path, decision: Offload, prompt: torch.Tensor, **options: Any
 ) -> list[torch.Tensor]:
     """Logits after the prompt and after each greedy token, [batch, vocabulary] each."""
     session = open_session(folder, decision, **options)

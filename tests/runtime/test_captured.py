@@ -81,6 +81,7 @@ def request(session: Session, batch: int, num_tokens: int, seed: int) -> list[to
 KINDS = ["qwen3", "deepseek_v2", "dynamic", "longrope", "shared_keys", "linear"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_of_any_length_and_batch_in_between(
     graphs: Graphs, tmp_path: Path, kind: str

@@ -59,6 +59,7 @@ def name_way(way: tuple[int, int, int]) -> str:
     return "{}x{}-{}".format(*way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", SEGMENTS, ids=lambda s: "+".join(s) or "all")
 @pytest.mark.parametrize("way", SOME_WAYS, ids=name_way)
 def test_logits_equal_resident(
@@ -75,6 +76,7 @@ def two_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("deepseek_v2", tmp_path_factory.mktemp("two_kinds"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=name_way)
 def test_every_way_through_the_ring(two_kinds: Path, way: tuple[int, int, int]) -> None:
     """Which layers stream through how many slots is the same for every architecture."""
@@ -83,6 +85,7 @@ def test_every_way_through_the_ring(two_kinds: Path, way: tuple[int, int, int]) 
     assert_same_as_resident(two_kinds, rule, prefetch_step=prefetch_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill", ["prefetch", "uva"])
 @pytest.mark.parametrize("decode", ["prefetch", "uva"])
 @pytest.mark.parametrize("prefetch_step", [1, 2])
@@ -95,6 +98,7 @@ def test_each_phase_has_its_backend(
     assert_same_as_resident(checkpoint, first, prefetch_step=prefetch_step, prompt=BATCH)
 
 
+@pytest.mark.slow
 def test_max_bytes(checkpoint: Path) -> None:
     rule = Rule.model_validate({"max_bytes": "30 KB", "prefill": "uva", "decode": "uva"})
     assert_same_as_resident(checkpoint, rule, prefetch_step=1)
@@ -110,6 +114,7 @@ def test_embeddings_on_the_host(checkpoint: Path) -> None:
     assert all(map(torch.equal, got, resident))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3, 10])
 def test_weights_cross_once_a_prompt(checkpoint: Path, chunk: int) -> None:
     with open_session(checkpoint, offload(group(2, 1), prefetch_step=1, prefill_chunk=chunk)) as s:
@@ -118,6 +123,7 @@ def test_weights_cross_once_a_prompt(checkpoint: Path, chunk: int) -> None:
         assert s.link.bytes_moved == sum(slabs) + slabs[0]  # the last one is for decode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 def test_tokens_equal_stock_transformers(checkpoint: Path, chunk: int) -> None:
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -136,6 +142,7 @@ def test_a_second_request_starts_afresh(checkpoint: Path) -> None:
         assert first == [t.tolist() for t in generate(session, PROMPT, NUM_TOKENS, Measured())]
 
 
+@pytest.mark.slow
 def test_bytes_moved_are_the_slabs(checkpoint: Path) -> None:
     with open_session(checkpoint, offload(group(2, 1), prefetch_step=1)) as session:
         session.warm_up(len(PROMPT), PROMPT.shape[1])

@@ -50,12 +50,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EXACT.split())
 def test_a_family_is_exact(family: str) -> None:
     outcome = compare(family, "windows")  # which those without any ignore
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant"),
     [
@@ -73,12 +75,14 @@ def test_a_variant_is_exact(family: str, variant: str) -> None:
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ROUNDED.split())
 def test_a_family_in_bfloat16_is_as_near_as_stock(family: str) -> None:
     outcome = compare_rounding(family, "windows")
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_is_refused(family: str) -> None:
     outcome = compare(family, "plain")
@@ -86,6 +90,7 @@ def test_a_family_is_refused(family: str) -> None:
     assert REFUSED[family] in outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["tied", "untied"])
 def test_stock_zeroes_the_paddings_row_of_youtu(
     variant: str, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +121,7 @@ def test_the_docs_say_what_is_tested_here() -> None:
     assert set(REFUSED) <= set(re.findall(r"[\w-]+", refused))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gemma3_text"])
 def test_attention_to_both_sides_is_refused(family: str) -> None:
     outcome = compare(family, "to both sides")
@@ -134,6 +140,7 @@ KEPT = [*((family, torch.bfloat16) for family in FLOAT32_PARTS_STORED)]
 KEPT += [(family, torch.float16) for family in ("afmoe", "gpt_oss")]  # the final norm too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), KEPT)
 def test_what_is_kept_in_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)

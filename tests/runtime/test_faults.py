@@ -229,6 +229,7 @@ PLACES: dict[str, tuple[object, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

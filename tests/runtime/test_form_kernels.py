@@ -59,9 +59,9 @@ def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "gpu_limits", lambda index: (99 << 10, 128))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
 def test_on_the_cpu() -> None:
-    pytest.importorskip("triton")
     assert "passed" in run_interpreted(__file__)
 
 

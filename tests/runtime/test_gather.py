@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from offplan.forms.form import Part
+from tests.runtime.interpreted import need_triton
 
 
 def test_the_kernel_takes_no_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile ends its graph there, and logits in place were no longer the resident ones."""
-    pytest.importorskip("triton")
+    need_triton()
     from offplan.runtime.forms import gather
 
     launched: list[Any] = []

@@ -36,6 +36,7 @@ def generate_together(
     return [row[start : start + NUM_TOKENS] for row, start in zip(rows, starts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "chunked", "shared_keys"])
 def test_prompts_of_unlike_lengths(tmp_path: Path, name: str) -> None:
     folder = save_tiny(name, tmp_path)
@@ -114,7 +115,7 @@ def test_a_batch_ends_with_its_last_text(tmp_path: Path) -> None:
         ("seed", -1),
     ],
 )
-def test_values_that_cannot_be_drawn_with(name: str, value: float) -> None:
+def test_values_that_cannot_be_drawn_with(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"{name} is "):
         Sampling(**{name: value})
 
@@ -126,6 +127,7 @@ class Words:
         return "".join(f" {token}" for token in tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
 def test_a_models_rules_are_those_of_transformers(
     tmp_path: Path, sampling: Sampling | None

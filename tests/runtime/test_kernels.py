@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from offplan.kernel_sizes import EXPERT_MULTIPLE
 from tests.runtime.conftest import LATENTS, SIZES
-from tests.runtime.interpreted import run_interpreted
+from tests.runtime.interpreted import need_triton, run_interpreted
 from tests.runtime.plans import group, offload, open_session
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,9 +51,9 @@ def make_experts(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
 def test_on_the_cpu() -> None:
-    pytest.importorskip("triton")
     assert f"{len(TOKENS) + len(LATENT_CASES)} passed" in run_interpreted(__file__)
 
 
@@ -85,7 +85,7 @@ def test_experts_equal_gathered_products(
     [(24, {}), (8, {}), (48, {"has_bias": True}), (48, {"is_transposed": True})],
 )
 def test_other_experts_are_left_to_transformers(width: int, others: dict[str, bool]) -> None:
-    pytest.importorskip("triton")
+    need_triton()
     from offplan.runtime.model.experts import serves
 
     assert not serves(make_experts(2, 64, width, device="cpu", **others))
@@ -105,7 +105,7 @@ def test_other_experts_are_left_to_transformers(width: int, others: dict[str, bo
 def test_blocks_fit_what_a_program_may_share(
     shared_bytes: int, blocks: tuple[int, int, int], tokens: int
 ) -> None:
-    pytest.importorskip("triton")
+    need_triton()
     from offplan.runtime.model.experts import choose_blocks
     from offplan.runtime.model.latent_kernel import choose_block
 
@@ -115,7 +115,7 @@ def test_blocks_fit_what_a_program_may_share(
 
 @pytest.mark.skipif(INTERPRETED, reason="asks no kernel")
 def test_kernels_for_experts_know_the_sizes_that_memory_is_predicted_for() -> None:
-    pytest.importorskip("triton")
+    need_triton()
     from offplan.runtime.model.experts import block_size
 
     sizes = range(1, 200)

@@ -65,6 +65,7 @@ def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert float((ours - theirs).abs().max()) < TOLERANCE * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [256, 128, 37, 3])
 def test_a_prompt_in_chunks_of_any_length(folder: Path, chunk: int) -> None:
     with load(folder, chunk=chunk) as session:
@@ -83,6 +84,7 @@ def test_a_prompt_token_by_token(dense: Path) -> None:
         assert_close(request(session, prompt), run_stock(load_stock(dense), prompt))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
     [
@@ -130,6 +132,7 @@ def spoil(session: Session) -> None:
             state.fill_(torch.nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disturb", [interrupt, warm_up, measure, spoil])
 def test_a_prompt_begins_from_no_state(dense: Path, disturb: Callable[[Session], None]) -> None:
     with load(dense) as session:
@@ -162,6 +165,7 @@ def test_states_stay_where_they_are_and_take_what_was_planned(folder: Path) -> N
             assert taken == len(PROMPT) * layer.kv_cache.state_bytes
 
 
+@pytest.mark.slow
 def test_a_decode_step_is_compiled_once_for_each_kind_and_whole(dense: Path) -> None:
     with load(dense) as session, session.stream(), torch.inference_mode():
         request(session, PROMPT)

@@ -1,5 +1,7 @@
 """Links that measure: what they pass on, and what they note."""
 
+from typing import Any
+
 import torch
 
 from offplan.placement import Span
@@ -43,7 +45,7 @@ def test_a_serial_link_waits_for_every_copy_at_once() -> None:
 def test_a_timed_link_passes_everything_on() -> None:
     recorder = Recorder()
     link = TimedLink(recorder, CPU)
-    operations = [Copy(0, SPANS[0]), Wait(0, SPANS[0])]
+    operations: list[Any] = [Copy(0, SPANS[0]), Wait(0, SPANS[0])]
     for record in (False, True):
         if record:
             link.start()

@@ -56,6 +56,7 @@ def loaded_values(loaded: LoadedModel) -> Mapping[str, torch.Tensor]:
     return loaded.store.resident | loaded.store.offloaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule, ...]) -> None:
     loaded = load(checkpoint, *rules)
@@ -71,6 +72,7 @@ def test_values_equal_what_safetensors_reads(checkpoint: Path, rules: tuple[Rule
     assert num_read == hold(model).loaded_bytes == sum(value.nbytes for value in values.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extent_bytes", [16, 100, 2**20])
 def test_values_equal_what_transformers_loads(
     checkpoint: Path, extent_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +248,7 @@ def test_what_is_not_loaded_as_it_is_placed_is_refused(checkpoint: Path) -> None
         find_offloaded(placement, targets, wanted | {name: wanted[name].double()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])
 def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, ...]) -> None:
     loaded = load(checkpoint, *rules)
@@ -274,6 +277,7 @@ def test_a_parameter_elsewhere_is_noticed(checkpoint: Path, rules: tuple[Rule, .
     verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", list(RULES.values())[1:], ids=list(RULES)[1:])
 def test_a_store_that_reads_other_slots_than_the_schedule_fills_is_noticed(
     checkpoint: Path, rules: tuple[Rule, ...], monkeypatch: pytest.MonkeyPatch
@@ -282,6 +286,7 @@ def test_a_store_that_reads_other_slots_than_the_schedule_fills_is_noticed(
         slots = slots_read(placement, phase)
         return {layer: (1 - slot, span) for layer, (slot, span) in slots.items()}
 
+    wrong: Callable[[Placement, Phase], dict[int, tuple[int, Span]]]
     for wrong in (turned, lambda *_: {}):
         monkeypatch.setattr(store, "slots_read", wrong)
         with pytest.raises(PlanError, match=r"expected .* \(slot"):
@@ -315,6 +320,7 @@ print(memory("VmHWM:") - before, offloaded, loaded.store.arena.nbytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_host_memory_peaks_near_the_weights(tmp_path: Path) -> None:
     num_layers, hidden, intermediate, num_experts = 2, 1024, 1024, 16
@@ -375,6 +381,7 @@ def test_what_stays_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
         assert placement.resident_bytes == hold(model).outside_bytes + 2 * widened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("end", ["1.mlp.up_proj.weight", "experts.2.up_proj.weight", "norm.weight"])
 def test_what_is_stored_in_another_type_stays_on_the_device(

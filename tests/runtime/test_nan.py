@@ -35,6 +35,7 @@ def overflow(weight: torch.Tensor) -> None:
     weight.zero_()[0, :2] = 3e38
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill_chunk", [2, 64])
 @pytest.mark.parametrize(
     ("weight", "change", "found"),

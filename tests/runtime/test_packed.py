@@ -86,6 +86,7 @@ def packed(*rules: Any, packing: Packing = LAYERS, **options: Any) -> Offload:
     return offload(*rules, **options).model_copy(update={"packing": packing})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decision",
     [
@@ -126,6 +127,7 @@ LEFT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", LEFT, ids=" ".join)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
 def test_weights_are_left_unpacked(tmp_path: Path, name: str, names: tuple[str, ...]) -> None:

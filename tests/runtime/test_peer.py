@@ -115,6 +115,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_logits_equal_resident(
@@ -166,6 +167,7 @@ def test_a_peer_takes_no_host_memory(checkpoint: Path, monkeypatch: pytest.Monke
             open_session(checkpoint, decision)
 
 
+@pytest.mark.slow
 def test_random_weights_are_the_same_wherever_they_lie(checkpoint: Path) -> None:
     model = open_model(str(checkpoint))
     decisions = [offload(), offload(group(2, 1)), offload(group(1, 1, "mlp"), store="peer")]

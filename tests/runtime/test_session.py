@@ -30,6 +30,7 @@ from offplan.runtime.model.layers import MAX_VARIANTS, Call, DecoderLayers
 from offplan.runtime.session import Session
 from offplan.schedule import Copy
 from tests.runtime.conftest import NUM_LAYERS, SIZES, save_tiny
+from tests.runtime.interpreted import need_triton
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 
 NUM_TOKENS = 6
@@ -40,6 +41,7 @@ def tokens_of(session: Session) -> list[int]:
     return [int(token) for token in generate(session, PROMPT, NUM_TOKENS, Measured())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", range(1, 9))
 def test_a_request_after_an_interrupted_one(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, copies: int
@@ -115,7 +117,7 @@ def test_closing_gives_everything_back(checkpoint: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(mmap, "mmap", Pages)
     monkeypatch.setattr(store, "allocate", allocate)
     untied = open_model(str(checkpoint)).input_embedding is not None
-    embeddings = {"embeddings": "host"} if untied else {}
+    embeddings: dict[str, Any] = {"embeddings": "host"} if untied else {}
     session = open_session(checkpoint, offload(group(2, 1), group(1, 1, "mlp"), **embeddings))
     tokens_of(session)
     assert session.runner.layers.cache is not None
@@ -157,6 +159,7 @@ def test_stored_buffers_and_caches_of_another_name(tmp_path: Path, name: str) ->
         assert tokens_of(session) == expected[0, PROMPT.shape[1] :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 4, 9, 64])
 @pytest.mark.parametrize("name", ["mistral_windowed", "chunked"])
 def test_a_chunk_looks_back_as_far_as_its_window(tmp_path: Path, name: str, chunk: int) -> None:
@@ -209,6 +212,7 @@ def test_a_step_after_calls_of_a_prompt_were_noted(checkpoint: Path) -> None:
         assert torch.equal(session.decode(PROMPT[:, :1]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "chunked", "gptj"])
 def test_prompts_and_steps_in_turn_compile_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -229,6 +233,7 @@ def test_prompts_and_steps_in_turn_compile_nothing_more(
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "filled"),
     [
@@ -270,7 +275,7 @@ def test_a_window_that_the_config_leaves_to_its_model_type(tmp_path: Path) -> No
 def test_whose_experts_the_kernels_serve(
     tmp_path: Path, name: str, dtype: str, served: bool
 ) -> None:
-    pytest.importorskip("triton")
+    need_triton()
     with open_session(save_tiny(name, tmp_path), offload()) as session:
         session.loaded.model = replace(session.loaded.model, dtype=dtype)
         assert (
@@ -366,6 +371,7 @@ def test_what_layers_return_as_a_tuple_is_returned_as_one(beside: tuple[None, ..
     assert torch.equal(made[0], torch.full((3,), 2.0))
 
 
+@pytest.mark.slow
 def test_the_process_keeps_its_limit_of_compilations() -> None:
     heard = []
 

@@ -34,6 +34,7 @@ RUNS: list[tuple[torch.Tensor, int, tuple[str, ...]]] = [
 """Prompts, the chunks that they are read in, and what every second layer offloads."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) -> None:
     stored, plain = save_stored(family, form, tmp_path)
@@ -44,6 +45,7 @@ def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) 
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS | ALONE)
 def test_random_weights_are_of_ordinary_size(form: str, tmp_path: Path) -> None:
     stored, _ = save_stored("qwen3", form, tmp_path, num_hidden_layers=1)

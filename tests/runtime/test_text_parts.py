@@ -30,6 +30,7 @@ RENAMED = "fuyu gemma3 internvl llava llava_next llava_onevision mistral3 qwen2_
 """Families that ``save_pretrained`` gives older names than those of the model's parameters."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "text"), TEXT_PARTS)
 def test_a_text_part_is_exact(family: str, text: str) -> None:
     outcome = compare(family, "windows", text=text)  # which those without any ignore
@@ -79,18 +80,21 @@ def flatten(config: dict[str, Any]) -> None:
     config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", RENAMED.split())
 def test_names_of_the_parameters_themselves(family: str) -> None:
     outcome = compare(family, "untied", text=LAST[family], change=use_newer_names)
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl_moe"])
 def test_a_head_tied_by_the_config_of_the_whole(family: str) -> None:
     outcome = compare(family, "tied", text=LAST[family])
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "mistral3"])
 def test_a_head_that_is_stored_though_the_config_ties_it_by_default(family: str) -> None:
     def untie(folder: Path) -> None:
@@ -100,6 +104,7 @@ def test_a_head_that_is_stored_though_the_config_ties_it_by_default(family: str)
     assert outcome.kind == "exact", outcome.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_config_without_a_part_for_the_text(family: str) -> None:
     outcome = compare(

@@ -96,6 +96,7 @@ def test_analyze_without_a_machine_reports_the_model(cli: CLI) -> None:
     assert strip_lines(out).endswith(TABLES)
 
 
+@pytest.mark.slow
 def test_analyze_answers_first(cli: CLI) -> None:
     asked = (LITE, "--machine", "h200-pcie5", "--gpu-memory", "16GiB", "--no-packing")
     code, out, _ = cli("analyze", *asked)
@@ -197,6 +198,7 @@ def test_analyze_says_what_does_not_fit_and_exits_0(cli: CLI) -> None:
     assert "No plan reaches --max-tpot 1 us within" in late
 
 
+@pytest.mark.slow
 def test_the_longest_context_is_found(cli: CLI) -> None:
     config = "tests/models/qwen3-8b/config.json"
     small = ("--machine", "rtx3060-laptop", "--context")
@@ -381,6 +383,7 @@ def test_export(cli: CLI, plan_file: Path) -> None:
     assert data["flags"][:2] == ["--offload-group-size", "2"]
 
 
+@pytest.mark.slow
 def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     """The plan is one rank's, recorded, made again and exported as such, and not run."""
     path, model = tmp_path / "plan.yaml", "tests/models/deepseek-v2-lite/config.json"
@@ -418,6 +421,7 @@ def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     assert 2 * data["ranks"][0]["host_memory_bytes"] == taken["host_memory_bytes"]
 
 
+@pytest.mark.slow
 def test_each_stage_is_shown(cli: CLI, tmp_path: Path) -> None:
     path, model = tmp_path / "plan.yaml", "tests/models/qwen3-8b/config.json"
     asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "7GiB", "--for", "vllm")

@@ -22,6 +22,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return CLI(monkeypatch, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_it_says_what_it_knows(cli: CLI, tmp_path: Path, rules: str) -> None:
     plan = write_plan(tmp_path, rules)
@@ -118,6 +119,7 @@ def test_another_type_is_drift(cli: CLI, tmp_path: Path) -> None:
     assert (code, f"made for float16; {TINY_MOE} computes in bfloat16" in err) == (4, True)
 
 
+@pytest.mark.slow
 def test_a_second_gpu_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     workload = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
     budget = ("--gpu-memory", "1MiB", "--store", "peer", *workload)

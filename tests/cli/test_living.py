@@ -414,6 +414,7 @@ def test_explain_has_json(cli: CLI, folder: Path) -> None:
     assert {each["refusal"] for each in explained["neighbours"]} == {None, "GPU memory"}
 
 
+@pytest.mark.slow
 def test_what_an_engine_is_to_run_is_priced_as_it_runs_it(cli: CLI, folder: Path) -> None:
     """Its copies and layers take turns, which no picture of our own schedule shows."""
     asked = ("--machine", "cpu", "--gpu-memory", "1MiB", "--context", "64")

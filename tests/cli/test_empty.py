@@ -10,6 +10,7 @@ from tests.cli import CLI
 ONE_TOKEN = ("--prompt-tokens", 1, "--output-tokens", 1, "--context", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["no such part", "up_proj", "q_proj", "embed", "lm_head"])
 @pytest.mark.parametrize("further", [(), ONE_TOKEN, ("--for", "vllm"), ("--frontier",)])
 def test_empty_tensors(cli: CLI, tmp_path: Path, part: str, further: tuple[object, ...]) -> None:

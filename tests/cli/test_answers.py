@@ -11,6 +11,7 @@ from tests.cli import CLI, ROOT, TINY_MOE
 QWEN = ROOT / "tests" / "models" / "qwen3-8b" / "config.json"
 
 
+@pytest.mark.slow
 def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cli = CLI(monkeypatch, capsys)
     small = ("--machine", "cpu", "--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
@@ -35,6 +36,7 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert "only plans that vllm can run were searched" in why["reasons"]
 
 
+@pytest.mark.slow
 def test_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cli = CLI(monkeypatch, capsys)
     asked = (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "11GiB")
@@ -49,6 +51,7 @@ def test_packing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert plans[0]["prediction"]["objective_s"] < plans[1]["prediction"]["objective_s"]
 
 
+@pytest.mark.slow
 def test_what_an_engine_takes_beyond_its_plan_is_said(cli: CLI, tmp_path: Path) -> None:
     """By plan and analyze as by export."""
     asked = (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "12GiB", "--for")
@@ -67,6 +70,7 @@ def test_what_an_engine_takes_beyond_its_plan_is_said(cli: CLI, tmp_path: Path) 
     assert "than the plan predicts" not in cli("plan", *asked, "vllm").err
 
 
+@pytest.mark.slow
 def test_an_answer_for_an_engine_is_that_engines(cli: CLI, tmp_path: Path) -> None:
     """SGLang copies what is to be read in place, and its command comes next."""
     path, asked = tmp_path / "plan.yaml", (QWEN, "--machine", "h200-pcie5", "--gpu-memory", "16GiB")
@@ -77,6 +81,7 @@ def test_an_answer_for_an_engine_is_that_engines(cli: CLI, tmp_path: Path) -> No
 
 
 def test_analyze_and_plan_are_asked_alike(cli: CLI, tmp_path: Path) -> None:
+    asked: tuple[object, ...]
     asked = (TINY_MOE, "--machine", "cpu", "--gpu-memory", "1MiB", "--context", 256)
     asked += ("--prompt-tokens", 32, "--output-tokens", 96, "--max-tpot", "5ms", "--for", "vllm")
     answer = json.loads(cli("analyze", *asked, "--json").out)

@@ -226,6 +226,7 @@ class Terminal(io.StringIO):
         return [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", self.getvalue()).split("\n")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -65,6 +65,7 @@ def kill(process: subprocess.Popen[str]) -> int:
     return process.wait(timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [finish, kill])
 def test_the_second_run_is_refused_while_the_first_lasts(
     cli: CLI, command: list[object], tmp_path: Path, end: Callable[[subprocess.Popen[str]], int]

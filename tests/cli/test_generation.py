@@ -56,6 +56,7 @@ def test_prompts_in_their_order(run: Run, tmp_path: Path) -> None:
     assert "For what ran it predicts " in out
 
 
+@pytest.mark.slow
 def test_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Weights\n")))
     assert run("--prompt-file", "-").out.startswith(f"{WEIGHTS}\n")
@@ -108,6 +109,7 @@ def test_lines_with_messages(run: Run, copy: Path, tmp_path: Path) -> None:
     assert f"Weights that{result['text']}" == WEIGHTS
 
 
+@pytest.mark.slow
 def test_drawn_texts(run: Run, asked: Path, tmp_path: Path) -> None:
     drawn = ("--prompts", asked, "--temperature", 1.5, "--seed", 3, "--max-new-tokens", 12)
     for name in ("first", "second"):
@@ -121,6 +123,7 @@ def test_drawn_texts(run: Run, asked: Path, tmp_path: Path) -> None:
     assert (code, "top_p is 2.0; expected above 0 and up to 1" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_rerun_goes_on(
     run: Run, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_rerun_goes_on(
     assert (code, json.loads(out)["texts"]) == (0, [])
 
 
+@pytest.mark.slow
 def test_results_of_something_else_are_kept(run: Run, asked: Path, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     short = ("--prompts", asked, "-o", path, "--max-new-tokens", 1)
@@ -337,6 +341,7 @@ def test_batches_are_of_like_lengths() -> None:
     assert [[text.number for text in each] for each in alike] == [[0], [1, 3], [2], [4], [5]]
 
 
+@pytest.mark.slow
 def test_nan(run: Run, copy: Path, asked: Path, tmp_path: Path) -> None:
     """The one prompt with an A, whose embedding is NaN, is named; what was made before stays."""
     (token,) = AutoTokenizer.from_pretrained(copy)("A").input_ids

@@ -21,7 +21,7 @@ TRIED = ("5.17", "5.23")
 def private_imports(path: Path, package: str) -> list[tuple[str, str]]:
     """Modules and names that a file imports of a package, the top-level ones left out."""
     return [
-        (node.module, alias.name)
+        (node.module or "", alias.name)
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}.")
         for alias in node.names
@@ -55,7 +55,7 @@ def test_private_parts_of_transformers_are_there() -> None:
 
 
 def test_linear_attentions_and_what_they_compute_by_are_there() -> None:
-    known = set()
+    known: set[str] = set()
     for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"):
         names = vars(import_module(f"transformers.models.{name}.modeling_{name}")).keys()
         known |= transformers_private.GATED_DELTA_NETS & names

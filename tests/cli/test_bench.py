@@ -28,6 +28,7 @@ def bench(cli: CLI, plan: object, *arguments: object) -> dict[str, Any]:
     return payload
 
 
+@pytest.mark.slow
 def test_the_report(cli: CLI) -> None:
     ways = ("resident", "serial", "accelerate")
     code, out, _ = cli("bench", "plans/tiny-moe.yaml", *QUICK, "--vs", ",".join(ways))
@@ -54,6 +55,7 @@ def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
     assert data["vs"] == {}
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_engine_is_predicted_as_it_runs_here(cli: CLI, tmp_path: Path) -> None:
     text = (ROOT / "plans" / "tiny-moe.yaml").read_text("utf-8").replace("tiny-moe", str(TINY_MOE))
     plan, found = tmp_path / "plan.yaml", tmp_path / "bench.json"
@@ -97,6 +99,7 @@ def test_bytes_moved_are_those_predicted(cli: CLI) -> None:
         assert measured["stall_s"] == pytest.approx(sum(s["stall_s"] for s in measured["stalls"]))
 
 
+@pytest.mark.slow
 def test_the_bound_is_compute_or_the_link(cli: CLI) -> None:
     data = bench(cli, "plans/tiny-moe.yaml", "--vs", "resident")
     rate = data["measured"]["link"]["bytes_per_s"]
@@ -109,6 +112,7 @@ def test_the_bound_is_compute_or_the_link(cli: CLI) -> None:
     assert alone["measured"]["decode"]["compute_s"] == alone["predicted"]["decode"]["compute_s"]
 
 
+@pytest.mark.slow
 def test_what_is_read_in_place_is_not_counted(cli: CLI, tmp_path: Path) -> None:
     data = bench(cli, write_plan(tmp_path, RULES["mixed"]), "--vs", "accelerate,serial,resident")
     measured = data["measured"]
@@ -129,6 +133,7 @@ def test_a_plan_that_streams_nothing(cli: CLI, tmp_path: Path) -> None:
     assert "Stalls by layer" not in cli("bench", plan, *QUICK).out
 
 
+@pytest.mark.slow
 def test_a_way_that_does_not_fit_leaves_the_others(
     cli: CLI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +151,7 @@ def test_a_way_that_does_not_fit_leaves_the_others(
     assert "resident: the device has no room" in out
 
 
+@pytest.mark.slow
 def test_accelerate_holds_nothing_packed(cli: CLI, tmp_path: Path) -> None:
     plan = write_plan(tmp_path, RULES["streamed"])
     packed = (

@@ -119,6 +119,7 @@ def test_a_sample_counts_as_packing_does(num_in: int) -> None:
     assert _count_patches(bits) == int(ends[-1, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [Q, DOWN, HEAD])
 def test_resident_weights_are_held_as_stored(folder: Path, name: str) -> None:
     change(folder, name, hide)
@@ -160,6 +161,7 @@ def test_streamed_weights_end_opening_by_name(folder: Path) -> None:
     assert caught.value.names == tuple(names.split(","))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [spread, hide])
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_commands_plan_again(

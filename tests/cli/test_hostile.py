@@ -120,6 +120,7 @@ SHIPPED = ROOT / "plans" / "tiny-moe.yaml"
 MAKE = f'"$@" plan {TINY_MOE} --machine cpu'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "code"),
     [
@@ -135,6 +136,7 @@ def test_streams_that_nobody_reads(shell: str, code: int) -> None:
     assert not done.stderr if "2>&-" in shell else done.stderr.endswith(RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -166,6 +168,7 @@ def test_a_closed_stdout_that_nothing_is_printed_to(tmp_path: Path) -> None:
     assert (done.returncode, (tmp_path / "plan.yaml").is_file()) == (0, True), done.stderr
 
 
+@pytest.mark.slow
 def test_what_tokenizers_prints_is_no_part_of_the_result(copy: Path) -> None:
     odd = {"__type": "AddedToken", "content": "<|end|>", "direction": "left"}
     config = copy / "tokenizer_config.json"

@@ -96,6 +96,7 @@ def test_memory_is_left_to_the_system_where_nobody_calls_that_a_leak(
     assert frozen == [False]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_generating() -> None:
     """A real signal to a real process, while it prints what it generates."""
     # a shell has what it runs in the background ignore the signal, and so have its children

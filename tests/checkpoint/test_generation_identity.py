@@ -40,6 +40,7 @@ def edit(**changes: Any) -> Callable[[Path], object]:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "found"),
     [

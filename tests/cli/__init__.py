@@ -9,7 +9,7 @@ import pytest
 
 from offplan.cli.main import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY_MOE = ROOT / "plans" / "tiny-moe"
 
 RULES = {

@@ -1,0 +1,43 @@
+"""How much host memory a process may page-lock."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from offplan.hostmem.limits import pin_limit
+
+
+@pytest.fixture
+def lockable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The soft limit of what may be locked, and physical memory of 1 GiB."""
+    limit = [resource.RLIM_INFINITY]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit[0], resource.RLIM_INFINITY))
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**18}.get)
+    return limit
+
+
+@pytest.mark.parametrize(
+    ("group", "ulimit", "expected"),
+    [
+        (None, None, (2**30, "physical memory")),
+        (2**29, None, (2**29, "the memory limit of its control group")),
+        (2**40, None, (2**30, "physical memory")),
+        (None, 2**28, (2**28, "ulimit -l")),
+        (None, 2**16, (2**30, "physical memory")),  # more was pinned: it does not hold
+    ],
+)
+def test_the_least_limit_counts(
+    tmp_path: Path,
+    lockable: list[int],
+    group: int | None,
+    ulimit: int | None,
+    expected: tuple[int, str],
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    (tmp_path / "memory.max").write_text("max" if group is None else str(group))
+    (tmp_path / "memory.current").write_text("4096")
+    if ulimit is not None:
+        lockable[0] = ulimit
+    assert pin_limit(2**27, proc=tmp_path, cgroup=tmp_path) == expected
