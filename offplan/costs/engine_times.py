@@ -125,12 +125,11 @@ def _count_copies(
     """Count what is copied before each use, and so priced as read in place, as copies."""
     if not engine.copies_in_place:
         return taken
+    num_copies = num_passes * sum(slab.span(phase) is None for slab in placement.slabs)
     return replace(
         taken,
-        num_copies=taken.num_copies
-        + num_passes * sum(slab.span(phase) is None for slab in placement.slabs),
+        times=replace(taken.times, uva_ps=(), uva_bytes=0),
+        num_copies=taken.num_copies + num_copies,
         copied_bytes=taken.link_bytes,
         copied_ps=taken.link_ps,
-        read_bytes=0,
-        read_ps=0,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from offplan.costs.activations import activation_parts
-from offplan.costs.term import Input, Term, list_figures, list_sizes, sum_up
+from offplan.costs.term import Input, Term, list_figures, sum_up
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
@@ -50,42 +50,28 @@ def list_gpu_memory(
     cached, context = stage.cache_bytes(workload), workload.batch * workload.context
     tokens = context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
     margin = f"{MARGIN:.1%} of the budget"
+    weights = {
+        "weights": stage.loaded_bytes + saved,
+        "what packing saves": -saved,
+        "what rules take": placement.resident_bytes + embedding - stage.loaded_bytes,
+        "embedding on the host": -embedding,
+    }
+    slots = Input("slots", placement.num_slots, "count")
+    ring = (slots, Input("largest span", placement.slot_bytes, "bytes"))
+    cache = {
+        "batch x context x bytes a token": tokens,
+        "batch x state of linear attention": cached - tokens,
+        "the engine's blocks": kv_cache_bytes(stage, workload, prefill_chunk) - cached,
+    }
+    figure = list_figures(machine, "gpu_overhead")
+    kept = (*figure, Input(margin, _margin_bytes(budget), "bytes"))
+    taken = overhead_bytes(machine, budget)
     terms = (
-        sum_up(
-            "gpu_memory.resident",
-            {
-                "weights": stage.loaded_bytes + saved,
-                "what packing saves": -saved,
-                "what rules take": placement.resident_bytes + embedding - stage.loaded_bytes,
-                "embedding on the host": -embedding,
-            },
-        ),
-        Term(
-            "gpu_memory.ring",
-            placement.ring_bytes,
-            "bytes",
-            "slots x largest span",
-            (
-                Input("slots", placement.num_slots, "count"),
-                *list_sizes({"largest span": placement.slot_bytes}),
-            ),
-        ),
-        sum_up(
-            "gpu_memory.kv_cache",
-            {
-                "batch x context x bytes a token": tokens,
-                "batch x state of linear attention": cached - tokens,
-                "the engine's blocks": kv_cache_bytes(stage, workload, prefill_chunk) - cached,
-            },
-        ),
+        sum_up("gpu_memory.resident", weights),
+        Term("gpu_memory.ring", placement.ring_bytes, "bytes", "slots x largest span", ring),
+        sum_up("gpu_memory.kv_cache", cache),
         sum_up("gpu_memory.activations", activation_parts(stage, workload, prefill_chunk)),
-        Term(
-            "gpu_memory.overhead",
-            overhead_bytes(machine, budget),
-            "bytes",
-            f"gpu_overhead + {margin}",
-            (*list_figures(machine, "gpu_overhead"), *list_sizes({margin: _margin_bytes(budget)})),
-        ),
+        Term("gpu_memory.overhead", taken, "bytes", f"gpu_overhead + {margin}", kept),
     )
     yield from terms
     total = sum(term.value for term in terms)
@@ -94,20 +80,11 @@ def list_gpu_memory(
 
 def list_stores(placement: Placement, offload: Offload, num_ranks: int) -> Iterator[Term]:
     """List the memory that all ranks of a stage take of the host, and of a second GPU if any."""
-    slabs = {"slabs, each tensor on a boundary": placement.slab_bytes}
-    on_host = {} if offload.store == "peer" else slabs
+    each = " x ranks" if num_ranks > 1 else ""
     embedding = placement.offloaded_bytes - placement.slab_bytes
-    of_rank = sum_up("host_memory", {**on_host, "embedding on the host": embedding})
-    if num_ranks == 1:
-        yield of_rank
-    else:
-        ranks = Input("ranks", num_ranks, "count")
-        yield Term(
-            of_rank.path,
-            num_ranks * of_rank.value,
-            "bytes",
-            f"({of_rank.formula}) x ranks",
-            (*of_rank.inputs, ranks),
-        )
-    if offload.store == "peer":
-        yield sum_up("peer_memory", slabs)
+    slabs = {f"slabs, each tensor on a boundary{each}": num_ranks * placement.slab_bytes}
+    on_peer = slabs if offload.store == "peer" else {}
+    on_host = {} if on_peer else slabs
+    yield sum_up("host_memory", {**on_host, f"embedding on the host{each}": num_ranks * embedding})
+    if on_peer:
+        yield sum_up("peer_memory", on_peer)

@@ -111,24 +111,18 @@ def derive_stage(
     """Derive what a rank of one stage takes, or the only GPU; of host memory all of the stage."""
     placement, chunk = place(stage, offload), offload.prefill_chunk
     compute = ModelCompute(stage, machine)
-    prompt, step = (
-        compute.price(*prefill_shapes(workload, chunk)),
-        compute.price(decode_shape(workload)),
-    )
+    prompt = compute.price(*prefill_shapes(workload, chunk))
+    step = compute.price(decode_shape(workload))
     times = price_request(placement, stage, machine, prompt, step)
-    objective = Term(
-        "objective",
-        to_seconds(times.objective_ps(workload)),
-        "s",
-        "prefill.step + steps after it x decode.step",
-        (Input("steps after it", workload.num_steps, "count"),),
-    )
+    request_s = to_seconds(times.objective_ps(workload))
+    steps = Input("steps after it", workload.num_steps, "count")
+    formula = "prefill.step + steps after it x decode.step"
     terms = (
         *list_gpu_memory(placement, stage, machine, workload, budget, chunk),
         *list_stores(placement, offload, stage.ranks.tensor),
         *list_phase(stage, machine, prompt, times.prefill),
         *list_phase(stage, machine, step, times.decode),
-        objective,
+        Term("objective", request_s, "s", formula, (steps,)),
     )
     return Derivation(terms, prompt.measured and step.measured)
 
@@ -137,20 +131,14 @@ def _join(stages: Sequence[Derivation]) -> Derivation:
     """Join the stages of a pipeline: one GPU's memory is the most of any, all else adds up."""
     if len(stages) == 1:
         return stages[0]
-    totals = [
-        next(term.value for term in stage.terms if term.path == "gpu_memory.total")
-        for stage in stages
-    ]
+    totals = [stage.predict().gpu_memory.total_bytes for stage in stages]
     largest = totals.index(max(totals))
     joined: list[Term] = []
     for same in zip(*(stage.terms for stage in stages), strict=True):
+        total, formula = sum(term.value for term in same), "the sum of all stages"
+        inputs = tuple(Input(f"stage {n}", t.value, t.unit) for n, t in enumerate(same))
         if same[0].path.startswith("gpu_memory."):
+            total, inputs = same[largest].value, ()
             formula = f"that of stage {largest}, whose GPUs hold most"
-            joined.append(replace(same[largest], formula=formula, inputs=()))
-        else:
-            inputs = tuple(Input(f"stage {n}", t.value, t.unit) for n, t in enumerate(same))
-            total = sum(term.value for term in same)
-            joined.append(
-                replace(same[0], value=total, formula="the sum of all stages", inputs=inputs)
-            )
+        joined.append(replace(same[0], value=total, formula=formula, inputs=inputs))
     return Derivation(tuple(joined), stages[largest].measured)

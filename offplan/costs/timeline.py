@@ -68,35 +68,36 @@ class PhaseTimes:
     """What a phase takes, in picoseconds; a steady step may be a fraction."""
 
     step_ps: Fraction
-    compute_ps: int
-    """The same pass with everything resident."""
+    times: PassTimes
+    """What all passes of the phase take."""
     num_copies: int
     copied_bytes: int
     copied_ps: int
     """The link's time for all copies."""
-    read_bytes: int
-    """Bytes read in place, re-reads included."""
-    read_ps: int
-    """The link's time for these."""
-    awaited_ps: int
-    """The link's time for what the phase waits for."""
     waiting: str
     """How the time that compute waits follows."""
+    later_ps: int = 0
+    """Of ``copied_ps``, what nothing in the phase waits for."""
+
+    @property
+    def compute_ps(self) -> int:
+        """The same pass with everything resident."""
+        return self.times.resident_ps
 
     @property
     def link_ps(self) -> int:
         """Time that the link is busy."""
-        return self.copied_ps + self.read_ps
+        return self.copied_ps + sum(self.times.uva_ps)
 
     @property
     def link_bytes(self) -> int:
         """Bytes that cross the link."""
-        return self.copied_bytes + self.read_bytes
+        return self.copied_bytes + self.times.uva_bytes
 
     @property
     def bound_ps(self) -> int:
         """The larger of compute and the link's time that the phase waits for."""
-        return max(self.compute_ps, self.awaited_ps)
+        return max(self.compute_ps, self.link_ps - self.later_ps)
 
 
 def to_ps(seconds: float) -> int:
@@ -132,7 +133,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
         elif isinstance(op, Wait):
             later.pop(op.slot, None)
     taken = add_up(schedule, times, int(run_prompt(schedule, times)[0]), WAITING)
-    return replace(taken, awaited_ps=taken.link_ps - sum(later.values()))
+    return replace(taken, later_ps=sum(later.values()))
 
 
 def add_up(
@@ -147,16 +148,12 @@ def add_up(
     ``times`` are those of all passes, the schedule is that of one.
     """
     copies = [op.span for op in schedule.operations if isinstance(op, Copy)]
-    copied_ps, read_ps = num_passes * sum(map(times.copy_ps, copies)), sum(times.uva_ps)
     return PhaseTimes(
         step_ps=Fraction(step_ps),
-        compute_ps=times.resident_ps,
+        times=times,
         num_copies=num_passes * len(copies),
         copied_bytes=num_passes * schedule.link_bytes,
-        copied_ps=copied_ps,
-        read_bytes=times.uva_bytes,
-        read_ps=read_ps,
-        awaited_ps=copied_ps + read_ps,
+        copied_ps=num_passes * sum(map(times.copy_ps, copies)),
         waiting=waiting,
     )
 
