@@ -38,7 +38,7 @@ A record given a value that it does not allow raises pydantic's ValidationError,
 TYPE_CHECKING = False  # by this name type checkers know it; typing takes a while to import
 if TYPE_CHECKING:  # with "as", a type checker lets others import the name from here
     from offplan.checkpoint.open import open_model as open_model
-    from offplan.costs.derivation import derive_prediction as derive_prediction
+    from offplan.costs.predict import derive_prediction as derive_prediction
     from offplan.engines.export import export_plan as export_plan
     from offplan.errors import OffplanError as OffplanError
     from offplan.library.asking import ask as ask
@@ -78,7 +78,7 @@ _HOMES = {
     "bench_plan": "library.benchmark",
     "check_plan": "upkeep.checking",
     "compare_plans": "upkeep.comparing",
-    "derive_prediction": "costs.derivation",
+    "derive_prediction": "costs.predict",
     "find_neighbours": "planner.neighbours",
     "rewrite_plan": "upkeep.rewriting",
     "dump_plan": "plan",

@@ -15,7 +15,7 @@ from torch import nn
 
 from offplan.backends import BACKENDS, Backend, Words
 from offplan.checkpoint.open import open_model
-from offplan.costs.derivation import derive_prediction
+from offplan.costs.predict import derive_prediction
 from offplan.errors import ExportError, PlanError
 from offplan.library.asking import pose
 from offplan.library.repricing import hold_planned

@@ -27,7 +27,7 @@ from offplan.costs.activations import (
 from offplan.costs.compute import MATMUL_EFFICIENCY, ModelCompute
 from offplan.costs.link import TILE_ROWS, UVA_SLOWDOWN
 from offplan.costs.memory import MARGIN
-from offplan.costs.predict import predict_stage
+from offplan.costs.predict import derive_stage
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import PACKED_SLOWDOWNS, PassShape, decode_shape, prefill_shapes
 from offplan.held.held import hold
@@ -138,9 +138,9 @@ class Walk:
             slab.layer for slab in self.placement.slabs if second.selects_layer(slab.layer)
         ]
         workload, budget = self.plan.workload, self.plan.budget
-        self.prediction: Prediction = predict_stage(
+        self.prediction: Prediction = derive_stage(
             self.stage, self.machine, workload, budget, self.plan.offload
-        )
+        ).predict()
 
     def sizes(self) -> Iterator[int]:
         """Bytes that the page names."""

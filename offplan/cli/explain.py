@@ -15,7 +15,7 @@ def explain(
     Numbers are those that the decision has by now, and before they are rounded for the file; where
     the file says something else, that is noted.
     """
-    from offplan.costs.derivation import derive_prediction
+    from offplan.costs.predict import derive_prediction
     from offplan.library.asking import ask_again
     from offplan.library.machines import load_machine
     from offplan.library.repricing import list_changes, price_on

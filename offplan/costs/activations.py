@@ -148,13 +148,23 @@ _EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
 
 
 def activation_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes of the larger phase's temporaries, those of a decode step once more, and codes' own.
+    """Bytes of all ``activation_parts``."""
+    return sum(activation_parts(stage, workload, prefill_chunk).values())
 
-    Captured graphs keep a step's beside an uncaptured prompt. Source: ``runtime.session.Session``,
-    ``runtime.passes.captured.Passes``.
+
+def activation_parts(stage: Stage, workload: Workload, prefill_chunk: int) -> dict[str, int]:
+    """Name the bytes of what passes make and drop again.
+
+    Captured graphs keep a step's temporaries beside an uncaptured prompt. Source:
+    ``runtime.session.Session``, ``runtime.passes.captured.Passes``.
     """
     prompt, step = phase_bytes(stage, workload, prefill_chunk)
-    return max(step, prompt) + step + scratch_bytes(stage) + coded_experts_bytes(stage)
+    return {
+        "temporaries of the larger phase": max(prompt, step),
+        "those of a step for captured graphs": step,
+        "scratch": scratch_bytes(stage),
+        "experts stored as codes": coded_experts_bytes(stage),
+    }
 
 
 def scratch_bytes(stage: Stage) -> int:

@@ -31,12 +31,12 @@ import numpy as np
 
 from offplan.costs.compute import PassCompute
 from offplan.costs.pass_times import pass_times
-from offplan.costs.timeline import PassTimes, PhaseTimes, Time, run_step, to_ps
+from offplan.costs.timeline import PassTimes, PhaseTimes, Time, add_up, run_step, to_ps
 from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
-from offplan.schedule import Copy, Schedule, build_repeated_pass
+from offplan.schedule import Schedule, build_repeated_pass
 
 
 def price_engine_prompt(
@@ -63,7 +63,9 @@ def price_engine_prompt(
         state: list[Time] = [0] * (2 + len(schedule.before))
         run_step(schedule, of_one, state)
         step_ps = num_passes * int(max(state[:2])) + times.outside_ps
-    return _sum_up(schedule, times, num_passes, step_ps)
+    waiting = "waits in the timeline: a pass for each chunk, which its copies end"
+    taken = add_up(schedule, times, step_ps, waiting, num_passes)
+    return _count_copies(engine, placement, Phase.PREFILL, num_passes, taken)
 
 
 def price_engine_step(
@@ -76,8 +78,12 @@ def price_engine_step(
     """Price a decode step, in which copies and compute take turns."""
     times = engine_pass_times(engine, placement, stage, machine, step)
     schedule = build_engine_pass(engine, placement, len(stage.layers), Phase.DECODE)
-    taken = _sum_up(schedule, times, 1, 0)
-    return replace(taken, step_ps=Fraction(taken.compute_ps + taken.link_ps))
+    waiting = "link: captured steps copy and compute in turns"
+    if engine.copies_first_again:
+        waiting += ", and copy the first layers twice"
+    taken = add_up(schedule, times, 0, waiting)
+    taken = replace(taken, step_ps=Fraction(taken.compute_ps + taken.link_ps))
+    return _count_copies(engine, placement, Phase.DECODE, 1, taken)
 
 
 def build_engine_pass(
@@ -113,14 +119,17 @@ def engine_pass_times(
     return replace(times, uva_ps=tuple(copies_ps), uva_bytes=num_passes * sum(copied.values()))
 
 
-def _sum_up(schedule: Schedule, times: PassTimes, num_passes: int, step_ps: int) -> PhaseTimes:
-    """Return what a phase of so many equal passes takes of compute and link."""
-    copies = [op.span for op in schedule.operations if isinstance(op, Copy)]
-    link_ps = num_passes * sum(map(times.copy_ps, copies)) + sum(times.uva_ps)
-    return PhaseTimes(
-        step_ps=Fraction(step_ps),
-        compute_ps=times.resident_ps,
-        link_ps=link_ps,
-        bound_ps=max(times.resident_ps, link_ps),
-        link_bytes=num_passes * schedule.link_bytes + times.uva_bytes,
+def _count_copies(
+    engine: PassRules, placement: Placement, phase: Phase, num_passes: int, taken: PhaseTimes
+) -> PhaseTimes:
+    """Count what is copied before each use, and so priced as read in place, as copies."""
+    if not engine.copies_in_place:
+        return taken
+    num_copies = num_passes * sum(slab.span(phase) is None for slab in placement.slabs)
+    return replace(
+        taken,
+        times=replace(taken.times, uva_ps=(), uva_bytes=0),
+        num_copies=taken.num_copies + num_copies,
+        copied_bytes=taken.link_bytes,
+        copied_ps=taken.link_ps,
     )

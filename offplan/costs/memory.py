@@ -1,11 +1,15 @@
-"""GPU memory of a plan, term by term."""
+"""Memory of a plan, term by term."""
 
-from offplan.costs.activations import activation_bytes
+from collections.abc import Iterator
+
+from offplan.costs.activations import activation_parts
+from offplan.costs.term import Input, Term, list_figures, sum_up
 from offplan.costs.vllm_cache import cache_bytes
+from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement
-from offplan.plan import Budget, GPUMemoryPrediction, Workload
+from offplan.plan import Budget, Offload, Workload
 
 MARGIN = 0.003
 """Share of the GPU budget left free, for what is allocated in other sizes than asked.
@@ -24,23 +28,63 @@ def kv_cache_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
 
 def overhead_bytes(machine: MachineProfile, budget: Budget) -> int:
     """Bytes of context, libraries and graphs as the profile says, and MARGIN of the budget."""
-    return machine.gpu_overhead.value + round(MARGIN * budget.gpu_memory)
+    return machine.gpu_overhead.value + _margin_bytes(budget)
 
 
-def predict_gpu_memory(
+def _margin_bytes(budget: Budget) -> int:
+    return round(MARGIN * budget.gpu_memory)
+
+
+def list_gpu_memory(
     placement: Placement,
     stage: Stage,
     machine: MachineProfile,
     workload: Workload,
     budget: Budget,
     prefill_chunk: int,
-) -> GPUMemoryPrediction:
-    """Add up the terms; they are what a plan promises to stay within."""
-    terms = {
-        "resident": placement.resident_bytes,
-        "ring": placement.ring_bytes,
-        "kv_cache": kv_cache_bytes(stage, workload, prefill_chunk),
-        "activations": activation_bytes(stage, workload, prefill_chunk),
-        "overhead": overhead_bytes(machine, budget),
+) -> Iterator[Term]:
+    """List the terms of GPU memory, which a plan promises to stay within, and then their sum."""
+    packed = filter(is_packed, stage.parameters)
+    saved = sum(sum(t.nbytes for t in each.unpacked) - each.nbytes for each in packed)
+    embedding = placement.offloaded_bytes - placement.slab_bytes
+    cached, context = stage.cache_bytes(workload), workload.batch * workload.context
+    tokens = context * sum(layer.kv_cache.bytes_per_token for layer in stage.layers)
+    margin = f"{MARGIN:.1%} of the budget"
+    weights = {
+        "weights": stage.loaded_bytes + saved,
+        "what packing saves": -saved,
+        "what rules take": placement.resident_bytes + embedding - stage.loaded_bytes,
+        "embedding on the host": -embedding,
     }
-    return GPUMemoryPrediction(**terms, total=sum(terms.values()))
+    slots = Input("slots", placement.num_slots, "count")
+    ring = (slots, Input("largest span", placement.slot_bytes, "bytes"))
+    cache = {
+        "batch x context x bytes a token": tokens,
+        "batch x state of linear attention": cached - tokens,
+        "the engine's blocks": kv_cache_bytes(stage, workload, prefill_chunk) - cached,
+    }
+    figure = list_figures(machine, "gpu_overhead")
+    kept = (*figure, Input(margin, _margin_bytes(budget), "bytes"))
+    taken = overhead_bytes(machine, budget)
+    terms = (
+        sum_up("gpu_memory.resident", weights),
+        Term("gpu_memory.ring", placement.ring_bytes, "bytes", "slots x largest span", ring),
+        sum_up("gpu_memory.kv_cache", cache),
+        sum_up("gpu_memory.activations", activation_parts(stage, workload, prefill_chunk)),
+        Term("gpu_memory.overhead", taken, "bytes", f"gpu_overhead + {margin}", kept),
+    )
+    yield from terms
+    total = sum(term.value for term in terms)
+    yield Term("gpu_memory.total", total, "bytes", "the sum of these")
+
+
+def list_stores(placement: Placement, offload: Offload, num_ranks: int) -> Iterator[Term]:
+    """List the memory that all ranks of a stage take of the host, and of a second GPU if any."""
+    each = " x ranks" if num_ranks > 1 else ""
+    embedding = placement.offloaded_bytes - placement.slab_bytes
+    slabs = {f"slabs, each tensor on a boundary{each}": num_ranks * placement.slab_bytes}
+    on_peer = slabs if offload.store == "peer" else {}
+    on_host = {} if on_peer else slabs
+    yield sum_up("host_memory", {**on_host, f"embedding on the host{each}": num_ranks * embedding})
+    if on_peer:
+        yield sum_up("peer_memory", on_peer)

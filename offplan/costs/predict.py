@@ -1,21 +1,23 @@
 """What an offload decision is predicted to cost: memory terms, both phases, the objective."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.engine_times import price_engine_prompt, price_engine_step
-from offplan.costs.memory import predict_gpu_memory
+from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_times import pass_times
+from offplan.costs.phase_terms import list_phase
+from offplan.costs.term import Input, Term
 from offplan.costs.timeline import PhaseTimes, price_decode, price_prefill, to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import Held
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Placement, place
-from offplan.plan import Budget, Offload, PhasePrediction, Prediction, Workload
-from offplan.ranks import ONE_RANK
+from offplan.plan import Budget, Offload, Plan, Prediction, Workload
 from offplan.schedule import build_steady_request
 
 
@@ -52,6 +54,23 @@ def price_request(
     )
 
 
+@dataclass(frozen=True)
+class Derivation:
+    """The numbers of a prediction."""
+
+    terms: tuple[Term, ...]
+    measured: bool
+    """Whether all compute was measured; else it is estimated."""
+
+    def predict(self) -> Prediction:
+        """Return the numbers as a plan records them."""
+        figures: dict[str, Any] = {"basis": "measured" if self.measured else "estimated"}
+        for term in self.terms:
+            section, _, name = term.path.rpartition(".")
+            (figures.setdefault(section, {}) if section else figures)[name] = term.value
+        return Prediction.model_validate(figures)
+
+
 def predict(
     held: Held,
     machine: MachineProfile,
@@ -65,49 +84,61 @@ def predict(
     of all ranks; a pass goes through the stages of a pipeline one after the other, and GPU memory
     is that of the stage that takes most. Raises PlanError for rules that do not fit the model.
     """
-    predictions = [
-        predict_stage(stage, machine, workload, budget, offload) for stage in held.stages
-    ]
-    if held.ranks == ONE_RANK:
-        return predictions[0]
-    largest = max(predictions, key=lambda each: each.gpu_memory.total_bytes)
-    return largest.model_copy(
-        update={
-            "objective_s": sum(each.objective_s for each in predictions),
-            "prefill": _add_up([each.prefill for each in predictions]),
-            "decode": _add_up([each.decode for each in predictions]),
-            "host_memory_bytes": held.ranks.tensor
-            * sum(each.host_memory_bytes for each in predictions),
-        }
+    stages = [derive_stage(stage, machine, workload, budget, offload) for stage in held.stages]
+    return _join(stages).predict()
+
+
+def derive_prediction(held: Held, machine: MachineProfile, plan: Plan) -> tuple[Term, ...]:
+    """Derive every number that ``predict`` gives for a plan; each stage's own come first.
+
+    ``held`` is as the plan's runner holds the model; ``machine`` has the link to the plan's store.
+    Raises PlanError for rules that do not fit the model.
+    """
+    asked = machine, plan.workload, plan.budget, plan.offload
+    stages = [derive_stage(stage, *asked) for stage in held.stages]
+    of_stages = (
+        replace(term, path=f"stages.{number}.{term.path}")
+        for number, stage in enumerate(stages)
+        for term in stage.terms
+        if len(stages) > 1
     )
+    return (*of_stages, *_join(stages).terms)
 
 
-def _add_up(stages: Sequence[PhasePrediction]) -> PhasePrediction:
-    """Add up what a pass takes in one stage after the other."""
-    sums = {
-        name: sum(getattr(each, name) for each in stages) for name in type(stages[0]).model_fields
-    }
-    return stages[0].model_copy(update=sums)
-
-
-def predict_stage(
+def derive_stage(
     stage: Stage, machine: MachineProfile, workload: Workload, budget: Budget, offload: Offload
-) -> Prediction:
-    """Predict what one rank of one stage takes, or the only GPU."""
-    placement = place(stage, offload)
+) -> Derivation:
+    """Derive what a rank of one stage takes, or the only GPU; of host memory all of the stage."""
+    placement, chunk = place(stage, offload), offload.prefill_chunk
     compute = ModelCompute(stage, machine)
-    prompt = compute.price(*prefill_shapes(workload, offload.prefill_chunk))
-    decode = compute.price(decode_shape(workload))
-    times = price_request(placement, stage, machine, prompt, decode)
-    on_peer = placement.slab_bytes if offload.store == "peer" else 0
-    return Prediction(
-        objective=to_seconds(times.objective_ps(workload)),
-        basis="measured" if prompt.measured and decode.measured else "estimated",
-        prefill=times.prefill.predict(),
-        decode=times.decode.predict(),
-        gpu_memory=predict_gpu_memory(
-            placement, stage, machine, workload, budget, offload.prefill_chunk
-        ),
-        host_memory=placement.offloaded_bytes - on_peer,
-        peer_memory=on_peer,
+    prompt = compute.price(*prefill_shapes(workload, chunk))
+    step = compute.price(decode_shape(workload))
+    times = price_request(placement, stage, machine, prompt, step)
+    request_s = to_seconds(times.objective_ps(workload))
+    steps = Input("steps after it", workload.num_steps, "count")
+    formula = "prefill.step + steps after it x decode.step"
+    terms = (
+        *list_gpu_memory(placement, stage, machine, workload, budget, chunk),
+        *list_stores(placement, offload, stage.ranks.tensor),
+        *list_phase(stage, machine, prompt, times.prefill),
+        *list_phase(stage, machine, step, times.decode),
+        Term("objective", request_s, "s", formula, (steps,)),
     )
+    return Derivation(terms, prompt.measured and step.measured)
+
+
+def _join(stages: Sequence[Derivation]) -> Derivation:
+    """Join the stages of a pipeline: one GPU's memory is the most of any, all else adds up."""
+    if len(stages) == 1:
+        return stages[0]
+    totals = [stage.predict().gpu_memory.total_bytes for stage in stages]
+    largest = totals.index(max(totals))
+    joined: list[Term] = []
+    for same in zip(*(stage.terms for stage in stages), strict=True):
+        total, formula = sum(term.value for term in same), "the sum of all stages"
+        inputs = tuple(Input(f"stage {n}", t.value, t.unit) for n, t in enumerate(same))
+        if same[0].path.startswith("gpu_memory."):
+            total, inputs = same[largest].value, ()
+            formula = f"that of stage {largest}, whose GPUs hold most"
+        joined.append(replace(same[0], value=total, formula=formula, inputs=inputs))
+    return Derivation(tuple(joined), stages[largest].measured)

@@ -17,13 +17,12 @@ characterization of the minimum cycle mean in a digraph (1978).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
 from offplan.backends import Backend
 from offplan.placement import Span
-from offplan.plan import PhasePrediction
 from offplan.schedule import Compute, Copy, Schedule, Wait
 
 PS_PER_S = 10**12
@@ -72,21 +71,36 @@ class PhaseTimes:
     """What a phase takes, in picoseconds; a steady step may be a fraction."""
 
     step_ps: Fraction
-    compute_ps: int
-    link_ps: int
-    bound_ps: int
-    link_bytes: int
+    times: PassTimes
+    """What all passes of the phase take."""
+    num_copies: int
+    copied_bytes: int
+    copied_ps: int
+    """The link's time for all copies."""
+    waiting: str
+    """How the time that compute waits follows."""
+    later_ps: int = 0
+    """Of ``copied_ps``, what nothing in the phase waits for."""
 
-    def predict(self) -> PhasePrediction:
-        """Convert to a plan's record, in seconds."""
-        return PhasePrediction(
-            step=to_seconds(self.step_ps),
-            compute=to_seconds(self.compute_ps),
-            link=to_seconds(self.link_ps),
-            stall=to_seconds(self.step_ps - self.compute_ps),
-            bound=to_seconds(self.bound_ps),
-            link_bytes=self.link_bytes,
-        )
+    @property
+    def compute_ps(self) -> int:
+        """The same pass with everything resident."""
+        return self.times.resident_ps
+
+    @property
+    def link_ps(self) -> int:
+        """Time that the link is busy."""
+        return self.copied_ps + sum(self.times.uva_ps)
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that cross the link."""
+        return self.copied_bytes + self.times.uva_bytes
+
+    @property
+    def bound_ps(self) -> int:
+        """The larger of compute and the link's time that the phase waits for."""
+        return max(self.compute_ps, self.link_ps - self.later_ps)
 
 
 def to_ps(seconds: float) -> int:
@@ -99,20 +113,13 @@ def to_seconds(picoseconds: int | Fraction) -> float:
     return float(Fraction(picoseconds) / PS_PER_S)
 
 
-def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
-    """Price a decode step in steady state, when each step is followed by another like it.
+WAITING = "waits in the timeline: layers in order, copies in order as slots get free"
+"""How compute's waiting follows from a schedule."""
 
-    ``bound_ps`` is the larger of compute and the time that the link is busy.
-    """
-    copied_ps = sum(times.copy_ps(op.span) for op in schedule.operations if isinstance(op, Copy))
-    link_ps = copied_ps + sum(times.uva_ps)
-    return PhaseTimes(
-        step_ps=largest_cycle_mean(map_moments(schedule, times)),
-        compute_ps=times.resident_ps,
-        link_ps=link_ps,
-        bound_ps=max(times.resident_ps, link_ps),
-        link_bytes=schedule.link_bytes + times.uva_bytes,
-    )
+
+def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
+    """Price a decode step in steady state, when each step is followed by another like it."""
+    return add_up(schedule, times, largest_cycle_mean(map_moments(schedule, times)), WAITING)
 
 
 def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
@@ -122,21 +129,35 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
     as link time and bytes, as they do when the runtime measures, but not in ``bound_ps``: nothing
     in the prompt waits for them.
     """
-    uva_ps, copied_ps, awaited_ps = sum(times.uva_ps), 0, 0
-    pending: dict[int, int] = {}
+    later: dict[int, int] = {}
     for op in schedule.operations:
         if isinstance(op, Copy):
-            pending[op.slot] = times.copy_ps(op.span)
-            copied_ps += pending[op.slot]
+            later[op.slot] = times.copy_ps(op.span)
         elif isinstance(op, Wait):
-            awaited_ps += pending.pop(op.slot, 0)
-    state = run_prompt(schedule, times)
+            later.pop(op.slot, None)
+    taken = add_up(schedule, times, int(run_prompt(schedule, times)[0]), WAITING)
+    return replace(taken, later_ps=sum(later.values()))
+
+
+def add_up(
+    schedule: Schedule,
+    times: PassTimes,
+    step_ps: Fraction | int,
+    waiting: str,
+    num_passes: int = 1,
+) -> PhaseTimes:
+    """Add up the link's work of a phase of equal passes that takes ``step_ps``.
+
+    ``times`` are those of all passes, the schedule is that of one.
+    """
+    copies = [op.span for op in schedule.operations if isinstance(op, Copy)]
     return PhaseTimes(
-        step_ps=Fraction(int(state[0])),
-        compute_ps=times.resident_ps,
-        link_ps=copied_ps + uva_ps,
-        bound_ps=max(times.resident_ps, awaited_ps + uva_ps),
-        link_bytes=schedule.link_bytes + times.uva_bytes,
+        step_ps=Fraction(step_ps),
+        times=times,
+        num_copies=num_passes * len(copies),
+        copied_bytes=num_passes * schedule.link_bytes,
+        copied_ps=num_passes * sum(map(times.copy_ps, copies)),
+        waiting=waiting,
     )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offplan.costs.predict import predict_stage
+from offplan.costs.predict import derive_stage
 from offplan.held.held import Held
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -46,8 +46,9 @@ def list_shares(
 def _describe(stage: Stage, machine: MachineProfile | None, plan: Plan | None) -> StageShare:
     num_ranks, gpu_memory, host_bytes = stage.ranks.tensor, None, None
     if machine is not None and plan is not None:
-        taken = predict_stage(stage, machine, plan.workload, plan.budget, plan.offload)
-        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes
+        asked = machine, plan.workload, plan.budget, plan.offload
+        taken = derive_stage(stage, *asked).predict()
+        gpu_memory, host_bytes = taken.gpu_memory, taken.host_memory_bytes // num_ranks
     return StageShare(
         stage=stage.number,
         num_ranks=num_ranks,

@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offplan.costs.derivation import Input, Term, UnitName
+from offplan.costs.term import Input, Term, UnitName
 from offplan.plan import Plan
 from offplan.planner.neighbours import Neighbour
 from offplan.report.table import make_table
@@ -58,7 +58,7 @@ def _render_term(term: Term) -> list[RenderableType]:
     lines: list[RenderableType] = [
         Text(f"{term.path}: {_SHOW[term.unit](term.value)} = {term.formula}")
     ]
-    if term.inputs:
+    if [each.name for each in term.inputs] not in ([], [term.formula]):
         lines.append(_indent("; ".join(map(_name_input, term.inputs))))
     return lines
 

@@ -11,6 +11,7 @@ from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
 from offplan.plan import Packing, Plan, Rule
 from offplan.planner.find import PlanResult
+from offplan.report.strip import memory_parts
 from offplan.report.table import make_table
 from offplan.report.why import explain_plan
 from offplan.units import (
@@ -152,11 +153,8 @@ def _describe_pattern(pattern: Rule | Packing) -> str:
 def _render_memory(plan: Plan) -> Table:
     memory = plan.prediction.gpu_memory
     table = make_table("Memory", "term", "bytes")
-    table.add_row("resident weights", format_bytes(memory.resident_bytes))
-    table.add_row("ring", format_bytes(memory.ring_bytes))
-    table.add_row("KV cache", format_bytes(memory.kv_cache_bytes))
-    table.add_row("activations", format_bytes(memory.activation_bytes))
-    table.add_row("overhead and margin", format_bytes(memory.overhead_bytes))
+    for name, num_bytes in memory_parts(memory):
+        table.add_row(name, format_bytes(num_bytes))
     budget = format_budget(plan.budget.gpu_memory)
     table.add_row(f"GPU, of {budget}", format_bytes(memory.total_bytes))
     table.add_row("host", format_bytes(plan.prediction.host_memory_bytes))

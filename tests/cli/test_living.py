@@ -153,7 +153,7 @@ def test_show_needs_the_file_alone(cli: CLI, folder: Path) -> None:
     assert (code, err) == (0, "")
     out = strip_lines(out)
     assert out.startswith(SHOWN)
-    assert "\nGPU, of 1 MiB          1018 KiB\n" in out
+    assert "\nGPU, of 1 MiB    1018 KiB\n" in out
     assert "\nA request takes 232.9 ms, estimated: 412.2 tokens/s in decode.\n" in out
 
 

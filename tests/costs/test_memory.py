@@ -34,7 +34,7 @@ from offplan.costs.activations import (
     per_layer_bytes,
     waiting_bytes,
 )
-from offplan.costs.memory import MARGIN, overhead_bytes, predict_gpu_memory
+from offplan.costs.memory import MARGIN, list_gpu_memory, overhead_bytes
 from offplan.costs.work import PassShape, prefill_shapes
 from offplan.held.held import hold
 from offplan.kernel_sizes import LATENT_HEADS, SPAN_TOKENS
@@ -314,9 +314,10 @@ def test_terms_add_up() -> None:
     stage = hold(dense_model(4))
     budget = Budget(gpu_memory=100 * MIB)
     placement = place_rules(stage.model, [rule("mlp")], 2)
-    memory = predict_gpu_memory(placement, stage, make_machine(), Workload(), budget, 512)
-    terms = memory.model_dump()
-    assert memory.total_bytes == sum(terms.values()) - memory.total_bytes
-    assert memory.ring_bytes == 2 * 3 * 3 * HIDDEN**2 * 2
-    assert memory.overhead_bytes == overhead_bytes(make_machine(), budget)
-    assert memory.overhead_bytes == pytest.approx(MARGIN * 100 * MIB, abs=1)
+    terms = list_gpu_memory(placement, stage, make_machine(), Workload(), budget, 512)
+    memory = {term.path.removeprefix("gpu_memory."): term.value for term in terms}
+    total = memory.pop("total")
+    assert total == sum(memory.values())
+    assert memory["ring"] == 2 * 3 * 3 * HIDDEN**2 * 2
+    assert memory["overhead"] == overhead_bytes(make_machine(), budget)
+    assert memory["overhead"] == pytest.approx(MARGIN * 100 * MIB, abs=1)

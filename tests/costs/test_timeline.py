@@ -243,10 +243,11 @@ def test_resident_passes_take_their_compute() -> None:
     assert request.decode.operations == tuple(Compute(layer) for layer in range(3))
 
 
-@pytest.mark.parametrize(("step", "compute", "stall"), [(30, 10, 20), (10, 10, 0)])
-def test_phase_prediction_adds_up(step: int, compute: int, stall: int) -> None:
-    times = PhaseTimes(Fraction(step), compute, 8, 10, 123)
-    prediction = times.predict()
-    assert prediction.stall_s == pytest.approx(stall * 1e-12)
-    assert prediction.step_s == pytest.approx(prediction.compute_s + prediction.stall_s)
-    assert prediction.link_bytes == 123
+def test_the_link_is_copied_over_and_read_over() -> None:
+    rules = [rule("o_proj", prefill=Backend.UVA, decode=Backend.UVA), rule("mlp")]
+    request = build_steady_request(place_rules(dense_model(4), rules, 1), 4)
+    taken = price_decode(request.decode, pass_times([100] * 4, 3, [10] * 4))
+    assert (taken.num_copies, taken.copied_ps) == (4, 12)
+    assert taken.copied_bytes == request.decode.link_bytes
+    assert taken.link_ps == taken.bound_ps - 400 + 52 == 52
+    assert taken.link_bytes == request.decode.link_bytes + 40

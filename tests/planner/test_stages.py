@@ -78,11 +78,12 @@ def list_plans(question: Question) -> Iterator[Offload]:
 def find_all(question: Question) -> list[Plan]:
     """Price those that fit every stage and that vLLM's flags can say."""
     assert question.goal.engine is not None
-    say = find_runner(question.goal.engine).checker(question.held)
+    check = find_runner(question.goal.engine).checker(question.held)
+    assert check is not None
     found = []
     for offload in list_plans(question):
         try:
-            if (said := say(offload)) is None:
+            if (said := check(offload)) is None:
                 continue
             machine, budget = question.planned_machine, question.budget
             taken = predict(question.held, machine, WORKLOAD, budget, offload)

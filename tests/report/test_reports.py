@@ -107,15 +107,15 @@ Why (estimated):
   streaming experts beats reading them in place from batch 32 on
 
 Memory
-term                      bytes
-───────────────────────────────
-resident weights         14 GiB
-ring                      1 GiB
-KV cache                512 MiB
-activations           102.4 MiB
-overhead and margin   409.6 MiB
-GPU, of 16 GiB           16 GiB
-host                     15 GiB
+term                 bytes
+──────────────────────────
+weights             14 GiB
+ring                 1 GiB
+KV cache           512 MiB
+activations      102.4 MiB
+overhead         409.6 MiB
+GPU, of 16 GiB      16 GiB
+host                15 GiB
 
 Prediction (estimated)
 figure          prefill of 512   decode, a token

@@ -1,11 +1,14 @@
-"""What is explained of a prediction is what is predicted."""
+"""A prediction is the sum of its terms, and each term is what its formula says."""
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from offplan.checkpoint.open import open_model
-from offplan.costs.derivation import derive_prediction
+from offplan.costs.predict import derive_prediction
+from offplan.costs.term import Term
 from offplan.held.held import Held, hold
 from offplan.library.asking import ask, ask_again
 from offplan.library.machines import load_machine
@@ -70,15 +73,16 @@ def test_so_is_what_packing_saves() -> None:
 
 
 @pytest.mark.slow
-def test_so_is_what_sglang_copies_twice() -> None:
+@pytest.mark.parametrize(("engine", "twice"), [("sglang", True), ("vllm", False)])
+def test_so_is_what_engines_copy(engine: str, twice: bool) -> None:
     model = open_model(str(ROOT / "tests" / "models" / "deepseek-v2-lite" / "config.json"))
-    question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine="sglang")
+    question = ask(model, load_machine("h200-pcie5"), gpu_memory=16 * 2**30, engine=engine)
     plan = make_plan(question).plan
     check(question.held.pack(plan.offload.packing), question.planned_machine, plan)
     terms = derive_prediction(question.held, question.planned_machine, plan)
     formulas = {term.path: term.formula for term in terms}
-    assert "those copied ahead twice" in formulas["decode.link_bytes"]
-    assert "twice" not in formulas["prefill.link_bytes"]
+    assert ("copy the first layers twice" in formulas["decode.stall"]) == twice
+    assert "twice" not in formulas["prefill.stall"]
 
 
 @pytest.mark.parametrize("ranks", [Ranks(2), Ranks(1, 2), Ranks(2, 3)], ids=lambda r: r.label)
@@ -95,19 +99,59 @@ def test_so_is_what_ranks_and_stages_take(ranks: Ranks) -> None:
 
 
 def check(held: Held, machine: MachineProfile, plan: Plan) -> None:
-    """Hold each term against what is predicted, to the byte."""
+    """Hold each term against what is predicted, to the byte, and against its own formula."""
     priced = price_on(plan, held.model, machine)
     terms = derive_prediction(held, machine, priced)
-    of_stages = [term for term in terms if term.path.startswith("stages.")]
-    terms = tuple(term for term in terms if term not in of_stages)
-    assert len(of_stages) == (len(held.stages) > 1) * len(held.stages) * (len(terms) - 1)
-    derived = {term.path: term.value for term in terms}
+    joined = [term for term in terms if not term.path.startswith("stages.")]
+    assert len(terms) - len(joined) == (len(held.stages) > 1) * len(held.stages) * len(joined)
     figures = list_figures(priced)
     assert figures.pop("peer_memory") == 0
-    assert derived == pytest.approx(figures, rel=1e-9)
-    sizes = {term.path: term.value for term in terms if term.unit == "bytes"}
-    assert sizes == {path: figures[path] for path in sizes}
-    machine_figures = {
-        each.name for term in (*terms, *of_stages) for each in term.inputs if each.source
-    }
-    assert {"h2d", "uva", "copy_latency", "gpu_overhead"} <= machine_figures
+    assert {term.path: term.value for term in joined} == figures
+    for number in range(len(held.stages)):
+        before = f"stages.{number}." if len(held.stages) > 1 else ""
+        check_formulas([term for term in terms if term.path.startswith(before)], before)
+    if len(held.stages) > 1:
+        check_stages(terms, joined)
+    used = {each.name for term in terms for each in term.inputs if each.source}
+    assert {"h2d", "uva", "copy_latency", "gpu_overhead"} <= used
+
+
+def check_formulas(terms: Sequence[Term], before: str) -> None:
+    """Evaluate what the formulas of one stage say, ``before`` which its paths have its name."""
+    values = {term.path.removeprefix(before): term.value for term in terms}
+    for path, term in zip(values, terms, strict=True):
+        section, _, name = path.rpartition(".")
+        if name == "stall" and "timeline" in term.formula:
+            assert term.value >= 0
+            continue
+        known = dict(values)
+        for other in terms:
+            other_section, _, other_name = other.path.removeprefix(before).rpartition(".")
+            if other_section == section:
+                known |= {each.name: each.value for each in other.inputs}
+                known[other_name] = other.value
+        formula = term.formula.partition(":")[0].removesuffix(", re-reads included")
+        if formula == "the sum of these":
+            formula = " + ".join(p for p in values if p.startswith(section) and p != path)
+        assert evaluate(formula, known) == pytest.approx(term.value, rel=1e-9), path
+
+
+def evaluate(formula: str, known: Mapping[str, float]) -> float:
+    """Calculate a formula of names, sums, products, quotients and ``max``."""
+    names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
+    digits = re.sub(names, lambda found: repr(known[found[0]]), formula).replace(" x ", " * ")
+    assert re.fullmatch(r"(?:max|[-+*/()., e0-9])+", digits), formula
+    return float(eval(digits))  # of digits and operators alone
+
+
+def check_stages(terms: Sequence[Term], joined: Sequence[Term]) -> None:
+    """What all stages come to: the most of one GPU's memory, the sum of all else."""
+    of_stages: dict[str, list[float]] = {}
+    for term in terms:
+        if term not in joined:
+            of_stages.setdefault(term.path.split(".", 2)[2], []).append(term.value)
+    totals = of_stages["gpu_memory.total"]
+    for term in joined:
+        each = of_stages[term.path]
+        is_one = term.path.startswith("gpu_memory.")
+        assert term.value == (each[totals.index(max(totals))] if is_one else sum(each))

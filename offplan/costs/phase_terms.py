@@ -1,0 +1,52 @@
+"""What a phase takes, term by term."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from offplan.backends import Backend
+from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
+from offplan.costs.term import Input, Term, list_figures, list_sizes, show_rate
+from offplan.costs.timeline import PhaseTimes, to_seconds
+from offplan.held.packing import is_packed
+from offplan.held.stage import Stage
+from offplan.machine.profile import MachineProfile
+
+
+def list_phase(
+    stage: Stage, machine: MachineProfile, priced: PassCompute, taken: PhaseTimes
+) -> Iterator[Term]:
+    """List the terms of a phase: its step is what it computes and what it waits."""
+
+    phase = priced.shapes[0].phase.value
+
+    def seconds(name: str, time_ps: Fraction | int, formula: str, *inputs: Input) -> Term:
+        return Term(f"{phase}.{name}", to_seconds(time_ps), "s", formula, inputs)
+
+    source = "measured on the machine, at these shapes"
+    roofline: tuple[Input, ...] = ()
+    if not priced.measured:
+        source = f"roofline, of which matmul counts {MATMUL_EFFICIENCY:g}, or scaled from it"
+        if any(is_packed(p) for layer in stage.layers for p in layer.parameters):
+            source += "; what packing adds is as on an H200"
+        roofline = list_figures(machine, "hbm", "matmul", "layer_overhead")
+    computed = {"layers": sum(priced.layer_ps), "outside the layers": priced.outside_ps}
+    parts = [Input(name, to_seconds(ps), "s", source) for name, ps in computed.items()]
+    yield seconds("compute", taken.compute_ps, " + ".join(computed), *parts, *roofline)
+    reads = taken.times.uva_bytes
+    read_by = {Backend.UVA: 0} | {b: size for b, size in taken.times.read_by.items() if size}
+    read = {b.words.noun: size if reads else 0 for b, size in read_by.items()}
+    crossing = list_sizes({"streamed": taken.copied_bytes, **read})
+    formula = f"streamed + {' + '.join(read)}, re-reads included"
+    yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, crossing)
+    copies = Input("copies", taken.num_copies, "count")
+    formula = "copies x copy_latency + streamed / h2d + "
+    formula += " + ".join(f"{b.words.noun} / {b.rate_name}" for b in read_by)
+    rates = list_figures(machine, "copy_latency", "h2d")
+    rates += tuple(show_rate(b.rate_name, b.rate(machine)) for b in read_by)
+    yield seconds("link", taken.link_ps, formula, copies, *rates)
+    awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
+    yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
+    slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")
+    waited_ps = taken.step_ps - taken.compute_ps
+    yield seconds("stall", waited_ps, taken.waiting, *((slowdown,) if reads else ()))
+    yield seconds("step", taken.step_ps, "compute + stall")

@@ -1,0 +1,74 @@
+"""A number of a prediction, with its formula and what goes into it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from offplan import backends
+from offplan.machine.profile import Figure, MachineProfile
+
+UnitName = Literal["bytes", "s", "bytes_per_s", "flops_per_s", "count"]
+
+_FIGURES: Mapping[str, UnitName] = {
+    "gpu_overhead": "bytes",
+    "copy_latency": "s",
+    "layer_overhead": "s",
+    "h2d": "bytes_per_s",
+    "uva": "bytes_per_s",
+    "hbm": "bytes_per_s",
+    "matmul": "flops_per_s",
+}
+"""Figures of a profile, and their units."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A number that goes into a term."""
+
+    name: str
+    value: float
+    unit: UnitName
+    source: str | None = None
+    """How it was obtained and where, if it is a figure of the machine; else it follows from model,
+    workload and decision."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A number of a prediction."""
+
+    path: str
+    """Where it stands in the plan's file, below ``prediction``: ``decode.link``. What is of one
+    stage of a pipeline alone has the stage before it: ``stages.0.decode.link``."""
+    value: float
+    unit: UnitName
+    formula: str
+    """How it follows from the inputs and from other terms of the same section, by their names."""
+    inputs: tuple[Input, ...] = ()
+
+
+def list_sizes(num_bytes: Mapping[str, int]) -> tuple[Input, ...]:
+    """List sizes, in bytes, by their names."""
+    return tuple(Input(name, value, "bytes") for name, value in num_bytes.items())
+
+
+def list_figures(machine: MachineProfile, *names: str) -> tuple[Input, ...]:
+    """List figures of the machine, each with its basis and source."""
+    figures: dict[str, Figure[Any]] = {name: getattr(machine, name) for name in names}
+    return tuple(
+        Input(name, each.value, _FIGURES[name], f"{each.basis}: {each.source}")
+        for name, each in figures.items()
+    )
+
+
+def show_rate(name: str, rate: backends.Figure) -> Input:
+    """Return a backend's rate by its name, with its basis and source."""
+    return Input(name, rate.value, "bytes_per_s", f"{rate.basis}: {rate.source}")
+
+
+def sum_up(path: str, parts: Mapping[str, int]) -> Term:
+    """Sum up sizes in bytes; negative ones are taken off, and those of 0 bytes are not named."""
+    first, *others = {name: size for name, size in parts.items() if size} or [*parts][:1]
+    formula = first + "".join(f" {'+-'[parts[name] < 0]} {name}" for name in others)
+    named = {name: abs(parts[name]) for name in (first, *others)}
+    return Term(path, sum(parts.values()), "bytes", formula, list_sizes(named))
