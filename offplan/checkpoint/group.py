@@ -138,7 +138,7 @@ def _describe(
         tensors,
         is_expert or _is_fused(name, tensors[0], architecture.routing.num_experts),
         form=form if form.is_raw or (alike and is_known and is_whole) else OTHER,
-        is_shuffled=stated is not None and stated.has_group_index,
+        is_shuffled=stated is not None and Part.GROUP_INDEX in stated.needed,
         beside=tuple(sorted(beside.items())),
         logical_shape=None if form.is_raw else shape,
     )
