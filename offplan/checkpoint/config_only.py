@@ -23,7 +23,7 @@ from offplan.checkpoint.tensors import (
     split_expert,
 )
 from offplan.errors import CheckpointError
-from offplan.progress import Progress, silent
+from offplan.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ _LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
 """Keys that say, in the configs of transformers' architectures, how many layers a stack has."""
 
 
-def read_config_only(path: Path, on_progress: Progress | None = None) -> Stored:
+def read_config_only(path: Path, on_progress: Progress) -> Stored:
     """Build the model that a ``config.json`` describes and return the checkpoint it would save.
 
     Never runs code from the config. An index beside the file is used to check the total size.
@@ -61,9 +61,8 @@ def read_config_only(path: Path, on_progress: Progress | None = None) -> Stored:
         dtype = "bfloat16" if architecture.quantisation is not None else "float32"
         named = {**config, "dtype": dtype}
         notes.append(f"the config names no dtype: took {dtype}")
-    built = _without_idle_experts(
-        architecture.routing, _find_tensors(named, str(path), on_progress)
-    )
+    built = _find_tensors(named, str(path), on_progress)
+    built = _without_idle_experts(architecture.routing, built)
     tensors = quantise(built, architecture, str(path))
     if architecture.quantisation is not None and architecture.quantisation.note is not None:
         notes.append(architecture.quantisation.note)
@@ -85,19 +84,15 @@ def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:
             yield value
 
 
-def _find_tensors(
-    config: Mapping[str, Any], where: str, on_progress: Progress | None
-) -> BuiltTensors:
+def _find_tensors(config: Mapping[str, Any], where: str, on_progress: Progress) -> BuiltTensors:
     """Return what ``_build_tensors`` builds, which is kept on disk."""
     key = built_key(config)
-    kept = BUILT.find(key)
-    if kept is not None:
-        return kept
-    report = on_progress or silent("")
-    report(0, 1)
-    built = _build_tensors(config, where)
-    report(1, 1)
-    BUILT.keep(key, built)
+    built = BUILT.find(key)
+    if built is None:
+        on_progress(0, 1)
+        built = _build_tensors(config, where)
+        on_progress(1, 1)
+        BUILT.keep(key, built)
     return built
 
 

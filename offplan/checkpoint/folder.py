@@ -31,7 +31,7 @@ MAX_JSON_BYTES = 256 * 2**20
 """Bytes of the longest config or index that is read; DeepSeek-R1's index has 9 MB."""
 
 
-def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:
+def read_folder(folder: Path, on_progress: Progress) -> Stored:
     """Read a folder of ``config.json`` and safetensors.
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError.
@@ -50,8 +50,7 @@ def read_folder(folder: Path, on_progress: Progress | None = None) -> Stored:
     tensors: list[TensorInfo] = []
     for done, shard in enumerate(shards, start=1):
         tensors += read_shard(folder / shard, shard)
-        if on_progress is not None:
-            on_progress(done, len(shards))
+        on_progress(done, len(shards))
     if index is not None:
         check_against_index(index, tensors, str(folder / INDEX_NAME))
     return Stored(config, tuple(tensors), generation=read_generation(folder))

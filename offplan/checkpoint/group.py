@@ -8,6 +8,7 @@ from math import prod
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.roles import ATTENTION_OUTPUTS, MLP_OUTPUTS
 from offplan.checkpoint.tensors import DTYPE_BITS, FLOATS, TensorInfo, Tensors, split_expert
 from offplan.errors import CheckpointError
 from offplan.forms.form import OTHER, Part
@@ -18,10 +19,6 @@ _EXPERTS = frozenset(("experts", "switch_mlp"))
 """Name parts that say that a module holds routed experts; the latter is MLX's."""
 _NO_INDEX = -1
 """Stands for the index in what is stored for no single expert."""
-_OUTPUTS = frozenset(
-    ["o_proj", "out_proj", "wo", "dense", "down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h"]
-)
-"""Modules that give hidden states."""
 
 
 def group_parameters(
@@ -138,7 +135,7 @@ def _describe(
         tensors,
         is_expert or _is_fused(name, tensors[0], architecture.routing.num_experts),
         form=form if form.is_raw or (alike and is_known and is_whole) else OTHER,
-        is_shuffled=stated is not None and stated.has_group_index,
+        is_shuffled=stated is not None and Part.GROUP_INDEX in stated.needed,
         beside=tuple(sorted(beside.items())),
         logical_shape=None if form.is_raw else shape,
     )
@@ -156,7 +153,8 @@ def _unflatten(name: str, shape: Shape, architecture: Architecture) -> Shape:
         columns = latents.rank
     if not columns or size % columns:
         return (1, size)
-    return (columns, size // columns) if owner in _OUTPUTS else (size // columns, columns)
+    gives_hidden = owner in ATTENTION_OUTPUTS | MLP_OUTPUTS
+    return (columns, size // columns) if gives_hidden else (size // columns, columns)
 
 
 def _is_fused(name: str, tensor: TensorInfo, num_experts: int | None) -> bool:

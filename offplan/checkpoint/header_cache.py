@@ -25,22 +25,22 @@ class ShardStart(NamedTuple):
         return parse_header(self.data[LENGTH_BYTES:], self.file_bytes, shard, where)
 
 
-class KeptHeader:
-    """The place of one shard's header on this machine's disk."""
+def find_header(repo: str, commit: str, shard: str) -> ShardStart | None:
+    """Return a shard's header, or None where none is kept that can be believed."""
+    return _HEADERS.find(*_place(repo, commit, shard))
 
-    def __init__(self, repo: str, commit: str, shard: str) -> None:
-        """Name the header of ``shard`` at a ``commit`` of ``repo``."""
-        self._key = {"repo": repo, "commit": commit, "shard": shard}
-        repo, shard = repo.replace("/", "--"), shard.replace("/", "--")
-        self._name = f"{repo}/{commit}/{shard}.header"
 
-    def find(self) -> ShardStart | None:
-        """Return the header, or None where there is none that can be believed."""
-        return _HEADERS.find(self._key, self._name)
+def keep_header(repo: str, commit: str, shard: str, start: ShardStart) -> None:
+    """Keep a shard's header, where the disk takes it."""
+    key, name = _place(repo, commit, shard)
+    _HEADERS.keep(key, start, name)
 
-    def keep(self, start: ShardStart) -> None:
-        """Keep the header, where the disk takes it."""
-        _HEADERS.keep(self._key, start, self._name)
+
+def _place(repo: str, commit: str, shard: str) -> tuple[dict[str, str], str]:
+    """Return the key and the file's name of a shard's header."""
+    folder, file = repo.replace("/", "--"), shard.replace("/", "--")
+    key = {"repo": repo, "commit": commit, "shard": shard}
+    return key, f"{folder}/{commit}/{file}.header"
 
 
 def _encode(start: ShardStart) -> bytes:

@@ -5,6 +5,7 @@ HF_HUB_OFFLINE mean what they mean there.
 """
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_url
@@ -21,7 +22,7 @@ from offplan.checkpoint.folder import (
     read_index,
     read_shard,
 )
-from offplan.checkpoint.header_cache import KeptHeader
+from offplan.checkpoint.header_cache import find_header, keep_header
 from offplan.checkpoint.hub_errors import NoSuchFile, explaining
 from offplan.checkpoint.identity import GENERATION_NAME, NO_GENERATION
 from offplan.checkpoint.index import Index, check_against_index
@@ -39,7 +40,7 @@ _ENTRY_BYTES = 90
 """Bytes that a header spends on a tensor besides its name, rarely more."""
 
 
-def read_hub(repo: str, revision: str | None, on_progress: Progress | None = None) -> Stored:
+def read_hub(repo: str, revision: str | None, on_progress: Progress) -> Stored:
     """Read a model on the Hub: ``config.json``, the index and every shard's header.
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
@@ -66,57 +67,47 @@ def _read_generation(repo: str, commit: str) -> str | None:
     return NO_GENERATION if is_absent(repo, GENERATION_NAME, commit) else None
 
 
-def _read_tensors(repo: str, commit: str, on_progress: Progress | None) -> list[TensorInfo]:
-    shards = _Shards(repo, commit)
-    if shards.is_known(SINGLE_NAME) or find_file(repo, INDEX_NAME, commit) is None:
+def _read_tensors(repo: str, commit: str, on_progress: Progress) -> list[TensorInfo]:
+    single = find_file(repo, SINGLE_NAME, commit) or find_header(repo, commit, SINGLE_NAME)
+    if single or find_file(repo, INDEX_NAME, commit) is None:
         with suppress(NoSuchFile):
-            return shards.read_all({SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
+            return _read_shards(repo, commit, {SINGLE_NAME: _FIRST_READ_BYTES}, on_progress)
     index = read_index(fetch(repo, INDEX_NAME, commit))
-    tensors = shards.read_all(_guess_sizes(index), on_progress)
+    tensors = _read_shards(repo, commit, _guess_sizes(index), on_progress)
     check_against_index(index, tensors, f"{repo}: {INDEX_NAME}")
     return tensors
 
 
-class _Shards:
-    """The shards of one commit: headers from the caches, or else from the network."""
+def _read_shards(
+    repo: str, commit: str, sizes: dict[str, int], on_progress: Progress
+) -> list[TensorInfo]:
+    """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
+    tensors: list[TensorInfo] = []
+    with quietly(logging), explaining(repo, commit, "headers"):
+        read = partial(_read_shard, repo, commit)
+        found = in_threads(lambda of: read(*of), sizes.items(), patience_s=PATIENCE_S)
+        for done, of_shard in enumerate(found, start=1):
+            tensors += of_shard
+            on_progress(done, len(sizes))
+    return tensors
 
-    def __init__(self, repo: str, commit: str) -> None:
-        self._repo = repo
-        self._commit = commit
 
-    def is_known(self, shard: str) -> bool:
-        """Whether the shard or its header is on this machine."""
-        if find_file(self._repo, shard, self._commit) is not None:
-            return True
-        return KeptHeader(self._repo, self._commit, shard).find() is not None
-
-    def read_all(self, sizes: dict[str, int], on_progress: Progress | None) -> list[TensorInfo]:
-        """Read many shards at once; ``sizes`` are their names and the bytes to ask for at first."""
-        tensors: list[TensorInfo] = []
-        with quietly(logging), explaining(self._repo, self._commit, "headers"):
-            found = in_threads(lambda of: self._read(*of), sizes.items(), patience_s=PATIENCE_S)
-            for done, of_shard in enumerate(found, start=1):
-                tensors += of_shard
-                if on_progress is not None:
-                    on_progress(done, len(sizes))
-        return tensors
-
-    def _read(self, shard: str, size: int) -> list[TensorInfo]:
-        where = f"{self._repo}: {shard}"
-        local = find_file(self._repo, shard, self._commit)
-        if local is not None:
-            return read_shard(local, shard)
-        kept = KeptHeader(self._repo, self._commit, shard)
-        # A damaged cache is no fault of the checkpoint's: it is read again.
-        with suppress(CheckpointError):
-            if (known := kept.find()) is not None:
-                return known.parse(shard, where)
-        url = hf_hub_url(self._repo, shard, revision=self._commit, endpoint=constants.ENDPOINT)
-        with explaining(self._repo, self._commit, shard):
-            start = read_header(url, size, where)
-        tensors = start.parse(shard, where)
-        kept.keep(start)
-        return tensors
+def _read_shard(repo: str, commit: str, shard: str, size: int) -> list[TensorInfo]:
+    """Read a shard's header from the caches, or else from the network."""
+    where = f"{repo}: {shard}"
+    local = find_file(repo, shard, commit)
+    if local is not None:
+        return read_shard(local, shard)
+    # A damaged cache is no fault of the checkpoint's: it is read again.
+    with suppress(CheckpointError):
+        if (kept := find_header(repo, commit, shard)) is not None:
+            return kept.parse(shard, where)
+    url = hf_hub_url(repo, shard, revision=commit, endpoint=constants.ENDPOINT)
+    with explaining(repo, commit, shard):
+        start = read_header(url, size, where)
+    tensors = start.parse(shard, where)
+    keep_header(repo, commit, shard, start)
+    return tensors
 
 
 def _guess_sizes(index: Index) -> dict[str, int]:

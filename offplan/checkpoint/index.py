@@ -33,11 +33,14 @@ def parse_index(data: bytes, where: str) -> Index:
             f"{where}: found {quote(weight_map)} as weight_map, expected the shard of every "
             "tensor by name; the file is damaged: fetch it again"
         )
+    unfit = [shard for shard in weight_map.values() if not isinstance(shard, str)]
     # Few shards hold many tensors: each name is checked once.
-    names = {shard for shard in weight_map.values() if isinstance(shard, str)}
-    others = [shard for shard in weight_map.values() if not isinstance(shard, str)]
-    for shard in (*others, *names):
-        _check_shard_name(shard, where)
+    unfit = unfit or [shard for shard in {*weight_map.values()} if not is_inner_path(shard)]
+    if unfit:
+        raise CheckpointError(
+            f"{where}: found shard name {quote(unfit[0])}, expected a file of the checkpoint such "
+            "as 'model-00001-of-00002.safetensors'; do not trust this checkpoint"
+        )
     return Index(weight_map, _total_size(content.get("metadata")))
 
 
@@ -80,15 +83,6 @@ def is_inner_path(text: str) -> bool:
         and set("\\:").isdisjoint(text)
         and {"", ".", ".."}.isdisjoint(text.split("/"))
     )
-
-
-def _check_shard_name(shard: object, where: str) -> None:
-    """Refuse a shard that could stand outside the checkpoint."""
-    if not isinstance(shard, str) or not is_inner_path(shard):
-        raise CheckpointError(
-            f"{where}: found shard name {quote(shard)}, expected a file of the checkpoint such as "
-            "'model-00001-of-00002.safetensors'; do not trust this checkpoint"
-        )
 
 
 def _total_size(metadata: Any) -> int | None:

@@ -11,7 +11,7 @@ from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError, HubError
-from offplan.progress import Progress
+from offplan.progress import Progress, silent
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """A Hub id has an organisation or, as the oldest models, none: ``gpt2``."""
@@ -46,7 +46,7 @@ def open_model(
                 f"{quote(text)}: found characters that cannot be printed, expected a folder, a Hub "
                 "id, a revision or a name without any; rename it"
             )
-    stored = _read(source, revision, on_progress)
+    stored = _read(source, revision, on_progress or silent(""))
     if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
         raise CheckpointError(f"{source}: {ADAPTER_ALONE}")
     model = assemble(source, stored)
@@ -58,7 +58,7 @@ def open_model(
     return model if name is None else replace(model, source=name)
 
 
-def _read(source: str, revision: str | None, on_progress: Progress | None) -> Stored:
+def _read(source: str, revision: str | None, on_progress: Progress) -> Stored:
     path = Path(source)
     # Not of the path: pathlib takes an empty name for the working directory.
     is_folder, exists = os.path.isdir(source), os.path.exists(source)

@@ -74,7 +74,7 @@ def _quantise_one(
         raise _undetermined(where, quantisation, f"what is stored of {quote(tensor.name)}")
     return [
         TensorInfo(f"{module}.{end}", dtype, shape)
-        for end, dtype, shape in scheme.store(scheme, rows, columns)
+        for end, dtype, shape in scheme.store(rows, columns)
     ]
 
 

@@ -4,8 +4,10 @@ from enum import Enum
 
 from offplan.checkpoint.parameter import Parameter
 
-_ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "wo", "dense", "c_proj"})
-_MLP_OUTPUTS = frozenset({"down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h", "fc_out"})
+ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "wo", "dense", "c_proj"})
+"""Modules of attention that give hidden states."""
+MLP_OUTPUTS = frozenset({"down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h", "fc_out"})
+"""Modules of an MLP that give hidden states."""
 _MLP_INPUTS = frozenset(
     {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1", "c_fc", "dense_h_to_4h", "fc_in"}
 )
@@ -32,7 +34,7 @@ def role_of(parameter: Parameter) -> Role:
     parts = parameter.name.split(".")
     if parameter.is_expert:
         # fused experts join what it is to the projection's name: down_proj_bias, w2_weight
-        is_output = any(part.startswith(tuple(_MLP_OUTPUTS)) for part in parts)
+        is_output = any(part.startswith(tuple(MLP_OUTPUTS)) for part in parts)
         return Role.EXPERTS_DOWN if is_output else Role.EXPERTS_GATE_UP
     # not all parts: DBRX has its attention in ``norm_attn_norm``
     if "norm" in parameter.segment.rpartition(".")[2]:
@@ -40,9 +42,9 @@ def role_of(parameter: Parameter) -> Role:
     if any(part.startswith("shared_expert") for part in parts):
         return Role.SHARED_EXPERTS
     if "attn" in parts[0] or "attention" in parts[0]:
-        is_output = not _ATTENTION_OUTPUTS.isdisjoint(parts)
+        is_output = not ATTENTION_OUTPUTS.isdisjoint(parts)
         return Role.ATTENTION_OUTPUT if is_output else Role.QKV
-    if not _MLP_OUTPUTS.isdisjoint(parts):
+    if not MLP_OUTPUTS.isdisjoint(parts):
         return Role.DOWN
     if not _MLP_INPUTS.isdisjoint(parts):
         return Role.GATE_UP

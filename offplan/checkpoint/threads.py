@@ -1,7 +1,6 @@
 """Work on many things at once, which nothing that hangs can hold up."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -25,15 +24,17 @@ def in_threads(
     returns stays the same. What still runs then, or when the caller turns away, is abandoned to its
     daemon thread: the process can end, as it could not with an executor, which waits for its own.
     """
-    todo = deque(items)
+    todo = list(items)
     num_items = len(todo)
+    shared = iter(todo)
     finished: SimpleQueue[Future[_Result]] = SimpleQueue()
 
     def run() -> None:
-        while todo:
+        # Each item goes to one thread, and after ``clear`` none does.
+        for item in shared:
             future: Future[_Result] = Future()
             try:
-                future.set_result(work(todo.popleft()))
+                future.set_result(work(item))
             except BaseException as error:
                 todo.clear()
                 future.set_exception(error)

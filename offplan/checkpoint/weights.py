@@ -6,7 +6,7 @@ from pathlib import Path
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.errors import CheckpointError, InputError
-from offplan.progress import Progress
+from offplan.progress import Progress, silent
 
 _LONGER_PATIENCE_S = 600.0
 """Shards come in blocks of 10 MB, several at once: such patience is enough for 150 kB/s."""
@@ -29,10 +29,10 @@ def find_weights(model: Model, on_progress: Progress | None = None) -> Path:
         )
     from offplan.checkpoint.download import fetch_each
 
+    report = on_progress or silent("")
     fetched = fetch_each(model.source, model.revision, sizes, patience_s=_LONGER_PATIENCE_S)
     for done, _ in enumerate(fetched, start=1):
-        if on_progress is not None:
-            on_progress(done, len(sizes))
+        report(done, len(sizes))
     return _find_snapshot(model.source, model.revision)
 
 

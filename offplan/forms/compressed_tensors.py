@@ -7,11 +7,11 @@ Source: compressed-tensors 0.15, ``QuantizationConfig``, ``apply_quantization_co
 from collections.abc import Mapping
 from typing import Any
 
-from offplan.forms.form import OTHER, Form, Kind, WordOrder
+from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
 from offplan.forms.matching import targets
 from offplan.forms.quantisation import Quantisation, note_scales
-from offplan.forms.scheme import Scheme, store_bytes, store_fp4, store_packed
-from offplan.forms.stated import grouped_form, is_record, is_size, names_of
+from offplan.forms.scheme import Scheme
+from offplan.forms.stated import block_of, grouped_form, is_record, names_of
 
 
 def read_compressed_tensors(stated: Mapping[str, Any], float_type: str) -> Quantisation:
@@ -48,43 +48,40 @@ def _read_group(group: Mapping[str, Any], layout: Any, scale: str) -> Scheme | N
     layout = group.get("format") or layout
     if not is_record(weights):
         return None
+    form = _read_form(weights, layout)
+    if form is OTHER:
+        return None
+    is_packed = form.word_order is WordOrder.COMPRESSED_TENSORS
+    is_shuffled = str(weights.get("actorder")).lower() in ("group", "true")
     is_static = is_record(inputs) and inputs.get("dynamic") is False
+    choices = {
+        Part.ZERO: weights.get("symmetric") is False and form.word_order is not None,
+        Part.GROUP_INDEX: is_shuffled and form.word_order is not None,
+        Part.INPUT_SCALE: is_static or (form.kind is Kind.NVFP4 and is_record(inputs)),
+    }
+    kind = "packed" if is_packed else form.kind.value
+    return Scheme(form, f"compressed-tensors {kind}", scale, choices)
+
+
+def _read_form(weights: Mapping[str, Any], layout: Any) -> Form:
+    """Return the form of a group's weights; OTHER where it is not known."""
+    bits, number, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     if layout == "nvfp4-pack-quantized":
-        return Scheme(Form(Kind.NVFP4, (1, 16)), store_fp4, has_input_scale=is_record(inputs))
+        return Form(Kind.NVFP4, (1, 16))
     if layout == "mxfp4-pack-quantized":
-        return Scheme(Form(Kind.MXFP4, (1, 32)), store_fp4)
-    has_zeros = weights.get("symmetric") is False
-    if layout in ("float-quantized", "naive-quantized") and not has_zeros:
-        form = _fp8_form(weights)
-        return form and Scheme(form, store_bytes, scale=scale, has_input_scale=is_static)
-    orders = {"pack-quantized": WordOrder.COMPRESSED_TENSORS, "int-quantized": WordOrder.NONE}
-    form = _whole_form(weights, orders.get(layout) if isinstance(layout, str) else None)
-    if form is None or (form.word_order is WordOrder.NONE and form.kind is not Kind.W8A16):
-        return None
-    return Scheme(
-        form,
-        store_packed if form.word_order is WordOrder.COMPRESSED_TENSORS else store_bytes,
-        scale=scale,
-        has_zeros=has_zeros,
-        has_group_index=str(weights.get("actorder")).lower() in ("group", "true"),
-        has_input_scale=is_static,
-    )
-
-
-def _fp8_form(weights: Mapping[str, Any]) -> Form | None:
-    strategy, block = weights.get("strategy"), weights.get("block_structure")
-    if (weights.get("num_bits"), weights.get("type")) != (8, "float"):
-        return None
-    if strategy == "block" and isinstance(block, list) and len(block) == 2:
-        return Form(Kind.FP8_BLOCK, (block[0], block[1])) if all(map(is_size, block)) else None
-    kinds = {"channel": Kind.FP8_CHANNEL, "tensor": Kind.FP8_TENSOR}
-    return Form(kinds[strategy]) if isinstance(strategy, str) and strategy in kinds else None
-
-
-def _whole_form(weights: Mapping[str, Any], order: WordOrder | None) -> Form | None:
-    strategy = weights.get("strategy")
-    if weights.get("type") != "int" or strategy not in ("group", "channel"):
-        return None
-    group = weights.get("group_size") if strategy == "group" else -1
-    form = grouped_form(weights.get("num_bits"), group, order)
-    return None if form is OTHER else form
+        return Form(Kind.MXFP4, (1, 32))
+    if layout in ("float-quantized", "naive-quantized") and weights.get("symmetric") is not False:
+        block = block_of(weights.get("block_structure"))
+        if (bits, number) != (8, "float"):
+            return OTHER
+        if strategy == "block" and block is not None:
+            return Form(Kind.FP8_BLOCK, block)
+        if strategy in ("channel", "tensor"):
+            return Form(Kind(f"fp8_{strategy}"))
+    elif number == "int" and strategy in ("group", "channel"):
+        group = weights.get("group_size") if strategy == "group" else -1
+        if layout == "pack-quantized":
+            return grouped_form(bits, group, WordOrder.COMPRESSED_TENSORS)
+        if layout == "int-quantized" and bits == 8:
+            return grouped_form(bits, group, WordOrder.NONE)
+    return OTHER

@@ -9,22 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from offplan.forms.compressed_tensors import read_compressed_tensors
-from offplan.forms.form import OTHER, Form, Kind, WordOrder
+from offplan.forms.form import OTHER, Form, Kind, Part, WordOrder
 from offplan.forms.matching import has_run, matches_wildcard, skips, targets
 from offplan.forms.quantisation import Quantisation, note_scales
-from offplan.forms.scheme import (
-    BNB4_STATE_BYTES,
-    Scheme,
-    store_awq,
-    store_bnb4,
-    store_bnb8,
-    store_fp4,
-    store_fp8,
-    store_gptq,
-    store_mlx,
-    store_modelopt,
-)
-from offplan.forms.stated import grouped_form, is_record, is_size, names_of
+from offplan.forms.scheme import BNB4_STATE_BYTES, Scheme
+from offplan.forms.stated import block_of, grouped_form, is_record, names_of
 
 _IN_STACK = re.compile(r"\.\d+\.")
 """Tells the modules of a stack of layers from those outside, such as the head."""
@@ -73,16 +62,16 @@ def _name_method(stated: Mapping[str, Any]) -> str:
 
 def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     # what transformers takes for an absent one; null is one scale a matrix
-    block = stated.get("weight_block_size", [128, 128])
-    is_pair = isinstance(block, list) and len(block) == 2 and all(map(is_size, block))
+    size = stated.get("weight_block_size", [128, 128])
+    block = block_of(size)
     is_usual = stated.get("expert_dtype", "fp8") == "fp8" and stated.get("fmt", "e4m3") == "e4m3"
-    if (block is not None and not is_pair) or not is_usual or stated.get("modules_to_convert"):
+    if (size is not None and block is None) or not is_usual or stated.get("modules_to_convert"):
         return Quantisation("fp8")
-    form = Form(Kind.FP8_TENSOR) if block is None else Form(Kind.FP8_BLOCK, (block[0], block[1]))
+    form = Form(Kind.FP8_TENSOR if block is None else Kind.FP8_BLOCK, block)
     # DeepSeek and most others store them in float32; Qwen does not, nor does Mistral one a matrix
     scale = "BF16" if model.model_type.startswith("qwen") or block is None else "F32"
     is_static = stated.get("activation_scheme") == "static"
-    scheme = Scheme(form, store_fp8, scale=scale, has_input_scale=is_static)
+    scheme = Scheme(form, f"fp8 {form.kind.value}", scale, {Part.INPUT_SCALE: is_static})
     skipped = stated.get("modules_to_not_convert", stated.get("ignored_layers"))
     return Quantisation(
         "fp8", _all_but(skipped, scheme), skips_head=skipped is None, note=note_scales(scale)
@@ -90,7 +79,7 @@ def _read_fp8(stated: Mapping[str, Any], model: _Model) -> Quantisation:
 
 
 def _read_mxfp4(stated: Mapping[str, Any], model: _Model) -> Quantisation:
-    scheme = Scheme(Form(Kind.MXFP4, (1, 32)), store_fp4)
+    scheme = Scheme(Form(Kind.MXFP4, (1, 32)), "compressed-tensors mxfp4")
     find = _all_but(stated.get("modules_to_not_convert"), scheme)
     return Quantisation("mxfp4", find, takes_experts_alone=True)
 
@@ -99,13 +88,13 @@ def _read_bitsandbytes(stated: Mapping[str, Any], model: _Model) -> Quantisation
     note = None
     in_bytes = stated.get("bnb_4bit_quant_storage", "uint8") == "uint8"
     if stated.get("load_in_8bit") is True or stated.get("_load_in_8bit") is True:
-        scheme = Scheme(Form(Kind.BNB8), store_bnb8)
+        scheme = Scheme(Form(Kind.BNB8), "bitsandbytes bnb8")
     elif stated.get("bnb_4bit_quant_type") in ("nf4", "fp4") and in_bytes:
-        is_nested = stated.get("bnb_4bit_use_double_quant") is True
-        kind = Kind(stated["bnb_4bit_quant_type"])
-        scheme = Scheme(Form(kind), store_bnb4, is_nested=is_nested)
-        name = kind.value.upper()
-        note = f"the parameters of each weight's {name} are taken as {BNB4_STATE_BYTES} bytes"
+        choices = {Part.NESTED_SCALE: stated.get("bnb_4bit_use_double_quant") is True}
+        name = stated["bnb_4bit_quant_type"]
+        scheme = Scheme(Form(Kind(name)), f"bitsandbytes {name}", choices=choices)
+        what = f"the parameters of each weight's {name.upper()}"
+        note = f"{what} are taken as {BNB4_STATE_BYTES} bytes"
     else:
         return Quantisation("bitsandbytes")
     skipped = stated.get("llm_int8_skip_modules")
@@ -125,7 +114,7 @@ def _read_gptq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
         return Quantisation("gptq")
     # groups that were told beforehand follow each other, in whatever order columns were quantised
     is_shuffled = stated.get("desc_act") is True and not stated.get("static_groups")
-    scheme = Scheme(form, store_gptq, scale="F16", has_group_index=is_shuffled)
+    scheme = Scheme(form, "gptq", "F16", {Part.GROUP_INDEX: is_shuffled})
     patterns = [f"re:{key[2:]}" for key in excepted]
     blocks = stated.get("modules_in_block_to_quantize")
     only = tuple(name for names in blocks for name in names_of(names)) if blocks else ("",)
@@ -145,7 +134,7 @@ def _read_awq(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     form = grouped_form(bits, stated.get("group_size"), WordOrder.AWQ if is_usual else None)
     if form is OTHER or stated.get("zero_point") is False:
         return Quantisation("awq")
-    scheme = Scheme(form, store_awq, scale="F16")
+    scheme = Scheme(form, "awq", "F16")
     kept = names_of(stated.get("modules_to_not_convert"))
 
     def find(module: str) -> Scheme | None:
@@ -169,7 +158,7 @@ def _read_modelopt(stated: Mapping[str, Any], model: _Model) -> Quantisation:
     form = forms.get(str(stated.get("quant_algo")).upper())
     if form is None:
         return Quantisation("modelopt")
-    scheme = Scheme(form, store_modelopt)
+    scheme = Scheme(form, f"modelopt {form.kind.value}")
     kept = names_of(stated.get("ignore", stated.get("exclude_modules")))
     return Quantisation(
         "modelopt", lambda module: None if matches_wildcard(kept, module) else scheme
@@ -185,7 +174,7 @@ def _read_mlx(stated: Mapping[str, Any], model: _Model) -> Quantisation:
             form = grouped_form(value.get("bits"), value.get("group_size"), WordOrder.MLX)
             if form is OTHER:
                 return Quantisation("mlx")
-            own[module] = Scheme(form, store_mlx, scale=model.float_type)
+            own[module] = Scheme(form, "mlx", model.float_type)
         elif value is False:
             own[module] = None
     return Quantisation(

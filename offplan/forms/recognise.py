@@ -67,41 +67,36 @@ def _infer(
         return _recognise_fp8(weight.shape, beside, stated), weight.shape
     if weight.dtype == "I32":
         return _recognise_words(weight, beside, stated)
-    if weight.dtype == "U32":
+    if weight.dtype == "U32" and weight.shape:
         return _recognise_mlx(weight.shape, beside, stated)
     if Part.CODES in beside:
         state = beside[Part.STATE].name if Part.STATE in beside else ""
         return Form(_NAMED_KINDS.get(state[-3:], Kind.OTHER)), (2 * prod(weight.shape),)
     scale = beside.get(Part.SCALE)
     if weight.dtype == "I8" and scale is not None and scale.dtype != "F8_E8M0":
-        return _recognise_bytes(weight.shape, scale, beside), weight.shape
+        return _recognise_bytes(weight.shape, scale), weight.shape
     return _recognise_fp4(weight, beside)
 
 
 def _recognise_fp8(shape: Shape, beside: Mapping[Part, Described], stated: Form | None) -> Form:
-    if not beside.keys() <= {Part.SCALE, Part.INPUT_SCALE} or len(shape) < 2:
-        return OTHER
-    scale = beside.get(Part.SCALE)
-    if scale is None:
-        return OTHER
-    return _granularity(shape, scale.shape, stated)
-
-
-def _granularity(shape: Shape, scale: Shape, stated: Form | None) -> Form:
     """Tell what an FP8 matrix, or each of a stack of them, has scales for."""
+    if Part.SCALE not in beside or len(shape) < 2:
+        return OTHER
+    if not beside.keys() <= {Part.SCALE, Part.INPUT_SCALE}:
+        return OTHER
     *stack, rows, columns = shape
-    block = stated.block if stated is not None else None
-    if block is not None and stated is not None and stated.kind is Kind.FP8_BLOCK:
-        fits = scale == (*stack, -(-rows // block[0]), -(-columns // block[1]))
-        return stated if fits else OTHER
+    scale = beside[Part.SCALE].shape
+    blocks = [(size, size) for size in (128, 64, 32, 256)]
+    if stated is not None and stated.kind is Kind.FP8_BLOCK and stated.block is not None:
+        blocks = [stated.block]
     # of one matrix: scalar, [1]; of a stack: [experts], [experts, 1, 1]
-    if prod(scale) == prod(stack) and scale[: len(stack)] == tuple(stack):
+    elif prod(scale) == prod(stack) and scale[: len(stack)] == tuple(stack):
         return Form(Kind.FP8_TENSOR)
-    if scale in ((*stack, rows), (*stack, rows, 1)):
+    elif scale in ((*stack, rows), (*stack, rows, 1)):
         return Form(Kind.FP8_CHANNEL)
-    for size in (128, 64, 32, 256):
-        if scale == (*stack, -(-rows // size), -(-columns // size)):
-            return Form(Kind.FP8_BLOCK, (size, size))
+    for block in blocks:
+        if scale == (*stack, -(-rows // block[0]), -(-columns // block[1])):
+            return Form(Kind.FP8_BLOCK, block)
     return OTHER
 
 
@@ -134,11 +129,9 @@ def _recognise_rows(
     """Recognise rows of packed whole numbers; without a zero the config alone tells the bits."""
     rows, words = shape
     zero = beside.get(Part.ZERO)
-    bits = 4
-    known = stated is not None and stated.kind in WHOLE_KINDS.values()
-    if known and stated is not None:
-        bits = 4 if stated.kind is Kind.W4A16 else 8
-    elif zero is not None and zero.shape and rows:
+    known = None if stated is None else BITS.get(stated.kind)
+    bits = known or 4
+    if known is None and zero is not None and zero.shape and rows:
         bits = WORD_BITS * zero.shape[0] // rows
     if bits not in WHOLE_KINDS or scale[0] != rows:
         return OTHER, shape
@@ -160,7 +153,7 @@ def _recognise_mlx(
     return _grouped(bits, WordOrder.MLX, columns, scale.shape[-1] if scale.shape else 0), logical
 
 
-def _recognise_bytes(shape: Shape, scale: Described, beside: Mapping[Part, Described]) -> Form:
+def _recognise_bytes(shape: Shape, scale: Described) -> Form:
     """Recognise whole numbers of 8 bits, one to a byte."""
     if scale.name.endswith(".SCB"):
         return Form(Kind.BNB8) if scale.shape == shape[:-1] else OTHER

@@ -1,13 +1,23 @@
 """How a linear layer's weight is stored, as a config says: tensors from a matrix's shape."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 from offplan.forms.form import NESTED_BLOCK, Form, Kind, Part, WordOrder
 from offplan.forms.recognise import WORD_BITS
 
 Tensor = tuple[str, str, tuple[int, ...]]
 """The end of a stored tensor's name after the module's, its type (safetensors' name) and shape."""
+BNB4_STATE_BYTES = 96
+"""Bytes taken for the JSON of bitsandbytes' parameters, which has some more or less."""
+_BNB4_BLOCK = 64
+"""Weights of bitsandbytes that share a scale."""
+_CHOICES = (Part.ZERO, Part.GROUP_INDEX, Part.INPUT_SCALE, Part.NESTED_SCALE)
+"""Parts that a config may choose to store."""
+_LAYOUTS = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_bytes())
 
 
 @dataclass(frozen=True)
@@ -16,33 +26,23 @@ class Scheme:
 
     form: Form
     """As headers would be recognised; the block of channel-wise whole numbers is None."""
-    store: "Store"
-    """Lists what is stored for a matrix [out, in], one of this module's functions."""
+    layout: str
+    """The name in ``layouts.yaml`` of the tensors that are stored."""
     scale: str = "BF16"
     """Type of the scales, as safetensors names it."""
-    has_zeros: bool = False
-    """Whether groups have a zero of their own, where that is a choice."""
-    has_group_index: bool = False
-    """Whether columns lie in another order than their groups, so that each one's is stored."""
-    has_input_scale: bool = False
-    """Whether a scale of the activations is stored, where that is a choice."""
-    is_nested: bool = False
-    """Whether bitsandbytes' scales are quantised too."""
+    choices: Mapping[Part, bool] = field(default_factory=dict)
+    """Whether parts that are a choice are stored; GROUP_INDEX where columns lie in another order
+    than their groups."""
 
     @property
     def needed(self) -> set[Part]:
         """Parts that codes and scales alone would stand for other values without."""
-        chosen = {Part.ZERO: self.has_zeros, Part.GROUP_INDEX: self.has_group_index}
-        return {part for part, is_stored in chosen.items() if is_stored}
+        return {part for part in (Part.ZERO, Part.GROUP_INDEX) if self.choices.get(part)}
 
     @property
     def per_word(self) -> int:
         """Whole numbers in a word."""
         return WORD_BITS // (4 if self.form.kind is Kind.W4A16 else 8)
-
-    def groups(self, columns: int) -> int:
-        """Return the groups of a row."""
-        return 1 if self.form.block is None else -(-columns // self.form.block[1])
 
     def fits(self, rows: int, columns: int) -> bool:
         """Whether the layout can store such a matrix: in whole groups, packed ones in whole words.
@@ -57,130 +57,34 @@ class Scheme:
         by_columns = self.form.is_by_columns
         return columns % self.per_word == 0 and (not by_columns or rows % self.per_word == 0)
 
+    def store(self, rows: int, columns: int) -> list[Tensor]:
+        """List what is stored for a matrix [out, in]."""
+        layout = dict(_LAYOUTS[self.layout])
+        for part in _CHOICES:
+            chosen = layout.pop(f"if {part.value}", {})
+            layout |= chosen if self.choices.get(part) else {}
+        sizes = self._sizes(rows, columns)
+        stored = []
+        for end, described in layout.items():
+            dtype, *shape = described.split()
+            name = end.format(kind=self.form.kind.value)
+            found = tuple(int(size) if size.isdecimal() else sizes[size] for size in shape)
+            stored.append((name, self.scale if dtype == "SCALE" else dtype, found))
+        return stored
 
-Store = Callable[[Scheme, int, int], list[Tensor]]
-
-
-def _inputs(scheme: Scheme, name: str, dtype: str, shape: tuple[int, ...]) -> list[Tensor]:
-    return [(name, dtype, shape)] if scheme.has_input_scale else []
-
-
-def store_fp8(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: transformers 5.23, ``FP8Linear``."""
-    block = scheme.form.block
-    shape = () if block is None else (-(-rows // block[0]), -(-columns // block[1]))
-    return [
-        ("weight", "F8_E4M3", (rows, columns)),
-        ("weight_scale_inv", scheme.scale, shape),
-        *_inputs(scheme, "activation_scale", scheme.scale, ()),
-    ]
-
-
-def store_bytes(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: compressed-tensors 0.15, ``NaiveQuantizationCompressor``."""
-    kind, block = scheme.form.kind, scheme.form.block
-    shape = (rows if block is None else -(-rows // block[0]), scheme.groups(columns))
-    zeros: list[Tensor] = [("weight_zero_point", "I8", shape)] if scheme.has_zeros else []
-    return [
-        ("weight", "I8" if kind is Kind.W8A16 else "F8_E4M3", (rows, columns)),
-        ("weight_scale", scheme.scale, (1,) if kind is Kind.FP8_TENSOR else shape),
-        *zeros,
-        *_inputs(scheme, "input_scale", scheme.scale, (1,)),
-    ]
-
-
-def store_packed(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: compressed-tensors 0.15, ``PackedQuantizationCompressor``."""
-    groups, per_word = scheme.groups(columns), scheme.per_word
-    zeros: Tensor = ("weight_zero_point", "I32", (-(-rows // per_word), groups))
-    return [
-        ("weight_packed", "I32", (rows, columns // per_word)),
-        ("weight_scale", scheme.scale, (rows, groups)),
-        ("weight_shape", "I64", (2,)),
-        *([zeros] if scheme.has_zeros else []),
-        *([("weight_g_idx", "I32", (columns,))] if scheme.has_group_index else []),
-    ]
-
-
-def store_gptq(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: GPTQModel, ``BaseQuantLinear``."""
-    groups, per_word = scheme.groups(columns), scheme.per_word
-    return [
-        ("qweight", "I32", (columns // per_word, rows)),
-        ("qzeros", "I32", (groups, rows // per_word)),
-        ("scales", scheme.scale, (groups, rows)),
-        ("g_idx", "I32", (columns,)),
-    ]
-
-
-def store_awq(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: AutoAWQ, ``WQLinear_GEMM``."""
-    groups, per_word = scheme.groups(columns), scheme.per_word
-    return [
-        ("qweight", "I32", (columns, rows // per_word)),
-        ("qzeros", "I32", (groups, rows // per_word)),
-        ("scales", scheme.scale, (groups, rows)),
-    ]
-
-
-def store_mlx(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: mlx, ``QuantizedLinear``."""
-    groups = (rows, scheme.groups(columns))
-    return [
-        ("weight", "U32", (rows, columns // scheme.per_word)),
-        ("scales", scheme.scale, groups),
-        ("biases", scheme.scale, groups),
-    ]
-
-
-def store_fp4(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: compressed-tensors 0.15, ``NVFP4PackedCompressor`` and ``MXFP4PackedCompressor``."""
-    is_nvfp4 = scheme.form.kind is Kind.NVFP4
-    scale = "F8_E4M3" if is_nvfp4 else "U8"
-    return [
-        ("weight_packed", "U8", (rows, columns // 2)),
-        ("weight_scale", scale, (rows, scheme.groups(columns))),
-        *([("weight_global_scale", "F32", (1,))] if is_nvfp4 else []),
-        *_inputs(scheme, "input_global_scale", "F32", (1,)),
-    ]
-
-
-def store_modelopt(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: ModelOpt's unified export of FP8 and NVFP4."""
-    inputs: Tensor = ("input_scale", "F32", ())
-    if scheme.form.kind is Kind.FP8_TENSOR:
-        return [("weight", "F8_E4M3", (rows, columns)), ("weight_scale", "F32", ()), inputs]
-    return [
-        ("weight", "U8", (rows, columns // 2)),
-        ("weight_scale", "F8_E4M3", (rows, scheme.groups(columns))),
-        ("weight_scale_2", "F32", ()),
-        inputs,
-    ]
-
-
-def store_bnb8(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: bitsandbytes 0.49, ``Linear8bitLt``."""
-    scale: Tensor = ("SCB", "F32", (rows,))
-    return [("weight", "I8", (rows, columns)), scale, ("weight_format", "U8", ())]
-
-
-def store_bnb4(scheme: Scheme, rows: int, columns: int) -> list[Tensor]:
-    """Source: bitsandbytes 0.49, ``QuantState.as_dict``, whose JSON has BNB4_STATE_BYTES or so."""
-    blocks = -(-rows * columns // _BNB4_BLOCK)
-    nested: list[Tensor] = [
-        ("weight.nested_absmax", "F32", (-(-blocks // NESTED_BLOCK),)),
-        ("weight.nested_quant_map", "F32", (256,)),
-    ]
-    return [
-        ("weight", "U8", (-(-rows * columns // 2), 1)),
-        ("weight.absmax", "U8" if scheme.is_nested else "F32", (blocks,)),
-        *(nested if scheme.is_nested else []),
-        ("weight.quant_map", "F32", (16,)),
-        (f"weight.quant_state.bitsandbytes__{scheme.form.kind.value}", "U8", (BNB4_STATE_BYTES,)),
-    ]
-
-
-_BNB4_BLOCK = 64
-"""Weights of bitsandbytes that share a scale."""
-BNB4_STATE_BYTES = 96
-"""Bytes taken for the JSON of bitsandbytes' parameters, which has some more or less."""
+    def _sizes(self, rows: int, columns: int) -> dict[str, int]:
+        """Return the sizes that ``layouts.yaml`` names."""
+        scales = -(-rows * columns // _BNB4_BLOCK)
+        return {
+            "out": rows,
+            "in": columns,
+            "out/word": -(-rows // self.per_word),
+            "in/word": columns // self.per_word,
+            "blocks": rows if self.form.block is None else -(-rows // self.form.block[0]),
+            "groups": 1 if self.form.block is None else -(-columns // self.form.block[1]),
+            "half": columns // 2,
+            "packed": -(-rows * columns // 2),
+            "scales": scales,
+            "nested": -(-scales // NESTED_BLOCK),
+            "state": BNB4_STATE_BYTES,
+        }

@@ -16,6 +16,12 @@ def grouped_form(bits: Any, group: Any, order: WordOrder | None) -> Form:
     return Form(WHOLE_KINDS[bits], (1, group), order) if is_size(group) else OTHER
 
 
+def block_of(value: Any) -> tuple[int, int] | None:
+    """Return a block's rows and columns; None for anything else."""
+    is_pair = isinstance(value, list) and len(value) == 2 and all(map(is_size, value))
+    return (value[0], value[1]) if is_pair else None
+
+
 def is_size(value: Any) -> bool:
     """Whether it is a number of rows or columns."""
     return type(value) is int and 0 < value < 2**20

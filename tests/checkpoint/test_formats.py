@@ -188,6 +188,15 @@ def test_every_dtype_of_safetensors_is_counted(tmp_path):
         assert sorted(file.keys()) == sorted(shapes)
 
 
+@pytest.mark.parametrize("dtype", ["U32", "I32", "I8", "U8", "F8_E4M3"])
+def test_a_scalar_with_scales_beside_it_is_sized_and_not_understood(tmp_path, dtype):
+    names = {"weight": dtype, "scales": "F16", "biases": "F16"}
+    shapes = {f"model.layers.0.mlp.up_proj.{end}": (of, ()) for end, of in names.items()}
+    config = {"model_type": "llama", "num_hidden_layers": 1}
+    model = open_model(str(write_folder(tmp_path, config, {"model.safetensors": shapes})))
+    assert model.total_bytes == sum(DTYPE_BITS[of] // 8 for of, _ in shapes.values())
+
+
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].from_config])
 def test_the_config_alone_tells_what_is_stored(tmp_path, name):
     pytest.importorskip("transformers")
