@@ -2,15 +2,7 @@
 
 import sys
 
-from offplan.cli.output import (
-    JSON_VERSION,
-    ProgressBar,
-    check_stdout,
-    print_json,
-    print_note,
-    print_result,
-    waiting,
-)
+from offplan.cli.output import ProgressBar, check_stdout, print_note, print_result, waiting
 from offplan.cli.run_options import RunOptions
 from offplan.cli.takes import takes
 
@@ -45,7 +37,7 @@ def run(given: RunOptions) -> None:
         left = teller.leave_out_done(texts)
         if texts and not left:
             if given.json:
-                print_json({"offplan": JSON_VERSION, "texts": [], "measured": None})
+                print_result({"texts": [], "measured": None}, json=True)
             return
         plan, opened = load_session(
             plan,
