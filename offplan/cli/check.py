@@ -22,12 +22,7 @@ def check(
     ] = False,
     engine: Annotated[
         str | None,
-        typer.Option(
-            metavar="ENGINE",
-            parser=str.lower,
-            autocompletion=options.complete_engine,
-            help="Check that this engine does what was exported to it: vllm or sglang.",
-        ),
+        options.engine(help="Check that this engine does what was exported to it: vllm or sglang."),
     ] = None,
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What the engine wrote when it started.")

@@ -1,7 +1,7 @@
 """``offplan explain``: where a plan's numbers come from."""
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, print_note, print_result
+from offplan.cli.output import ProgressBar, print_result
 
 
 def explain(
@@ -15,10 +15,10 @@ def explain(
     Numbers are those that the decision has by now, and before they are rounded for the file; where
     the file says something else, that is noted.
     """
+    from offplan.cli.planning import price_asked
     from offplan.costs.predict import derive_prediction
     from offplan.library.asking import ask_again
     from offplan.library.machines import load_machine
-    from offplan.library.repricing import list_changes, price_on
     from offplan.plan import load_plan
     from offplan.planner.neighbours import find_neighbours
     from offplan.report.explain import explanation_payload, render_explanation
@@ -28,9 +28,7 @@ def explain(
     question = ask_again(
         loaded, model=model, machine=chosen, on_progress=ProgressBar("reading headers")
     )
-    priced = price_on(loaded, question.model, question.planned_machine)
-    if changes := list_changes(loaded, priced):
-        print_note(f"{plan} says otherwise: {'; '.join(changes)} here")
+    priced = price_asked(plan, loaded, question)
     terms = derive_prediction(
         question.held.pack(priced.offload.packing), question.planned_machine, priced
     )

@@ -6,14 +6,20 @@ import typer
 
 from offplan.choices import ExportFormat
 from offplan.cli import options
-from offplan.cli.output import JSON_VERSION, print_json, print_note, waiting
+from offplan.cli.output import print_note, print_result, waiting
 from offplan.cli.printable import printable
 from offplan.errors import InputError
 
 
 def export(
     plan: options.Plan,
-    engine: options.ExportedTo,
+    engine: Annotated[
+        str,
+        options.engine(
+            "--engine",
+            help="Whose command: vllm, vllm-worker, sglang, or a version of it, vllm==0.31.",
+        ),
+    ],
     form: Annotated[
         ExportFormat,
         typer.Option(
@@ -24,9 +30,9 @@ def export(
         bool,
         typer.Option("--replan", help="Export the fastest plan that the engine can run."),
     ] = False,
-    tensor_parallel: options.ExportedTensorParallel = 1,
-    pipeline_parallel: options.ExportedPipelineParallel = 1,
-    expert_parallel: options.ExportedExpertParallel = 1,
+    tensor_parallel: Annotated[int, options.ranks("--tp", "--replan")] = 1,
+    pipeline_parallel: Annotated[int, options.ranks("--pp", "--replan")] = 1,
+    expert_parallel: Annotated[int, options.ranks("--ep", "--replan")] = 1,
     model: options.LocalModel = None,
     json: options.Json = False,
 ) -> None:
@@ -65,7 +71,6 @@ def export(
     version = format_version(export.version)
     if json:
         payload = {
-            "offplan": JSON_VERSION,
             "engine": export.engine.name,
             "version": version,
             "flags": export.flags,
@@ -73,7 +78,7 @@ def export(
             "environment": dict(export.demand.environment),
             "notes": export.notes,
         }
-        print_json(payload)
+        print_result(payload, json=True)
         return
     print_note(f"for {export.engine.title} {version}")
     for note in export.notes:

@@ -10,7 +10,7 @@ from offplan.cli.options import LONGEST
 from offplan.cli.output import ProgressBar, print_note, save_file
 from offplan.errors import InputError
 from offplan.library.planned import open_planned_model
-from offplan.library.repricing import list_changes, price_again, price_as_run
+from offplan.library.repricing import list_changes, price_again, price_as_run, price_on
 from offplan.machine.name import parse_name
 from offplan.plan import Plan, Workload, dump_plan, load_plan
 from offplan.planner.context import find_longest_context
@@ -58,6 +58,14 @@ def open_plan_to_run(path: Path, model: str | None) -> tuple[Plan, Model]:
     if own is not plan:
         print_note(f"{path} is for {plan.goal.engine}: predicted and run by offplan's own runtime")
     return own, found
+
+
+def price_asked(path: Path, plan: Plan, question: Question) -> Plan:
+    """Price a plan on its question's machine, and note where its file says otherwise."""
+    priced = price_on(plan, question.model, question.planned_machine)
+    if changes := list_changes(plan, priced):
+        print_note(f"{path} says otherwise: {'; '.join(changes)} here")
+    return priced
 
 
 def save_plan(path: Path, plan: Plan, *, force: bool) -> None:

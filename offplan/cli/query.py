@@ -1,9 +1,13 @@
 """What ``analyze`` and ``plan`` are asked: their options, declared once."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from offplan import choices
 from offplan.cli import options
 from offplan.cli.output import (
     STANDARD,
@@ -15,6 +19,7 @@ from offplan.cli.output import (
 )
 from offplan.cli.printable import printable
 from offplan.errors import InputError
+from offplan.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from offplan.checkpoint.model import Model
@@ -23,35 +28,98 @@ if TYPE_CHECKING:
     from offplan.ranks import Ranks
 
 
+_size = partial(typer.Option, parser=parse_bytes, metavar="TEXT")
+_time = partial(typer.Option, parser=parse_seconds, metavar="TEXT")
+
+
 @dataclass(frozen=True)
 class Query:
     """The options of a command that plans."""
 
-    model: options.Model
-    machine: options.Machine = None
-    gpu_memory: options.GPUMemory = None
-    host_memory: options.HostMemory = None
-    store: options.Store = "host"
-    batch: options.ChosenBatch = None
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hub id, a folder of safetensors, or a config.json."
+        ),
+    ]
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for this machine, a profile's name or file (rtx4090 or "
+            "rtx4090,pcie=4x8,ram=64GiB); else this GPU is measured."
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        int | None, _size(help="GPU memory the process may take (16GiB). [default: what is free]")
+    ] = None
+    host_memory: Annotated[
+        int | None, _size(help="Memory of the store the weights may take. [default: what it has]")
+    ] = None
+    store: Annotated[
+        choices.Store,
+        typer.Option(
+            **options.choice(choices.Store),
+            help="Offload to host memory, or to that of a second GPU.",
+        ),
+    ] = "host"
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences generated together. [default: 1, or what gives most]"),
+    ] = None
     prompt_tokens: options.PromptTokens = 512
     output_tokens: options.OutputTokens = 128
-    context: options.ChosenContext = 4096
-    objective: options.Objective = "latency"
-    max_ttft: options.MaxTTFT = None
-    max_tpot: options.MaxTPOT = None
-    engine: options.Engine = None
-    tensor_parallel: options.TensorParallel = 1
-    pipeline_parallel: options.PipelineParallel = 1
-    expert_parallel: options.ExpertParallel = 1
+    context: Annotated[
+        int,
+        typer.Option(
+            parser=options.read_context,
+            metavar="N or max",
+            help="Tokens a sequence may reach; max: all that fit.",
+        ),
+    ] = 4096
+    objective: Annotated[
+        choices.ObjectiveName,
+        typer.Option(
+            **options.choice(choices.ObjectiveName),
+            help="Time of a request, or tokens a second (which chooses the batch).",
+        ),
+    ] = "latency"
+    max_ttft: Annotated[
+        float | None, _time("--max-ttft", help="Longest time to the first token (800ms).")
+    ] = None
+    max_tpot: Annotated[
+        float | None, _time("--max-tpot", help="Longest time of each further token (50ms).")
+    ] = None
+    engine: Annotated[
+        str | None,
+        options.engine(
+            "--for",
+            help="Search only plans that this engine can run: "
+            "vllm, vllm-worker, sglang, vllm==0.31.",
+        ),
+    ] = None
+    tensor_parallel: Annotated[int, options.ranks("--tp", "--for")] = 1
+    pipeline_parallel: Annotated[int, options.ranks("--pp", "--for")] = 1
+    expert_parallel: Annotated[int, options.ranks("--ep", "--for")] = 1
     packing: options.Packing = True
     leave_unpacked: options.LeaveUnpacked = None
-    frontier: options.Frontier = False
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
+    ] = False
     revision: options.Revision = None
-    source: options.Source = None
+    source: Annotated[
+        str | None, typer.Option(help="Name of the model in the plan, when MODEL is a local copy.")
+    ] = None
     output: options.Output = None
-    svg: options.Picture = None
+    svg: Annotated[Path | None, typer.Option(help="Save pictures of the plan, too.")] = None
     force: options.Force = False
-    verbose: options.Verbose = False
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Show all that the answer rests on: layers, figures, reasons, terms.",
+        ),
+    ] = False
     json: options.Json = False
 
     def check(self) -> None:

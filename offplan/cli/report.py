@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offplan.cli import options
-from offplan.cli.output import ProgressBar, check_writable, print_note, save_file
+from offplan.cli.output import ProgressBar, check_writable, save_file
 from offplan.cli.printable import printable
 from offplan.errors import InfeasibleError, InputError
 
@@ -38,10 +38,10 @@ def report(
     The page needs nothing beside itself. Times and frontier need the profile that the plan was made
     from, or --machine.
     """
-    from offplan.cli.planning import open_plan
+    from offplan.cli.planning import open_plan, price_asked
     from offplan.library.asking import ask_again
     from offplan.library.machines import load_machine
-    from offplan.library.repricing import hold_planned, list_changes, price_on
+    from offplan.library.repricing import hold_planned
     from offplan.plan import dump_plan, load_plan
     from offplan.planner.frontier import find_frontier
     from offplan.report.bench_file import load_bench
@@ -71,9 +71,7 @@ def report(
         question = ask_again(loaded, model=model, machine=chosen, on_progress=progress)
         # no more than the machine has, which may be another one than the plan's
         asked = loaded.model_copy(update={"budget": question.budget})
-        priced = price_on(asked, question.model, question.planned_machine)
-        if changes := list_changes(loaded, priced):
-            print_note(f"{plan} says otherwise: {'; '.join(changes)} here")
+        priced = price_asked(plan, asked, question)
         portrait = portray(priced, question.held.pack(priced.offload.packing), question.machine)
         if portrait.lanes is None:
             notes.append(

@@ -3,11 +3,9 @@
 import sys
 
 from offplan.cli.output import (
-    JSON_VERSION,
     ProgressBar,
     check_stdout,
     check_writable,
-    print_json,
     print_note,
     print_result,
     waiting,
@@ -50,7 +48,7 @@ def run(given: RunOptions) -> None:
         left = teller.leave_out_done(texts)
         if texts and not left:
             if given.json:
-                print_json({"offplan": JSON_VERSION, "texts": [], "measured": None})
+                print_result({"texts": [], "measured": None}, json=True)
             return
         plan, opened = load_session(
             plan,

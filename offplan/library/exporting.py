@@ -8,15 +8,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
-from offplan.costs.predict import predict
 from offplan.engines.export import Export, export_plan
 from offplan.engines.registry import ENGINES, find_engine
-from offplan.engines.runner import lower
 from offplan.errors import ExportError, InfeasibleError, InputError, OffplanError, ProfileError
 from offplan.library.asking import ask_again, pose
 from offplan.library.planned import open_planned_profile
+from offplan.library.repricing import price_on
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Goal, Plan, Prediction
+from offplan.plan import Goal, Plan
 from offplan.planner.make import make_plan
 from offplan.ranks import Ranks
 from offplan.records import explain
@@ -37,9 +36,12 @@ def export_here(plan: Plan, model: Model, engine: str, file: Path) -> Export:
     except ExportError as error:
         ways = [_what_replanning_costs(plan, model, engine), *_name_worker(plan, model, engine)]
         raise ExportError(". ".join([str(error), *ways])) from None
-    predicted = _predict(plan, model, engine)
-    if predicted is None:
+    if machine is None:
         return export
+    goal = plan.goal.model_copy(update={"engine": engine})
+    there = {"goal": goal, "offload": export.engine.round_up(plan.offload)}
+    linked = machine.with_link("host", goal.ranks)
+    predicted = price_on(plan.model_copy(update=there), model, linked).prediction
     note = (
         f"predicted there: {format_seconds(predicted.prefill.step_s)} to the first token, "
         f"{format_seconds(predicted.decode.step_s)} a token"
@@ -104,18 +106,6 @@ def _name_worker(plan: Plan, model: Model, engine: str) -> Iterator[str]:
     with suppress(ExportError):
         export_plan(plan, model, worker)
         yield f"{ENGINES[worker].title} runs it as it is: --engine {worker}"
-
-
-def _predict(plan: Plan, model: Model, engine: str) -> Prediction | None:
-    """Predict a plan on an engine; None where the profile it was made from is not there."""
-    machine = _find_machine(plan)
-    if machine is None:
-        return None
-    goal = plan.goal.model_copy(update={"engine": engine})
-    held = lower(model, goal, plan.workload)
-    linked = machine.with_link("host", goal.ranks)
-    offload = find_engine(engine)[0].round_up(plan.offload)
-    return predict(held, linked, plan.workload, plan.budget, offload)
 
 
 def _find_machine(plan: Plan) -> MachineProfile | None:

@@ -16,7 +16,7 @@ from offplan.ranks import ONE_RANK
 from offplan.report.advice import describe_advice
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
-from offplan.report.strip import make_layer_strip, make_memory_bar
+from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
 
 
@@ -44,23 +44,22 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         packed = held.pack(plan.offload.packing)
         strips = (make_layer_strip(stage, plan.offload) for stage in packed.stages)
         parts.append(Group(Text(legend), *strips))
-    memory, budget = plan.prediction.gpu_memory, plan.budget.gpu_memory
-    parts.append(
-        Group(Text(f"GPU memory, {format_budget(budget)}"), make_memory_bar(memory, budget))
-    )
+    bar = MemoryBar(memory_parts(plan.prediction.gpu_memory), plan.budget.gpu_memory)
+    parts.append(Group(Text(f"GPU memory, {format_budget(bar.total)}"), bar))
     return [*parts, Text(describe_plainly(plan, held))]
 
 
 def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> list[str]:
     """Answer what is asked of every plan: does it fit, how fast is it, can it be run."""
-    lines = [
-        describe_fit(plan, machine),
-    ]
     notes = analysis.held.runner.note_memory(plan, analysis.held)
-    lines += [f"{note[0].upper()}{note[1:]}." for note in notes]
-    lines += [*describe_ranks(plan, analysis.held, machine), describe_speed(plan)]
-    lines += describe_advice(analysis, plan)
-    return [*lines, describe_running(analysis.held.model, analysis.why_not_run)]
+    return [
+        describe_fit(plan, machine),
+        *(f"{note[0].upper()}{note[1:]}." for note in notes),
+        *describe_ranks(plan, analysis.held, machine),
+        describe_speed(plan),
+        *describe_advice(analysis, plan),
+        describe_running(analysis.held.model, analysis.why_not_run),
+    ]
 
 
 def describe_model(model: Model) -> str:
@@ -169,11 +168,8 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
         for layer in layers
         if rule.selects_layer(layer.index) and any(rule.matches(p.name) for p in layer.parameters)
     ]
-    what, few, experts = (
-        ", ".join(rule.cpu_offload_params) or "weights",
-        "the weights",
-        held.stage.experts,
-    )
+    what, few = ", ".join(rule.cpu_offload_params) or "weights", "the weights"
+    experts = held.stage.experts
     if experts is not None and all(
         p.is_expert for layer in taken for p in layer.parameters if rule.matches(p.name)
     ):

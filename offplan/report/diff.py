@@ -15,23 +15,6 @@ from offplan.upkeep.comparing import Difference, Move
 NO_CHANGE = "Question and decision are the same."
 
 
-class _Figure(NamedTuple):
-    """A figure of both plans."""
-
-    name: str
-    before: float
-    after: float
-    show: Callable[[float], str]
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """Name, both values, and the change as a part of the first."""
-        change = f"{self.after / self.before - 1:+.1%}" if self.before else "-"
-        if self.after == self.before:
-            change = "same"
-        return self.name, self.show(self.before), self.show(self.after), change
-
-
 def render_difference(difference: Difference) -> list[RenderableType]:
     """Show what was asked and decided otherwise, what moves, and what that costs."""
     parts: list[RenderableType] = []
@@ -89,7 +72,7 @@ def _tables(difference: Difference) -> Iterator[_TableRows]:
     before, after = difference.before, difference.after
     bases = dict.fromkeys(plan.prediction.basis for plan in (before, after))
     title = f"Prediction ({', then '.join(bases)})"
-    figures = [each.cells for each in _figures(before, after)]
+    figures = [*_figure_rows(before, after)]
     yield _TableRows(title, ["figure", "before", "after", "change"], figures)
 
 
@@ -98,11 +81,13 @@ def _move_row(move: Move) -> Sequence[str]:
     return move.parameter, layers, format_bytes(move.num_bytes), move.before, move.after
 
 
-def _figures(before: Plan, after: Plan) -> Iterator[_Figure]:
-    """Yield the figures that people compare plans by."""
+def _figure_rows(before: Plan, after: Plan) -> Iterator[Sequence[str]]:
+    """Yield the figures that people compare plans by, with the change as a part of the first."""
 
-    def of(name: str, show: Callable[[float], str], get: Callable[[Plan], float]) -> _Figure:
-        return _Figure(name, get(before), get(after), show)
+    def of(name: str, show: Callable[[float], str], get: Callable[[Plan], float]) -> Sequence[str]:
+        old, new = get(before), get(after)
+        change = f"{new / old - 1:+.1%}" if old else "-"
+        return name, show(old), show(new), "same" if old == new else change
 
     yield of("a request", format_seconds, lambda p: p.prediction.objective_s)
     yield of("first token", format_seconds, lambda p: p.prediction.prefill.step_s)

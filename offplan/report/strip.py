@@ -1,5 +1,6 @@
 """Strips and bars of a plan in text: what lies where, layer by layer, and what fills the GPU."""
 
+import textwrap
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -13,13 +14,11 @@ from offplan.units import format_bytes
 
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _DIGITS = "0123456789"
-_RESIDENT, _STREAMED, _IN_PLACE = (
-    Style(color="green"),
-    Style(color="cyan"),
-    Style(color="yellow"),
-)
+_COLOURS = {None: "green", True: "cyan", False: "yellow"}
+"""Colours of a layer: wholly resident, streamed in a decode step, or read at use."""
 _PARTS = "█▓▒░·"
 _ASCII_PARTS = "#=+-."
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True)
@@ -33,30 +32,23 @@ class LayerStrip:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the layers in lines of the console's width; digits, tenths, on ASCII terminals."""
-        styles = {None: _RESIDENT, True: _STREAMED, False: _IN_PLACE}
         layers, width = list(zip(self.shares, self.streams, strict=True)), options.max_width
         for start in range(0, len(layers), width):
             for share, way in layers[start : start + width]:
-                if options.ascii_only:
-                    yield Segment(_DIGITS[min(9, int(share * 10))], styles[way])
-                else:
-                    yield Segment(_HEIGHTS[round(share * 8)], styles[way])
+                digit, height = _DIGITS[min(9, int(share * 10))], _HEIGHTS[round(share * 8)]
+                yield Segment(digit if options.ascii_only else height, Style(color=_COLOURS[way]))
             yield Segment.line()
 
 
 def make_layer_strip(stage: Stage, offload: Offload) -> LayerStrip:
     """Find where each layer's weights lie; the stage is packed as the plan says."""
-    placement = place(stage, offload)
-    on_host = {slab.layer: sum(e.unit.nbytes for e in slab.entries) for slab in placement.slabs}
-    streams = {
-        slab.layer: all(entry.backend(Phase.DECODE).streams for entry in slab.entries)
-        for slab in placement.slabs
-    }
-    shares = [
-        1 - on_host.get(index, 0) / layer.nbytes if layer.nbytes else 1.0
-        for index, layer in enumerate(stage.layers)
-    ]
-    return LayerStrip(tuple(shares), tuple(streams.get(index) for index in range(len(shares))))
+    streams: list[bool | None] = [None] * len(stage.layers)
+    shares = [1.0] * len(stage.layers)
+    for slab in place(stage, offload).slabs:
+        streams[slab.layer] = all(entry.backend(Phase.DECODE).streams for entry in slab.entries)
+        size = stage.layers[slab.layer].nbytes or 1
+        shares[slab.layer] -= sum(entry.unit.nbytes for entry in slab.entries) / size
+    return LayerStrip(tuple(shares), tuple(streams))
 
 
 @dataclass(frozen=True)
@@ -79,18 +71,10 @@ class MemoryBar:
             names += [f"{sign} {name} {format_bytes(size)}"] * (size > 0)
             before += size
         yield Segment(bar.ljust(width, "_") + "\n")
-        line = ""
-        for name in names:
-            if line and len(line) + 2 + len(name) > width:
-                yield Segment(f"{line}\n")
-                line = ""
-            line += f"{'  ' if line else ''}{name}"
-        yield Segment(f"{line}\n")
-
-
-def make_memory_bar(memory: GPUMemoryPrediction, budget: int) -> MemoryBar:
-    """Bring what fills the GPU memory of a plan into a bar of its budget."""
-    return MemoryBar(memory_parts(memory), budget)
+        # lines break between names, never in one
+        told = "  ".join(name.replace(" ", _NO_BREAK) for name in names)
+        lines = textwrap.fill(told, width, break_long_words=False, break_on_hyphens=False)
+        yield Segment(lines.replace(_NO_BREAK, " ") + "\n")
 
 
 def memory_parts(memory: GPUMemoryPrediction) -> tuple[tuple[str, int], ...]:

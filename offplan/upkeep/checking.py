@@ -141,30 +141,30 @@ def _check_here(plan: Plan, profile: MachineProfile | None, here: LocalGPU) -> I
     same = here.name == plan.machine.name
     text = f"planned for {plan.machine.name}; here is {here.name}"
     again = ": offplan replan --machine names a profile of this one"
-    yield Finding("GPU", "holds" if same else "drift", text if same else text + again)
-    yield _check_gpu_memory(plan, here)
+    yield _find("GPU", text, holds=same, remedy=again)
+    needed, room = plan.prediction.gpu_memory.total_bytes, here.free_bytes
+    have = f"{format_bytes(room)} of {format_bytes(here.total_bytes)} are free"
+    remedy = ": close what else uses it"
+    if needed > here.total_bytes:
+        remedy = ": offplan plan --gpu-memory asks for a plan that takes less"
+    text = f"{format_bytes(needed)} are needed; {have}"
+    yield _find("GPU memory", text, holds=needed <= room, otherwise="infeasible", remedy=remedy)
     if plan.offload.store == "peer":
-        enough = here.num_gpus > 1
         text = f"{here.num_gpus} GPUs are visible; the store is a second one"
-        yield Finding("second GPU", "holds" if enough else "infeasible", text)
+        yield _find("second GPU", text, holds=here.num_gpus > 1, otherwise="infeasible")
     if needed := plan.prediction.host_memory_bytes:
         yield from _check_host_memory(needed)
     node = None if profile is None or profile.numa_node is None else profile.numa_node.value
     if same and node is not None:
         text = f"the GPU is on node {here.numa_node}; the profile has it on {node}"
-        yield Finding("NUMA", "holds" if here.numa_node == node else "drift", text)
+        yield _find("NUMA", text, holds=here.numa_node == node)
 
 
-def _check_gpu_memory(plan: Plan, here: LocalGPU) -> Finding:
-    needed = plan.prediction.gpu_memory.total_bytes
-    have = f"{format_bytes(here.free_bytes)} of {format_bytes(here.total_bytes)} are free"
-    text = f"{format_bytes(needed)} are needed; {have}"
-    if needed <= here.free_bytes:
-        return Finding("GPU memory", "holds", text)
-    remedy = "close what else uses it"
-    if needed > here.total_bytes:
-        remedy = "offplan plan --gpu-memory asks for a plan that takes less"
-    return Finding("GPU memory", "infeasible", f"{text}: {remedy}")
+def _find(
+    subject: str, text: str, *, holds: bool, otherwise: Verdict = "drift", remedy: str = ""
+) -> Finding:
+    """Return a finding: ``otherwise`` and ``remedy`` are for what does not hold."""
+    return Finding(subject, "holds" if holds else otherwise, text if holds else text + remedy)
 
 
 def _check_host_memory(needed: int) -> Iterator[Finding]:
@@ -199,6 +199,5 @@ def _check_link(plan: Plan, on_stage: Stages) -> Iterator[Finding]:
             f"{format_rate(planned)} in the plan, {format_rate(measured.value)} here, measured "
             f"({ratio:.3f} of it)"
         )
-        same = abs(ratio - 1) <= MEASURED_TO
         again = ": offplan measure -o writes a profile, offplan replan --machine plans with it"
-        yield Finding(f"link, {name}", "holds" if same else "drift", text if same else text + again)
+        yield _find(f"link, {name}", text, holds=abs(ratio - 1) <= MEASURED_TO, remedy=again)

@@ -62,36 +62,24 @@ class Canvas:
         self, colour: str, start: float, stop: float, top: float, height: float, hint: str = ""
     ) -> None:
         """Fill a box between two shares of the width; ``hint`` shows on hovering."""
-        self._drawn.append(
-            element(
-                "rect",
-                *([element("title", hint)] if hint else []),
-                x=_percent(start),
-                width=_percent(stop - start),
-                y=f"{top:g}",
-                height=f"{height:g}",
-                style=f"fill: var(--{colour})",
-            )
-        )
+        x, width = _percent(start), _percent(stop - start)
+        self._add("rect", f"fill: {_paint(colour)}", hint, x=x, width=width, y=top, height=height)
 
     def dot(self, colour: str, at: float, down: float, radius: float, hint: str) -> None:
         """Draw a dot."""
-        self._drawn.append(
-            element(
-                "circle",
-                element("title", hint),
-                cx=_percent(at),
-                cy=f"{down:g}",
-                r=f"{radius:g}",
-                style=f"fill: var(--{colour})",
-            )
-        )
+        self._add("circle", f"fill: {_paint(colour)}", hint, cx=_percent(at), cy=down, r=radius)
 
     def line(self, colour: str, start: tuple[float, float], stop: tuple[float, float]) -> None:
         """Draw a line between two points: a share of the width, pixels down."""
-        ends = {f"x{n}": _percent(at) for n, (at, _) in enumerate((start, stop), 1)}
-        ends |= {f"y{n}": f"{down:g}" for n, (_, down) in enumerate((start, stop), 1)}
-        self._drawn.append(element("line", **ends, style=f"stroke: var(--{colour})"))
+        (x1, y1), (x2, y2) = start, stop
+        style = f"stroke: {_paint(colour)}"
+        self._add("line", style, x1=_percent(x1), x2=_percent(x2), y1=y1, y2=y2)
+
+    def _add(self, tag: str, style: str, hint: str = "", **places: str | float) -> None:
+        """Draw a shape: texts among its ``places`` are as they are, numbers are pixels."""
+        attributes = {k: v if isinstance(v, str) else f"{v:g}" for k, v in places.items()}
+        hints = [element("title", hint)] if hint else []
+        self._drawn.append(element(tag, *hints, **attributes, style=style))
 
     def text(self, text: str, kind: str = "plain") -> None:
         """Write a line: ``plain``, ``strong`` or ``faint``."""
@@ -114,10 +102,8 @@ class Canvas:
         """Name colours."""
         for number, (colour, name) in enumerate(entries):
             at = number % columns / columns
-            swatch = element("rect", width="10", height="10", y=f"{self.height + 4}")
-            swatch.set("x", _percent(at))
-            swatch.set("style", f"fill: var(--{colour})")
-            self._drawn.append(swatch)
+            x, y, fill = _percent(at), self.height + 4, f"fill: {_paint(colour)}"
+            self._add("rect", fill, width=10, height=10, y=y, x=x)
             self.label(name, at, "plain", shift=16)
             if number % columns == columns - 1 or number == len(entries) - 1:
                 self.height += LINE
@@ -142,3 +128,7 @@ class Canvas:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.4g}%"
+
+
+def _paint(colour: str) -> str:
+    return f"var(--{colour})"

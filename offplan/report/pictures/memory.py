@@ -13,29 +13,22 @@ def draw_memory(plan: Plan) -> Canvas:
     """Draw a bar for each memory that a plan takes, as long as its budget."""
     canvas, budget, prediction = Canvas(), plan.budget, plan.prediction
     memory = prediction.gpu_memory
-    terms = tuple(zip(_COLOURS, memory_parts(memory), strict=True))
-    told = f"{format_bytes(memory.total_bytes)} of {format_budget(budget.gpu_memory)}"
-    canvas.text(f"GPU: {told}")
-    most = max(budget.gpu_memory, memory.total_bytes, 1)
-    parts, before = [], 0
-    for colour, (name, size) in terms:
+    total, most = memory.total_bytes, max(budget.gpu_memory, memory.total_bytes, 1)
+    canvas.text(f"GPU: {format_bytes(total)} of {format_budget(budget.gpu_memory)}")
+    parts, names, before = [], [], 0
+    for colour, (name, size) in zip(_COLOURS, memory_parts(memory), strict=True):
         hint = f"{name}: {format_bytes(size)}"
         parts.append((colour, before / most, (before + size) / most, hint))
+        names += [(colour, f"{name} {format_bytes(size)}")] * (size > 0)
         before += size
     canvas.bar(parts)
-    canvas.legend(
-        [(colour, f"{n} {format_bytes(size)}") for colour, (n, size) in terms if size], columns=2
-    )
-    on_peer = plan.offload.store == "peer"
-    stores = (
-        (
-            "Host, page-locked",
-            prediction.host_memory_bytes,
-            None if on_peer else budget.host_memory,
-        ),
-        ("Second GPU", prediction.peer_memory_bytes, budget.host_memory if on_peer else None),
-    )
-    for name, size, limit in stores:
+    canvas.legend(names, columns=2)
+    limits = (budget.host_memory, None)
+    host, peer = reversed(limits) if plan.offload.store == "peer" else limits
+    for name, size, limit in (
+        ("Host, page-locked", prediction.host_memory_bytes, host),
+        ("Second GPU", prediction.peer_memory_bytes, peer),
+    ):
         if size:
             canvas.space()
             of = ", no limit known" if limit is None else f" of {format_budget(limit)}"
