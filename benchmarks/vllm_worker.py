@@ -43,7 +43,7 @@ from offplan.checkpoint.open import open_model
 from offplan.engines.engine import join_flags
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
-from offplan.engines.vllm import serve_vllm
+from offplan.engines.vllm import VLLM
 from offplan.held.held import Held, hold_whole
 from offplan.library.sessions import open_session
 from offplan.plan import Plan, load_plan
@@ -69,7 +69,7 @@ def say_way(way: str, plan: Path, flags_plan: Path | None, folder: Path, more: s
     chosen = load_plan(flags_plan or plan) if way == "flags" else load_plan(plan)
     model = open_model(str(folder))
     held = Held((hold_whole(model, find_runner("vllm")),))
-    words = ["--model", str(folder), *join_flags(serve_vllm(chosen, held, None))]
+    words = ["--model", str(folder), *join_flags(VLLM.serve(chosen, held, None))]
     words += ["--skip-tokenizer-init", "--no-enable-prefix-caching"]
     words += ["--compilation-config", WHOLE_GRAPHS]
     if model.experts is not None:

@@ -5,7 +5,7 @@ carries it out.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -108,6 +108,16 @@ class Placement:
     """Weights on the GPU outside the ring, those outside the layers included."""
     host_embedding: TensorInfo | None = None
     """The input embedding, if it lies on the host and is read by row."""
+
+    @property
+    def entries(self) -> Iterator[SlabEntry]:
+        """The units that lie in slabs, layer by layer."""
+        return (entry for slab in self.slabs for entry in slab.entries)
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """Bytes of the units in slabs, without the padding between them."""
+        return sum(entry.unit.nbytes for entry in self.entries)
 
     @cached_property
     def offloaded_bytes(self) -> int:

@@ -1,10 +1,13 @@
 """What exporters have in common: an engine, its versions, and what a plan demands of it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offplan.backends import Backend
-from offplan.engines.names import EngineParameter
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.parameter import Parameter
+from offplan.engines.mxfp4 import NOTE, Kernels, lay_out_experts
+from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
 from offplan.held.held import Held
 from offplan.held.runner import PassRules
@@ -64,9 +67,6 @@ def join_stages(stages: Sequence[EngineDemand], held: Held) -> EngineDemand:
     )
 
 
-DemandOfRule = Callable[[Rule, Placement, Stage, Version], EngineDemand]
-
-
 @dataclass(frozen=True)
 class Engine:
     """An engine that plans are exported to."""
@@ -78,20 +78,18 @@ class Engine:
     """The version whose real package the export is held against."""
     pass_rules: PassRules
     """How it runs a pass."""
-    demand_rule: DemandOfRule | None
+    demand_rule: Callable[[Rule, Placement, Stage, Version], EngineDemand] | None
     """Returns flags for a rule with one backend; raises ExportError for what no flags can say.
 
     None for a worker in the engine, which reads the plan itself.
     """
-    demand_resident: Callable[[Stage, Version], EngineDemand]
-    """Returns what the weights of a plan without rules take; no name needs to be known for it."""
-    find_padded: Callable[[Stage], Mapping[EngineParameter, EngineParameter]]
-    """Parameters that are larger on the GPU than they are stored, as the least they are there."""
+    kernels: Callable[[Stage, Version], tuple[Kernels, Kernels]]
+    """Returns the least that kernels make of experts of MXFP4, and the most where none moves."""
     serve: Callable[[Plan, Held, int | None], Flags]
     """Says the rest of a plan, given what ranks hold, and the bytes of the GPU where
     they are known."""
-    divide: Callable[[Ranks], Flags]
-    """Says the ranks of a plan."""
+    rank_flags: tuple[str, str, str]
+    """Options for tensor and pipeline ranks and groups of experts; ``enable-`` begins a switch."""
     command: tuple[str, ...]
     """What starts it, before the model and the flags."""
     image: str
@@ -99,6 +97,8 @@ class Engine:
     port: int
     bind: Flags
     """Binds each rank to the NUMA node of its GPU; empty where the engine does so by itself."""
+    no_float16: Collection[str] = ()
+    """Model types that it does not compute in float16."""
     max_bytes_unit: int = 1
     """A rule's ``max_bytes`` is a whole number of these."""
 
@@ -111,6 +111,37 @@ class Engine:
     def family(self) -> str:
         """The engine itself, by name, also of a worker in it."""
         return family_of(self.name)
+
+    def demand_resident(self, stage: Stage, version: Version) -> EngineDemand:
+        """Return what the weights of a plan without rules take, whichever kernels have them."""
+        _, most = self.kernels(stage, version)
+        laid_out = lay_out_experts(engine_parameters(stage, {}), most)
+        more = sum(after.nbytes - before.nbytes for before, after in laid_out.items())
+        return EngineDemand(notes=(NOTE,) if more else (), more_gpu_bytes=more)
+
+    def divide(self, ranks: Ranks) -> Flags:
+        """Divide a model among GPUs."""
+        named = zip(self.rank_flags, ranks, strict=True)
+        return {
+            name: () if name.startswith("enable-") else (str(size),)
+            for name, size in named
+            if size > 1
+        }
+
+    def require_served(self, model: Model, context: int) -> None:
+        """Raise ExportError for a context or a type with which the engine does not start."""
+        longest = model.architecture.engine_context
+        if longest is not None and context > longest:
+            raise ExportError(
+                f"{self.title} does not start with a context of {context} tokens: the config of "
+                f"{model.source} states {longest} positions; lower --context"
+            )
+        types = {str(model.config.get("model_type")), model.architecture.model_type}
+        if model.dtype == "float16" and not types.isdisjoint(self.no_float16):
+            raise ExportError(
+                f"{self.title} does not compute {model.architecture.model_type} in float16, in "
+                f"which {model.source} is stored; take a checkpoint in bfloat16"
+            )
 
     def round_up(self, offload: Offload) -> Offload:
         """Return a decision with as many bytes in each ``max_bytes`` as the engine is told."""
@@ -180,6 +211,25 @@ def require_stored_weights(offload: Offload, title: str) -> None:
             f"{title} holds every weight as it is stored; the plan holds some packed: plan "
             "again with --for or --no-packing"
         )
+
+
+def note_overshoot(title: str, moved: Sequence[EngineParameter], num_bytes: int) -> tuple[str, ...]:
+    """Say how far an engine's own order within the last layer may go beyond a plan's bytes."""
+    more = sum(each.nbytes for each in moved) - num_bytes
+    if more <= 0:
+        return ()
+    return (
+        f"within layer {moved[-1].layer}, where the bytes run out, {title} has its own parameter "
+        f"order: up to {format_bytes(more)} more than the plan says may lie on the host",
+    )
+
+
+def relaid(title: str, parameter: Parameter, layer: int) -> ExportError:
+    """Return the refusal of a parameter that an engine lays out anew when it loads."""
+    return ExportError(
+        f"{title} lays {parameter.name} of layer {layer}, stored as {parameter.form.kind.value}, "
+        "out anew when it loads: that it stays in host memory then is not known"
+    )
 
 
 def note_more_memory(engine: Engine, more: int) -> list[str]:

@@ -19,7 +19,6 @@ from offplan.engines.engine import (
 )
 from offplan.engines.registry import find_engine
 from offplan.engines.runner import EngineRunner, lower
-from offplan.engines.served import require_served
 from offplan.errors import ExportError
 from offplan.held.held import Held
 from offplan.held.stage import Stage
@@ -84,7 +83,7 @@ def export_plan(
             f"{chosen.title} computes in none but {', '.join(DTYPES)}; the plan's "
             f"model computes in {plan.model.dtype}"
         )
-    require_served(model, plan.workload.context, chosen)
+    chosen.require_served(model, plan.workload.context)
     goal = plan.goal.model_copy(update={"engine": engine})
     loaded = lower(model, goal, plan.workload)
     demand = EngineRunner(engine, chosen, version).demand(plan.offload, loaded)

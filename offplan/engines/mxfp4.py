@@ -7,7 +7,6 @@ Source: vLLM 0.33.0, ``fused_moe/oracle/mxfp4`` and ``third_party/triton_kernels
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from offplan.engines.engine import EngineDemand
 from offplan.engines.names import EngineParameter
 from offplan.forms.form import Kind
 
@@ -53,13 +52,6 @@ def lay_out_experts(
     experts = [each for each in parameters if each.parameters[0].is_expert]
     coded = {each.layer for each in experts if each.parameters[0].form.kind is Kind.MXFP4}
     return {each: kernels.lay_out(each) for each in experts if each.layer in coded}
-
-
-def keep_experts(parameters: Iterable[EngineParameter], kernels: Kernels) -> EngineDemand:
-    """Return what experts take that stay on the GPU, whichever of an engine's kernels have them."""
-    laid_out = lay_out_experts(parameters, kernels)
-    more = sum(after.nbytes - before.nbytes for before, after in laid_out.items())
-    return EngineDemand(notes=(NOTE,) if more else (), more_gpu_bytes=more)
 
 
 def _round_up(size: int, multiple: int) -> int:

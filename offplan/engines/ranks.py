@@ -5,7 +5,7 @@ Source: vLLM 0.33.0, ``layers/linear`` (``QKVParallelLinear``), ``layers/vocab_p
 ``distributed/utils.get_pp_indices``; SGLang 0.5.23, likewise.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -45,12 +45,6 @@ VOCABULARY_MULTIPLE = 64
 
 Source: ``DEFAULT_VOCAB_PADDING_SIZE``.
 """
-REPEATS_NO_HEADS = frozenset(("GptOssForCausalLM",))
-"""Architectures of which vLLM fails to build ranks beyond the heads of keys and values.
-
-Source: ``OAIAttention``, which divides their number by that of the ranks.
-"""
-
 MXFP4_BLOCK = 32
 """Weights that share a scale there; ranks have whole ones of the experts' intermediate size."""
 
@@ -67,9 +61,8 @@ class Divider:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        names = self.model.architecture.class_names
-        if not set(names) & set(FACTS["architectures"]) or self.model.towers:
-            found = ", ".join(names) or self.model.model_type
+        if not self._is_among(FACTS["architectures"]) or self.model.towers:
+            found = ", ".join(self.model.architecture.class_names) or self.model.model_type
             of_towers = " and its towers" * bool(self.model.towers)
             self._refuse(f"how {found}{of_towers} is divided")
         if self._engine == "vllm" and self.ranks.expert not in (1, self.ranks.tensor):
@@ -90,9 +83,8 @@ class Divider:
         counts = split_layers(len(self.model.layers), self.ranks.pipeline, self._engine)
         stop = [*accumulate(counts)][number]
         run = range(stop - counts[number], stop)
-        layers = tuple(
-            self._divide_layer(index, self.model.layers[at]) for index, at in enumerate(run)
-        )
+        whole = self.model.layers[run.start : run.stop]
+        layers = tuple(self._divide_layer(index, layer) for index, layer in enumerate(whole))
         architecture = self._architecture(run)
         return Stage(
             model=self.model,
@@ -130,14 +122,12 @@ class Divider:
         tensor, num_kv_heads = self.ranks.tensor, heads.num_kv_heads
         if not heads.num_heads or heads.num_heads % tensor:
             self._refuse(f"how {heads.num_heads} heads are divided")
-        names = self.model.architecture.class_names
         is_repeated = tensor > num_kv_heads
         if not num_kv_heads or (tensor % num_kv_heads if is_repeated else num_kv_heads % tensor):
             self._refuse(f"how {num_kv_heads} heads of keys and values are divided")
-        if is_repeated and not REPEATS_NO_HEADS.isdisjoint(names):
-            self._refuse(
-                f"how {', '.join(names)} with {num_kv_heads} heads of keys and values is divided"
-            )
+        if is_repeated and self._is_among(FACTS["repeats_no_heads"]):
+            names = ", ".join(self.model.architecture.class_names)
+            self._refuse(f"how {names} with {num_kv_heads} heads of keys and values is divided")
         return min(tensor, num_kv_heads)
 
     def _divide_layer(self, index: int, layer: Layer) -> Layer:
@@ -158,20 +148,19 @@ class Divider:
                 f"how {parameter.name} of layer {layer.index}, stored as "
                 f"{parameter.form.kind.value}, is divided"
             )
-        tensor, parts = self.ranks.tensor, 1
         module, is_bias = _find_module(parameter.name)
-        if module in FACTS["queries"]:
-            axis, parts = OUT, tensor
-        elif module in FACTS["keys_and_values"]:
-            axis, parts = OUT, self._kv_parts
-        elif module in FACTS["outputs"]:
-            axis, parts = OUT, tensor
-        elif module in FACTS["inputs"]:
-            axis, parts = IN, 1 if is_bias else tensor
-        elif module in FACTS["whole"] or "norm" in module:
+        tables = FACTS["modules"].items()
+        way = next((way for way, modules in tables if module in modules), None)
+        if way == "whole" or (way is None and "norm" in module):
             return parameter
-        else:
+        if way is None:
             self._refuse(f"how {parameter.name} of layer {layer.index} is divided")
+        tensor = self.ranks.tensor
+        axis, parts = IN if way == "inputs" else OUT, tensor
+        if way == "keys_and_values":
+            parts = self._kv_parts
+        elif way == "inputs" and is_bias:
+            parts = 1
         if parameter.is_expert:
             parameter = self._choose_experts(parameter, layer)
             parts = 1 if parts == 1 else tensor // self.ranks.expert
@@ -186,43 +175,24 @@ class Divider:
         if number % groups:
             self._refuse(f"how the {number} experts of layer {layer.index} are divided")
 
-        def choose(tensors: Tensors) -> Tensors:
-            if not parameter.is_fused:
-                return tensors[: number // groups]
-            return tuple(_divide_dimension(each, 0, groups) for each in tensors)
-
-        logical = parameter.logical_shape
-        if parameter.is_fused and logical is not None:
-            logical = (logical[0] // groups, *logical[1:])
-        return replace(
-            parameter,
-            tensors=choose(parameter.tensors),
-            beside=tuple((part, choose(tensors)) for part, tensors in parameter.beside),
-            logical_shape=logical,
-        )
+        if parameter.is_fused:
+            share = Fraction(1, groups)
+            return _resize(parameter, lambda _, each: _scale(each, 0, share), 0, share)
+        kept = slice(number // groups)
+        beside = tuple((part, tensors[kept]) for part, tensors in parameter.beside)
+        return replace(parameter, tensors=parameter.tensors[kept], beside=beside)
 
     def _slice(self, parameter: Parameter, axis: int, parts: int, layer: Layer) -> Parameter:
         """Return one of equal slices of each matrix, its scales with it."""
         is_bias = _find_module(parameter.name)[1]
-        num_dims = len(parameter.shape) - (parameter.is_fused)
+        num_dims = len(parameter.shape) - parameter.is_fused
         at = axis if num_dims > 1 and not is_bias else -1
         turned = parameter.is_fused and self.model.architecture.routing.in_out
         if turned and parameter.form.is_raw and at == axis and num_dims > 1:
             at = IN + OUT - axis
         share = self._divide_size(parameter, at, parts, layer)
-
-        def cut(part: Part, tensors: Tensors) -> Tensors:
-            return tuple(_cut(each, parameter, part, at, share) for each in tensors)
-
-        logical = parameter.logical_shape
-        if logical is not None:
-            logical = _scaled(logical, at, share)
-        return replace(
-            parameter,
-            tensors=cut(Part.WEIGHT, parameter.tensors),
-            beside=tuple((part, cut(part, tensors)) for part, tensors in parameter.beside),
-            logical_shape=logical,
-        )
+        kind = parameter.form.kind
+        return _resize(parameter, lambda part, each: _cut(each, kind, part, at, share), at, share)
 
     def _divide_size(self, parameter: Parameter, at: int, parts: int, layer: Layer) -> Fraction:
         """Return the part of a dimension that the rank of most has, in whole blocks of scales."""
@@ -254,8 +224,7 @@ class Divider:
 
         vLLM rounds its buffers up by enough; some of SGLang's are smaller than the first rank's.
         """
-        known = not set(self.model.architecture.class_names).isdisjoint(FACTS["unlike_blocks"])
-        return known and self._engine == "vllm"
+        return self._is_among(FACTS["unlike_blocks"]) and self._engine == "vllm"
 
     def _divide_experts(self, layers: Sequence[Layer]) -> Experts | None:
         experts, groups = self.model.experts, self.ranks.expert
@@ -284,10 +253,10 @@ class Divider:
     def _stages_of(self, module: str) -> Collection[int]:
         """Return the stages that hold a module outside the layers."""
         everywhere = FACTS["on_all_stages"][self._engine]
-        last, names = self.ranks.pipeline - 1, set(self.model.architecture.class_names)
+        last = self.ranks.pipeline - 1
         is_embedding = module in INPUT_EMBEDDINGS
         part = "embedding" if is_embedding else "norm" if "norm" in module else "head"
-        if not names.isdisjoint(everywhere.get(part, ())):
+        if self._is_among(everywhere.get(part, ())):
             return range(last + 1)
         if not is_embedding:
             return (last,)
@@ -300,7 +269,10 @@ class Divider:
             padded = pad_rows(tensor, VOCABULARY_MULTIPLE * tensor_ranks)
         if padded.shape[0] % tensor_ranks:
             self._refuse(f"how the {padded.shape[0]} rows of {tensor.name} are divided")
-        return _divide_dimension(padded, 0, tensor_ranks)
+        return _scale(padded, 0, Fraction(1, tensor_ranks))
+
+    def _is_among(self, architectures: Collection[str]) -> bool:
+        return not set(self.model.architecture.class_names).isdisjoint(architectures)
 
     @property
     def _engine(self) -> str:
@@ -341,26 +313,33 @@ def _find_module(name: str) -> tuple[str, bool]:
     return last.removesuffix("_bias"), last.endswith("_bias")
 
 
-def _cut(
-    tensor: TensorInfo, parameter: Parameter, part: Part, at: int, share: Fraction
-) -> TensorInfo:
+def _resize(
+    parameter: Parameter, cut: Callable[[Part, TensorInfo], TensorInfo], at: int, share: Fraction
+) -> Parameter:
+    """Return a parameter of which each tensor is cut, and dimension ``at`` is a share of it."""
+    tensors = tuple(cut(Part.WEIGHT, each) for each in parameter.tensors)
+    beside = tuple((part, tuple(cut(part, each) for each in of)) for part, of in parameter.beside)
+    logical = parameter.logical_shape and _scale_shape(parameter.logical_shape, at, share)
+    return replace(parameter, tensors=tensors, beside=beside, logical_shape=logical)
+
+
+def _cut(tensor: TensorInfo, kind: Kind, part: Part, at: int, share: Fraction) -> TensorInfo:
     """Return a slice of what is stored of a matrix; what is one value for all stays whole."""
-    if parameter.form.kind is Kind.MXFP4 and part is Part.WEIGHT:
+    if kind is Kind.MXFP4 and part is Part.WEIGHT:
         at -= 1  # whose rows are stored by blocks
     if part is Part.INPUT_SCALE or len(tensor.shape) < 2:
-        is_by_row = part is Part.SCALE and parameter.form.kind is Kind.FP8_CHANNEL and at == OUT
+        is_by_row = part is Part.SCALE and kind is Kind.FP8_CHANNEL and at == OUT
         if part is not Part.WEIGHT and not is_by_row:
             return tensor
         at = -1
-    is_whole = tensor.shape[at] == 1
-    return tensor if is_whole else tensor._replace(shape=_scaled(tensor.shape, at, share))
+    return tensor if tensor.shape[at] == 1 else _scale(tensor, at, share)
 
 
-def _divide_dimension(tensor: TensorInfo, at: int, parts: int) -> TensorInfo:
-    return tensor._replace(shape=_scaled(tensor.shape, at, Fraction(1, parts)))
+def _scale(tensor: TensorInfo, at: int, share: Fraction) -> TensorInfo:
+    return tensor._replace(shape=_scale_shape(tensor.shape, at, share))
 
 
-def _scaled(shape: tuple[int, ...], at: int, share: Fraction) -> tuple[int, ...]:
+def _scale_shape(shape: tuple[int, ...], at: int, share: Fraction) -> tuple[int, ...]:
     sizes = list(shape)
     size = sizes[at] * share
     assert size.denominator == 1, "what does not divide was refused"

@@ -18,10 +18,10 @@ from offplan.engines.engine import (
     page_locked_bytes,
     require_stored_weights,
 )
+from offplan.engines.mxfp4 import lay_out_experts
 from offplan.engines.names import engine_parameters
 from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
-from offplan.engines.served import require_served
 from offplan.engines.taken import demand_of_worker
 from offplan.errors import ExportError
 from offplan.held.held import Held, hold_whole
@@ -61,13 +61,15 @@ class EngineRunner:
 
     def require_served(self, model: Model, context: int) -> None:
         """Raise ExportError for a model or a context with which the engine does not start."""
-        require_served(model, context, self.engine)
+        self.engine.require_served(model, context)
 
     def lay_out(self, stage: Stage) -> Layout:
         """Return how the engine lays out the weights of a stage."""
+        least, _ = self.engine.kernels(stage, self.version)
+        padded = lay_out_experts(engine_parameters(stage, {}), least)
         gpu_growth = {
             tensor.name: Fraction(after.nbytes, before.nbytes)
-            for before, after in self.engine.find_padded(stage).items()
+            for before, after in padded.items()
             for tensor in before.tensors
         }
         host_growth = {

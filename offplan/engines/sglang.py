@@ -4,13 +4,20 @@ Source: SGLang 0.5.23, ``srt/utils/offloader.py`` and ``models/deepseek_v2.py``.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 
 import numpy as np
 
 from offplan.costs.work import step_tokens
-from offplan.engines.engine import EngineDemand, Flags, Version, first_layers
-from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
+from offplan.engines.engine import (
+    Engine,
+    EngineDemand,
+    Flags,
+    Version,
+    first_layers,
+    note_overshoot,
+    relaid,
+)
+from offplan.engines.mxfp4 import Kernels
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
@@ -19,8 +26,6 @@ from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
-from offplan.ranks import Ranks
-from offplan.units import format_bytes
 
 SGLANG_PASSES = PassRules(
     copies_in_place=True,
@@ -47,9 +52,7 @@ MAX_BYTES_UNIT = 2**30
 """``--cpu-offload-gb`` is a whole number of these."""
 
 
-def demand_rule_sglang(
-    rule: Rule, placement: Placement, stage: Stage, version: Version
-) -> EngineDemand:
+def demand_rule(rule: Rule, placement: Placement, stage: Stage, version: Version) -> EngineDemand:
     """Return flags for a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
@@ -85,26 +88,17 @@ def demand_rule_sglang(
     return EngineDemand(flags, notes=notes, moved=moved, more_gpu_bytes=more)
 
 
-def demand_resident_sglang(stage: Stage, version: Version) -> EngineDemand:
-    """Return what weights take that no rule moves.
+def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
+    """Return the kernels of experts, which are the same twice: none of them moves.
 
     Where ranks have whole experts no kernel for their codes is chosen but on Blackwell: they are
     expanded. Source: ``arg_groups/model_overrides/gpt_oss.py``.
     """
-    return keep_experts(engine_parameters(stage, {}), _find_kernels(stage))
+    kernels = Kernels(code_growth=4 if stage.ranks.expert > 1 else 1)
+    return kernels, kernels
 
 
-def find_padded_sglang(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
-    """Lay out experts as ``demand_resident_sglang`` counts them: none of them moves."""
-    return lay_out_experts(engine_parameters(stage, {}), _find_kernels(stage))
-
-
-def _find_kernels(stage: Stage) -> Kernels:
-    has_whole = stage.ranks.expert > 1
-    return Kernels(code_growth=4 if has_whole else 1)
-
-
-def serve_sglang(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
+def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
     """Hold SGLang to the plan's type, workload and, where the GPU's bytes are known, budget.
 
     Weights, copies ahead and cache are a share of what was free before the weights were loaded,
@@ -126,12 +120,6 @@ def serve_sglang(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
     return {name: (str(value),) for name, value in flags.items()}
 
 
-def divide_sglang(ranks: Ranks) -> Flags:
-    """Divide a model among GPUs."""
-    sizes = (("tp-size", ranks.tensor), ("pp-size", ranks.pipeline), ("ep-size", ranks.expert))
-    return {name: (str(size),) for name, size in sizes if size > 1}
-
-
 def _demand_in_place(
     rule: Rule, placement: Placement, parameters: list[EngineParameter]
 ) -> EngineDemand:
@@ -141,26 +129,23 @@ def _demand_in_place(
     beyond those may stay on the GPU. Source: ``OffloaderV1``, ``_get_resident_parameter_ids``.
     """
     assert rule.max_bytes is not None, "refused otherwise"
-    num_bytes = sum(entry.unit.nbytes for slab in placement.slabs for entry in slab.entries)
+    num_bytes = placement.unit_bytes
     gib = -(-min(rule.max_bytes, num_bytes) // MAX_BYTES_UNIT)
     # matrices are made of it while it is on the GPU, and it stays there
     movable = [each for each in parameters if ".kv_b_proj." not in f".{each.name}."]
     moved = first_layers(movable, gib * MAX_BYTES_UNIT)
     _require_copyable(moved)
-    moved_bytes = sum(each.nbytes for each in moved)
-    notes = ["SGLang copies these parameters before each use: it does not read them in place"]
-    if moved_bytes > num_bytes:
-        notes.append(
-            "within the layer where the GiB run out SGLang has its own parameter order: up to "
-            f"{format_bytes(moved_bytes - num_bytes)} more than the plan says may lie on the host"
-        )
+    notes = (
+        "SGLang copies these parameters before each use: it does not read them in place",
+        *note_overshoot("SGLang", moved, num_bytes),
+    )
     layers = Counter[int]()
     for each in moved:
         layers[each.layer] += each.nbytes
     copied_bytes = SGLANG_PASSES.num_pools * max(layers.values())
-    more = copied_bytes + num_bytes - min(gib * MAX_BYTES_UNIT, moved_bytes)
+    more = copied_bytes + num_bytes - min(gib * MAX_BYTES_UNIT, sum(layers.values()))
     flags = {"cpu-offload-gb": (str(gib),), **EAGER_PROMPTS}
-    return EngineDemand(flags, {}, tuple(notes), tuple(moved), more)
+    return EngineDemand(flags, {}, notes, tuple(moved), more)
 
 
 def _require_copyable(moved: list[EngineParameter]) -> None:
@@ -173,11 +158,7 @@ def _require_copyable(moved: list[EngineParameter]) -> None:
                 "times slower"
             )
         if not each.parameters[0].form.is_raw:
-            raise ExportError(
-                f"SGLang lays {each.name} of layer {each.layer}, stored as "
-                f"{each.parameters[0].form.kind.value}, out anew when it loads: that it stays in "
-                "host memory then is not known"
-            )
+            raise relaid("SGLang", each.parameters[0], each.layer)
 
 
 def _require_first_layers(rule: Rule) -> None:
@@ -222,3 +203,21 @@ def _require_experts(rule: Rule, stage: Stage) -> None:
                     f"that SGLang moves {parameter.name} of layer {layer.index}, stored as "
                     f"{parameter.form.kind.value}, is not known"
                 )
+
+
+SGLANG = Engine(
+    name="sglang",
+    title="SGLang",
+    oldest=(0, 5, 23),
+    newest=(0, 5, 23),
+    pass_rules=SGLANG_PASSES,
+    demand_rule=demand_rule,
+    kernels=find_kernels,
+    serve=serve,
+    rank_flags=("tp-size", "pp-size", "ep-size"),
+    command=("python3", "-m", "sglang.launch_server", "--model-path"),
+    image="lmsysorg/sglang",
+    port=30000,
+    bind={},
+    max_bytes_unit=MAX_BYTES_UNIT,
+)

@@ -85,25 +85,20 @@ def read_server(engine: str, text: str) -> Startup:
 
 
 def _read_vllm_log(text: str) -> Startup:
-    version, loaded = _VLLM_VERSION.search(text), _last(_VLLM_LOADED, text)
+    version = _VLLM_VERSION.search(text)
     named = None if version is None else version[1]
-    loaded_bytes = None if loaded is None else float(loaded[1]) * GIB
+    loaded_bytes = _last_gib(_VLLM_LOADED, text)
     if (ring := _last(_VLLM_PREFETCH, text)) is not None:
         names = ("offload-group-size", "offload-num-in-group", "offload-prefetch-step")
         flags = {name: (value,) for name, value in zip(names, ring.groups()[2:], strict=True)}
         return Startup(named, loaded_bytes, float(ring[2]) * 1e9, int(ring[1]), flags)
     # said once for all layers, and again for each tower: the last one counts all
-    taken = _last(_VLLM_IN_PLACE, text)
-    return Startup(named, loaded_bytes, None if taken is None else float(taken[1]) * GIB)
+    return Startup(named, loaded_bytes, _last_gib(_VLLM_IN_PLACE, text))
 
 
 def _read_sglang_log(text: str) -> Startup:
-    loaded = _last(_SGLANG_LOADED, text)
     layers = {found[1] for found in _SGLANG_LAYER.finditer(text)}
-    return Startup(
-        loaded_bytes=None if loaded is None else float(loaded[1]) * GIB,
-        num_layers=len(layers) or None,
-    )
+    return Startup(loaded_bytes=_last_gib(_SGLANG_LOADED, text), num_layers=len(layers) or None)
 
 
 def _read_vllm_server(data: Mapping[str, Any]) -> Startup:
@@ -130,6 +125,12 @@ def _words(value: Any) -> tuple[str, ...]:
     if isinstance(value, bool):
         return () if value else OFF
     return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+
+
+def _last_gib(pattern: re.Pattern[str], text: str) -> float | None:
+    """Return the last figure that a pattern finds, in bytes."""
+    found = _last(pattern, text)
+    return None if found is None else float(found[1]) * GIB
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

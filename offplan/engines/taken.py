@@ -10,13 +10,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.engines.engine import EngineDemand, Version, join_stages, page_locked_bytes
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.ranks import pad_rows
-from offplan.engines.vllm import (
-    demand_resident_vllm,
-    find_breakable,
-    find_names,
-    require_forms,
-    slot_bytes,
-)
+from offplan.engines.vllm import VLLM, find_breakable, find_names, require_forms, slot_bytes
 from offplan.errors import ExportError
 from offplan.forms.form import Kind
 from offplan.held.held import Held
@@ -128,8 +122,7 @@ class StageTaken:
         _require_exact_sizes(placement)
         backends = {
             tensor.name: entry.decode
-            for slab in placement.slabs
-            for entry in slab.entries
+            for entry in placement.entries
             for tensor in entry.unit.tensors
         }
         layers: list[dict[str, TakenParameter]] = [{} for _ in stage.layers]
@@ -153,7 +146,7 @@ class StageTaken:
         more_ring = taken.ring_bytes - placement.ring_bytes
         demand = EngineDemand(
             moved=tuple(each for each, _ in moved),
-            more_gpu_bytes=more_ring + demand_resident_vllm(stage, version).more_gpu_bytes,
+            more_gpu_bytes=more_ring + VLLM.demand_resident(stage, version).more_gpu_bytes,
             pinned_elsewhere=0 if embedding is None else page_locked_bytes(embedding.nbytes),
         )
         return cls(taken, demand)
@@ -170,14 +163,13 @@ def _require_one_backend(offload: Offload) -> None:
 
 
 def _require_exact_sizes(placement: Placement) -> None:
-    for slab in placement.slabs:
-        for entry in slab.entries:
-            if entry.unit.parameters[0].form.kind is Kind.MXFP4:
-                raise ExportError(
-                    f"{entry.unit.name} of layer {slab.layer} is stored as MXFP4, whose sizes vLLM "
-                    "rounds up in ways that are not known well enough to verify them: use vLLM's "
-                    "own flags (offplan export --engine vllm)"
-                )
+    for entry in placement.entries:
+        if entry.unit.parameters[0].form.kind is Kind.MXFP4:
+            raise ExportError(
+                f"{entry.unit.name} of layer {entry.unit.layer} is stored as MXFP4, whose sizes "
+                "vLLM rounds up in ways that are not known well enough to verify them: use vLLM's "
+                "own flags (offplan export --engine vllm)"
+            )
 
 
 def _find_backend(

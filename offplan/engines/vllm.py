@@ -12,8 +12,16 @@ import yaml
 
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.costs.work import step_tokens
-from offplan.engines.engine import EngineDemand, Flags, Version, first_layers
-from offplan.engines.mxfp4 import Kernels, keep_experts, lay_out_experts
+from offplan.engines.engine import (
+    Engine,
+    EngineDemand,
+    Flags,
+    Version,
+    first_layers,
+    note_overshoot,
+    relaid,
+)
+from offplan.engines.mxfp4 import Kernels, lay_out_experts
 from offplan.engines.names import EngineParameter, engine_parameters
 from offplan.engines.segments import engine_segments
 from offplan.errors import ExportError
@@ -23,15 +31,8 @@ from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.placement import Placement
 from offplan.plan import Backend, Plan, Rule
-from offplan.ranks import Ranks
-from offplan.units import format_bytes
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
-
-VLLM_PASSES = PassRules(
-    copies_in_place=False, allocates_copies=False, copies_first_again=False, shares_blocks=True
-)
-"""How it runs a pass."""
 
 HEEDS_OFFLOADING: Version = (0, 28, 0)
 """Before it, the second model runner takes offload flags and does nothing with them."""
@@ -67,9 +68,7 @@ all but Marlin's widen biases.
 """
 
 
-def demand_rule_vllm(
-    rule: Rule, placement: Placement, stage: Stage, version: Version
-) -> EngineDemand:
+def demand_rule(rule: Rule, placement: Placement, stage: Stage, version: Version) -> EngineDemand:
     """Return flags for a rule with one backend; ``placement`` is what the rule resolves to.
 
     Raises ExportError for what the flags cannot say.
@@ -77,7 +76,7 @@ def demand_rule_vllm(
     parameters = tuple(engine_parameters(stage, find_names(stage)))
     require_forms(placement, version)
     segments = engine_segments(rule, parameters)
-    stay = demand_resident_vllm(stage, version)
+    resident = VLLM.demand_resident(stage, version)
     taken = [each for each in parameters if rule.matches(each.parameters[0].name)]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if version < HEEDS_OFFLOADING else {}
     if rule.decode is Backend.PREFETCH:
@@ -95,7 +94,7 @@ def demand_rule_vllm(
             flags["offload-params"] = tuple(segments)
         laid_out = lay_out_experts(parameters, MARLIN_KERNELS)
         if laid_out.keys().isdisjoint(moved):
-            more, notes = stay.more_gpu_bytes, stay.notes
+            more, notes = resident.more_gpu_bytes, resident.notes
         else:
             flags["moe-backend"] = ("marlin",)
             more = sum(laid_out[each].nbytes - each.nbytes for each in laid_out.keys() - set(moved))
@@ -121,22 +120,16 @@ def demand_rule_vllm(
             )
         # the kernels of other backends want weights laid out anew, or read them more than once
         flags["moe-backend"] = ("triton",)
-    notes = (*_overshoot_notes(moved, num_bytes), *stay.notes)
-    return EngineDemand(flags, environment, notes, tuple(moved), stay.more_gpu_bytes)
+    notes = (*note_overshoot("vLLM", moved, num_bytes), *resident.notes)
+    return EngineDemand(flags, environment, notes, tuple(moved), resident.more_gpu_bytes)
 
 
-def find_padded_vllm(stage: Stage) -> Mapping[EngineParameter, EngineParameter]:
-    """Lay out experts as they are where some of them move: no other kernels make less of them."""
-    return lay_out_experts(engine_parameters(stage, {}), MARLIN_KERNELS)
+def find_kernels(stage: Stage, version: Version) -> tuple[Kernels, Kernels]:
+    """Return those of experts of which some move, than which none make less, and the largest."""
+    return MARLIN_KERNELS, ANY_KERNELS if version >= MARLIN else Kernels()
 
 
-def demand_resident_vllm(stage: Stage, version: Version) -> EngineDemand:
-    """Return what weights take that no rule moves."""
-    kernels = ANY_KERNELS if version >= MARLIN else Kernels()
-    return keep_experts(engine_parameters(stage, {}), kernels)
-
-
-def serve_vllm(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
+def serve(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
     """Hold vLLM to the plan's type, workload and budget; ``held`` is what its ranks hold.
 
     It is given a KV cache for the plan's workload. By a share of the GPU's memory alone it would
@@ -162,16 +155,6 @@ def serve_vllm(plan: Plan, held: Held, gpu_bytes: int | None) -> Flags:
     return flags | _flags(gpu_memory_utilization=f"{share:.4f}")
 
 
-def divide_vllm(ranks: Ranks) -> Flags:
-    """Divide a model among GPUs; whole experts among all of a stage's, if any."""
-    flags: dict[str, tuple[str, ...]] = {}
-    if ranks.tensor > 1:
-        flags |= _flags(tensor_parallel_size=ranks.tensor)
-    if ranks.pipeline > 1:
-        flags |= _flags(pipeline_parallel_size=ranks.pipeline)
-    return flags | ({"enable-expert-parallel": ()} if ranks.expert > 1 else {})
-
-
 def _flags(**values: object) -> dict[str, tuple[str, ...]]:
     return {name.replace("_", "-"): (str(value),) for name, value in values.items()}
 
@@ -193,18 +176,13 @@ def find_names(stage: Stage) -> Mapping[str, str]:
 
 def require_forms(placement: Placement, version: Version) -> None:
     """Raise ExportError for what does not stay in host memory while vLLM loads."""
-    for slab in placement.slabs:
-        for entry in slab.entries:
-            parameter = entry.unit.parameters[0]
-            known = parameter.form.kind in FORMS[entry.decode]
-            if parameter.form.kind is Kind.MXFP4:
-                known = known and parameter.is_expert and version >= MARLIN
-            if not known:
-                raise ExportError(
-                    f"vLLM lays {parameter.name} of layer {slab.layer}, stored as "
-                    f"{parameter.form.kind.value}, out anew when it loads: that it stays in host "
-                    "memory then is not known"
-                )
+    for entry in placement.entries:
+        parameter = entry.unit.parameters[0]
+        known = parameter.form.kind in FORMS[entry.decode]
+        if parameter.form.kind is Kind.MXFP4:
+            known = known and parameter.is_expert and version >= MARLIN
+        if not known:
+            raise relaid("vLLM", parameter, entry.unit.layer)
 
 
 def _require_whole_graphs(stage: Stage) -> None:
@@ -253,14 +231,25 @@ def _uva_bytes(rule: Rule, placement: Placement, stage: Stage) -> int:
                 f"cannot skip layer {layer.index} as group_size {rule.group_size}, num_in_group "
                 f"{rule.num_in_group} does"
             )
-    return sum(entry.unit.nbytes for slab in placement.slabs for entry in slab.entries)
+    return placement.unit_bytes
 
 
-def _overshoot_notes(moved: list[EngineParameter], num_bytes: int) -> tuple[str, ...]:
-    more = sum(each.nbytes for each in moved) - num_bytes
-    if more <= 0:
-        return ()
-    return (
-        f"within layer {moved[-1].layer}, where the bytes run out, vLLM has its own parameter "
-        f"order: up to {format_bytes(more)} more than the plan says may lie on the host",
-    )
+VLLM = Engine(
+    name="vllm",
+    title="vLLM",
+    oldest=(0, 25, 0),
+    newest=(0, 33, 0),
+    pass_rules=PassRules(
+        copies_in_place=False, allocates_copies=False, copies_first_again=False, shares_blocks=True
+    ),
+    demand_rule=demand_rule,
+    kernels=find_kernels,
+    serve=serve,
+    # whole experts are divided among all ranks of a stage, if they are
+    rank_flags=("tensor-parallel-size", "pipeline-parallel-size", "enable-expert-parallel"),
+    command=("vllm", "serve"),
+    image="vllm/vllm-openai",
+    port=8000,
+    bind={"numa-bind": ()},
+    no_float16=FACTS["no_float16"],
+)

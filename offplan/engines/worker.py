@@ -7,7 +7,7 @@ from offplan.engines.engine import Version, family_of, format_version, join_flag
 from offplan.engines.export import export_plan
 from offplan.engines.runner import lower
 from offplan.engines.taken import StageTaken, Taken
-from offplan.engines.vllm import divide_vllm
+from offplan.engines.vllm import VLLM
 from offplan.errors import ExportError
 from offplan.plan import Plan
 from offplan.ranks import ONE_RANK, Ranks
@@ -43,7 +43,7 @@ def _require_ranks(plan: Plan, ranks: Ranks) -> None:
     command = f"offplan plan {shlex.quote(plan.model.source)} {options} --gpu-memory {size}"
     as_planned = ""
     if engine == "vllm" and goal.ranks != ONE_RANK:
-        as_planned = f", or start vLLM with {' '.join(join_flags(divide_vllm(goal.ranks)))}"
+        as_planned = f", or start vLLM with {' '.join(join_flags(VLLM.divide(goal.ranks)))}"
     raise ExportError(
         f"the plan is for {planned}, and vLLM was started on {ranks.label or 'one GPU'}: what each "
         f"GPU holds is another model then; plan for it ({command}){as_planned}"

@@ -34,8 +34,7 @@ def find_unused(question: Question, plan: Plan) -> Unused | None:
     for stage in question.held.pack(plan.offload.packing).stages:
         placement = place(stage, plan.offload)
         slot_bytes = max(slot_bytes, placement.slot_bytes)
-        for slab in placement.slabs:
-            for entry in slab.entries:  # codes and scales of a parameter are placed as one
-                sizes[slab.layer, entry.unit.name] += entry.unit.nbytes
+        for entry in placement.entries:  # codes and scales of a parameter are placed as one
+            sizes[entry.unit.layer, entry.unit.name] += entry.unit.nbytes
     (_, name), smallest_bytes = min(sizes.items(), key=lambda item: (item[1], item[0]))
     return Unused(unused_bytes, name, smallest_bytes, slot_bytes)

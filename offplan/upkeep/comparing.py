@@ -118,12 +118,11 @@ def _name(unit: Unit) -> str:
 def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int, str]]:
     """Return bytes and place of all that is not in GPU memory, by layer and name."""
     places: dict[tuple[int, str], tuple[int, str]] = {}
-    for slab in placement.slabs:
-        for entry in slab.entries:
-            key = slab.layer, _name(entry.unit)
-            # all parts of a parameter, its codes and its scales, have one name and one place
-            num_bytes = places.get(key, (0,))[0] + entry.unit.nbytes
-            places[key] = num_bytes, f"{store} ({entry.prefill.name}, {entry.decode.name})"
+    for entry in placement.entries:
+        key = entry.unit.layer, _name(entry.unit)
+        # all parts of a parameter, its codes and its scales, have one name and one place
+        num_bytes = places.get(key, (0,))[0] + entry.unit.nbytes
+        places[key] = num_bytes, f"{store} ({entry.prefill.name}, {entry.decode.name})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")
     return places

@@ -123,12 +123,12 @@ def _check_version(export: Export, startup: Startup) -> Iterator[Finding]:
         same = startup.version.startswith(f"{minor}.")
         text = f"{export.engine.title} {startup.version}"
         told = text if same else f"{text}; the plan was exported for {expected}"
-        yield Finding("version", "holds" if same else "drift", told)
+        yield _judge("version", same, told)
     for name, value in export.demand.environment.items() if startup.environment else ():
         found = startup.environment.get(name)
         same = found in (value, str(bool(int(value))))
         text = f"{name} is {found}; without {value} offloading is ignored"
-        yield Finding("environment", "holds" if same else "drift", text)
+        yield _judge("environment", same, text)
 
 
 def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
@@ -179,7 +179,7 @@ def _check_offload(
         if export.engine.name == "sglang":  # which counts dense layers, and moves nothing of them
             expected = sum(rules[0].selects_layer(layer.index) for layer in stage.layers)
         text = f"{startup.num_layers} layers are offloaded; the plan has {expected}"
-        yield Finding("layers", "holds" if startup.num_layers == expected else "drift", text)
+        yield _judge("layers", startup.num_layers == expected, text)
     least, most = _moved_bytes(export)
     told = "nothing"
     same = not moved
@@ -189,11 +189,8 @@ def _check_offload(
         same = least - slack <= startup.offloaded_bytes <= most + slack
     elif export.engine.name == "sglang":
         return  # whose log names no bytes
-    yield Finding(
-        "offload",
-        "holds" if same else "drift",
-        f"the log has {told} offloaded; the plan has {format_bytes(least)}",
-    )
+    text = f"the log has {told} offloaded; the plan has {format_bytes(least)}"
+    yield _judge("offload", same, text)
 
 
 def _check_memory(stage: Stage, export: Export, startup: Startup) -> Finding:
@@ -213,6 +210,10 @@ def _check_memory(stage: Stage, export: Export, startup: Startup) -> Finding:
     if startup.loaded_bytes <= expected + slack + ROUNDED_TO:
         return Finding("GPU memory", "holds", text)
     return Finding("GPU memory", "drift", f"{text}: what was to be offloaded is on the GPU")
+
+
+def _judge(subject: str, same: bool, text: str) -> Finding:
+    return Finding(subject, "holds" if same else "drift", text)
 
 
 def _moved_bytes(export: Export) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from offplan.engines.export import export_plan
 from offplan.engines.formats import render_export
 from offplan.engines.mxfp4 import lay_out_experts
 from offplan.engines.names import engine_parameters
-from offplan.engines.ranks import FACTS, REPEATS_NO_HEADS, split_layers
+from offplan.engines.ranks import FACTS, split_layers
 from offplan.engines.registry import ENGINES, find_engine
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError
@@ -114,7 +114,7 @@ def test_what_ranks_hold(architecture: str, ranks: Ranks, tmp_path: Path) -> Non
         pipeline_parallel=ranks.pipeline,
         expert_parallel=ranks.expert,
     )
-    too_many = ranks.tensor > 2 and architecture in REPEATS_NO_HEADS
+    too_many = ranks.tensor > 2 and architecture in FACTS["repeats_no_heads"]
     if too_many or (ranks.expert > 1 and model.experts is None):
         with pytest.raises(ExportError, match=r"no routed experts|heads of keys"):
             lower(model, goal, plan.workload)

@@ -22,7 +22,7 @@ from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan, join_flags
 from offplan.engines.formats import render_export
 from offplan.engines.runner import lower
-from offplan.engines.vllm import divide_vllm
+from offplan.engines.vllm import VLLM
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError, OffplanError
 from offplan.held.held import hold
@@ -202,7 +202,7 @@ def test_the_worker_of_a_rank_takes_what_its_share_has(
         with pytest.raises(ExportError, match="has no routed experts"):
             find_taken(plan, model, (0, 33, 0), ranks)
         return
-    config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
+    config = configure(tmp_path, path, *join_flags(VLLM.divide(ranks)))
     held = lower(model, plan.goal, plan.workload)
     assert len(held.stages) == ranks.pipeline
     for number, stage in enumerate(held.stages):
@@ -248,7 +248,7 @@ def test_ranks_that_the_plan_is_not_for_are_refused(
     seam: Any, planned: Ranks, started: Ranks, message: str, tmp_path: Path
 ) -> None:
     *_, path = write_plan(tmp_path, "Qwen3MoeForCausalLM", prefetch("mlp"), ranks=planned)
-    config = configure(tmp_path, path, *join_flags(divide_vllm(started)))
+    config = configure(tmp_path, path, *join_flags(VLLM.divide(started)))
     seam.patch.setattr(seam.worker, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     with pytest.raises(ExportError, match=message):
         start(seam, config)
@@ -328,7 +328,7 @@ def test_the_rows_of_a_rank_are_read_in_place(seam: Any, ranks: Ranks, tmp_path:
     path = real_vllm.write_config(tmp_path, "Qwen3ForCausalLM")
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
     *_, path = write_plan_of(path, ranks=ranks, embeddings="host")
-    config = configure(tmp_path, path, *join_flags(divide_vllm(ranks)))
+    config = configure(tmp_path, path, *join_flags(VLLM.divide(ranks)))
     for stage in range(ranks.pipeline):
         taken = seam.worker.take_plan(config, stage)
         offloader = seam.worker.PlanOffloader(taken, lambda: built)  # type: ignore[has-type]  # noqa: B023

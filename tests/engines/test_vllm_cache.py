@@ -15,7 +15,7 @@ from offplan.costs.predict import predict
 from offplan.costs.vllm_cache import cache_bytes
 from offplan.engines.export import export_plan
 from offplan.engines.runner import lower
-from offplan.engines.vllm import serve_vllm
+from offplan.engines.vllm import VLLM
 from offplan.errors import ExportError
 from offplan.held.held import hold
 from offplan.library.asking import pose
@@ -155,7 +155,7 @@ def test_the_stage_with_most_layers_tells(tmp_path: Path) -> None:
     planned_for = replace(held, planned=1)
     of_layer = 3 * BLOCK_TOKENS * first.layers[0].kv_cache.bytes_per_token
     plan = make_plan().model_copy(update={"workload": ask(256), "goal": goal})
-    given = serve_vllm(plan, planned_for, None)["kv-cache-memory-bytes"]
+    given = VLLM.serve(plan, planned_for, None)["kv-cache-memory-bytes"]
     assert given == (str(3 * of_layer),)
 
 
