@@ -99,4 +99,4 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
         packing=packing,
     )
     times_ps = float(prompt_ps[number, pattern]), float(step_ps[number, pattern])
-    return Found(float(values[number, pattern]), (0, 0, 1, 0), times_ps, lambda: offload)
+    return Found(float(values[number, pattern]), (0, 0, 0, 1, 0), times_ps, lambda: offload)

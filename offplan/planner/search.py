@@ -44,7 +44,7 @@ class Found(NamedTuple):
     value: float
     """As the search's aim weighs it."""
     rank: tuple[int, ...]
-    """How plain it is among equally good ones: rules, segments named, slots, layers of groups."""
+    """How plain it is among equally good ones: rules, bytes on the host, segments, slots, groups."""
     times_ps: tuple[float, float]
     """Picoseconds of the prompt, and of a decode step."""
     write: Callable[[], Offload]
@@ -229,7 +229,7 @@ class _Run:
                     continue
                 times = times[0] + more[0], times[1] + float(more[1])
             num_segments = sum(len(rule.cpu_offload_params) for rule in each.rules)
-            self.offer((len(each.rules), num_segments, 1, 0), times, write)
+            self.offer((len(each.rules), 0, num_segments, 1, 0), times, write)
 
     def list_pairs(self, firsts: Rows) -> Rows:
         """List the pairs of two rules whose estimates are better than the best plan so far."""
@@ -314,7 +314,7 @@ class _Run:
             prompt_ps = np.where(fits & more.has_same_flags, prompt_ps + more.prompt_ps, NEVER)
             step_ps = step_ps + more.step_ps
         values = self.aim.values(prompt_ps, step_ps)
-        ranks = self._rank(candidates)
+        ranks = self._rank(candidates, on_host)
         for number in np.argsort(values, kind="stable").tolist():
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
@@ -322,14 +322,15 @@ class _Run:
             write = partial(self._write_candidate, candidates, number)
             self.offer(tuple(ranks[number].tolist()), times, write)
 
-    def _rank(self, candidates: Candidates) -> Ints:
-        """Return how plain candidates are, [candidates, 4]."""
+    def _rank(self, candidates: Candidates, on_host: Ints) -> Ints:
+        """Return how plain candidates are, [candidates, 5]."""
         sizes = np.append(list_patterns(len(self.space.kind_of)).group_size, 0)
         segments = [len(option.segment_class.segments) for option in self.space.options]
         num_segments = np.append(segments, 0)
         return np.column_stack(
             [
                 1 + (candidates.second != NO_RULE),
+                on_host,
                 num_segments[candidates.first] + num_segments[candidates.second],
                 candidates.prefetch_step,
                 sizes[candidates.first_pattern] + sizes[candidates.second_pattern],
@@ -378,7 +379,7 @@ class _Run:
         return next(
             (
                 each
-                for each in sorted(good, key=lambda each: (each.rank, each.value))
+                for each in sorted(good, key=lambda each: (each.rank[0], each.value, each.rank))
                 if self.searcher.can_export(each.offload, self.room.budget)
             ),
             None,
