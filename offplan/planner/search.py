@@ -44,7 +44,7 @@ class Found(NamedTuple):
     value: float
     """As the search's aim weighs it."""
     rank: tuple[int, ...]
-    """How plain it is among equally good ones: rules, bytes on the host, segments, slots, groups."""
+    """How plain it is among equally good ones: rules, host bytes, segments, slots, groups."""
     times_ps: tuple[float, float]
     """Picoseconds of the prompt, and of a decode step."""
     write: Callable[[], Offload]
