@@ -62,7 +62,10 @@ def test_every_knob_takes_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "steps"),
     [
-        ("vllm", {"rule 1: max_bytes 128 KiB -> 120 KiB", "rule 1: max_bytes 128 KiB -> 136 KiB"}),
+        (
+            "vllm",
+            {"rule 1: max_bytes 132 KiB -> 123.8 KiB", "rule 1: max_bytes 132 KiB -> 140.2 KiB"},
+        ),
         ("sglang", {"rule 1: group_size 1 -> 2", "prefetch_step 1 -> 2"}),
     ],
 )
