@@ -133,10 +133,8 @@ class Walk:
         self.stage: Stage = hold(self.model, self.plan.offload.packing)
         self.placement: Placement = place(self.stage, self.plan.offload)
         self.slab: Slab = next(slab for slab in self.placement.slabs if slab.layer == 13)
-        second = self.plan.offload.rules[1]
-        self.in_second = [
-            slab.layer for slab in self.placement.slabs if second.selects_layer(slab.layer)
-        ]
+        self.whole = [slab for slab in self.placement.slabs if len(slab.entries) == 2]
+        """Slabs of layers that both rules take; the second one takes all others by itself."""
         workload, budget = self.plan.workload, self.plan.budget
         self.prediction: Prediction = derive_stage(
             self.stage, self.machine, workload, budget, self.plan.offload
@@ -147,11 +145,10 @@ class Walk:
         stage, memory = self.stage, self.prediction.gpu_memory
         embedding = self.placement.host_embedding
         assert embedding is not None
-        first, *second = self.slab.entries
+        first, second = (entry.unit.nbytes for entry in self.slab.entries)
         yield from (stage.loaded_bytes, embedding.nbytes, self.plan.budget.gpu_memory)
-        yield from (first.unit.nbytes, 36 * first.unit.nbytes, self.placement.slot_bytes)
-        taken = sum(entry.unit.nbytes for entry in second)
-        yield from (taken, len(self.in_second) * taken, 4 * taken)
+        yield from (first, len(self.whole) * first, self.placement.slot_bytes)
+        yield from (second, len(self.placement.slabs) * second, first + second)
         yield from (memory.resident_bytes, memory.ring_bytes, memory.kv_cache_bytes)
         yield from (memory.activation_bytes, memory.overhead_bytes, memory.total_bytes)
         yield memory.overhead_bytes - self.machine.gpu_overhead.value
@@ -168,30 +165,35 @@ class Walk:
     def times(self) -> Iterator[str]:
         """Times that the page names, as it names them."""
         machine, workload = self.machine, self.plan.workload
-        first, *second = self.slab.entries
+        sizes = [entry.unit.nbytes for entry in self.slab.entries]
         compute = ModelCompute(self.stage, machine)
         step = compute.price(decode_shape(workload))
         prompt = compute.price(*prefill_shapes(workload, self.plan.offload.prefill_chunk))
-        copy_s = machine.copy_seconds(first.unit.nbytes)
-        taken = sum(entry.unit.nbytes for entry in second)
+        copy_s, short_s = machine.copy_seconds(sum(sizes)), machine.copy_seconds(sizes[1])
+        num_whole = len(self.whole)
+        num_short = len(self.placement.slabs) - num_whole
         yield f"= {copy_s * 1e6:,.1f} us"
-        yield f"takes {taken / machine.uva.value * 1e6:,.1f} us"
         yield f"computes for {step.layer_ps[13] / 1e6:.1f} us"
-        yield f"| {36 * copy_s * 1e3:.3f} |"
-        yield f"| {len(self.in_second) * taken / machine.uva.value * 1e3:.3f} |"
+        yield f"| {num_whole} x {copy_s * 1e6:,.1f} us | {num_whole * copy_s * 1e3:.3f} |"
+        yield f"| {num_short} x {short_s * 1e6:,.1f} us | {num_short * short_s * 1e3:.3f} |"
         yield f"+ {step.outside_ps / 1e6:.1f} us"
         yield f"= {to_seconds(step.resident_ps) * 1e3:.3f} ms"
         decode, prefill = self.prediction.decode, self.prediction.prefill
-        assert decode.step_s == decode.bound_s == decode.link_s
+        assert decode.bound_s == decode.link_s
+        assert decode.step_s - decode.bound_s == pytest.approx(step.layer_ps[1] * 1e-12)
+        layer, whole = f"{step.layer_ps[1] / 1e6:.1f} us", f"{decode.step_s * 1e3:.2f} ms"
+        yield f"takes {layer} more than its bound: {whole}"
+        yield f"is {100 * (decode.step_s / decode.bound_s - 1):.1f} % above its bound"
         yield f"| link | | {decode.link_s * 1e3:.3f} |"
         yield f"busy for {prefill.link_s * 1e3:.2f} ms"
         yield f"bound is {prefill.bound_s * 1e3:.2f} ms"
         assert prefill.link_s - prefill.bound_s == pytest.approx(2 * copy_s)
-        waits = [prompt.layer_ps[0], prompt.layer_ps[35], prompt.outside_ps]
+        waits = [*prompt.layer_ps[:2], prompt.layer_ps[35], prompt.outside_ps]
         assert prefill.step_s - prefill.bound_s == pytest.approx(sum(waits) * 1e-12)
         yield f"takes {(prefill.step_s - prefill.bound_s) * 1e3:.2f} ms more"
-        yield f"({waits[0] * 1e-9:.2f} ms)"
-        yield f"({waits[1] * 1e-9:.2f} + {waits[2] * 1e-9:.2f} ms)"
+        assert waits[0] == waits[1]
+        yield f"(2 x {waits[0] * 1e-9:.2f} ms)"
+        yield f"({waits[2] * 1e-9:.2f} + {waits[3] * 1e-9:.2f} ms)"
         yield f"{prefill.step_s * 1e3:.2f} ms + 127 x {decode.step_s * 1e3:.3f} ms"
         yield f"= {self.prediction.objective_s:.3f} s"
 
@@ -228,7 +230,8 @@ def test_the_walk_shows_the_slab(walk: Walk) -> None:
         for entry in walk.slab.entries
     ]
     assert "\n".join(rows) in WALKED
-    assert walk.in_second == list(range(12, 25))
+    resident = set(range(36)) - {slab.layer for slab in walk.placement.slabs}
+    assert resident == {0, 12, 24}
 
 
 def test_the_walk_follows_the_ring(walk: Walk) -> None:
@@ -242,8 +245,8 @@ def test_the_walk_follows_the_ring(walk: Walk) -> None:
                 ran = operation.layer
             elif isinstance(operation, Copy):
                 following[ran] = operation.span.layer
-        assert (following[11], following[13], following[35]) == (13, 15, 1)
-        assert len(following) == 36
+        assert [following[layer] for layer in (10, 13, 34, 35)] == [13, 15, 2, 1]
+        assert len(following) == 33
 
 
 def test_the_cost_model_names_the_constants() -> None:

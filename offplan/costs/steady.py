@@ -136,6 +136,7 @@ def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> 
     of_one = replace(
         prompt,
         compute_ps=-(-prompt.compute_ps // passes[:, None]),
+        read_ps=-(-prompt.read_ps // passes[:, None]),
         outside_ps=np.zeros_like(passes),
     )
     first = prompt.later - prompt.num_turns if engine.allocates_copies else prompt.slot

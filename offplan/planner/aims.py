@@ -5,7 +5,6 @@ A value is a bound where the times are bounds.
 
 import sys
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +44,21 @@ class Fastest:
         kept = (prompt_ps <= self.limits_ps[0]) & (step_ps <= self.limits_ps[1])
         return np.where(kept, self.weights[0] * prompt_ps + self.weights[1] * step_ps, NEVER)
 
-    def exact(self, prompt_ps: int, step_ps: Fraction) -> Fraction:
-        """Weigh times that keep the limits, without rounding."""
-        return self.weights[0] * prompt_ps + Fraction(self.weights[1]) * step_ps
+    tolerance = 0.0
+
+
+@dataclass(frozen=True)
+class Soonest:
+    """The earliest first token, among plans that take hardly more time in all."""
+
+    fastest: Fastest
+    most: float
+    """The largest value of ``fastest`` that is as good as the least."""
+    tolerance = 0.01
+
+    def values(self, prompt_ps: Floats, step_ps: Floats) -> Floats:
+        """Return the prompt's time, NEVER for what takes too long in all."""
+        return np.where(self.fastest.values(prompt_ps, step_ps) <= self.most, prompt_ps, NEVER)
 
 
 @dataclass(frozen=True)
@@ -61,14 +72,10 @@ class Nearest:
         first, second = (max(1.0, limit) for limit in self.limits_ps)
         return np.maximum(1.0, np.maximum(prompt_ps / first, step_ps / second))
 
-    def exact(self, prompt_ps: int, step_ps: Fraction) -> Fraction:
-        """Do the same for one plan, without rounding."""
-        times = Fraction(prompt_ps), step_ps
-        pairs = zip(times, self.limits_ps, strict=True)
-        return max([Fraction(1), *(t / Fraction(max(1.0, s)) for t, s in pairs if s != NEVER)])
+    tolerance = 0.0
 
 
 WITHIN = 1 + sys.float_info.epsilon
 """The least float above the value that ``Nearest`` gives plans that keep both limits."""
 
-Aim = Fastest | Nearest
+Aim = Fastest | Soonest | Nearest

@@ -8,12 +8,16 @@ from offplan.costs.floor import Floor, find_floor
 from offplan.costs.predict import predict
 from offplan.costs.timeline import PS_PER_S
 from offplan.plan import Budget, Offload, Plan
-from offplan.planner.aims import NEVER, Fastest, limits_ps
+from offplan.planner.aims import NEVER, Fastest, Soonest, limits_ps
 from offplan.planner.infeasible import explain_infeasible
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import MAX_RULES, Searcher
 from offplan.planner.space import Space, find_room
+
+ALIKE = 1.01
+"""Requests that take up to this multiple of the fastest are as good. Source: chosen, since
+predictions are off by more."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,16 @@ class PlanResult:
     """A plan, and what it took to find it."""
 
     plan: Plan
+    best_s: float
+    """Seconds of a request by the fastest plan found: this one takes at most ALIKE times that."""
     num_candidates: int
     """Plans of at most one rule that fit the budget."""
     num_priced: int
-    """Plans whose timeline was run; proven bounds ruled out all others."""
+    """Plans whose timeline was run on the way to the fastest one."""
     second_rule_gain: float
-    """Time of the best plan of at most one rule over this plan's; 1 where it has no second."""
+    """Time of the fastest plan of at most one rule over that of the fastest; at least 1."""
     max_rules: int
-    """The search was exact over plans of up to so many rules."""
+    """Plans of up to so many rules were searched."""
     floor: Floor
     """What no plan of this budget can beat."""
 
@@ -51,8 +57,13 @@ def find_plan(searcher: Searcher, question: Question, below_s: float = NEVER) ->
         if search.gpu_lack or search.host_lack or (below_s == NEVER and not goal.targets):
             raise explain_infeasible(searcher, question, search)
         return None
+    fastest = chosen = search.best
+    if question.workload.num_steps:  # else the first token is all
+        soonest = Soonest(aim, ALIKE * fastest.value)
+        chosen = find_best(searcher, question.budget, soonest, rival=fastest).best or fastest
     return PlanResult(
-        plan=write_plan(searcher, question, search.best.offload),
+        plan=write_plan(searcher, question, chosen.offload),
+        best_s=fastest.value / PS_PER_S,
         num_candidates=search.num_candidates,
         num_priced=search.num_priced,
         second_rule_gain=search.second_rule_gain,

@@ -63,8 +63,7 @@ def _explain_engine(
 
     @cache
     def find(name: str, num_bytes: int) -> Found | None:
-        room = find_room(space, given.model_copy(update={name: num_bytes}))
-        return searcher.find(room, any_plan).best
+        return searcher.find(given.model_copy(update={name: num_bytes}), any_plan).best
 
     def finds(name: str, num_bytes: int) -> bool:
         return find(name, num_bytes) is not None

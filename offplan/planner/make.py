@@ -20,12 +20,12 @@ from offplan.units import format_budget, format_bytes, format_seconds
 def make_plan(question: Question) -> PlanResult:
     """Find the plan that a question asks for.
 
-    With the objective ``latency`` that is the one of the least time for prompt and output tokens;
-    with ``throughput`` the batch of most tokens a second is chosen first. Exact over the space that
-    ``planner.space`` states; the same question gives the same plan, byte for byte. Raises
-    InfeasibleError when no plan fits, with the shortfall, and when none keeps the targets, with the
-    nearest (exactly: no plan's worse excess is less) and the GPU memory that would do; with the
-    longest context that has a plan, where a shorter one has.
+    With the objective ``latency`` that is one of those that take, to 1 %, the least time for prompt
+    and output tokens: the one of the earliest first token, then of the fewest rules. With
+    ``throughput`` the batch of most tokens a second is chosen first. The same question gives the
+    same plan, byte for byte. Raises InfeasibleError when no plan fits, with the shortfall, and when
+    none keeps the targets, with the nearest and the GPU memory that would do; with the longest
+    context that has a plan, where a shorter one has.
     """
     if question.goal.objective == "throughput":
         if best := plan_throughput(question):

@@ -1,12 +1,9 @@
 """The best plan over what may be packed: nothing, all, or the fewest layers that make all fit.
 
-With nothing packed and with all the search is exact. Between them only plans that then need nothing
-off the GPU are tried: they pay for packing in as few layers as a group pattern can say. More memory
-never makes the best of these slower, as it does not for each packing by itself.
+Between them only plans that then need nothing off the GPU are tried: they pay for packing in as few
+layers as a group pattern can say. More memory never makes the best of these slower, as it does not
+for each packing by itself.
 """
-
-from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 
@@ -24,31 +21,34 @@ def find_best(
     aim: Aim,
     limit: float = NEVER,
     max_rules: int = MAX_RULES,
+    rival: Found | None = None,
 ) -> Search:
-    """Find the best plan of a budget, of a value below ``limit``: packed only if that is faster."""
+    """Find the best plan of a budget, of a value below ``limit``: packed only if that is better.
+
+    A ``rival``, a plan of that budget, is chosen where it is as good and plainer.
+    """
     packed = searcher.packed
     if packed is None:
-        return searcher.find(find_room(searcher.space, budget), aim, limit, max_rules)
-    searches, most = [], limit
+        return searcher.find(budget, aim, limit, max_rules, rival)
     fewest = _find_fewest(searcher.space, packed.space, budget, aim)
-    if fewest is not None and fewest.value < limit:
-        searches, most = [Search(best=fewest, single=fewest)], float(fewest.value)
+    if rival is None and fewest is not None and fewest.value < limit:
+        rival = fewest
     fits = find_room(searcher.space, budget).lacking_bytes.min() <= 0
+    searches: list[Search] = []
     # the better one first, since little of the other is then looked at
     for each in (searcher, packed) if fits else (packed, searcher):
-        if _least_value(each.space, aim) >= most and any(search.best for search in searches):
-            continue  # not even with everything resident
-        searches.append(each.find(find_room(each.space, budget), aim, most, max_rules))
-        if searches[-1].best is not None:
-            most = float(searches[-1].best.value)
-    # each is better than those before it
-    chosen = next((search for search in reversed(searches) if search.best), searches[0])
-    return replace(
-        chosen,
-        num_candidates=sum(search.num_candidates for search in searches),
-        num_priced=sum(search.num_priced for search in searches),
-        gpu_lack=min(search.gpu_lack for search in searches),
-        host_lack=min(search.host_lack for search in searches),
+        if rival is None or _least_value(each.space, aim) < rival.value:
+            if rival is not None and not aim.tolerance:
+                limit = rival.value
+            searches.append(each.find(budget, aim, limit, max_rules, rival))
+            rival = searches[-1].best
+    return Search(
+        rival,
+        min((search.single for search in searches), default=NEVER),
+        sum(search.num_candidates for search in searches),
+        sum(search.num_priced for search in searches),
+        min((search.gpu_lack for search in searches), default=0),
+        min((search.host_lack for search in searches), default=0),
     )
 
 
@@ -86,18 +86,17 @@ def _find_fewest(plain: Space, packed: Space, budget: Budget, aim: Aim) -> Found
     if values[number, pattern] == NEVER:
         return None
     patterns, setting = list_patterns(len(plain.kind_of)), plain.settings[number]
-    return Found(
-        aim.exact(int(prompt_ps[number, pattern]), Fraction(int(step_ps[number, pattern]))),
-        (),
-        Offload(
-            prefill_chunk=setting.prefill_chunk,
-            embeddings=setting.embeddings,
-            store=plain.machine.store,
-            packing=Packing(
-                group_size=int(patterns.group_size[pattern]),
-                num_in_group=int(patterns.num_in_group[pattern]),
-                output_head=packed.packing is not None and packed.packing.output_head,
-                leave_unpacked=() if packed.packing is None else packed.packing.leave_unpacked,
-            ),
-        ),
+    packing = Packing(
+        group_size=int(patterns.group_size[pattern]),
+        num_in_group=int(patterns.num_in_group[pattern]),
+        output_head=packed.packing is not None and packed.packing.output_head,
+        leave_unpacked=() if packed.packing is None else packed.packing.leave_unpacked,
     )
+    offload = Offload(
+        prefill_chunk=setting.prefill_chunk,
+        embeddings=setting.embeddings,
+        store=plain.machine.store,
+        packing=packing,
+    )
+    times_ps = float(prompt_ps[number, pattern]), float(step_ps[number, pattern])
+    return Found(float(values[number, pattern]), (0, 0, 0, 1, 0), times_ps, lambda: offload)

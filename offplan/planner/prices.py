@@ -1,6 +1,5 @@
 """Exact memory and times of candidates, many at once."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,11 +15,12 @@ from offplan.costs.steady import (
     step_ps,
 )
 from offplan.placement import Phase, build_slab, off_gpu_bytes
+from offplan.planner.aims import Floats
 from offplan.planner.patterns import list_patterns
 from offplan.planner.space import Option, Space
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+
 
 NO_RULE = -1
 """Stands for a rule that a candidate does not have, and for its pattern."""
@@ -55,9 +55,8 @@ class Content(NamedTuple):
     """Bytes that stream through the ring in decode."""
     prompt_copy_ps: Any = 0
     step_copy_ps: Any = 0
-    step_read_bytes: Any = 0
-    """Bytes that a decode step reads at use."""
     step_read_ps: Any = 0
+    """What a decode step reads in place."""
     kept_read_ps: Any = 0
     """What of that remains when the ring keeps what prefill streamed."""
 
@@ -68,16 +67,16 @@ class Prices:
 
     space: Space
     _contents: list[Content] = field(default_factory=list)
-    _prompt_reads: list[list[list[int]]] = field(default_factory=list)
+    _prompt_reads: list[list[int]] = field(default_factory=list)
     _numbers: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Ints] = field(default_factory=dict)
     _arrays: tuple[Content, Ints] = (Content(), np.zeros(0, dtype=np.int64))
 
     @property
     def contents(self) -> tuple[Content, Ints]:
-        """All contents so far, a row each, and what prompts read of them in place.
+        """All contents so far, a row each, and what prompts take to read of them in place.
 
-        The latter are picoseconds and bytes for each setting, [contents, 2, settings].
+        The latter are picoseconds, [contents, settings].
         """
         if len(self._arrays[1]) < len(self._contents):
             columns = np.array(self._contents, dtype=np.int64).T
@@ -93,18 +92,16 @@ class Prices:
             self._prompt_reads.append(reads)
         return self._numbers[kind, options]
 
-    def _price(self, kind: int, options: list[Option]) -> tuple[Content, list[list[int]]]:
+    def _price(self, kind: int, options: list[Option]) -> tuple[Content, list[int]]:
         space, layout = self.space, self.space.stage.layout
-        chosen = [
-            (unit, rule)
+        rules = {
+            id(unit): option.rule(1, 1)
             for option in options
-            for rule in (option.rule(1, 1),)
             for unit in space.taken[option.segment_class][kind]
-        ]
+        }
+        chosen = [(unit, rules[id(unit)]) for unit in space.units[kind] if id(unit) in rules]
         if not chosen:
-            nothing = [0] * len(space.settings)
-            return Content(), [nothing, nothing]
-        chosen.sort(key=lambda pair: space.units[kind].index(pair[0]))
+            return Content(), [0] * len(space.settings)
         slab = build_slab(chosen)
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
@@ -112,7 +109,6 @@ class Prices:
         in_prefill = [(u, rule.prefill) for u, rule in chosen if not rule.prefill.streams]
         in_decode = [(u, rule.decode) for u, rule in chosen if not rule.decode.streams]
         never = [(u, rule.decode) for u, rule in chosen if not any(rule.streams)]
-        step_ps, step_bytes = space.step_reads(in_decode)
         content = Content(
             unit_bytes=sum(
                 off_gpu_bytes(layout.gpu_bytes(unit.tensors), rule.prefill, rule.decode)
@@ -125,11 +121,10 @@ class Prices:
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
-            step_read_bytes=step_bytes,
-            step_read_ps=step_ps,
+            step_read_ps=space.step_reads(in_decode)[0],
             kept_read_ps=space.step_reads(never)[0],
         )
-        return content, [*space.prompt_reads(in_prefill)]
+        return content, space.prompt_reads(in_prefill)[0]
 
     def _table(self, first: int, second: int) -> Ints:
         """Numbers of contents, [kinds, 4]: by whether the first and the second rule take it."""
@@ -173,14 +168,10 @@ class Prices:
         off_gpu = contents.unit_bytes[numbers].sum(axis=1) - ring
         return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
 
-    def price(
-        self, candidates: Candidates, wanted: Callable[[Floats], NDArray[np.bool_]]
-    ) -> tuple[Ints, Ints, Ints, Ints]:
-        """Price both phases, exactly as the candidates' schedules would be, on an engine or not.
+    def price(self, candidates: Candidates) -> tuple[Floats, Floats]:
+        """Price both phases as the candidates' schedules would be, on an engine or not.
 
-        Candidates whose prompt is not ``wanted``, which is told its picoseconds, are left out.
-        Returns the others by number, with the picoseconds of their prompts and, as numerator and
-        denominator, of their decode steps.
+        Returns the picoseconds of each one's prompt and decode step, rounded to floats at the end.
         """
         space, setting = self.space, candidates.setting
         numbers = self._contents_of(candidates)
@@ -188,7 +179,7 @@ class Prices:
         table, row_ps = space.table, space.table.row_ps[setting]
         prompt = PassTable(
             compute_ps=table.layer_ps[setting],
-            read_ps=prompt_reads[numbers, 0, setting[:, None]],
+            read_ps=prompt_reads[numbers, setting[:, None]],
             span_bytes=contents.prompt_bytes[numbers],
             copy_ps=contents.prompt_copy_ps[numbers],
             outside_ps=table.outside_ps[setting],
@@ -206,12 +197,8 @@ class Prices:
             prefetch_step=candidates.prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
-        engine = space.stage.runner.pass_rules
-        if engine is not None:
+        if (engine := space.stage.runner.pass_rules) is not None:
             prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
-        else:
-            prompts_ps = prompt_ps(prompt, step, space.slowdown)
-        rows = np.flatnonzero(wanted(prompts_ps.astype(float)))
-        if engine is not None:
-            return rows, prompts_ps[rows], engine_step_ps(engine, step[rows]), np.ones_like(rows)
-        return rows, prompts_ps[rows], *step_ps(step[rows], space.slowdown)
+            return prompts_ps.astype(float), engine_step_ps(engine, step).astype(float)
+        over, under = step_ps(step, space.slowdown)
+        return prompt_ps(prompt, step, space.slowdown).astype(float), over / under

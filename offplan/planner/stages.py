@@ -19,7 +19,6 @@ from offplan.held.stage import Stage
 from offplan.placement import place
 from offplan.plan import Offload
 from offplan.planner.aims import Floats
-from offplan.planner.bounds import LoadTable, Rules, bound_times, sum_up
 from offplan.planner.classes import SegmentClass
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
@@ -29,8 +28,8 @@ from offplan.planner.space import Option, Setting, Space
 class OtherStages(NamedTuple):
     """What candidates take in all other stages; an entry for each candidate."""
 
-    prompt_ps: Ints
-    step_ps: tuple[Fraction, ...]
+    prompt_ps: Floats
+    step_ps: Floats
     has_same_flags: NDArray[np.bool_]
     """Whether each stage has as many slots, and something that the rule takes."""
     host_bytes: Ints
@@ -86,28 +85,12 @@ class StagePrices(Prices):
         layers = (remainders >= sizes - numbers).astype(np.int64)
         return np.vstack([layers, np.zeros_like(layers[:1])])
 
-    def least_loads(self, rules: Rules) -> LoadTable:
-        """Return what no pattern of each of the largest stage's rules takes less than here."""
-        kinds = range(len(self.space.units))
-        numbers = np.array(
-            [[self.number(k, (o,)) for k in kinds] for o in range(len(self.space.options))]
-        )
-        sizes = np.array([len(patterns) for patterns in rules.patterns])
-        of_kind = (self._kind_of[:, None] == np.arange(len(kinds))).astype(np.int64)
-        counts = self._layers[np.concatenate(rules.patterns)] @ of_kind
-        layers = numbers[np.repeat(rules.option, sizes)]
-        starts = np.cumsum(sizes) - sizes
-        least = sum_up(self.space, self, layers, counts, in_bytes=False).least_from(starts)
-        return LoadTable(least.plain[:, starts], least.by_setting[..., starts])
-
 
 @dataclass(frozen=True)
 class Stages:
     """The stages of a pipeline but for the largest one, which is searched."""
 
     largest: Space
-    rules: Rules
-    """Rules of the largest stage."""
 
     @cached_property
     def _prices(self) -> list[tuple[int, StagePrices]]:
@@ -135,37 +118,18 @@ class Stages:
         prompt_ps, step_ps = np.asarray(times).tolist()
         return prompt_ps, step_ps
 
-    @cached_property
-    def _least(self) -> list[LoadTable]:
-        return [prices.least_loads(self.rules) for _, prices in self._prices]
-
-    def bound(self, first: Ints, setting: Ints, num_slots: Ints) -> tuple[Floats, Floats]:
-        """Bound the picoseconds that plans of one rule take here, prompt and step."""
-        prompt_ps, step_ps = np.zeros(len(first)), np.zeros(len(first))
-        for (count, prices), least in zip(self._prices, self._least, strict=True):
-            loads = [least.at(first, setting)]
-            times = bound_times(prices.space, loads, setting, num_slots)
-            prompt_ps, step_ps = prompt_ps + count * times[0], step_ps + count * times[1]
-        return prompt_ps, step_ps
-
     def price(self, candidates: Candidates) -> OtherStages:
-        """Price candidates of one rule exactly."""
-        prompt_ps = np.zeros(len(candidates.setting), dtype=np.int64)
-        step_ps = [Fraction(0)] * len(prompt_ps)
-        same, host_bytes = np.ones(len(prompt_ps), dtype=bool), np.zeros_like(prompt_ps)
+        """Price candidates of one rule."""
+        prompt_ps, step_ps = np.zeros(len(candidates.setting)), np.zeros(len(candidates.setting))
+        same, host_bytes = np.ones(len(prompt_ps), dtype=bool), np.zeros(len(prompt_ps), np.int64)
         for count, prices in self._prices:
             _, on_host, num_turns = prices.weigh(candidates)
             takes = (on_host > 0) | (candidates.first == NO_RULE)
             same &= takes & (num_turns >= candidates.prefetch_step)
             host_bytes += count * on_host
-            _, prompts, over, under = prices.price(candidates, np.isfinite)
-            prompt_ps += count * prompts
-            steps = zip(over.tolist(), under.tolist(), strict=True)
-            step_ps = [
-                sum_ps + count * Fraction(*each)
-                for sum_ps, each in zip(step_ps, steps, strict=True)
-            ]
-        return OtherStages(prompt_ps, tuple(step_ps), same, host_bytes)
+            times = prices.price(candidates)
+            prompt_ps, step_ps = prompt_ps + count * times[0], step_ps + count * times[1]
+        return OtherStages(prompt_ps, step_ps, same, host_bytes)
 
     def price_offload(self, offload: Offload, setting: int) -> tuple[int, Fraction] | None:
         """Price a decision by its schedules; None where it takes nothing of some stage."""

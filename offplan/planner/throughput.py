@@ -28,8 +28,7 @@ def plan_throughput(question: Question) -> PlanResult | None:
         nonlocal best
         tried.add(batch)
         sized = question.with_workload(batch=batch)
-        tokens = batch * question.workload.output_tokens
-        below_s = NEVER if best is None else tokens / tokens_per_s(best.plan)
+        below_s = NEVER if best is None else batch * best.best_s / best.plan.workload.batch
         searcher = Searcher(Space(sized))
         if not any(_may_fit(space) for space in searcher.spaces):
             return

@@ -165,7 +165,7 @@ def test_analyze_json(cli: CLI) -> None:
     assert data["plan"]["offload"]["rules"]
     assert data["infeasible"] is None
     assert data["why"]["reasons"]
-    searched = {"num_candidates", "num_priced", "second_rule_gain", "max_rules"}
+    searched = {"best_s", "num_candidates", "num_priced", "second_rule_gain", "max_rules"}
     assert data["why"].keys() == searched | {"basis", "reasons", "floor", "gap", "crossovers"}
 
 

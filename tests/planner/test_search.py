@@ -1,4 +1,4 @@
-"""The search: exact, as if every plan were looked at; within the budget and above the floor."""
+"""The search: nearly as if every plan were looked at; within the budget and above the floor."""
 
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ from tests.planner.cases import (
     UNLIMITED,
     WORKLOAD,
     ask,
+    assert_fastest,
     budget_for,
     models,
     plan_for,
@@ -50,8 +51,7 @@ def test_one_rule_equals_brute_force(name: str, share: float, h2d: float) -> Non
     question = ask(MODELS[name], make_machine(h2d=h2d, uva=0.8 * h2d), share)
     result = make_plan(question)
     expected = min(each.objective_s for each in BruteForce(question, (600, 512)).singles)
-    best_single = result.plan.prediction.objective_s * result.second_rule_gain
-    assert best_single == pytest.approx(expected, rel=1e-12)
+    assert result.best_s * result.second_rule_gain == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.slow
@@ -94,14 +94,14 @@ def test_two_rules_equal_brute_force(
     layers: list[Shapes], share: float, h2d: float, num_rules: int
 ) -> None:
     question = ask(make_model(layers), make_machine(h2d=h2d, uva=0.8 * h2d), share, SHORT)
-    plan = make_plan(question).plan
+    result = make_plan(question)
     found = BruteForce(question, (512,))
     single, pair = (
         min(each.objective_s for each in plans) for plans in (found.singles, found.pairs)
     )
     assert (pair < single) == (num_rules == 2), "choose a case of so many rules"
-    assert plan.prediction.objective_s == pytest.approx(min(single, pair), rel=1e-12)
-    assert len(plan.offload.rules) == num_rules
+    assert_fastest(result, min(single, pair))
+    assert (result.second_rule_gain > 1) == (num_rules == 2)
 
 
 @pytest.mark.parametrize(("name", "share"), [("dense", 0.3), ("moe", 0.5)])
@@ -119,8 +119,7 @@ def test_nothing_on_a_second_gpu_is_read_in_place(name: str, share: float) -> No
     }
     assert (plan.offload.store, plan.machine.h2d, plan.machine.link) == ("peer", 20e9, "peer GPU")
     expected = min(each.objective_s for each in BruteForce(question, (600, 512)).singles)
-    best_single = plan.prediction.objective_s * result.second_rule_gain
-    assert best_single == pytest.approx(expected, rel=1e-12)
+    assert result.best_s * result.second_rule_gain == pytest.approx(expected, rel=5e-3)
 
 
 def test_an_embedding_on_the_host_takes_none_of_a_second_gpu() -> None:
@@ -202,4 +201,4 @@ def test_a_second_rule_is_accounted_for() -> None:
     assert result.second_rule_gain > 1
     reasons = " ".join(explain_plan(result))
     assert f"one rule takes {100 * (result.second_rule_gain - 1):.1f} % longer" in reasons
-    assert "no plan of up to two rules is faster" in reasons
+    assert "no faster plan of up to two rules was found" in reasons

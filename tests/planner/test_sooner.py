@@ -7,10 +7,9 @@ import pytest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.timeline import PS_PER_S
-from offplan.held.held import hold
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
-from offplan.plan import Plan, Workload
+from offplan.plan import Plan
 from offplan.planner.aims import Fastest, limits_ps
 from offplan.planner.make import make_plan
 from offplan.planner.packed import find_best
@@ -37,25 +36,19 @@ def plan_twice(model: Model, gib: int, max_ttft_s: float | None = None) -> tuple
 
 
 def test_a_much_sooner_first_token_for_hardly_more(model: Model) -> None:
-    plan, sooner = plan_twice(model, 7)
+    plan, sooner = plan_twice(model, 9)
     assert sooner is not None
     before, after = plan.prediction, sooner.prediction
     # the target is rounded to two digits
     assert after.prefill.step_s < 1.05 * before.prefill.step_s / WORTH_TELLING
     assert before.objective_s < after.objective_s < HARDLY_MORE * before.objective_s
-    assert plan_twice(model, 7, sooner.goal.max_ttft_s)[1] is None
+    assert plan_twice(model, 9, sooner.goal.max_ttft_s)[1] is None
 
 
-@pytest.mark.parametrize(
-    ("machine", "share", "prompt"), [("rtx4090", 0.4, 2000), ("h100", 0.3, 8000)]
-)
-def test_one_that_two_rules_alone_make(
-    model: Model, machine: str, share: float, prompt: int
-) -> None:
+def test_one_that_two_rules_alone_make(model: Model) -> None:
     """No plan of one rule has its first token as soon for as little."""
-    memory = int(share * hold(model).loaded_bytes) + 2 * GIB
-    workload = Workload(prompt_tokens=prompt, context=prompt + 512)
-    question = ask(model, load_machine(machine), workload, gpu_memory=memory)
+    machine = load_machine("rtx4090")
+    question = ask(model, machine, gpu_memory=10 * GIB, packing=False)
     result = make_plan(question)
     sooner = find_sooner(question, result)
     assert sooner is not None
@@ -74,5 +67,5 @@ def test_none_where_everything_fits(model: Model) -> None:
 
 
 def test_the_answer_says_so(cli: CLI) -> None:
-    asked = ("analyze", CONFIG, "--machine", "rtx4090", "--gpu-memory", "7GiB", "--no-packing")
-    assert "takes 0.8% longer in all: --max-ttft 860ms" in " ".join(cli(*asked).out.split())
+    asked = ("analyze", CONFIG, "--machine", "rtx4090", "--gpu-memory", "9GiB", "--no-packing")
+    assert "takes 1.5% longer in all: --max-ttft 520ms" in " ".join(cli(*asked).out.split())

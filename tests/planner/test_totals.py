@@ -1,0 +1,53 @@
+"""What is found beside what an exhaustive search found, which proved that no plan was faster."""
+
+import json
+from functools import cache
+from statistics import median
+
+import pytest
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.library.asking import ask
+from offplan.library.machines import load_machine
+from offplan.plan import Workload
+from offplan.planner.find import ALIKE
+from offplan.planner.make import make_plan
+from tests.cli import ROOT
+
+TOTALS = ROOT / "tests" / "planner" / "totals.json"
+"""Questions about real models, with the seconds of the fastest plan of up to two rules."""
+
+
+@cache
+def read(name: str) -> Model:
+    return open_model(str(ROOT / name))
+
+
+def test_what_is_found_is_as_fast_as_an_exhaustive_search_found() -> None:
+    ratios = []
+    for name, machine, memory, batch, prompt, output, context, packing, least_s in json.loads(
+        TOTALS.read_text()
+    ):
+        workload = Workload(
+            batch=batch, prompt_tokens=prompt, output_tokens=output, context=context
+        )
+        result = make_plan(
+            ask(read(name), load_machine(machine), workload, gpu_memory=memory, packing=packing)
+        )
+        ratios.append(result.best_s / least_s)
+        assert result.plan.prediction.objective_s <= ALIKE * result.best_s * (1 + 1e-12)
+    assert max(ratios) <= 1.005
+    assert median(ratios) == pytest.approx(1, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"), [("deepseek-v2-lite", "rtx4090"), ("qwen3-8b", "a10")]
+)
+def test_more_memory_is_never_slower_for_a_real_model(name: str, machine: str) -> None:
+    model = read(f"tests/models/{name}/config.json")
+    times = [
+        make_plan(ask(model, load_machine(machine), gpu_memory=gib * 2**30)).best_s
+        for gib in (4, 5, 6, 7, 8, 10, 12, 16)
+    ]
+    assert times == sorted(times, reverse=True)
