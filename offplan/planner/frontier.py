@@ -7,7 +7,7 @@ from offplan.costs.memory import MARGIN
 from offplan.costs.threshold import least_that
 from offplan.plan import Plan
 from offplan.planner.aims import Fastest
-from offplan.planner.find import find_plan
+from offplan.planner.find import PlanResult, find_plan
 from offplan.planner.packed import find_best
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
@@ -29,8 +29,9 @@ class Point:
 
     plan: Plan
     saved_per_gib_s: float | None
-    """Seconds that one more GiB takes off a request, on the way to the next point; None at the
-    last."""
+    """Seconds that one more GiB takes off the fastest request, on the way to the next point; None
+    at the last. It is never negative, which chosen plans would not promise: they may take up to
+    ALIKE times as long as the fastest."""
 
 
 def find_frontier(question: Question, on_progress: Progress | None = None) -> tuple[Point, ...]:
@@ -42,10 +43,10 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
     searcher = Searcher(Space(question))
     space = searcher.space
 
-    def plan_for(gpu_memory: int) -> Plan:
+    def plan_for(gpu_memory: int) -> PlanResult:
         found = find_plan(searcher, question.with_gpu_memory(gpu_memory))
         assert found is not None, "a plan without targets is wanted"
-        return found.plan
+        return found
 
     def fits(gpu_memory: int) -> bool:
         budget = question.with_gpu_memory(gpu_memory).budget
@@ -55,17 +56,17 @@ def find_frontier(question: Question, on_progress: Progress | None = None) -> tu
     last = plan_for(most)
     low = least_that(fits, 0, most, most // RESOLUTION)
     *sizes, _ = sorted(spread_budgets(low, most))
-    plans = []
+    results = []
     for number, size in enumerate(sizes, 1):
-        plans.append(plan_for(size))
+        results.append(plan_for(size))
         if on_progress is not None:
             on_progress(number, len(sizes))
     points = []
-    for plan, following in pairwise([*plans, last]):
-        saved = plan.prediction.objective_s - following.prediction.objective_s
-        more = (following.budget.gpu_memory - plan.budget.gpu_memory) / GIB
-        points.append(Point(plan, saved / more))
-    return (*points, Point(last, None))
+    for result, following in pairwise([*results, last]):
+        saved = result.best_s - following.best_s
+        more = (following.plan.budget.gpu_memory - result.plan.budget.gpu_memory) / GIB
+        points.append(Point(result.plan, saved / more))
+    return (*points, Point(last.plan, None))
 
 
 def spread_budgets(low: int, most: int) -> set[int]:

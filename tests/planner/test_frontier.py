@@ -37,12 +37,13 @@ def test_points_are_the_plans_of_their_budgets() -> None:
     question = ask(MODEL, MACHINE, 0.6)
     points = find_frontier(question)
     assert points[-1].plan == make_plan(question).plan
-    for point, following in pairwise(points):
-        plan = point.plan
-        assert plan == make_plan(question.with_gpu_memory(plan.budget.gpu_memory)).plan
-        more = following.plan.budget.gpu_memory - plan.budget.gpu_memory
-        saved = plan.prediction.objective_s - following.plan.prediction.objective_s
-        assert point.saved_per_gib_s == pytest.approx(saved / (more / GIB))
+    budgets = [point.plan.budget.gpu_memory for point in points]
+    results = [make_plan(question.with_gpu_memory(budget)) for budget in budgets]
+    assert [point.plan for point in points] == [result.plan for result in results]
+    for (point, now), (_, then) in pairwise(zip(points, results, strict=True)):
+        more = then.plan.budget.gpu_memory - now.plan.budget.gpu_memory
+        assert point.saved_per_gib_s == pytest.approx((now.best_s - then.best_s) / (more / GIB))
+        assert (point.saved_per_gib_s or 0) >= 0
 
 
 def test_budgets_are_those_of_cards() -> None:
