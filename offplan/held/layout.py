@@ -18,8 +18,8 @@ class Layout:
     page-locked."""
     grown_bytes: int = 0
     """Bytes by which the layers are larger at least on the GPU than they are stored."""
-    kept_bytes: int = 0
-    """Bytes by which they are larger still where none of these tensors moves."""
+    padding_bytes: int = 0
+    """Bytes of padding besides, which the engine leaves out once any of these tensors moves."""
 
     def gpu_bytes(self, tensors: Iterable[TensorInfo]) -> int:
         """Bytes that tensors of the layers take at least on the GPU."""

@@ -83,5 +83,5 @@ def _enough_for_all(space: Space) -> int:
     nothing = space.question.with_gpu_memory(0).budget
     pairs = zip(space.settings, find_room(space, nothing).lacking_bytes.tolist(), strict=True)
     lacking: int = min(lack for setting, lack in pairs if setting.embeddings == "device")
-    lacking += space.stage.layout.kept_bytes
+    lacking += space.stage.layout.padding_bytes
     return round(lacking / (1 - MARGIN)) + 2  # two bytes for what is rounded

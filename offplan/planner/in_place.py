@@ -55,10 +55,10 @@ class InPlaceRules:
 
         More of it would only move more bytes, so no other ``max_bytes`` can be better.
         """
-        kept_bytes = self.space.stage.layout.kept_bytes
+        padding_bytes = self.space.stage.layout.padding_bytes
         for setting in range(len(self.space.settings)):
             yield self._plan(room, setting, None)
-            for option in self._sums if room.lacking_bytes[setting] + kept_bytes > 0 else ():
+            for option in self._sums if room.lacking_bytes[setting] + padding_bytes > 0 else ():
                 yield self._plan(room, setting, option)
 
     @cached_property
@@ -97,7 +97,7 @@ class InPlaceRules:
         rules: tuple[Rule, ...] = ()
         rank: tuple[object, ...] = ()
         host_bytes = off_gpu = copied = 0
-        needed = int(room.lacking_bytes[setting]) + space.stage.layout.kept_bytes
+        needed = int(room.lacking_bytes[setting]) + space.stage.layout.padding_bytes
         if option is not None:
             copied = self._copied_bytes(option)
             rule, num_units = self._take(option, needed + copied)

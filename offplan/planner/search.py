@@ -299,7 +299,7 @@ class _Run:
     def _try(self, candidates: Candidates) -> None:
         """Price candidates that fit, and keep those that may be chosen."""
         off_gpu, on_host, num_turns = self.prices.weigh(candidates)
-        kept = self.space.kept_by[candidates.first]
+        kept = self.space.padding_bytes[candidates.first]
         fits = off_gpu >= self.room.lacking_bytes[candidates.setting] + kept
         fits &= on_host <= self.room.host_bytes[candidates.setting]
         fits &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)

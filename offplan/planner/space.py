@@ -279,13 +279,13 @@ class Space:
         )
 
     @cached_property
-    def kept_by(self) -> NDArray[np.int64]:
-        """Bytes by which weights are larger than the least under rules of each option, [options].
+    def padding_bytes(self) -> NDArray[np.int64]:
+        """Bytes of padding that stays on the GPU under rules of each option, [options].
 
-        They are none where an option takes any of the weights that are larger.
+        An engine drops the padding where an option takes any of the padded weights.
         """
-        kept_bytes = self.stage.layout.kept_bytes
-        return np.array([kept_bytes * self._takes_none(each) for each in self.options])
+        padding_bytes = self.stage.layout.padding_bytes
+        return np.array([padding_bytes * self._takes_none(each) for each in self.options])
 
     def _takes_none(self, option: Option) -> bool:
         units, grown = chain(*self.taken[option.segment_class]), self.stage.layout.gpu_growth

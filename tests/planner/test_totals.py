@@ -24,6 +24,7 @@ def read(name: str) -> Model:
     return open_model(str(ROOT / name))
 
 
+@pytest.mark.slow
 def test_what_is_found_is_as_fast_as_an_exhaustive_search_found() -> None:
     ratios = []
     for name, machine, memory, batch, prompt, output, context, packing, least_s in json.loads(
