@@ -28,7 +28,7 @@ ARROWS = {
     "ranks": [],
     "backends": ["choices"],
     "plan": ["records", "segments", "backends", "ranks"],
-    "routing": ["plan"],
+    "routing": ["checkpoint", "plan"],
     "held": ["checkpoint", "plan", "unpacked"],
     "packing_sample": ["held"],
     "placement": ["held"],

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offplan.checkpoint.model import Model
 from offplan.cli.output import print_note, save_file
-from offplan.errors import InputError
 from offplan.plan import Plan
 
 if TYPE_CHECKING:  # it imports torch
@@ -14,15 +12,6 @@ if TYPE_CHECKING:  # it imports torch
 
 SHARES = 0.25, 0.5, 0.75
 """Shares of a layer's experts whose hits are printed."""
-
-
-def require_routing(model: Model) -> None:
-    """Raise InputError for a model without routed experts."""
-    if model.experts is None:
-        raise InputError(
-            f"{model.source} has no routed experts, whose choices --record-routing records: leave "
-            "that option out"
-        )
 
 
 def save_routing(session: "Session", plan: Plan, path: Path, *, force: bool) -> None:

@@ -18,7 +18,8 @@ from offplan.cli.takes import takes
 def run(given: RunOptions) -> None:
     """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
     from offplan.cli.planning import open_plan_to_run
-    from offplan.cli.routing import require_routing, save_routing
+    from offplan.cli.routing import save_routing
+    from offplan.routing.profile import require_routing
 
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()

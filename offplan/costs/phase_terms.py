@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from offplan.backends import Backend
 from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
-from offplan.costs.term import Input, Term, list_figures, list_sizes, show_rate
+from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
 from offplan.costs.timeline import PhaseTimes, to_seconds
 from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
@@ -42,7 +42,7 @@ def list_phase(
     formula = "copies x copy_latency + streamed / h2d + "
     formula += " + ".join(f"{b.words.noun} / {b.rate_name}" for b in read_by)
     rates = list_figures(machine, "copy_latency", "h2d")
-    rates += tuple(show_rate(b.rate_name, b.rate(machine)) for b in read_by)
+    rates += tuple(show_figure(b.rate_name, b.rate(machine), "bytes_per_s") for b in read_by)
     yield seconds("link", taken.link_ps, formula, copies, *rates)
     awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)

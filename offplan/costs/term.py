@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from offplan import backends
-from offplan.machine.profile import Figure, MachineProfile
+from offplan.backends import Figure
+from offplan.machine.profile import MachineProfile
 
 UnitName = Literal["bytes", "s", "bytes_per_s", "flops_per_s", "count"]
 
@@ -14,7 +14,6 @@ _FIGURES: Mapping[str, UnitName] = {
     "copy_latency": "s",
     "layer_overhead": "s",
     "h2d": "bytes_per_s",
-    "uva": "bytes_per_s",
     "hbm": "bytes_per_s",
     "matmul": "flops_per_s",
 }
@@ -54,16 +53,12 @@ def list_sizes(num_bytes: Mapping[str, int]) -> tuple[Input, ...]:
 
 def list_figures(machine: MachineProfile, *names: str) -> tuple[Input, ...]:
     """List figures of the machine, each with its basis and source."""
-    figures: dict[str, Figure[Any]] = {name: getattr(machine, name) for name in names}
-    return tuple(
-        Input(name, each.value, _FIGURES[name], f"{each.basis}: {each.source}")
-        for name, each in figures.items()
-    )
+    return tuple(show_figure(name, getattr(machine, name), _FIGURES[name]) for name in names)
 
 
-def show_rate(name: str, rate: backends.Figure) -> Input:
-    """Return a backend's rate by its name, with its basis and source."""
-    return Input(name, rate.value, "bytes_per_s", f"{rate.basis}: {rate.source}")
+def show_figure(name: str, figure: Figure, unit: UnitName) -> Input:
+    """Return a figure by its name, with its basis and source."""
+    return Input(name, figure.value, unit, f"{figure.basis}: {figure.source}")
 
 
 def sum_up(path: str, parts: Mapping[str, int]) -> Term:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from offplan.checkpoint.model import Model
 from offplan.errors import InputError
 from offplan.plan import ModelRef
 from offplan.records import Record, read_text
@@ -32,6 +33,11 @@ class LayerReuse(Record):
     first_uses: Count
     """Choices of an expert that had not been used before."""
 
+    @property
+    def choices(self) -> int:
+        """Distinct experts that all steps chose, summed up."""
+        return sum(self.distances) + self.first_uses
+
 
 class BatchReuse(Record):
     """The reuse in batches of one size."""
@@ -45,14 +51,16 @@ class BatchReuse(Record):
     @property
     def touched(self) -> float:
         """Distinct experts of a layer that a step chooses, on average."""
-        choices = sum(sum(layer.distances) + layer.first_uses for layer in self.layers)
-        return choices / self.steps / len(self.layers)
+        return self._choices / self.steps / len(self.layers)
 
     def hit_rate(self, num_kept: int) -> float:
         """Share of the choices that a cache of ``num_kept`` experts a layer would have served."""
         hits = sum(sum(layer.distances[:num_kept]) for layer in self.layers)
-        choices = sum(sum(layer.distances) + layer.first_uses for layer in self.layers)
-        return hits / choices
+        return hits / self._choices
+
+    @property
+    def _choices(self) -> int:
+        return sum(layer.choices for layer in self.layers)
 
 
 class RoutingProfile(Record):
@@ -87,7 +95,7 @@ class RoutingProfile(Record):
                         f"layer {layer.layer} has {len(layer.distances)} distances; expected "
                         f"{self.num_experts}, one for each expert"
                     )
-                if not sum(layer.distances) + layer.first_uses:
+                if not layer.choices:
                     raise ValueError(f"layer {layer.layer} of batch {each.batch} chose no expert")
         return self
 
@@ -105,6 +113,15 @@ class RoutingProfile(Record):
         raise InputError(
             f"the routing profile has batches of {sizes} and none of {batch}: choose one of them, "
             f"or record a run of at least {batch} sequences with --record-routing"
+        )
+
+
+def require_routing(model: Model) -> None:
+    """Raise InputError for a model without routed experts."""
+    if model.experts is None:
+        raise InputError(
+            f"{model.source} has no routed experts, whose choices --record-routing records: leave "
+            "that option out"
         )
 
 

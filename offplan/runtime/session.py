@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from offplan.checkpoint.model import Model
-from offplan.errors import InputError
 from offplan.plan import Offload
 from offplan.progress import Progress
+from offplan.routing.profile import require_routing
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.loaded import LoadedModel
@@ -60,6 +60,8 @@ class Session:
         where the GPU's compiler is missing.
         """
         refuse_long_texts(model, context)
+        if record_routing:
+            require_routing(model)
         self.device = torch.device(device)
         capture = capture and self.device.type == "cuda"
         if capture:
@@ -203,8 +205,7 @@ class Session:
 
     def _watch_routing(self) -> RoutingRecorder:
         model = self.loaded.model
-        if model.experts is None:
-            raise InputError(f"{model.source} has no routed experts: there is no routing to record")
+        assert model.experts is not None, "require_routing refuses others"
         layers = decoder_layers(self.loaded.module)
         return RoutingRecorder(layers, model.experts.num_experts_per_token, self.device)
 
