@@ -23,12 +23,12 @@ HEAD = """\
 # The commands
 
 `python docs/make_cli_reference.py` makes this page from the commands themselves; do not edit it by
-hand. `offplan COMMAND -h` prints the same in a terminal, and `offplan --version` prints the version.
+hand. `offplan COMMAND -h` prints the same in a terminal. `offplan --version` prints the version, and
 `offplan --install-completion` teaches the shell to complete commands and options.
 `python -m offplan` is the same program. The [glossary](glossary.md) explains the terms.
 
-Write sizes as `16GiB`, `16G` (the same) or `24GB`, and times as `800ms` or `1.5s`. offplan refuses a
-number without a unit. Where an option has a choice of names, their case does not matter.
+Write sizes as `16GiB`, `16G` (the same) or `24GB`, and times as `800ms` or `1.5s`. offplan refuses
+a number without a unit. Where an option has a choice of names, their case does not matter.
 
 With `--json` a command prints one document on stdout, and everything else on stderr. `--quiet`
 suppresses notes and progress on stderr, and leaves error messages. A command overwrites no file
@@ -41,7 +41,7 @@ CODES = """\
 | 0 | done. `analyze` also ends with 0 when nothing fits, unless it was asked to write the plan |
 | 1 | failed |
 | 2 | bad usage, or bad input |
-| 3 | no plan fits the budget; the message names the missing bytes. `check`: the plan has no room now |
+| 3 | no plan fits the budget; the message names the gap. `check`: the plan has no room now |
 | 4 | the model is not the plan's model. `check`: anything else has drifted from the plan |
 | 130, 141 | interrupted; nothing reads the output any more |
 """
