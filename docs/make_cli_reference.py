@@ -23,8 +23,8 @@ HEAD = """\
 # The commands
 
 `python docs/make_cli_reference.py` makes this page from the commands themselves; do not edit it by
-hand. `offplan COMMAND -h` prints the same in a terminal. `offplan --version` prints the version, and
-`offplan --install-completion` teaches the shell to complete commands and options.
+hand. `offplan COMMAND -h` prints the same in a terminal. `offplan --version` prints the version,
+and `offplan --install-completion` teaches the shell to complete commands and options.
 `python -m offplan` is the same program. The [glossary](glossary.md) explains the terms.
 
 Write sizes as `16GiB`, `16G` (the same) or `24GB`, and times as `800ms` or `1.5s`. offplan refuses
