@@ -15,20 +15,35 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from typer.models import ArgumentInfo, OptionInfo
 
-from offplan.cli.app import EXIT_CODES, app
+from offplan.cli.app import app
 
 PAGE = Path(__file__).with_name("cli-reference.md")
 
 HEAD = """\
 # The commands
 
-Made by `python docs/make_cli_reference.py` from the commands themselves; do not edit it by hand.
-`offplan COMMAND -h` shows the same in a terminal, `offplan --version` prints the version, and
-`offplan --install-completion` has the shell complete commands and options; `python -m offplan` is
-the same program. What the words mean is in the [glossary](glossary.md).
+`python docs/make_cli_reference.py` makes this page from the commands themselves; do not edit it by
+hand. `offplan COMMAND -h` prints the same in a terminal. `offplan --version` prints the version,
+and `offplan --install-completion` teaches the shell to complete commands and options.
+`python -m offplan` is the same program. The [glossary](glossary.md) explains the terms.
 
-Sizes are written as `16GiB`, `16G` (the same) or `24GB`, times as `800ms` or `1.5s`: a number alone
-is refused. Where an option has a choice of names, their case does not matter.
+Write sizes as `16GiB`, `16G` (the same) or `24GB`, and times as `800ms` or `1.5s`. offplan refuses
+a number without a unit. Where an option has a choice of names, their case does not matter.
+
+With `--json` a command prints one document on stdout, and everything else on stderr. `--quiet`
+suppresses notes and progress on stderr, and leaves error messages. A command overwrites no file
+without `--force`, and an interrupted command leaves no half-written file. `-o -` writes to stdout.
+"""
+
+CODES = """\
+| exit code | meaning |
+|---|---|
+| 0 | done. `analyze` also ends with 0 when nothing fits, unless it was asked to write the plan |
+| 1 | failed |
+| 2 | bad usage, or bad input |
+| 3 | no plan fits the budget; the message names the gap. `check`: the plan has no room now |
+| 4 | the model is not the plan's model. `check`: anything else has drifted from the plan |
+| 130, 141 | interrupted; nothing reads the output any more |
 """
 
 VALUES = {str: "TEXT", int: "N", float: "NUMBER", Path: "FILE"}
@@ -124,7 +139,7 @@ def render_page() -> str:
             section += [f"| `{row.name}` | {' | '.join(row[1:])} |" for row in options]
             section += [""]
         sections.append("\n".join(section))
-    sections.append(f"## Exit codes\n\n{EXIT_CODES.partition(': ')[2]}\n")
+    sections.append(f"## Exit codes\n\n{CODES}")
     return "\n".join(sections)
 
 

@@ -20,41 +20,42 @@ VARIANTS = ("plain", "windows")
 INTRODUCTION = f"""\
 # Families
 
-What `offplan run` does with each family of causal language models that transformers has, as
-`python docs/make_families.py` found with transformers {transformers.__version__}: tiny models of
-random float32 weights, every second layer offloaded, prompts whole and in chunks, past a sliding
-window where the family knows one, each compared with stock transformers token by token.
+This page lists what `offplan run` does with each family of causal language models that transformers
+has. `python docs/make_families.py` made this page with transformers {transformers.__version__}. It
+builds tiny models of random float32 weights with every second layer offloaded. Prompts run whole
+and in chunks, and past a sliding window where the family has one. Each model is compared with stock
+transformers token by token.
 
-Stored types that run: BF16, F16 and F32, and quantised checkpoints as they are stored (FP8, MXFP4,
-NVFP4, compressed-tensors, GPTQ, AWQ, bitsandbytes: [stored forms](stored-forms.md) has the table).
-`offplan analyze` says in a line whether a model can be run, and why not.
+`offplan analyze` reports in one line whether `run` can execute a model, or the reason why not.
+Weights may be BF16, F16, F32 or [quantised](stored-forms.md).
 
-Rotary embeddings that change with the text's length (longrope, dynamic NTK) run in all of these
-families that have them, at any length, as transformers' `generate` has them: keys keep the
-frequencies of the pass that they were made in, and Phi-3 and Phi-3.5-MoE read a text again once it
-outgrows `original_max_position_embeddings`.
+**Rotary embeddings** that change with the text's length (longrope, dynamic NTK) run in all of these
+families that have them, at any length, as in transformers' `generate`. Keys keep the frequencies of
+the pass that made them. Phi-3 and Phi-3.5-MoE read a text again once it outgrows
+`original_max_position_embeddings`.
 
-Layers may have full or sliding attention, attention within chunks of the text (Llama 4), or the
-linear attention of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). Other linear attentions,
-state spaces and convolutions are refused.
+**Attention** may be full, sliding, within chunks of the text (Llama 4), or the linear attention of
+Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). `run` refuses other linear attentions, state
+spaces and convolutions.
 
-Sparse attention whose indexers choose the tokens that each one sees (DeepSeek-V3.2, GLM-5) runs on
-texts of no more tokens than they choose (`index_topk`, 2,048 unless the config says another
-number): of such a text they choose all. Plans of a longer context are made, and `run` refuses them.
+**Sparse attention** whose indexers choose the tokens that each token sees (DeepSeek-V3.2, GLM-5)
+runs on texts of at most `index_topk` tokens (2,048 unless the config gives another number): of such
+a text the indexers choose all tokens. offplan makes plans of a longer context, and `run` refuses
+them.
 
-Stock transformers changes a weight of Youtu where the config has a `pad_token_id`. It zeroes the
-padding token's row of the input embedding after loading, whatever the checkpoint stores there.
-offplan keeps the row as stored. Unless the stored row is zero, stock's logits differ from offplan's
-behind a padding token in the text. Where the head is tied to the embedding, they also differ for
-that token at every position: stock's are 0. This page's comparison leaves `pad_token_id` out.
+**Youtu**: where the config has a `pad_token_id`, stock transformers zeroes the padding token's row
+of the input embedding after loading, whatever the checkpoint stores there. offplan keeps the row as
+stored. Unless the stored row is zero, stock's logits differ from offplan's behind a padding token
+in the text. Where the head is tied to the embedding, they also differ for that token at every
+position: stock's are 0. This page's comparison leaves `pad_token_id` out.
 """
 
 
 TEXT_PARTS_INTRODUCTION = """\
-The text part alone runs, by a list that tests hold: the towers that read images or sound are
-neither built nor loaded, and a prompt with a token that stands for an image is refused. Each is
-compared with stock transformers' whole model on text; in brackets are the model types of the text
-part that were. A family of several modalities that is not here is refused.
+The text part alone runs, for the types in a list that tests check. `run` neither builds nor loads
+the towers that read images or sound, and refuses a prompt with a token that stands for an image.
+Each model is compared with stock transformers' whole model on text. The brackets hold the compared
+model types of the text part. A family of several modalities that is not here is refused.
 """
 
 

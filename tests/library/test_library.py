@@ -1,4 +1,4 @@
-"""The library: its names, what importing it loads, and that it does what the README shows."""
+"""The library: its names, what importing it loads, and that it does what its page shows."""
 
 import ast
 import contextlib
@@ -97,9 +97,9 @@ def test_choices_are_those_there_are() -> None:
     assert Goal.model_fields["objective"].annotation == ObjectiveName
 
 
-def test_the_example_of_the_readme() -> None:
-    section = (ROOT / "README.md").read_text("utf-8").split("\n## As a library\n")[1]
-    code, shown = re.findall(r"^```\w*\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[:2]
+def test_the_example_of_the_page() -> None:
+    page = (ROOT / "docs" / "library.md").read_text("utf-8")
+    code, shown = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {})
