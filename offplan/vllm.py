@@ -34,14 +34,13 @@ from offplan.checkpoint.model import INPUT_EMBEDDINGS
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.tensors import CONFIG_NAME
 from offplan.engines.taken import Taken
+from offplan.engines.vllm import WORKER_VERSIONS
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError
 from offplan.library.planned import open_planned_model
 from offplan.plan import Backend, Plan, load_plan
 from offplan.ranks import Ranks
 
-VERSIONS = {"0.33.0": (0, 33, 0)}
-"""Versions of vLLM that this was tried with; others are refused."""
 ALL = 2**62
 NOTHING = "/"
 """A segment that no parameter's name has; none at all would take every parameter."""
@@ -207,10 +206,11 @@ def take_plan(config: VllmConfig, stage: int = 0) -> Taken:
     plan that is not this model's.
     """
     version = vllm_version.partition("+")[0]
-    if version not in VERSIONS:
+    if version not in WORKER_VERSIONS:
         raise ExportError(
             f"found vLLM {vllm_version}, expected one that offplan's worker was tried with: "
-            f"{', '.join(VERSIONS)}; install that, or use flags (offplan export --engine vllm)"
+            f"{', '.join(WORKER_VERSIONS)}; install that, or use flags (offplan export --engine "
+            "vllm)"
         )
     given = config.additional_config
     if not isinstance(given, dict) or not isinstance(given.get("offplan"), str):
@@ -228,7 +228,7 @@ def take_plan(config: VllmConfig, stage: int = 0) -> Taken:
     tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     divides_experts = parallel.enable_expert_parallel and model.experts is not None
     ranks = Ranks(tensor, stages, tensor if divides_experts else 1)
-    taken = find_taken(plan, model, VERSIONS[version], ranks, stage)
+    taken = find_taken(plan, model, WORKER_VERSIONS[version], ranks, stage)
     require_known_config(config, plan, taken)
     require_whole_graphs(config, taken.streams)
     return taken

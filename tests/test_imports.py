@@ -72,6 +72,7 @@ ARROWS = {
     ],
     "library": ["planner", "engines", "library.sessions", "runtime.measuring", "runtime.prompts"],
     "vllm": ["library"],
+    "vllm_packed": ["engines", "runtime.forms"],
     "upkeep": ["library"],
     "report": ["upkeep", "runtime.texts"],
     "cli": ["report"],

@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,13 +114,38 @@ def build(
     It is what the first rank of a stage has, played by this process with nobody else there; or that
     of a ``rank``, where all that divide the model are built at once, each by a process of its own.
     """
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    with playing_a_rank(config, folder, stage, rank, offloader), torch.device("meta"):
+        return initialize_model(vllm_config=config)
+
+
+def load(config: Any, folder: Path, rank: int | None = None) -> Any:
+    """Load a checkpoint's weights by vLLM's own loader, on the CPU; return the model."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    config.device_config.device = torch.device("cpu")
+    torch.accelerator.empty_cache = lambda: None  # there is none
+    with playing_a_rank(config, folder, rank=rank):
+        loader = get_model_loader(config.load_config)
+        return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
+@contextmanager
+def playing_a_rank(
+    config: Any, folder: Path, stage: int = 0, rank: int | None = None, offloader: Any = None
+) -> Iterator[None]:
+    """Have vLLM take this process for a rank of a config, as ``build`` says."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        parallel_state,
+    )
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import map_mxfp4_backend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.quantization import mxfp4
-    from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.offloader import set_offloader
     from vllm.platforms.cpu import CpuPlatform
 
@@ -148,13 +173,16 @@ def build(
             store, own = f"file://{folder / 'store'}", rank or 0
             init_distributed_environment(ranks, own, store, own, backend="gloo")
             initialize_model_parallel(ranks, 1)
+        if parallel_state._EP is None and rank is None:  # the first model had no experts
+            parallel_state._EP = parallel_state.init_model_parallel_group(
+                [[0]], 0, "gloo", group_name="ep"
+            )
         if rank is None:
             become_rank(config.parallel_config, stage)
         torch.set_default_dtype(torch.bfloat16)
         set_offloader(offloader)
         try:
-            with torch.device("meta"):
-                return initialize_model(vllm_config=config)
+            yield
         finally:
             torch.set_default_dtype(torch.float32)
             set_offloader(None)

@@ -22,7 +22,7 @@ from offplan.checkpoint.open import open_model
 from offplan.engines.export import export_plan, join_flags
 from offplan.engines.formats import render_export
 from offplan.engines.runner import lower
-from offplan.engines.vllm import VLLM
+from offplan.engines.vllm import VLLM, WORKER_VERSIONS
 from offplan.engines.worker import find_taken
 from offplan.errors import DriftError, ExportError, OffplanError
 from offplan.held.held import hold
@@ -555,7 +555,7 @@ def test_vllm_reads_the_command_that_the_docs_have(seam: Any, tmp_path: Path) ->
     config = real_vllm.parse_command(["serve", str(tmp_path), *shlex.split(command)])
     assert config.parallel_config.worker_cls == "offplan.vllm.Worker"
     assert config.additional_config == {"offplan": "plan.yaml"}
-    assert f"vLLM {', '.join(seam.worker.VERSIONS)}, on the CPU" in text
+    assert f"vLLM {', '.join(WORKER_VERSIONS)}, on the CPU" in text
 
 
 def test_vllm_reads_the_command_that_is_exported(seam: Any, tmp_path: Path) -> None:
@@ -576,4 +576,4 @@ def test_vllm_reads_the_command_that_is_exported(seam: Any, tmp_path: Path) -> N
 
 def test_the_versions_are_those_of_the_extra(seam: Any) -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert all(f'vllm = ["vllm=={version}"]' in text for version in seam.worker.VERSIONS)
+    assert all(f'vllm = ["vllm=={version}"]' in text for version in WORKER_VERSIONS)

@@ -210,6 +210,12 @@ def test_operators_tell_what_they_return(name: str, experts: int) -> None:
         bias = torch.zeros(NUM_OUT, dtype=x.dtype, device=DEVICE)
         for room in (None, scratch):
             torch.library.opcheck(operators._linear, (*weight, x, bias, room), test_utils=checks)
+        if form.kind is Kind.PACKED:
+            for rows in (1, 100):
+                inputs = x.expand(rows, -1), bias
+                torch.library.opcheck(
+                    operators._linear_of_any, (*weight, *inputs), test_utils=checks
+                )
 
 
 def skip_products(form: Form, of_weight: int) -> None:

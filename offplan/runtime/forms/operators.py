@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from offplan.forms.form import Form, Kind, Part, WordOrder
+from offplan.kernel_sizes import PACKED_ROWS
 from offplan.runtime.forms import products
 from offplan.runtime.forms.operands import operands_of
 from offplan.runtime.forms.reference import Parts
@@ -38,6 +39,15 @@ def _expand_and_multiply(
 ) -> torch.Tensor:
     x, parts = products.sort_inputs(x, parts)
     return functional.linear(x, products.expand_on_gpu(form, parts, x.dtype, scratch), bias)
+
+
+def _choose_and_multiply(
+    form: Form, parts: Parts, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if x.numel() > PACKED_ROWS * x.shape[-1]:
+        return _expand_and_multiply(form, parts, x, bias, None)
+    made = products.multiply_rows(form, parts, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+    return made if bias is None else made + bias
 
 
 def _product(form: Form, parts: Parts, inputs: list[torch.Tensor], in_place: bool) -> torch.Tensor:
@@ -100,6 +110,15 @@ _linear, linear = _operator(
 
 They are made in ``scratch``, if there is one: see ``products.expand_on_gpu``.
 """
+
+_linear_of_any, linear_of_any = _operator(
+    "linear_of_any",
+    "Tensor x, Tensor? bias",
+    _choose_and_multiply,
+    lambda form, parts, x, _: x.new_empty(*x.shape[:-1], operands_of(form, parts).num_out),
+)
+"""``linear_of_any`` does the same for however many rows, which the compiler need not know: few
+rows multiply packed codes, many their values."""
 
 _multiply, _multiply_all = _operator(
     "multiply",

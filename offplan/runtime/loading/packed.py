@@ -15,17 +15,10 @@ from offplan.forms.form import BASE_BYTES, PATCH_ROWS, Kind, Part
 from offplan.forms.packed import PACKED
 from offplan.hostmem.block import HostBlock
 from offplan.runtime.device import let_go, on_device, open_stream
-from offplan.runtime.forms.packing import pack
+from offplan.runtime.forms.packing import pack, run_rows
 from offplan.runtime.forms.reference import Parts, expand
 from offplan.runtime.loading.codes import list_coded
 from offplan.runtime.loading.target import Piece, Target
-
-RUN_WEIGHTS = 2**23
-"""Weights that are packed at once, at most: packing takes some 16 bytes of memory for each.
-
-Source: 7.1 GB of Qwen3-8B on an H200 were packed at 4.7 GB/s by 2**22, mostly launching, 7.1 by
-2**23 and 8.6 by 2**24, into memory touched before.
-"""
 
 Fill = Callable[["Matrix", int, torch.Tensor], object]
 """Puts the values of a matrix, from this row on, into a CPU tensor, bfloat16 of [rows, in]."""
@@ -72,7 +65,7 @@ class Matrix:
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yield first and last row, exclusive, of what is packed at once: whole blocks of rows."""
         num_out, num_in = self.tensor.shape
-        step = max(1, RUN_WEIGHTS // (num_in * PATCH_ROWS)) * PATCH_ROWS
+        step = run_rows(num_in)
         for start in range(0, num_out, step):
             yield start, min(start + step, num_out)
 

@@ -1,0 +1,288 @@
+"""vLLM with bfloat16 weights packed without loss.
+
+::
+
+    vllm serve MODEL --quantization offplan_packed
+
+vLLM finds ``register`` through the entry point ``offplan`` of ``vllm.general_plugins``. Linear
+layers, routed experts and an output head that is not tied hold packed weights: 0.76 of the bytes,
+the same bits. vLLM packs each layer as soon as that layer is loaded, so a GPU never holds the
+whole model unpacked. The products are the runtime's own.
+
+Source: vLLM 0.33.0, ``model_executor/layers/quantization``; its online quantisation is built alike.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.activation import (
+    ApplyMoEActivationConfig,
+    apply_moe_activation,
+)
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from offplan.engines.vllm import WORKER_VERSIONS
+from offplan.errors import ExportError
+from offplan.forms.form import Part
+from offplan.forms.packed import PACKED, can_pack
+from offplan.runtime.forms.packing import pack_in_runs
+from offplan.runtime.forms.reference import Parts, expand
+
+NAME = "offplan_packed"
+CAPABILITY = 80
+"""Compute capability, times 10, from which on the kernels' bfloat16 products exist."""
+PARTS = (Part.WEIGHT, Part.EXPONENT, Part.BASE, Part.PATCHES, Part.PATCH_BLOCKS)
+
+# vLLM writes only what loggers below its own say
+logger = logging.getLogger("vllm.offplan")
+
+
+def register() -> None:
+    """Make ``--quantization offplan_packed`` known to vLLM, of a version that it was tried with.
+
+    Another version gets a warning instead: vLLM then refuses the name.
+    """
+    if vllm_version.partition("+")[0] in WORKER_VERSIONS:
+        register_quantization_config(NAME)(PackedConfig)
+        return
+    logger.warning(
+        "offplan: found vLLM %s; --quantization %s was tried with %s alone, and is left out",
+        vllm_version,
+        NAME,
+        ", ".join(WORKER_VERSIONS),
+    )
+
+
+class PackedConfig(QuantizationConfig):
+    """Which layers hold packed weights: all that vLLM multiplies, where their sizes allow it."""
+
+    def get_name(self) -> str:
+        """Return the name for ``--quantization``."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return bfloat16: packing takes the bits of bfloat16 apart."""
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the compute capability from which on the kernels run."""
+        return CAPABILITY
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return none: a plain bfloat16 checkpoint is all that it takes."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PackedConfig":
+        """Refuse a checkpoint that is quantised already; raises ExportError."""
+        if not config:
+            return cls()
+        raise ExportError(
+            f"--quantization {NAME} packs plain bfloat16 weights: found a checkpoint that is "
+            f"quantised already ({config.get('quant_method', 'by its config')}); leave the flag out"
+        )
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return what holds and multiplies a layer's weights; None for what vLLM keeps plain."""
+        if isinstance(layer, RoutedExperts):
+            return self._of_experts(layer, prefix)
+        if isinstance(layer, LinearBase | ParallelLMHead):
+            return PackedLinear(prefix)
+        return None
+
+    def _of_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        moe = layer.moe_config
+        if moe.moe_parallel_config.use_ep:
+            raise ExportError(
+                f"--quantization {NAME} does not divide whole experts among ranks: leave out "
+                "--enable-expert-parallel; --tensor-parallel-size divides each expert"
+            )
+        hidden, inner = moe.hidden_dim, moe.intermediate_size_per_partition
+        if not can_pack((moe.w13_num_shards * inner, hidden)) or not can_pack((hidden, inner)):
+            _say_plain(prefix, (moe.w13_num_shards * inner, hidden))
+            return UnquantizedFusedMoEMethod(moe)
+        return PackedExperts(moe)
+
+
+class PackedLinear(OnlineLinearBase):
+    """A linear layer, or an output head, by packed weights: whole, or a rank's shard of it."""
+
+    activation_quant_key = None
+
+    def __init__(self, prefix: str) -> None:
+        """``prefix`` is the layer's name."""
+        super().__init__()
+        self._prefix = prefix
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Create the weight, [out, in], on the meta device; plain where it cannot be packed."""
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+        shape = sum(output_partition_sizes), input_size_per_partition
+        if can_pack(shape) and params_dtype == torch.bfloat16:
+            super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+            return
+        _say_plain(self._prefix, shape)
+        is_head = isinstance(layer, VocabParallelEmbedding)
+        layer.quant_method = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
+        layer.quant_method.create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """Leave a head plain that shares the embedding's weight, whose rows are looked up."""
+        get_layerwise_info(layer).reset()
+        layer.quant_method = plain = UnquantizedEmbeddingMethod()
+        return plain.tie_weights(layer, embed_tokens)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the weight, and let go of its values."""
+        if "weight" in layer._parameters:
+            _hold(layer, "weight", pack_in_runs(layer.weight.data))
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``x``, [..., in], times the weight, and the bias: [..., out]."""
+        parts = _held(layer, "weight")
+        if not x.is_cuda:
+            return torch.nn.functional.linear(x, expand(PACKED, parts, x.dtype), bias)
+        from offplan.runtime.forms import operators  # needs triton
+
+        return operators.linear_of_any(PACKED, parts, x, bias)
+
+
+class PackedExperts(OnlineMoEMethodBase):
+    """A layer's routed experts by packed weights: whole, or a rank's shard of each."""
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
+        """Return that of plain weights: what their activation is computed with."""
+        return UnquantizedFusedMoEMethod.get_fused_moe_quant_config(self, layer)
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Whether vLLM may move experts between ranks: no."""
+        return False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the experts' weights, and let go of their values."""
+        for name in ("w13_weight", "w2_weight"):
+            if name in layer._parameters:
+                _hold(layer, name, _stack([*map(pack_in_runs, getattr(layer, name).data)]))
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Send tokens, [tokens, hidden], through their experts, [tokens, k]: [tokens, hidden].
+
+        vLLM multiplies shared experts apart.
+        """
+        num_tokens, num_chosen = topk_ids.shape
+        if layer.apply_router_weight_on_input:
+            x = x * topk_weights.to(x.dtype)  # of families that choose one expert a token
+            topk_weights = torch.ones_like(topk_weights)
+        experts = topk_ids.reshape(-1)
+        multiply = _multiplier(layer, experts)
+        made = multiply("w13", x)
+        inner = made.shape[1] // (2 if layer.activation.is_gated else 1)
+        config = ApplyMoEActivationConfig.from_configs(
+            self.moe, self.get_fused_moe_quant_config(layer)
+        )
+        activated = made.new_empty(len(made), inner)
+        apply_moe_activation(layer.activation, activated, made, activation_config=config)
+        made = multiply("w2", activated)
+        weighted = made.view(num_tokens, num_chosen, -1) * topk_weights.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
+
+def _multiplier(
+    layer: RoutedExperts, experts: torch.Tensor
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return what multiplies rows, each for as many pairs, by the expert of each pair, [pairs].
+
+    It is given the name of a weight, ``w13`` or ``w2``, and adds the bias where there is one.
+    """
+    if experts.is_cuda:
+        from offplan.runtime.forms import operators  # needs triton
+        from offplan.runtime.forms.pairs import sort_pairs
+
+        _, order, starts = sort_pairs(experts, layer.local_num_experts)
+
+    def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
+        parts = _held(layer, f"{name}_weight")
+        if x.is_cuda:
+            made = operators.multiply(PACKED, parts, x, order, starts)
+        else:
+            rows = x.repeat_interleave(len(experts) // len(x), 0)
+            made = torch.einsum("pi,poi->po", rows, expand(PACKED, parts, x.dtype)[experts])
+        bias = getattr(layer, f"{name}_bias", None)
+        return made if bias is None else made + bias[experts]
+
+    return multiply
+
+
+def _stack(matrices: list[Parts]) -> Parts:
+    """Join the parts of experts, [experts, ...]; each has room for the most patches of one."""
+    reserve = max(len(parts[Part.PATCHES]) for parts in matrices)
+    for parts in matrices:
+        missing = reserve - len(parts[Part.PATCHES])
+        parts[Part.PATCHES] = torch.nn.functional.pad(parts[Part.PATCHES], (0, 0, 0, missing))
+    return {part: torch.stack([parts[part] for parts in matrices]) for part in PARTS}
+
+
+def _hold(layer: torch.nn.Module, name: str, parts: Parts) -> None:
+    """Hold a weight by its parts, in place of its values."""
+    del layer._parameters[name]
+    for part in PARTS:
+        packed = torch.nn.Parameter(parts[part], requires_grad=False)
+        layer.register_parameter(_name_part(name, part), packed)
+
+
+def _held(layer: torch.nn.Module, name: str) -> Parts:
+    return {part: getattr(layer, _name_part(name, part)) for part in PARTS}
+
+
+def _name_part(name: str, part: Part) -> str:
+    # vLLM takes a layer with a ``weight_packed`` for one whose values ``apply`` gives
+    return f"{name}_{'packed' if part is Part.WEIGHT else part.value}"
+
+
+def _say_plain(name: str, shape: tuple[int, int]) -> None:
+    """List a layer that stays as it is stored."""
+    logger.info(
+        "offplan: %s stays as it is stored: %d rows of %d bfloat16 weights cannot be packed, which "
+        "takes rows by 64 and weights of a row by 8",
+        name,
+        *shape,
+    )
