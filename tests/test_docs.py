@@ -69,7 +69,10 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{page.name}: no heading for {target}"
 
 
-VLLM_OPTIONS = {"--worker-cls", "--additional-config", "--compilation-config", "--moe-backend"}
+VLLM_OPTIONS = {
+    *("--worker-cls", "--additional-config", "--compilation-config", "--moe-backend"),
+    *("--quantization", "--tensor-parallel-size", "--enable-expert-parallel"),
+}
 """What pages tell to give to vLLM itself."""
 
 
