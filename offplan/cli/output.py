@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Timer
@@ -54,9 +54,13 @@ def print_json(payload: dict[str, Any], file: IO[str] | None = None) -> None:
 
 
 def print_note(text: str) -> None:
-    """Say something that is not the result, on stderr, unless the command is to be quiet."""
+    """Print something that is not the result to stderr, unless the command is to be quiet.
+
+    A note that nobody reads, since the pipe is closed, keeps a command from nothing.
+    """
     if not QUIET.get():
-        print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
+        with suppress(BrokenPipeError):
+            print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
 
 
 _BAR_WIDTH = 30

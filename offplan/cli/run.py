@@ -61,11 +61,19 @@ def run(given: RunOptions) -> None:
             settle=settle_by(print_note),
         )
         with opened as session:
+
+            def save() -> None:
+                if given.record_routing is not None:
+                    save_routing(session, plan, given.record_routing, force=given.force)
+
             if (peer := session.loaded.store.peer) is not None:
                 print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
-            result = generate_request(session, plan, model, request, left, teller)
-            if given.record_routing is not None:
-                save_routing(session, plan, given.record_routing, force=given.force)
+            try:
+                result = generate_request(session, plan, model, request, left, teller)
+            except BrokenPipeError:
+                save()  # who reads the texts has closed the pipe; the file was asked for, too
+                raise
+            save()
     print_result(
         run_payload(plan, result, left),
         render_run(plan, result),
