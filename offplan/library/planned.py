@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
@@ -22,6 +23,24 @@ def read_planned_model(
     if model is None:
         return open_model(_locate(plan), revision=plan.model.revision, on_progress=on_progress)
     return open_model(model, on_progress=on_progress)
+
+
+def find_planned_model(
+    plan: Plan, model: str | None = None, on_progress: Progress | None = None
+) -> Model | None:
+    """Read the headers of a plan's model where that takes no network, None where it takes one.
+
+    ``model`` and ``on_progress`` are those of ``read_planned_model``. Raises CheckpointError for
+    files that cannot be read.
+    """
+    if os.path.exists(model or _locate(plan)) and plan.model.revision is None:
+        return read_planned_model(plan, model, on_progress)
+    from offplan.checkpoint.hub import offline  # it takes a while to import
+    from offplan.checkpoint.hub_errors import NoSuchFile
+
+    with offline(), suppress(NoSuchFile):
+        return read_planned_model(plan, model, on_progress)
+    return None
 
 
 def describe_drift(plan: Plan, model: Model) -> Iterator[str]:

@@ -9,7 +9,13 @@ from rich.text import Text
 
 from offplan.upkeep.checking import Finding
 
-MARKS = {"holds": "ok", "drift": "DRIFT", "infeasible": "NO ROOM", "unknown": "not told"}
+MARKS = {
+    "holds": "ok",
+    "drift": "DRIFT",
+    "infeasible": "NO ROOM",
+    "unknown": "not told",
+    "error": "ERROR",
+}
 """What people read for a verdict."""
 
 
@@ -31,6 +37,6 @@ def findings_payload(title: str, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def worst_verdict(findings: Sequence[Finding]) -> str:
-    """Return the verdict of all findings together: drift before lack of memory."""
+    """Return the verdict of all findings together: drift, lack of memory, what cannot be read."""
     verdicts = {finding.verdict for finding in findings}
-    return next((each for each in ("drift", "infeasible") if each in verdicts), "holds")
+    return next((each for each in ("drift", "infeasible", "error") if each in verdicts), "holds")

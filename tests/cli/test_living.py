@@ -244,6 +244,44 @@ def test_check_of_several_plans_ends_as_the_worst(cli: CLI, folder: Path) -> Non
     assert cli("check", "other.yaml", "plan.yaml", "--model", "model").code == 2
 
 
+def test_check_has_a_result_for_each_file(cli: CLI, folder: Path) -> None:
+    shutil.copytree("model", "damaged")
+    Path("damaged/model-00002-of-00003.safetensors").unlink()
+    text = Path("plan.yaml").read_text("utf-8")
+    Path("damaged.yaml").write_text(text.replace("source: model", "source: damaged"), "utf-8")
+    files = ("model/config.json", "damaged.yaml", "gone.yaml", "plan.yaml")
+    code, out, err = cli("check", *files, "--json")
+    assert (code, err) == (2, f"offplan: error: {', '.join(files[:3])}\n")
+    found = {each["plan"]: each for each in json.loads(out)["plans"]}
+    assert {name: each["verdict"] for name, each in found.items()} == {
+        **dict.fromkeys(files[:3], "error"),
+        "plan.yaml": "holds",
+    }
+    assert "1 of 3 shards are missing" in found["damaged.yaml"]["findings"][0]["text"]
+    write_plan(("step: 2.426 ms", "step: 3 ms"))
+    code, out, err = cli("check", *files)
+    assert (code, err) == (4, f"offplan: drift: plan.yaml; error: {', '.join(files[:3])}\n")
+    assert "gone.yaml ERROR plan cannot read" in " ".join(out.split())
+
+
+def test_check_of_files_alone_asks_no_network(
+    cli: CLI, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object, **__: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.getaddrinfo", ask)
+    monkeypatch.setattr("socket.socket.connect", ask)
+    text = Path("plan.yaml").read_text("utf-8")
+    hub = text.replace("source: model", "source: nobody/has-this-model")
+    Path("hub.yaml").write_text(hub, "utf-8")
+    Path("commit.yaml").write_text(hub.replace("revision: null", f"revision: {'a' * 40}"), "utf-8")
+    code, out, err = cli("check", "--file-only", "hub.yaml", "commit.yaml", "plan.yaml")
+    assert (code, err) == (0, "")
+    assert "not told model nobody/has-this-model is neither on this disk" in " ".join(out.split())
+    assert out.count("ok        profile") == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "found"),
     [
