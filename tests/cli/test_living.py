@@ -359,6 +359,36 @@ Moves
 """
 
 
+def test_diff_says_which_prediction_is_stale(cli: CLI, folder: Path) -> None:
+    shutil.copy("plan.yaml", "before.yaml")
+    write_plan(("[experts.down_proj]", "[experts]"))
+    out = " ".join(cli("diff", "before.yaml", "plan.yaml").out.split())
+    assert 'The prediction of "after" is stale: the file was edited' in out
+    assert "decode.link_bytes 96 KiB -> 288 KiB" in out
+    assert "over the link, a token 96 KiB 288 KiB +200.0%" in out
+    assert "a token 2.426 ms 2.426 ms same" in out
+    data = json.loads(cli("diff", "before.yaml", "plan.yaml", "--json").out)
+    assert data["after"]["decode"]["link_bytes"] == 96 * 2**10
+    assert data["stale"]["before"] is None
+    assert data["stale"]["after"]["decode"]["link_bytes"] == 288 * 2**10
+    write_plan(("prompt_tokens: 32", "prompt_tokens: 64"))  # nothing moves
+    out = cli("diff", "before.yaml", "plan.yaml", "--format", "markdown").out
+    assert 'The prediction of "after" is stale' in out
+    assert '"after" exceeds its budget' in out
+    write_plan(("profile: cpu", "profile: gone"), ("[experts.down_proj]", "[experts]"))
+    out = " ".join(cli("diff", "before.yaml", "plan.yaml").out.split())
+    assert "stale: the plan was edited" in out
+    assert "is not here to price it again" in out
+
+
+def test_diff_exits_as_git_where_it_is_asked_to(cli: CLI, folder: Path) -> None:
+    shutil.copy("plan.yaml", "before.yaml")
+    assert cli("diff", "before.yaml", "plan.yaml", "--exit-code").code == 0
+    write_plan(("step: 2.426 ms", "step: 3 ms"))
+    assert cli("diff", "before.yaml", "plan.yaml").code == 0
+    assert cli("diff", "before.yaml", "plan.yaml", "--exit-code").code == 1
+
+
 def test_diff_of_two_files(cli: CLI, folder: Path) -> None:
     write_plan(("gpu_memory: 1 MiB", "gpu_memory: 2 MiB"))
     assert cli("replan", "plan.yaml", "-o", "roomy.yaml").code == 0
@@ -395,7 +425,12 @@ def test_diff_against_a_revision(cli: CLI, folder: Path) -> None:
     assert code == 0
     assert "| prefill\\_chunk | 32 | 8 |\n" in out
     assert "| a token | 2.426 ms | 4 ms | +64.9% |\n" in out
-    assert cli("diff", "main:plans/a.yaml", "plan.yaml", "--format", "markdown").out == out
+    # beside this file its model is found, by which the step that was written is stale
+    found = cli("diff", "main:plans/a.yaml", "plan.yaml", "--format", "markdown").out
+    asked, _, figures = out.partition("**Prediction")
+    assert found.startswith(asked)
+    assert "decode.step 4 ms -\\> 2.426 ms" in found
+    assert "| a token | 2.426 ms | 4 ms | +64.9% |\n" in figures
     changes = json.loads(cli("diff", "plans/a.yaml", "--json").out)
     assert changes["decided"] == [{"key": "prefill_chunk", "before": "32", "after": "8"}]
     assert changes["before"]["decode"]["step_s"] == 0.002426
