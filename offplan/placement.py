@@ -154,9 +154,9 @@ def place(stage: Stage, offload: Offload) -> Placement:
     assert stage.packing == offload.packing, "a stage is lowered with the plan's packing"
     rules = offload.rules
     names = stage.model.parameter_names
-    for number, rule in enumerate(rules, 1):
+    for position, rule in enumerate(rules, 1):
         if (unmatched := describe_unmatched(rule.cpu_offload_params, names)) is not None:
-            raise PlanError(f"rule {number} {unmatched}")
+            raise PlanError(f"rule {position} {unmatched}")
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []

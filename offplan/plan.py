@@ -14,6 +14,7 @@ from offplan.backends import BACKENDS
 from offplan.backends import Backend as Backend
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
+from offplan.files import StrPath
 from offplan.ranks import Ranks
 from offplan.records import (
     Basis,
@@ -407,7 +408,7 @@ class Plan(Record):
         return str(self._folder / path)
 
 
-def load_plan(path: Path, *, in_any_budget: bool = False) -> Plan:
+def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
     """Read and check a plan file; ``in_any_budget`` also one that exceeds the budget it names.
 
     Raises PlanError, naming the file, the key, what was found and what was expected.
@@ -418,8 +419,13 @@ def load_plan(path: Path, *, in_any_budget: bool = False) -> Plan:
     except ValueError as error:
         raise PlanError(f"{path} is not YAML: {error}") from None
     plan = parse_plan(data, str(path), in_any_budget=in_any_budget)
-    plan._folder = path.resolve().parent  # that of the file itself, also by way of a link
+    plan._folder = Path(path).resolve().parent  # that of the file itself, also by way of a link
     return plan
+
+
+def take_plan(plan: Plan | StrPath) -> Plan:
+    """Return a plan as it is, or read its file; raises PlanError as ``load_plan`` does."""
+    return plan if isinstance(plan, Plan) else load_plan(plan)
 
 
 def parse_plan(data: Any, name: str, *, in_any_budget: bool = False) -> Plan:

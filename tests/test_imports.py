@@ -16,7 +16,7 @@ ARROWS = {
     "files": [],
     "kernel_sizes": [],
     "kept": ["files"],
-    "records": ["errors", "units"],
+    "records": ["errors", "units", "files"],
     "progress": [],
     "choices": [],
     "hostmem": ["errors", "units"],

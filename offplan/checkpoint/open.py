@@ -11,6 +11,7 @@ from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError, HubError
+from offplan.files import StrPath
 from offplan.progress import Progress, silent
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -23,7 +24,7 @@ _UNMERGED = re.compile(r"\.(lora_[AB]|base_layer)\.")
 
 
 def open_model(
-    source: str,
+    source: StrPath,
     *,
     revision: str | None = None,
     name: str | None = None,
@@ -40,6 +41,7 @@ def open_model(
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
     """
+    source = os.fspath(source)
     for text in (source, revision, name):
         if text is not None and not text.isprintable():
             raise CheckpointError(

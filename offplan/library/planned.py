@@ -7,6 +7,7 @@ from contextlib import suppress
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.errors import DriftError
+from offplan.files import StrPath
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Plan
@@ -14,7 +15,7 @@ from offplan.progress import Progress
 
 
 def read_planned_model(
-    plan: Plan, model: str | None = None, on_progress: Progress | None = None
+    plan: Plan, model: StrPath | None = None, on_progress: Progress | None = None
 ) -> Model:
     """Read the headers of a plan's model as it is by now: where the plan says, or at ``model``.
 
@@ -26,7 +27,7 @@ def read_planned_model(
 
 
 def find_planned_model(
-    plan: Plan, model: str | None = None, on_progress: Progress | None = None
+    plan: Plan, model: StrPath | None = None, on_progress: Progress | None = None
 ) -> Model | None:
     """Read the headers of a plan's model where that takes no network, None where it takes one.
 
@@ -72,7 +73,7 @@ def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
 
 
 def open_planned_model(
-    plan: Plan, model: Model | str | None = None, on_progress: Progress | None = None
+    plan: Plan, model: Model | StrPath | None = None, on_progress: Progress | None = None
 ) -> Model:
     """Read the headers of a plan's model, and check that they are those of the plan.
 
@@ -83,7 +84,7 @@ def open_planned_model(
     Raises CheckpointError, HubError, and DriftError if the headers, or the type that the model
     computes in, are not those of the plan.
     """
-    if model is None or isinstance(model, str):
+    if not isinstance(model, Model):
         model = read_planned_model(plan, model, on_progress)
     for drift in describe_drift(plan, model):
         raise DriftError(drift)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from offplan.checkpoint.model import Model
 from offplan.errors import MemoryLimitError, PlanError, ProfileError
+from offplan.files import StrPath
 from offplan.hostmem.limits import check_host_room, lock_limit
 from offplan.library.machines import measure_here
 from offplan.library.planned import (
@@ -17,7 +18,7 @@ from offplan.library.planned import (
 )
 from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan
+from offplan.plan import Plan, take_plan
 from offplan.progress import Stages, silent
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
@@ -43,9 +44,9 @@ class Finding:
 
 
 def check_plan(
-    plan: Plan,
+    plan: Plan | StrPath,
     *,
-    model: str | None = None,
+    model: StrPath | None = None,
     with_machine: bool = True,
     with_network: bool = True,
     measure: bool = False,
@@ -53,15 +54,16 @@ def check_plan(
 ) -> tuple[Finding, ...]:
     """Check whether a plan still holds, and whether it could run now.
 
-    The model's headers and config are held against the plan's, its profile against the fingerprint,
-    and its prediction against what its decision costs by this version of offplan. ``with_machine``
-    also looks at the GPU here, if there is one, and the memory that it and the host have free;
-    without ``with_network`` a model that is neither on this disk nor in the Hub's cache is not
-    compared. ``measure`` measures the link. ``model`` is where the model is to be read instead of
-    where the plan says. ``on_stage`` hears what begins.
+    ``plan`` is the plan or its file. The model's headers and config are held against the plan's,
+    its profile against the fingerprint, and its prediction against what its decision costs by this
+    version of offplan. ``with_machine`` also looks at the GPU here, if there is one, and the memory
+    that it and the host have free; without ``with_network`` a model that is neither on this disk
+    nor in the Hub's cache is not compared. ``measure`` measures the link. ``model`` is where the
+    model is to be read instead of where the plan says. ``on_stage`` hears what begins.
 
     Raises CheckpointError and HubError where the model cannot be read, and what measuring raises.
     """
+    plan = take_plan(plan)
     read = read_planned_model if with_network else find_planned_model
     found = read(plan, model, on_stage("reading headers"))
     profile, finding = _check_profile(plan, found)

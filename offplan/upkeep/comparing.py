@@ -7,11 +7,12 @@ from typing import Any
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
+from offplan.files import StrPath
 from offplan.held.held import hold
 from offplan.held.unit import Unit
 from offplan.library.repricing import list_changes, price_decision
 from offplan.placement import Placement, place
-from offplan.plan import Offload, Plan
+from offplan.plan import Offload, Plan, take_plan
 
 _ASKED = ("model", "workload", "budget", "goal", "machine")
 """Sections of a plan that say what was asked."""
@@ -67,15 +68,20 @@ class Difference:
         return same and not (self.asked or self.decided)
 
 
-def compare_plans(before: Plan, after: Plan, model: Model | None = None) -> Difference:
+def compare_plans(
+    before: Plan | StrPath, after: Plan | StrPath, model: Model | None = None
+) -> Difference:
     """Compare two plans by what their files say.
 
-    ``model`` is the one that both are of, where moves and stale predictions are to be found. Raises
-    PlanError for rules that do not fit it.
+    Each is a plan or its file. ``model`` is the one that both are of, where moves and stale
+    predictions are to be found. Raises PlanError for rules that do not fit it.
     """
+    before, after = take_plan(before), take_plan(after)
     repriced: dict[str, Plan] = {}
     stale: list[str] = []
-    for name, plan in (("before", before), ("after", after)) if model is not None else ():
+    for name, plan in (("before", before), ("after", after)):
+        if model is None:
+            break
         try:
             priced = price_decision(plan, model)
         except PlanError as error:
