@@ -74,9 +74,11 @@ def run(given: RunOptions) -> None:
                 save()  # who reads the texts has closed the pipe; the file was asked for, too
                 raise
             save()
+    # in a pipe or a file a text stands alone
+    text_alone = bool(texts) and not given.json and not sys.stdout.isatty()
     print_result(
         run_payload(plan, result, left),
         render_run(plan, result),
         json=given.json,
-        file=sys.stderr if given.prints_lines else None,
+        file=sys.stderr if given.prints_lines or text_alone else None,
     )
