@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Timer
@@ -42,10 +42,16 @@ def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> None:
 
     width = report_width(file or sys.stdout)
     console = PlainConsole(width=width, highlight=False, markup=False, emoji=False, file=file)
-    for number, part in enumerate(parts):
-        if number:
-            console.print()
-        console.print(part, crop=False)  # a command that is to be copied may be longer
+    with ExitStack() as stack:
+        if not console.is_terminal:
+            captured = stack.enter_context(console.capture())
+        for number, part in enumerate(parts):
+            if number:
+                console.print()
+            console.print(part, crop=False)  # a command that is to be copied may be longer
+    if not console.is_terminal:
+        lines = captured.get().split("\n")
+        print("\n".join(map(str.rstrip, lines)), end="", file=file, flush=True)
 
 
 def print_json(payload: dict[str, Any], file: IO[str] | None = None) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from offplan.report.table import make_grid
 from offplan.upkeep.checking import Finding
 
 MARKS = {
@@ -21,7 +21,7 @@ MARKS = {
 
 def render_findings(title: str, findings: Sequence[Finding]) -> RenderableType:
     """Show what was found of one plan, a paragraph for each thing that was checked."""
-    table = Table.grid("", "", "", padding=(0, 2, 0, 0))
+    table = make_grid(3)
     for finding in findings:
         table.add_row(MARKS[finding.verdict], finding.subject, Text(finding.text))
     return Group(Text(title), table)

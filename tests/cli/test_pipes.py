@@ -47,3 +47,29 @@ def test_files_are_written_though_nobody_reads_the_answer(
     with closed_pipes():
         cli(*command, "-o", path)
     assert path.read_text().startswith("offplan: 1")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("analyze", *ASKED, "-v"),
+        ("machines",),
+        ("machines", "h200-pcie5"),
+        ("explain", PLAN),
+        ("check", PLAN, "--file-only"),
+        ("show", PLAN),
+    ],
+    ids=["analyze -v", "machines", "machines h200", "explain", "check", "show"],
+)
+def test_lines_in_a_pipe_have_no_blanks_behind_them(cli: CLI, command: tuple[object, ...]) -> None:
+    lines = cli(*command).out.split("\n")
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_tables_in_a_pipe_are_not_wrapped(cli: CLI, tmp_path: Path) -> None:
+    lines = cli("check", PLAN).out.splitlines()
+    assert [line.split()[1] for line in lines[1:4]] == ["model", "profile", "prediction"]
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(PLAN.read_text("utf-8").replace("group_size: 2", "group_size: 3"), "utf-8")
+    (rule,) = (each for each in cli("diff", PLAN, edited).out.splitlines() if "rules 1" in each)
+    assert rule.endswith("group_size 3, num_in_group 1, prefill prefetch, decode prefetch")
