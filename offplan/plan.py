@@ -15,6 +15,7 @@ from offplan.backends import Backend as Backend
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
 from offplan.files import StrPath
+from offplan.kinds import describe_kind
 from offplan.ranks import Ranks
 from offplan.records import (
     Basis,
@@ -413,11 +414,21 @@ def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
 
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
-    text = read_text(path, "plan", MOST_FILE_BYTES, PlanError)
+    if Path(path).is_dir():
+        raise PlanError(f"{path}: {describe_kind(path, 'a plan')}")
+    try:
+        text = read_text(path, "plan", MOST_FILE_BYTES, PlanError)
+    except PlanError as error:
+        if Path(path).exists() or Path(path).suffix in (".yaml", ".yml"):
+            raise
+        raise PlanError(f"{error}; for a plan of a model run offplan plan -o plan.yaml") from None
     try:
         data = load_yaml(text)
     except ValueError as error:
         raise PlanError(f"{path} is not YAML: {error}") from None
+    is_plan = isinstance(data, dict) and "offplan" in data
+    if not is_plan and (kind := describe_kind(path, "a plan")) is not None:
+        raise PlanError(f"{path} is not a plan: {kind}")
     plan = parse_plan(data, str(path), in_any_budget=in_any_budget)
     plan._folder = Path(path).resolve().parent  # that of the file itself, also by way of a link
     return plan
