@@ -8,7 +8,14 @@ import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
 
 from offplan.backends import BACKENDS
 from offplan.backends import Backend as Backend
@@ -40,6 +47,22 @@ MOST_CACHED = 2**32
 Count = Annotated[int, Field(ge=1, le=MOST)]
 UnpackedName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*$")]
 """A layer's number, a segment or both with a dot between, or ``output_head``."""
+_ALL = "all"
+
+
+def _read_segments(value: Any) -> Any:
+    if isinstance(value, str) and value != _ALL:
+        raise ValueError(f"found {reprlib.repr(value)}: it should be a list of segments, or all")
+    return () if value == _ALL else value
+
+
+Segments = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_read_segments, json_schema_input_type=Literal["all"] | tuple[str, ...]),
+    PlainSerializer(lambda value, info: _ALL if info.context and not value else value),
+]
+"""Segments: dotted runs of name parts relative to the layer. Empty matches everything, and is
+``all`` in a plan's file."""
 MOST_FILE_BYTES = 2**18
 """Beyond any plan's file."""
 PRINTED_TO = 1e-3
@@ -199,8 +222,8 @@ class Rule(Record):
     in layer then name order, overshooting by at most one; Source: vLLM ``cpu_offload_gb``).
     """
 
-    cpu_offload_params: tuple[str, ...] = ()
-    """Segments: dotted runs of name parts relative to the layer. Empty matches everything."""
+    cpu_offload_params: Segments = ()
+    """Segments: dotted runs of name parts relative to the layer. ``all`` takes every parameter."""
     group_size: Count | None = None
     num_in_group: Count | None = None
     max_bytes: ExactBytes | None = Field(default=None, gt=0)
@@ -253,8 +276,8 @@ class Rule(Record):
 class Packing(Record):
     """Which weights are held packed, without loss, wherever they lie: 0.76 of their bytes."""
 
-    cpu_offload_params: tuple[str, ...] = ()
-    """Segments, as a rule's; empty takes all weights that can be packed."""
+    cpu_offload_params: Segments = ()
+    """Segments, as a rule's; ``all`` takes every weight that can be packed."""
     group_size: Count
     num_in_group: Count
     """Of every ``group_size`` layers the last ``num_in_group``."""

@@ -393,8 +393,6 @@ def test_diff_of_two_files(cli: CLI, folder: Path) -> None:
     assert out.startswith(DIFFERENCE)
     rule = "cpu_offload_params [experts.down_proj], group_size 2, num_in_group 1, "
     assert f"\nrules 1   {rule}prefill prefetch, decode prefetch   none\n\nMoves\n" in out
-    rule = "cpu_offload_params [experts.down_proj], group_size 2, num_in_group 1, "
-    assert f"\nrules 1   {rule}prefill prefetch, decode prefetch   none\n\nMoves\n" in out
     assert "mlp.experts.down_proj   1, 3, 5   96 KiB   host (prefetch, prefetch)   GPU" in out
     assert "over the link, a token   96 KiB     0 B        -100.0%" in out
     change_config()
