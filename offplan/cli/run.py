@@ -33,6 +33,7 @@ def run(given: RunOptions) -> None:
     with waiting("starting torch"):
         from offplan.cli.generating import generate_request
         from offplan.cli.request import make_request
+        from offplan.cli.threads import settle_threads
         from offplan.cli.told import open_teller
         from offplan.library.sessions import check_context, load_session
         from offplan.library.settling import settle_by
@@ -42,6 +43,7 @@ def run(given: RunOptions) -> None:
 
     request = make_request(given, lines, plan)
     device = find_device(given.device)
+    settle_threads(device)
     texts = request.read_texts(plan, model)
     if not texts:
         check_context(plan, plan.workload.prompt_tokens, request.num_tokens)
