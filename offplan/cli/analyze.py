@@ -44,10 +44,11 @@ def analyze(query: Query) -> None:
             save_plan(output, result.plan, force=query.force)
     answer = render_answer(analysis, shlex.join(["offplan", *sys.argv[1:]]), query.plan_file)
     # without a plan the answer is all there is to say
-    report = [*answer, *(render_analysis(analysis) if result is not None else [])]
+    details = render_analysis(analysis) if query.verbose and result is not None else []
     print_result(
-        analyze_payload(analysis),
-        *(report if query.verbose else answer),
+        analyze_payload(analysis) if query.json else {},
+        *answer,
+        *details,
         json=query.json,
         file=sys.stderr if on_stdout else None,
     )

@@ -13,7 +13,7 @@ from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
-from offplan.report.advice import describe_advice
+from offplan.report.advice import describe_advice, describe_alternatives
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
@@ -26,7 +26,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     head = [Text(describe_model(model))]
     if analysis.infeasible is not None:
         why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
-        return [Group(*head, Text(f"{why[0].upper()}{why[1:]}"))]
+        told = [f"{why[0].upper()}{why[1:]}", *describe_alternatives(analysis)]
+        return [Group(*head, *map(Text, told))]
     if analysis.result is None or analysis.machine is None:
         told = describe_running(model, analysis.why_not_run)
         answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))
