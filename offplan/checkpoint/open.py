@@ -35,6 +35,7 @@ def open_model(
     *,
     revision: str | None = None,
     name: str | None = None,
+    dtype: str | None = None,
     on_progress: Progress | None = None,
 ) -> Model:
     """Read what a model is, without reading a weight.
@@ -43,8 +44,9 @@ def open_model(
     alone, a Hub id (``org/name``, or ``gpt2``) or the address of its page; what exists on disk is
     taken first, and the Hub is not asked for ``org/name`` where there is a folder ``org``, unless a
     ``revision`` is given: a branch, tag or commit, for the Hub only. ``name`` is what the model is
-    called from here on, in plans too; it is ``source`` if left out. ``on_progress`` hears (shards
-    read, shards in all).
+    called from here on, in plans too; it is ``source`` if left out. ``dtype`` is the type that the
+    weights of a ``config.json`` alone are stored in, what it states if left out. ``on_progress``
+    hears (shards read, shards in all).
 
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
@@ -58,7 +60,7 @@ def open_model(
                 f"{quote(text)}: found characters that cannot be printed, expected a folder, a Hub "
                 "id, a revision or a name without any; rename it"
             )
-    stored = _read(source, revision, on_progress or silent(""))
+    stored = _read(source, revision, dtype, on_progress or silent(""))
     if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
         raise CheckpointError(f"{source}: {ADAPTER_ALONE}")
     model = assemble(source, stored)
@@ -67,10 +69,15 @@ def open_model(
             f"{source}: found layers whose tensors are all empty, expected a model's; fetch the "
             "checkpoint again"
         )
+    if dtype is not None and model.dtype != dtype:
+        raise CheckpointError(
+            f"{source}: found weights of {model.dtype}, expected {dtype}; --dtype is for a "
+            "config.json alone that is not quantised: convert the checkpoint, or leave --dtype out"
+        )
     return model if name is None else replace(model, source=name)
 
 
-def _read(source: str, revision: str | None, on_progress: Progress) -> Stored:
+def _read(source: str, revision: str | None, dtype: str | None, on_progress: Progress) -> Stored:
     path = Path(source)
     # Not of the path: pathlib takes an empty name for the working directory.
     is_folder, exists = os.path.isdir(source), os.path.exists(source)
@@ -87,7 +94,7 @@ def _read(source: str, revision: str | None, on_progress: Progress) -> Stored:
         # Imported here: it is of use only with torch at hand.
         from offplan.checkpoint.config_only import read_config_only
 
-        return read_config_only(path, on_progress)
+        return read_config_only(path, on_progress, dtype)
     is_path = not exists and revision is None and _looks_like_path(source)
     if not is_local and not is_path and may_be_id:
         from offplan.checkpoint.hub import read_hub

@@ -37,7 +37,7 @@ class Machine:
 
 
 def load_machine(name: StrPath) -> Machine:
-    """Take the machine that a profile describes, all of its GPU memory free.
+    """Take the machine that a profile describes, its GPU memory free but for the display's.
 
     ``name`` is that of a profile that comes with offplan, such as ``h200-pcie5`` or ``rtx4090``, or
     a file that ``offplan measure`` wrote; figures may be changed behind it, as in
@@ -45,7 +45,8 @@ def load_machine(name: StrPath) -> Machine:
     """
     named = parse_name(os.fspath(name))
     profile = load_profile(named)
-    return Machine(profile, profile.gpu_memory.value, str(named))
+    free = max(1, profile.gpu_memory.value - profile.display_bytes)
+    return Machine(profile, free, str(named))
 
 
 def measure_here(

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import DriftError
+from offplan.errors import CheckpointError, DriftError
 from offplan.files import StrPath
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
@@ -21,9 +21,16 @@ def read_planned_model(
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
     """
-    if model is None:
-        return open_model(_locate(plan), revision=plan.model.revision, on_progress=on_progress)
-    return open_model(model, on_progress=on_progress)
+    revision = plan.model.revision if model is None else None
+    source = _locate(plan) if model is None else os.fspath(model)
+    # of a config alone the plan says what type its weights are stored in
+    dtype = plan.model.dtype if revision is None and source.endswith(".json") else None
+    try:
+        return open_model(source, revision=revision, dtype=dtype, on_progress=on_progress)
+    except CheckpointError:
+        if dtype is None:
+            raise
+    return open_model(source, on_progress=on_progress)  # another type, which is drift
 
 
 def find_planned_model(

@@ -27,7 +27,14 @@ def describe_alternatives(analysis: Analysis) -> list[str]:
 
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Say what there is to say beside a plan's figures, a line for each; often nothing."""
-    lines = describe_alternatives(analysis)
+    lines = []
+    model = analysis.held.model
+    if model.dtype == "float32" and not (analysis.machine and analysis.machine.is_cpu):
+        lines.append(
+            "Its weights are float32, twice the bytes of bfloat16: of a config.json alone, --dtype "
+            "bfloat16 plans for a checkpoint of those."
+        )
+    lines += describe_alternatives(analysis)
     if analysis.sooner is not None:
         lines.append(_describe_sooner(plan, analysis.sooner))
     if analysis.rereads is not None:

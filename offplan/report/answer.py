@@ -79,6 +79,10 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
     budget = format_budget(plan.budget.gpu_memory)
     told = f"It fits {machine.name}: {format_bytes(memory.total_bytes)} of {budget} of GPU memory"
+    whole, reserve = machine.gpu_memory.value, machine.display_bytes
+    if reserve and plan.budget.gpu_memory == whole - reserve:
+        takes = f"--gpu-memory {format_budget(whole)}".replace(" GiB", "GiB")
+        told += f" ({format_bytes(reserve)} left to display and driver; {takes} takes it)"
     locked = prediction.host_memory_bytes
     if not locked:
         return f"{told}, nothing on the host." if not plan.offload.rules else f"{told}."

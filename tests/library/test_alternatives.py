@@ -7,7 +7,7 @@ import pytest
 
 from offplan.checkpoint.open import open_model
 from offplan.checkpoint.requantise import requantise
-from tests.cli import CLI, ROOT
+from tests.cli import CLI, ROOT, TINY_MOE
 
 MODELS = ROOT / "benchmarks" / "models"
 
@@ -54,3 +54,24 @@ def test_the_answer_reports_what_fewer_bits_would_give(
     told = cli("analyze", *asked, "--host-memory", "1GiB").out
     assert "no plan fits" in told.lower()
     assert "4 bits" in told
+
+
+def test_a_config_of_float32_is_planned_as_bfloat16(
+    cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offplan.library.analysis.why_not_run", lambda *_: None)
+    path = strip_quantisation("qwen3-8b-fp8", tmp_path)
+    config = json.loads(path.read_text("utf-8"))
+    del config["dtype"]
+    path.write_text(json.dumps({**config, "torch_dtype": "float32"}), "utf-8")
+    asked = ("plan", path, "--machine", "rtx4060,ram=64GiB")
+    code, _, err = cli(*asked)
+    assert (code, "Its weights are float32, twice the bytes of bfloat16" in err) == (0, True)
+    plan = tmp_path / "plan.yaml"
+    code, _, err = cli(*asked, "--dtype", "bfloat16", "-o", plan)
+    assert (code, "Its weights are" in err) == (0, False)
+    assert "dtype: bfloat16" in plan.read_text("utf-8")
+    assert cli("check", plan, "--file-only").code == 0
+    assert cli("replan", plan).out == plan.read_text("utf-8")
+    code, _, err = cli("plan", TINY_MOE, "--machine", "cpu", "--dtype", "float32")
+    assert (code, "--dtype is for a config.json alone" in err) == (2, True)

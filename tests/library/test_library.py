@@ -192,3 +192,13 @@ def test_no_more_is_planned_with_than_there_is(model: Model) -> None:
 def test_what_cannot_be_asked(model: Model, arguments: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         ask(model, load_machine("cpu"), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_card_of_a_desktop_leaves_memory_to_its_display(model: Model) -> None:
+    for name, left in (("rtx4090", 2**30), ("rtx4060-laptop", 2**30), ("h200", 0), ("l4", 0)):
+        machine = load_machine(name)
+        free = machine.profile.gpu_memory.value - left
+        assert machine.free_gpu_bytes == free
+        assert ask(model, machine).budget.gpu_memory == free
+    whole = load_machine("rtx4090").profile.gpu_memory.value
+    assert ask(model, load_machine("rtx4090"), gpu_memory=whole).budget.gpu_memory == whole
