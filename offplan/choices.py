@@ -10,6 +10,8 @@ DeviceName = Literal["cuda", "cpu"]
 """What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""
 ExportFormat = Literal["command", "yaml", "env", "docker"]
 """How an engine's command is written."""
+WeightType = Literal["bfloat16", "float16", "float32"]
+"""The type that weights are stored in, where they are not quantised."""
 TableFormat = Literal["text", "markdown"]
 """How tables are written."""
 FileKind = Literal["plan", "profile"]

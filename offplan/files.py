@@ -5,6 +5,9 @@ import stat
 from pathlib import Path
 from uuid import uuid4
 
+StrPath = str | os.PathLike[str]
+"""The path of a file or a folder, as the library takes it everywhere."""
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, replacing what is there and keeping its mode; its folder exists.

@@ -16,6 +16,7 @@ from offplan.errors import PlanError
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Offload, Rule
+from offplan.segments import describe_unmatched
 from offplan.units import format_bytes
 
 ALIGNMENT_BYTES = 256
@@ -147,10 +148,15 @@ def place(stage: Stage, offload: Offload) -> Placement:
     """Carry a plan's decision over to a stage; the first rule that takes a parameter wins.
 
     The stage is held by the decision's packing. Raises PlanError for a rule that takes nothing, for
-    one that splits what the runtime fuses, and for an embedding that cannot lie on the host.
+    a segment that no parameter has, for a rule that splits what the runtime fuses, and for an
+    embedding that cannot lie on the host.
     """
     assert stage.packing == offload.packing, "a stage is lowered with the plan's packing"
     rules = offload.rules
+    names = stage.model.parameter_names
+    for position, rule in enumerate(rules, 1):
+        if (unmatched := describe_unmatched(rule.cpu_offload_params, names)) is not None:
+            raise PlanError(f"rule {position} {unmatched}")
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []
@@ -223,16 +229,17 @@ def align(num_bytes: int) -> int:
 
 
 def _describe_unused(number: int, rule: Rule, stage: Stage) -> str:
-    segments = sorted({segment for layer in stage.layers for segment in layer.segments})
-    if rule.cpu_offload_params and not any(rule.matches(f"{name}.weight") for name in segments):
+    num_layers = len(stage.layers)
+    if rule.group_size is not None and not any(rule.selects_layer(i) for i in range(num_layers)):
         return (
-            f"rule {number + 1} matches nothing: no parameter of {stage.model.source} has the "
-            f"segment {list(rule.cpu_offload_params)}; its segments are {', '.join(segments)}"
+            f"rule {number + 1} takes nothing: of each {rule.group_size} layers it takes the last "
+            f"{rule.num_in_group}, and the model has {num_layers} layers; write a group_size of "
+            f"{num_layers} at most"
         )
     what = f"group_size {rule.group_size}, num_in_group {rule.num_in_group}"
     if rule.max_bytes is not None:
         what = f"max_bytes {format_bytes(rule.max_bytes)}"
     return (
-        f"rule {number + 1} takes nothing: {what} selects no layer of {len(stage.layers)} that "
-        "has its segments, or an earlier rule takes them all"
+        f"rule {number + 1} takes nothing: {what} selects no layer of {num_layers} that has its "
+        "segments, or an earlier rule takes them all"
     )

@@ -8,12 +8,21 @@ import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
 
 from offplan.backends import BACKENDS
 from offplan.backends import Backend as Backend
 from offplan.choices import ObjectiveName, Store
 from offplan.errors import PlanError
+from offplan.files import StrPath
+from offplan.kinds import describe_kind
 from offplan.ranks import Ranks
 from offplan.records import (
     Basis,
@@ -38,6 +47,22 @@ MOST_CACHED = 2**32
 Count = Annotated[int, Field(ge=1, le=MOST)]
 UnpackedName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*$")]
 """A layer's number, a segment or both with a dot between, or ``output_head``."""
+_ALL = "all"
+
+
+def _read_segments(value: Any) -> Any:
+    if isinstance(value, str) and value != _ALL:
+        raise ValueError(f"found {reprlib.repr(value)}: it should be a list of segments, or all")
+    return () if value == _ALL else value
+
+
+Segments = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_read_segments, json_schema_input_type=Literal["all"] | tuple[str, ...]),
+    PlainSerializer(lambda value, info: _ALL if info.context and not value else value),
+]
+"""Segments: dotted runs of name parts relative to the layer. Empty matches everything, and is
+``all`` in a plan's file."""
 MOST_FILE_BYTES = 2**18
 """Beyond any plan's file."""
 PRINTED_TO = 1e-3
@@ -197,8 +222,8 @@ class Rule(Record):
     in layer then name order, overshooting by at most one; Source: vLLM ``cpu_offload_gb``).
     """
 
-    cpu_offload_params: tuple[str, ...] = ()
-    """Segments: dotted runs of name parts relative to the layer. Empty matches everything."""
+    cpu_offload_params: Segments = ()
+    """Segments: dotted runs of name parts relative to the layer. ``all`` takes every parameter."""
     group_size: Count | None = None
     num_in_group: Count | None = None
     max_bytes: ExactBytes | None = Field(default=None, gt=0)
@@ -251,8 +276,8 @@ class Rule(Record):
 class Packing(Record):
     """Which weights are held packed, without loss, wherever they lie: 0.76 of their bytes."""
 
-    cpu_offload_params: tuple[str, ...] = ()
-    """Segments, as a rule's; empty takes all weights that can be packed."""
+    cpu_offload_params: Segments = ()
+    """Segments, as a rule's; ``all`` takes every weight that can be packed."""
     group_size: Count
     num_in_group: Count
     """Of every ``group_size`` layers the last ``num_in_group``."""
@@ -407,19 +432,34 @@ class Plan(Record):
         return str(self._folder / path)
 
 
-def load_plan(path: Path, *, in_any_budget: bool = False) -> Plan:
+def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
     """Read and check a plan file; ``in_any_budget`` also one that exceeds the budget it names.
 
     Raises PlanError, naming the file, the key, what was found and what was expected.
     """
-    text = read_text(path, "plan", MOST_FILE_BYTES, PlanError)
+    if Path(path).is_dir():
+        raise PlanError(f"{path}: {describe_kind(path, 'a plan')}")
+    try:
+        text = read_text(path, "plan", MOST_FILE_BYTES, PlanError)
+    except PlanError as error:
+        if Path(path).exists() or Path(path).suffix in (".yaml", ".yml"):
+            raise
+        raise PlanError(f"{error}; for a plan of a model run offplan plan -o plan.yaml") from None
     try:
         data = load_yaml(text)
     except ValueError as error:
         raise PlanError(f"{path} is not YAML: {error}") from None
+    is_plan = isinstance(data, dict) and "offplan" in data
+    if not is_plan and (kind := describe_kind(path, "a plan")) is not None:
+        raise PlanError(f"{path} is not a plan: {kind}")
     plan = parse_plan(data, str(path), in_any_budget=in_any_budget)
-    plan._folder = path.resolve().parent  # that of the file itself, also by way of a link
+    plan._folder = Path(path).resolve().parent  # that of the file itself, also by way of a link
     return plan
+
+
+def take_plan(plan: Plan | StrPath) -> Plan:
+    """Return a plan as it is, or read its file; raises PlanError as ``load_plan`` does."""
+    return plan if isinstance(plan, Plan) else load_plan(plan)
 
 
 def parse_plan(data: Any, name: str, *, in_any_budget: bool = False) -> Plan:

@@ -5,7 +5,6 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -14,6 +13,7 @@ from typing_extensions import Self, TypeAliasType
 
 from offplan import units
 from offplan.errors import InputError
+from offplan.files import StrPath
 
 Basis = Literal["measured", "reported", "datasheet", "estimated"]
 """How a figure was obtained, the most certain way first."""
@@ -163,13 +163,13 @@ def dump_yaml(value: Any, *, width: int, on_one_line: bool = False) -> str:
     )
 
 
-def read_text(path: Path, what: str, max_bytes: int, error: type[InputError]) -> str:
+def read_text(path: StrPath, what: str, max_bytes: int, error: type[InputError]) -> str:
     """Read a file in UTF-8 of ``max_bytes`` at most.
 
     Raises ``error``, which names the file, ``what`` it should be (a ``plan``) and what is wrong.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             text = file.read(max_bytes + 1)
         if len(text) > max_bytes:
             most = units.format_bytes(max_bytes)

@@ -1,7 +1,11 @@
 """Segments: dotted runs of a parameter's name, how they match names and cover them."""
 
+import difflib
 from collections.abc import Collection, Iterator
 from itertools import combinations
+
+_MOST_COMPARED = 100
+"""Characters of a segment that are compared with names."""
 
 
 def match_segments(segments: Collection[str], name: str) -> bool:
@@ -10,6 +14,21 @@ def match_segments(segments: Collection[str], name: str) -> bool:
     Source: vLLM matches ``"." + segment + "."`` in ``"." + name + "."``.
     """
     return not segments or any(f".{segment}." in f".{name}." for segment in segments)
+
+
+def describe_unmatched(segments: Collection[str], names: Collection[str]) -> str | None:
+    """Describe the first segment that is no dotted run of a name, and the nearest that is one.
+
+    None where each segment matches a name.
+    """
+    for segment in segments:
+        if not any(match_segments([segment], name) for name in names):
+            runs = sorted({run for name in names for run in list_runs(name)})
+            near = difflib.get_close_matches(segment[:_MOST_COMPARED], runs, 1)
+            parts = sorted({name.rpartition(".")[0] or name for name in names})
+            hint = f"is {near[0]} meant?" if near else f"the segments are {', '.join(parts)}"
+            return f"matches nothing with {segment!r}: no parameter has this segment; {hint}"
+    return None
 
 
 def list_runs(name: str) -> Iterator[str]:

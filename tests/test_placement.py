@@ -104,8 +104,10 @@ def test_experts_inputs_are_one_unit() -> None:
     ("rules", "message"),
     [
         ([rule("experts.gate_proj")], "fuses them"),
-        ([rule("q_prj")], "matches nothing"),
-        ([rule("experts", group=(9, 1))], "takes nothing"),
+        ([rule("q_prj")], "rule 1 matches nothing with 'q_prj'.*; is q_proj meant"),
+        ([rule("mlp"), rule("q_proj", "experts.down_prj")], "rule 2 .* is experts.down_proj meant"),
+        ([rule("experts", group=(9, 1))], "of each 9 layers it takes the last 1, .* has 5 layers"),
+        ([rule("mlp.gate_proj", group=(5, 4))], "group_size 5, num_in_group 4 selects no layer"),
         ([rule("mlp"), rule("experts")], "takes nothing"),
     ],
 )

@@ -36,6 +36,7 @@ from offplan.plan import (
 )
 from offplan.planner.make import make_plan
 from offplan.records import Basis, dump_yaml, load_yaml
+from tests.cli import ROOT
 from tests.costs.builders import dense_model, make_machine, moe_model, rule
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
@@ -402,3 +403,18 @@ def test_an_edited_config_is_drift(
     plan = load_plan(plans / "tiny-moe.yaml")
     with pytest.raises(DriftError, match="another config") if is_drift else nullcontext():
         open_planned_model(plan, str(copy))
+
+
+def test_what_takes_everything_is_written_as_all() -> None:
+    text = (ROOT / "plans" / "qwen3-8b-h200-8gib.yaml").read_text("utf-8")
+    assert "packing: {cpu_offload_params: all, group_size: 1" in text
+    rule = "{cpu_offload_params: all, group_size: 2, num_in_group: 1, prefill: prefetch, "
+    text = re.sub(r"    - .*", f"    - {rule}decode: prefetch}}", text)
+    plan = parse_plan(load_yaml(text), "plan")
+    assert plan.offload.rules[0].cpu_offload_params == ()
+    assert rule in dump_plan(plan)
+    assert plan.model_dump(mode="json")["offload"]["packing"]["cpu_offload_params"] == []
+    # as it was written before
+    assert parse_plan(load_yaml(text.replace(": all,", ": [],")), "plan") == plan
+    with pytest.raises(PlanError, match="should be a list of segments, or all"):
+        parse_plan(load_yaml(text.replace(": all,", ": every,")), "plan")

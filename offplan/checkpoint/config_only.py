@@ -36,9 +36,10 @@ _LAYER_COUNT = re.compile(r"(layers?|depth|blocks)$")
 """Keys that say, in the configs of transformers' architectures, how many layers a stack has."""
 
 
-def read_config_only(path: Path, on_progress: Progress) -> Stored:
+def read_config_only(path: Path, on_progress: Progress, dtype: str | None = None) -> Stored:
     """Build the model that a ``config.json`` describes and return the checkpoint it would save.
 
+    ``dtype`` takes the place of the type that the config states, unless it is quantised.
     Never runs code from the config. An index beside the file is used to check the total size.
     ``on_progress`` hears that the model is being built, if it is not kept, and that it is done.
     Raises CheckpointError when transformers does not know or cannot build the architecture.
@@ -56,11 +57,15 @@ def read_config_only(path: Path, on_progress: Progress) -> Stored:
             )
     notes = ["sizes come from the config alone: no weights were seen"]
     named = config
-    if architecture.dtype is None:
+    if dtype not in (None, architecture.dtype) and architecture.quantisation is None:
+        named = _with_dtype(config, str(dtype))
+        stated = architecture.dtype or "no dtype"
+        notes.append(f"sized as stored in {dtype}; the config names {stated}")
+    elif architecture.dtype is None:
         # What is not quantised of a quantised checkpoint is stored in 16 bits, named or not.
-        dtype = "bfloat16" if architecture.quantisation is not None else "float32"
-        named = {**config, "dtype": dtype}
-        notes.append(f"the config names no dtype: took {dtype}")
+        taken = "bfloat16" if architecture.quantisation is not None else "float32"
+        named = {**config, "dtype": taken}
+        notes.append(f"the config names no dtype: took {taken}")
     built = _find_tensors(named, str(path), on_progress)
     built = _without_idle_experts(architecture.routing, built)
     tensors = quantise(built, architecture, str(path))
@@ -72,6 +77,16 @@ def read_config_only(path: Path, on_progress: Progress) -> Stored:
     # without one, it may be among the weights
     generation = read_generation(path.parent) or None
     return Stored(config, tensors, generation=generation, notes=tuple(notes))
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config whose every part states this type."""
+    parts = {
+        key: _with_dtype(value, dtype) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "torch_dtype"
+    }
+    return {**parts, "dtype": dtype} if "model_type" in config or "dtype" in config else parts
 
 
 def _layer_counts(config: Mapping[str, Any]) -> Iterator[float]:

@@ -4,7 +4,8 @@ Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME, prox
 HF_HUB_OFFLINE mean what they mean there.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def read_hub(repo: str, revision: str | None, on_progress: Progress) -> Stored:
             config = read_config(config_path)
     generation = _read_generation(repo, commit)
     return Stored(config, tuple(tensors), revision=commit, generation=generation)
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Ask the Hub for nothing while the context lasts, as HF_HUB_OFFLINE has it.
+
+    What is not in the Hub's cache is a CheckpointError. The setting is the process's.
+    """
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _read_generation(repo: str, commit: str) -> str | None:

@@ -143,6 +143,11 @@ class Model:
     """Sentences for the reader: what was not understood, what a config cannot show."""
 
     @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        """Names of the layers' parameters, relative to their layers."""
+        return frozenset(p.name for layer in self.layers for p in layer.parameters)
+
+    @cached_property
     def architecture(self) -> Architecture:
         """The architecture that the config describes."""
         last = max((layer.index for layer in self.layers), default=-1)

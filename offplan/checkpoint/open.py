@@ -11,10 +11,18 @@ from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.tensors import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError, HubError
+from offplan.files import StrPath
+from offplan.kinds import describe_kind
 from offplan.progress import Progress, silent
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """A Hub id has an organisation or, as the oldest models, none: ``gpt2``."""
+_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/|models/)"
+    r"([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve|raw)/([^/?#]+).*|[/?#].*)?",
+    re.ASCII,
+)
+"""The address of a model's page on the Hub: its id and, of a branch or a file, its revision."""
 _FILE = re.compile(r".*\.(json|safetensors|bin|gguf|pth?|ya?ml)", re.IGNORECASE)
 """Names of files, which a bare word of this kind is far more likely to mean than a model."""
 
@@ -23,30 +31,36 @@ _UNMERGED = re.compile(r"\.(lora_[AB]|base_layer)\.")
 
 
 def open_model(
-    source: str,
+    source: StrPath,
     *,
     revision: str | None = None,
     name: str | None = None,
+    dtype: str | None = None,
     on_progress: Progress | None = None,
 ) -> Model:
     """Read what a model is, without reading a weight.
 
     ``source`` is a folder with ``config.json`` and safetensors, the path of a ``config.json``
-    alone, or a Hub id (``org/name``, or ``gpt2``); what exists on disk is taken first, and the Hub
-    is not asked for ``org/name`` where there is a folder ``org``, unless a ``revision`` is given: a
-    branch, tag or commit, for the Hub only. ``name`` is what the model is called from here on,
-    in plans too; it is ``source`` if left out. ``on_progress`` hears (shards read, shards in all).
+    alone, a Hub id (``org/name``, or ``gpt2``) or the address of its page; what exists on disk is
+    taken first, and the Hub is not asked for ``org/name`` where there is a folder ``org``, unless a
+    ``revision`` is given: a branch, tag or commit, for the Hub only. ``name`` is what the model is
+    called from here on, in plans too; it is ``source`` if left out. ``dtype`` is the type that the
+    weights of a ``config.json`` alone are stored in, what it states if left out. ``on_progress``
+    hears (shards read, shards in all).
 
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
     """
+    source = os.fspath(source)
+    if (page := _PAGE.fullmatch(source)) is not None and not os.path.exists(source):
+        source, revision = page[1], revision or page[2]
     for text in (source, revision, name):
         if text is not None and not text.isprintable():
             raise CheckpointError(
                 f"{quote(text)}: found characters that cannot be printed, expected a folder, a Hub "
                 "id, a revision or a name without any; rename it"
             )
-    stored = _read(source, revision, on_progress or silent(""))
+    stored = _read(source, revision, dtype, on_progress or silent(""))
     if any(_UNMERGED.search(tensor.name) for tensor in stored.tensors):
         raise CheckpointError(f"{source}: {ADAPTER_ALONE}")
     model = assemble(source, stored)
@@ -55,10 +69,15 @@ def open_model(
             f"{source}: found layers whose tensors are all empty, expected a model's; fetch the "
             "checkpoint again"
         )
+    if dtype is not None and model.dtype != dtype:
+        raise CheckpointError(
+            f"{source}: found weights of {model.dtype}, expected {dtype}; --dtype is for a "
+            "config.json alone that is not quantised: convert the checkpoint, or leave --dtype out"
+        )
     return model if name is None else replace(model, source=name)
 
 
-def _read(source: str, revision: str | None, on_progress: Progress) -> Stored:
+def _read(source: str, revision: str | None, dtype: str | None, on_progress: Progress) -> Stored:
     path = Path(source)
     # Not of the path: pathlib takes an empty name for the working directory.
     is_folder, exists = os.path.isdir(source), os.path.exists(source)
@@ -75,7 +94,7 @@ def _read(source: str, revision: str | None, on_progress: Progress) -> Stored:
         # Imported here: it is of use only with torch at hand.
         from offplan.checkpoint.config_only import read_config_only
 
-        return read_config_only(path, on_progress)
+        return read_config_only(path, on_progress, dtype)
     is_path = not exists and revision is None and _looks_like_path(source)
     if not is_local and not is_path and may_be_id:
         from offplan.checkpoint.hub import read_hub
@@ -85,6 +104,8 @@ def _read(source: str, revision: str | None, on_progress: Progress) -> Stored:
         except HubError as error:
             beside = "leave the revision out for what is on disk" if exists else ""
             raise HubError(f"{error} ({beside or 'nothing on disk has this name'})") from None
+    if exists and (kind := describe_kind(source, "a model")) is not None:
+        raise CheckpointError(f"{quote(source)}: {kind}")
     found, help_ = "a file" if exists else "nothing on disk and no Hub id", "correct the name"
     if is_path:
         found = f"nothing of this name in {quote(os.path.dirname(os.path.abspath(source)))}"

@@ -36,21 +36,22 @@ def analyze(query: Query) -> None:
             analysis = Analysis(*found, None, unmeasured=why_unmeasured())
         else:
             analysis = analyze_question(question)
+    result = analysis.result
+    # before anything is printed: who reads the answer may close the pipe
+    if result is not None and question is not None:
+        query.save_picture(question, result.plan)
+        if output is not None:
+            save_plan(output, result.plan, force=query.force)
     answer = render_answer(analysis, shlex.join(["offplan", *sys.argv[1:]]), query.plan_file)
     # without a plan the answer is all there is to say
-    report = [*answer, *(render_analysis(analysis) if analysis.result is not None else [])]
+    details = render_analysis(analysis) if query.verbose and result is not None else []
     print_result(
-        analyze_payload(analysis),
-        *(report if query.verbose else answer),
+        analyze_payload(analysis) if query.json else {},
+        *answer,
+        *details,
         json=query.json,
         file=sys.stderr if on_stdout else None,
     )
-    files, result = [each for each in (query.svg, output) if each], analysis.result
-    if not files:
-        return
-    if result is None or question is None:
+    if (output or query.svg) and result is None:
         kind = InfeasibleError if analysis.infeasible else InputError
-        raise kind(f"{files[0]} was not written: there is no plan")
-    query.save_picture(question, result.plan)
-    if output is not None:
-        save_plan(output, result.plan, force=query.force)
+        raise kind(f"{query.svg or output} was not written: there is no plan")

@@ -32,10 +32,13 @@ def bench(
     loaded, found = open_plan_to_run(plan, model)
 
     with waiting("starting torch"):
+        from offplan.cli.threads import settle_threads
         from offplan.library.benchmark import bench_plan
         from offplan.report.bench import render_bench
         from offplan.report.payload import bench_payload
+        from offplan.runtime.device import find_device
 
+    settle_threads(find_device(device))
     names = [] if vs is None else [name.strip().lower() for name in vs.split(",")]
     result = bench_plan(
         loaded,

@@ -7,7 +7,7 @@ import typer
 
 from offplan.cli import options
 from offplan.cli.output import ProgressBar, print_result
-from offplan.errors import DriftError, InfeasibleError, InputError
+from offplan.errors import DriftError, InfeasibleError, InputError, OffplanError
 
 
 def check(
@@ -15,7 +15,7 @@ def check(
     model: options.LocalModel = None,
     file_only: Annotated[
         bool,
-        typer.Option("--file-only", help="Leave this machine out: for hooks, and for CI."),
+        typer.Option("--file-only", help="Leave this machine and the network out: for hooks."),
     ] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine's link, too.")
@@ -34,15 +34,16 @@ def check(
 ) -> None:
     """Check plans against their models, their profiles, their own decisions and this machine.
 
-    Exits with 4 where something is not as a plan has it (drift), else with 3 where memory lacks.
-    Without a GPU, and with --file-only, all is checked but this machine; with --engine, a running
-    engine in its place.
+    Exits with 4 where something is not as a plan has it (drift), else with 3 where memory lacks,
+    else with 2 where a file cannot be read. Without a GPU, and with --file-only, all is checked but
+    this machine; with --engine, a running engine in its place. --file-only does not ask the Hub: of
+    a model that is not on this disk it checks the plan's profile alone.
     """
     from offplan.cli.planning import open_plan
     from offplan.library.machines import require_gpu
     from offplan.plan import load_plan
     from offplan.report.check import findings_payload, render_findings, worst_verdict
-    from offplan.upkeep.checking import check_plan
+    from offplan.upkeep.checking import Finding, check_plan
     from offplan.upkeep.engine_start import check_start, read_start
 
     if measure and file_only:
@@ -53,25 +54,41 @@ def check(
         raise InputError("--engine wants its --log or its --url, and neither goes without it")
     if engine is not None and (len(plans) > 1 or measure):
         raise InputError("--engine checks one plan, and measures nothing: leave the others out")
-    loaded = [load_plan(path, in_any_budget=True) for path in plans]
     if measure:
         require_gpu()
-    found = {
-        str(path): check_plan(
-            plan,
-            model=model,
-            with_machine=not file_only and engine is None,
-            measure=measure,
-            on_stage=ProgressBar,
-        )
-        for path, plan in zip(plans, loaded, strict=True)
-    }
+    errors: dict[str, OffplanError] = {}
+
+    def check_file(path: Path) -> tuple[Finding, ...]:
+        """Check a plan; what cannot be read is one result of several."""
+        try:
+            return check_plan(
+                load_plan(path, in_any_budget=True),
+                model=model,
+                with_machine=not file_only and engine is None,
+                with_network=not file_only,
+                measure=measure,
+                on_stage=ProgressBar,
+            )
+        except OffplanError as error:
+            if len(plans) == 1:
+                raise
+            errors[str(path)] = error
+            return (Finding("plan", "error", str(error)),)
+
+    found = {str(path): check_file(path) for path in plans}
     if engine is not None:
         [(name, findings)] = found.items()
         startup = read_start(engine, log, url)
         found[name] = (*findings, *check_start(*open_plan(plans[0], model), engine, startup))
     payload = {"plans": [findings_payload(*each) for each in found.items()]}
     print_result(payload, *(render_findings(*each) for each in found.items()), json=json)
-    for verdict, error in (("drift", DriftError), ("infeasible", InfeasibleError)):
-        if failed := [name for name, each in found.items() if worst_verdict(each) == verdict]:
-            raise error(f"{verdict}: {', '.join(failed)}")
+    kinds = {"drift": DriftError, "infeasible": InfeasibleError}
+    told = [
+        f"{verdict}: {', '.join(failed)}"
+        for verdict in (*kinds, "error")
+        if (failed := [name for name, each in found.items() if worst_verdict(each) == verdict])
+    ]
+    if told:
+        named = max((error.exit_code for error in errors.values()), default=0)
+        unread = InputError if named == InputError.exit_code else OffplanError
+        raise kinds.get(told[0].partition(":")[0], unread)("; ".join(told))

@@ -29,12 +29,16 @@ def diff(
         TableFormat,
         typer.Option(**options.choice(TableFormat), help="Tables as text, or for a pull request."),
     ] = "text",
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 1 where the plans differ, as git diff.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Show what changes from one plan to another: question, decision, what moves, what that costs.
 
     BEFORE is a file, a git revision (that has the same file) or a file there (main:plans/old.yaml).
-    Figures are those that the files say.
+    Figures are those that the files say. Where a prediction is not that of its file's decision any
+    more, offplan reports that and prices the decision again.
     """
     from offplan.plan import load_plan
     from offplan.report.diff import difference_payload, markdown_difference, render_difference
@@ -51,19 +55,26 @@ def diff(
         print(printable(markdown_difference(difference)), end="")
     else:
         print_result(difference_payload(difference), *render_difference(difference), json=json)
+    if exit_code and not difference.is_empty:
+        raise typer.Exit(1)
 
 
 def _find_model(before: "Plan", after: "Plan", model: str | None) -> "Model | None":
-    """Read the headers of the model that both plans are of, if they say where something moves."""
-    from offplan.library.planned import open_planned_model
+    """Read the headers of the model that both plans are of, by which moves and times are priced.
+
+    The Hub is asked only where something moves.
+    """
+    from offplan.library.planned import find_planned_model, open_planned_model
 
     if before.model.headers_sha256 != after.model.headers_sha256:
         print_note("what moves is not told: the plans are of different models")
         return None
-    if before.offload == after.offload:
-        return None
     try:
+        if before.offload == after.offload:
+            found = find_planned_model(after, model)
+            return found and open_planned_model(after, found)
         return open_planned_model(after, model, ProgressBar("reading headers"))
     except (CheckpointError, HubError, DriftError) as error:
-        print_note(f"what moves is not told: {error}")
+        if before.offload != after.offload:
+            print_note(f"what moves is not told: {error}")
         return None

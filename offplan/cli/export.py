@@ -1,5 +1,6 @@
 """``offplan export``: a plan as another engine's command."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -47,6 +48,7 @@ def export(
     from offplan.engines.registry import find_engine
     from offplan.library.exporting import describe_cost, export_here, plan_for
     from offplan.ranks import ONE_RANK, Ranks
+    from offplan.report.answer import describe_fetch
 
     if find_engine(engine)[0].is_worker and replan:
         raise InputError(
@@ -68,6 +70,12 @@ def export(
         loaded = made
     with waiting("planning"):  # where it is refused, for what it would cost
         export = export_here(loaded, found, engine, plan)
+    fetch, folder = describe_fetch(found)
+    if model is not None:
+        export = replace(export, source=model)
+    elif folder:
+        note = f"{export.source} has no weights: {fetch}name their folder with --model {folder}"
+        export = replace(export, notes=(note, *export.notes))
     version = format_version(export.version)
     if json:
         payload = {

@@ -45,6 +45,7 @@ def measure(
     """
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import read_workload
+    from offplan.cli.threads import settle_threads
     from offplan.library.machines import measure_here, require_gpu
     from offplan.machine.profile import dump_profile
     from offplan.report.machine import render_machine
@@ -60,6 +61,7 @@ def measure(
     timed = None
     if model is not None:
         timed = open_model(model, revision=revision, on_progress=ProgressBar("reading headers"))
+    settle_threads(device)
     profile = measure_here(
         timed,
         workload,

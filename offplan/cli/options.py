@@ -27,14 +27,34 @@ def read_text(argument: str) -> str:
         raise InputError(f"{argument!a} is not a text: type it in UTF-8") from None
 
 
+def read_tokens(option: str, argument: str | int, *, otherwise: str = "") -> int:
+    """Read a number of tokens, 1 or more, as people write it: ``8192``, ``8k`` or ``8K``.
+
+    Raises InputError, which names the ``option`` and what it takes ``otherwise``.
+    """
+    text = str(argument)
+    digits = text[:-1] if text[-1:] in ("k", "K") else text
+    if not (digits.isascii() and digits.isdecimal()) or int(digits) < 1:
+        raise InputError(
+            f"{option} {text!r}: write a number of tokens, 1 or more, as in 8192 or 8k{otherwise}"
+        )
+    return int(digits) * (1 if digits == text else _KILO)
+
+
 def read_context(argument: str | int) -> int:
     """Read a number of tokens, or ``max``, which is LONGEST; raises InputError for the rest."""
-    text = str(argument)
-    if text.lower() == "max":
+    if str(argument).lower() == "max":
         return LONGEST
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"--context {text!r}: write a number of tokens, 1 or more, or max")
-    return int(text)
+    return read_tokens("--context", argument, otherwise=", or max")
+
+
+def tokens(option: str, help_: str) -> Any:
+    """Return an option that takes a number of tokens."""
+    return typer.Option(option, parser=partial(read_tokens, option), metavar="N", help=help_)
+
+
+_KILO = 1024
+"""Tokens of 1k, as the contexts of models are named: 128k is 131,072."""
 
 
 def complete_engine(start: str) -> list[str]:
@@ -68,9 +88,9 @@ OtherMachine = Annotated[
     typer.Option("--machine", help="Take this machine, a profile's name or file, not the plan's."),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences generated together.")]
-PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
-OutputTokens = Annotated[int, typer.Option(min=1, help="Tokens generated for each.")]
-Context = Annotated[int, typer.Option(min=1, help="Tokens a sequence may reach.")]
+PromptTokens = Annotated[int, tokens("--prompt-tokens", "Tokens of each prompt.")]
+OutputTokens = Annotated[int, tokens("--output-tokens", "Tokens generated for each.")]
+Context = Annotated[int, tokens("--context", "Tokens a sequence may reach.")]
 LONGEST = 0
 """The context that ``max`` stands for: the longest that fits."""
 LocalModel = Annotated[

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Timer
@@ -42,10 +42,16 @@ def print_report(*parts: "RenderableType", file: IO[str] | None = None) -> None:
 
     width = report_width(file or sys.stdout)
     console = PlainConsole(width=width, highlight=False, markup=False, emoji=False, file=file)
-    for number, part in enumerate(parts):
-        if number:
-            console.print()
-        console.print(part, crop=False)  # a command that is to be copied may be longer
+    with ExitStack() as stack:
+        if not console.is_terminal:
+            captured = stack.enter_context(console.capture())
+        for number, part in enumerate(parts):
+            if number:
+                console.print()
+            console.print(part, crop=False)  # a command that is to be copied may be longer
+    if not console.is_terminal:
+        lines = captured.get().split("\n")
+        print("\n".join(map(str.rstrip, lines)), end="", file=file, flush=True)
 
 
 def print_json(payload: dict[str, Any], file: IO[str] | None = None) -> None:
@@ -54,9 +60,13 @@ def print_json(payload: dict[str, Any], file: IO[str] | None = None) -> None:
 
 
 def print_note(text: str) -> None:
-    """Say something that is not the result, on stderr, unless the command is to be quiet."""
+    """Print something that is not the result to stderr, unless the command is to be quiet.
+
+    A note that nobody reads, since the pipe is closed, keeps a command from nothing.
+    """
     if not QUIET.get():
-        print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
+        with suppress(BrokenPipeError):
+            print(f"offplan: {printable(text)}", file=sys.stderr, flush=True)
 
 
 _BAR_WIDTH = 30

@@ -34,16 +34,17 @@ def plan(query: Query) -> None:
         result = make_plan(question)
         analysis = analyze_result(question, result)
     made = result.plan
+    if not query.verbose:
+        for line in describe_answer(analysis, made, question.machine):
+            print_note(line)
+    # before the report is printed: who reads it may close the pipe
+    query.save_picture(question, made)
+    if query.plan_file is not None:
+        save_plan(query.plan_file, made, force=query.force)
     if query.verbose:
         command = shlex.join(["offplan", *sys.argv[1:]])
         report = [*render_answer(analysis, command, query.plan_file), *render_analysis(analysis)]
         print_result({}, *report, json=False, file=sys.stderr)
-    else:
-        for line in describe_answer(analysis, made, question.machine):
-            print_note(line)
-    query.save_picture(question, made)
-    if query.plan_file is not None:
-        save_plan(query.plan_file, made, force=query.force)
     if query.json:
         print_json({**plan_payload(made, analysis.why_not_run), **shortage_payload(analysis)})
     elif query.plan_file is None:

@@ -106,6 +106,13 @@ class Query:
         bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
     ] = False
     revision: options.Revision = None
+    dtype: Annotated[
+        choices.WeightType | None,
+        typer.Option(
+            **options.choice(choices.WeightType),
+            help="Type that the weights of a config.json alone are stored in. [default: it says]",
+        ),
+    ] = None
     source: Annotated[
         str | None, typer.Option(help="Name of the model in the plan, when MODEL is a local copy.")
     ] = None
@@ -147,6 +154,7 @@ class Query:
             self.model,
             revision=self.revision,
             name=self.source,
+            dtype=self.dtype,
             on_progress=ProgressBar("reading headers"),
         )
         machine = find_machine(

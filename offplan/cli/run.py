@@ -33,6 +33,7 @@ def run(given: RunOptions) -> None:
     with waiting("starting torch"):
         from offplan.cli.generating import generate_request
         from offplan.cli.request import make_request
+        from offplan.cli.threads import settle_threads
         from offplan.cli.told import open_teller
         from offplan.library.sessions import check_context, load_session
         from offplan.library.settling import settle_by
@@ -42,6 +43,7 @@ def run(given: RunOptions) -> None:
 
     request = make_request(given, lines, plan)
     device = find_device(given.device)
+    settle_threads(device)
     texts = request.read_texts(plan, model)
     if not texts:
         check_context(plan, plan.workload.prompt_tokens, request.num_tokens)
@@ -61,14 +63,24 @@ def run(given: RunOptions) -> None:
             settle=settle_by(print_note),
         )
         with opened as session:
+
+            def save() -> None:
+                if given.record_routing is not None:
+                    save_routing(session, plan, given.record_routing, force=given.force)
+
             if (peer := session.loaded.store.peer) is not None:
                 print_note(f"the offloaded weights lie on {peer}, {device_name(peer)}")
-            result = generate_request(session, plan, model, request, left, teller)
-            if given.record_routing is not None:
-                save_routing(session, plan, given.record_routing, force=given.force)
+            try:
+                result = generate_request(session, plan, model, request, left, teller)
+            except BrokenPipeError:
+                save()  # who reads the texts has closed the pipe; the file was asked for, too
+                raise
+            save()
+    # in a pipe or a file a text stands alone
+    text_alone = bool(texts) and not given.json and not sys.stdout.isatty()
     print_result(
         run_payload(plan, result, left),
         render_run(plan, result),
         json=given.json,
-        file=sys.stderr if given.prints_lines else None,
+        file=sys.stderr if given.prints_lines or text_alone else None,
     )

@@ -58,7 +58,7 @@ class Printer(Teller):
             for number in sorted(self._texts):
                 text = self._texts[number]
                 print(self._begin(text) + printable(text.made), end="")
-        print("\n", flush=True)
+        print("\n" if sys.stdout.isatty() else "", flush=True)  # a table follows on a terminal
 
     def _begin(self, text: Text) -> str:
         between = "\n\n" if text.number else ""

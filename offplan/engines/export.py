@@ -20,9 +20,10 @@ from offplan.engines.engine import (
 from offplan.engines.registry import find_engine
 from offplan.engines.runner import EngineRunner, lower
 from offplan.errors import ExportError
+from offplan.files import StrPath
 from offplan.held.held import Held
 from offplan.held.stage import Stage
-from offplan.plan import PRINTED_TO, Plan
+from offplan.plan import PRINTED_TO, Plan, load_plan
 from offplan.units import format_budget, format_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -62,21 +63,24 @@ class Export:
 
 
 def export_plan(
-    plan: Plan,
+    plan: Plan | StrPath,
     model: Model,
     engine: str,
     *,
-    file: Path | None = None,
+    file: StrPath | None = None,
     gpu_bytes: int | None = None,
     numa_nodes: int | None = None,
 ) -> Export:
     """Write the plan as a command of an engine, ``vllm`` or with a version, ``vllm==0.31``.
 
-    ``file`` is the plan's own, which a worker is to read. ``gpu_bytes`` is the memory of the GPU
-    it is to run on, and ``numa_nodes`` the number of NUMA nodes of its host, where they are known.
-    Raises ExportError, naming what would be lost, and PlanError for a plan that is not this
-    model's.
+    ``plan`` is the plan or its file. ``file`` is the plan's own, which a worker is to read.
+    ``gpu_bytes`` is the memory of the GPU it is to run on, and ``numa_nodes`` the number of NUMA
+    nodes of its host, where they are known. Raises ExportError, naming what would be lost, and
+    PlanError for a plan that is not this model's.
     """
+    if not isinstance(plan, Plan):
+        file = plan if file is None else file
+        plan = load_plan(plan)
     chosen, version = find_engine(engine)
     if plan.model.dtype not in DTYPES:
         raise ExportError(
@@ -103,7 +107,7 @@ def export_plan(
             f"{format_budget(plan.budget.gpu_memory)}"
         )
     if chosen.is_worker and demand.flags and file is not None:
-        named = {"additional-config": (json.dumps({"offplan": str(file.absolute())}),)}
+        named = {"additional-config": (json.dumps({"offplan": os.path.abspath(file)}),)}
         demand = replace(demand, flags={**demand.flags, **named})
     binds = demand.flags and plan.goal.ranks.num_gpus > 1 and numa_nodes != 1
     bound = chosen.bind if binds and numa_nodes is not None else {}

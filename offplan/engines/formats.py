@@ -33,7 +33,7 @@ def _docker(export: Export) -> str:
     if engine.is_worker:
         raise ExportError(
             f"the image {engine.image} has no offplan in it: make one of it with pip install "
-            "'offplan[vllm]', and start what --format command prints"
+            "'.[vllm]' in a clone of offplan, and start what --format command prints"
         )
     mount = f'"$HOME/.cache/huggingface:{CACHE}"'
     served = export.source

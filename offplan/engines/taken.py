@@ -102,7 +102,7 @@ def demand_of_worker(offload: Offload, held: Held, version: Version) -> EngineDe
         join_stages([stage.demand for stage in stages], held),
         flags=flags,
         environment=environment,
-        notes=("vLLM wants offplan beside it: pip install 'offplan[vllm]'",),
+        notes=("vLLM needs offplan beside it: in a clone of offplan, pip install '.[vllm]'",),
     )
 
 

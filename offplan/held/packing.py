@@ -13,6 +13,7 @@ from offplan.forms.form import RAW, Kind, Part
 from offplan.forms.packed import PACKED, can_pack, packed_parts
 from offplan.held.stage import Stage
 from offplan.plan import Packing
+from offplan.segments import describe_unmatched
 from offplan.unpacked import OUTPUT_HEAD, Unpacked
 
 NOTHING = Unpacked()
@@ -99,6 +100,9 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
         check_unpacked(model, unpacked)
     except InputError as error:
         raise PlanError(f"packing: {error}") from None
+    unmatched = describe_unmatched(packing.cpu_offload_params, model.parameter_names)
+    if unmatched is not None:
+        raise PlanError(f"packing {unmatched}")
     packs = _taken(model, packing)
 
     def hold(layer: Layer) -> Layer:

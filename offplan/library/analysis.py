@@ -7,6 +7,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.crossovers import Crossovers, find_crossovers
 from offplan.errors import InfeasibleError, PlanError
 from offplan.held.held import Held, hold
+from offplan.library.alternatives import Alternative, find_alternatives
 from offplan.library.runnable import why_not_run
 from offplan.library.shares import StageShare, list_shares
 from offplan.machine.profile import MachineProfile
@@ -38,6 +39,8 @@ class Analysis:
     """A prompt that reads weights again and again; None where it does not."""
     unused: Unused | None = None
     """Memory that stays unused though the plan offloads; None for a few per cent of the budget."""
+    alternatives: tuple[Alternative, ...] = ()
+    """What other checkpoints of the model, of fewer bits, would give here."""
     infeasible: InfeasibleError | None = None
     """Why no plan fits; None where one does."""
     unmeasured: str | None = None
@@ -72,7 +75,10 @@ def analyze_question(question: Question) -> Analysis:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
         why_not = why_not_run(hold(question.model), question.workload.context)
-        return Analysis(question.held, why_not, question.machine, infeasible=error)
+        others = find_alternatives(question, None)
+        return Analysis(
+            question.held, why_not, question.machine, alternatives=others, infeasible=error
+        )
 
 
 def analyze_result(question: Question, result: PlanResult) -> Analysis:
@@ -86,6 +92,7 @@ def analyze_result(question: Question, result: PlanResult) -> Analysis:
         find_sooner(question, result),
         find_rereads(question, plan),
         find_unused(question, plan),
+        find_alternatives(question, plan),
     )
 
 

@@ -9,10 +9,11 @@ from offplan.checkpoint.model import Model
 from offplan.choices import ObjectiveName, Store
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
+from offplan.files import StrPath
 from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Goal, Plan, Workload
+from offplan.plan import Budget, Goal, Plan, Workload, take_plan
 from offplan.planner.question import Question
 from offplan.progress import Progress
 from offplan.ranks import ONE_RANK, Ranks
@@ -74,9 +75,9 @@ def ask(
 
 
 def ask_again(
-    plan: Plan,
+    plan: Plan | StrPath,
     *,
-    model: Model | str | None = None,
+    model: Model | StrPath | None = None,
     machine: Machine | None = None,
     accept_drift: bool = False,
     leave_unpacked: Sequence[str] | None = None,
@@ -84,17 +85,18 @@ def ask_again(
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
 
-    From the same profile, ``make_plan`` makes the same plan of it, byte for byte. ``model`` is the
-    plan's model, opened already or where it is to be read instead of where the plan says;
-    ``machine`` takes the place of the one that the plan names. With ``accept_drift`` the question
-    is about the model as it is by now, though it is not the plan's. ``leave_unpacked`` takes the
-    place of the names that the plan records. ``on_progress`` hears (shards
-    read, shards in all).
+    ``plan`` is the plan or its file. From the same profile, ``make_plan`` makes the same plan of
+    it, byte for byte. ``model`` is the plan's model, opened already or where it is to be read
+    instead of where the plan says; ``machine`` takes the place of the one that the plan names. With
+    ``accept_drift`` the question is about the model as it is by now, though it is not the plan's.
+    ``leave_unpacked`` takes the place of the names that the plan records. ``on_progress`` hears
+    (shards read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
     where the plan's profile is gone or not valid, and InputError for a plan whose machine was
     measured and kept in no profile, unless ``machine`` is given.
     """
+    plan = take_plan(plan)
     if machine is not None:
         profile, name = machine.profile, machine.profile_name
     else:
@@ -106,7 +108,7 @@ def ask_again(
                 "it with --machine"
             )
         profile = kept
-    if model is None or isinstance(model, str):
+    if not isinstance(model, Model):
         model = read_planned_model(plan, model, on_progress)
     found = model if accept_drift else open_planned_model(plan, model)
     # a local copy goes by the name that the plan has for it

@@ -8,13 +8,14 @@ import torch
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError, OffplanError
+from offplan.files import StrPath
 from offplan.hostmem.limits import peak_host_bytes
 from offplan.library.planned import open_planned_model
 from offplan.library.repricing import price_again
 from offplan.library.runnable import check_before_fetching
 from offplan.library.settling import Tell, keep_priced, settle_by
 from offplan.library.unpackable import load_settled, settle_packing
-from offplan.plan import Plan
+from offplan.plan import Plan, take_plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import device_name, find_device
 from offplan.runtime.measuring.accelerated import require_accelerate
@@ -52,10 +53,10 @@ class BenchResult:
 
 
 def bench_plan(
-    plan: Plan,
+    plan: Plan | StrPath,
     *,
     others: Sequence[str] = (),
-    model: Model | str | None = None,
+    model: Model | StrPath | None = None,
     num_steps: int | None = None,
     num_repeats: int = 5,
     device: str | torch.device | None = None,
@@ -65,15 +66,16 @@ def bench_plan(
 ) -> BenchResult:
     """Measure a plan's workload on random tokens: time, bytes moved, stalls and memory.
 
-    ``others`` are further ways to run it, of WAYS: ``resident``, ``serial``, ``accelerate``; one
-    that fails does not take the others with it. In each of ``num_repeats`` requests ``num_steps``
-    decode steps are timed (DEFAULT_STEPS where they fit, if left out). ``model``, ``device``,
-    ``dummy_weights`` and ``on_stage`` are as in ``open_session``. ``tell`` hears of weights that do
-    not pack; without it no plan is made again around them.
+    ``plan`` is the plan or its file. ``others`` are further ways to run it, of WAYS: ``resident``,
+    ``serial``, ``accelerate``; one that fails does not take the others with it. In each of
+    ``num_repeats`` requests ``num_steps`` decode steps are timed (DEFAULT_STEPS where they fit, if
+    left out). ``model``, ``device``, ``dummy_weights`` and ``on_stage`` are as in ``open_session``.
+    ``tell`` hears of weights that do not pack; without it no plan is made again around them.
 
     Raises what ``open_session`` raises, and InputError for a way that there is not, a model whose
     vocabulary is not known, and more steps than the context has room for.
     """
+    plan = take_plan(plan)
     plan.require_one_gpu()
     found = open_planned_model(plan, model, on_stage("reading headers"))
     plan = price_again(plan, found)

@@ -1,6 +1,7 @@
 """Machines to plan for: one that a profile describes, or the one at hand, measured."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from itertools import chain
 from offplan.checkpoint.model import Model
 from offplan.choices import DeviceName, Store
 from offplan.errors import CheckpointError, OffplanError
+from offplan.files import StrPath
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything, packable
 from offplan.held.stage import Stage
@@ -34,16 +36,17 @@ class Machine:
     """The name or file that the profile was read from; None where it was measured."""
 
 
-def load_machine(name: str) -> Machine:
-    """Take the machine that a profile describes, all of its GPU memory free.
+def load_machine(name: StrPath) -> Machine:
+    """Take the machine that a profile describes, its GPU memory free but for the display's.
 
     ``name`` is that of a profile that comes with offplan, such as ``h200-pcie5`` or ``rtx4090``, or
     a file that ``offplan measure`` wrote; figures may be changed behind it, as in
     ``rtx4090,pcie=4x8,ram=64GiB``. Raises ProfileError where there is none, or it is not valid.
     """
-    named = parse_name(name)
+    named = parse_name(os.fspath(name))
     profile = load_profile(named)
-    return Machine(profile, profile.gpu_memory.value, str(named))
+    free = max(1, profile.gpu_memory.value - profile.display_bytes)
+    return Machine(profile, free, str(named))
 
 
 def measure_here(

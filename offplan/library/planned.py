@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import DriftError
+from offplan.errors import CheckpointError, DriftError
+from offplan.files import StrPath
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Plan
@@ -13,15 +15,40 @@ from offplan.progress import Progress
 
 
 def read_planned_model(
-    plan: Plan, model: str | None = None, on_progress: Progress | None = None
+    plan: Plan, model: StrPath | None = None, on_progress: Progress | None = None
 ) -> Model:
     """Read the headers of a plan's model as it is by now: where the plan says, or at ``model``.
 
     ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
     """
-    if model is None:
-        return open_model(_locate(plan), revision=plan.model.revision, on_progress=on_progress)
-    return open_model(model, on_progress=on_progress)
+    revision = plan.model.revision if model is None else None
+    source = _locate(plan) if model is None else os.fspath(model)
+    # of a config alone the plan says what type its weights are stored in
+    dtype = plan.model.dtype if revision is None and source.endswith(".json") else None
+    try:
+        return open_model(source, revision=revision, dtype=dtype, on_progress=on_progress)
+    except CheckpointError:
+        if dtype is None:
+            raise
+    return open_model(source, on_progress=on_progress)  # another type, which is drift
+
+
+def find_planned_model(
+    plan: Plan, model: StrPath | None = None, on_progress: Progress | None = None
+) -> Model | None:
+    """Read the headers of a plan's model where that takes no network, None where it takes one.
+
+    ``model`` and ``on_progress`` are those of ``read_planned_model``. Raises CheckpointError for
+    files that cannot be read.
+    """
+    if os.path.exists(model or _locate(plan)) and plan.model.revision is None:
+        return read_planned_model(plan, model, on_progress)
+    from offplan.checkpoint.hub import offline  # it takes a while to import
+    from offplan.checkpoint.hub_errors import NoSuchFile
+
+    with offline(), suppress(NoSuchFile):
+        return read_planned_model(plan, model, on_progress)
+    return None
 
 
 def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
@@ -53,7 +80,7 @@ def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
 
 
 def open_planned_model(
-    plan: Plan, model: Model | str | None = None, on_progress: Progress | None = None
+    plan: Plan, model: Model | StrPath | None = None, on_progress: Progress | None = None
 ) -> Model:
     """Read the headers of a plan's model, and check that they are those of the plan.
 
@@ -64,7 +91,7 @@ def open_planned_model(
     Raises CheckpointError, HubError, and DriftError if the headers, or the type that the model
     computes in, are not those of the plan.
     """
-    if model is None or isinstance(model, str):
+    if not isinstance(model, Model):
         model = read_planned_model(plan, model, on_progress)
     for drift in describe_drift(plan, model):
         raise DriftError(drift)

@@ -5,6 +5,7 @@ import torch
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError
+from offplan.files import StrPath
 from offplan.library.held_memory import check_held
 from offplan.library.planned import open_planned_model
 from offplan.library.runnable import check_before_fetching
@@ -14,25 +15,26 @@ from offplan.library.unpackable import (
     load_settled,
     settle_packing,
 )
-from offplan.plan import Plan
+from offplan.plan import Plan, take_plan
 from offplan.progress import Stages, silent
 from offplan.runtime.device import find_device
 from offplan.runtime.session import Session
 
 
 def open_session(
-    plan: Plan,
+    plan: Plan | StrPath,
     *,
-    model: Model | str | None = None,
+    model: Model | StrPath | None = None,
     device: str | torch.device | None = None,
     dummy_weights: bool = False,
     on_stage: Stages = silent,
 ) -> Session:
     """Load a plan's model as the plan says, ready to ``generate``; close it, or use ``with``.
 
-    ``model`` is the plan's model, opened already or where it is to be read instead of where the
-    plan says. ``device`` is ``cuda``, ``cuda:1`` or ``cpu``; left out, it is a GPU if there is one.
-    ``dummy_weights`` are random, and none are read. ``on_stage`` hears what begins.
+    ``plan`` is the plan or its file. ``model`` is the plan's model, opened already or where it is
+    to be read instead of where the plan says. ``device`` is ``cuda``, ``cuda:1`` or ``cpu``; left
+    out, it is a GPU if there is one. ``dummy_weights`` are random, and none are read. ``on_stage``
+    hears what begins.
 
     Nothing is priced: the bytes of weights, ring, store and KV cache that the plan's decision and
     workload take are held against its budget, beside the activations and overhead that it records.
@@ -44,6 +46,7 @@ def open_session(
     weights, MemoryLimitError, and what Session raises, with whatever was taken until then given
     back.
     """
+    plan = take_plan(plan)
     plan.require_one_gpu()
     found = open_planned_model(plan, model, on_stage("reading headers"))
     check_held(plan, found)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offplan.errors import ProfileError
+from offplan.kinds import describe_kind
 from offplan.machine.assumed import parse_link
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -45,7 +46,11 @@ class MachineName(NamedTuple):
         """Return the profile's file; raises ProfileError, with the nearest names, for none."""
         path = SHIPPED / f"{self.base}.yaml" if self.is_shipped else Path(self.base)
         if self.base.isprintable() and path.is_file():
+            if not self.is_shipped and (kind := describe_kind(path, "a machine")) is not None:
+                raise ProfileError(f"{self.base} is no machine profile: {kind}")
             return path
+        if self.base.isprintable() and (kind := describe_kind(self.base, "a machine")) is not None:
+            raise ProfileError(f"no machine profile {self.base!r}: {kind}")
         forms = {form: name for name in shipped_profiles() for form in _forms(name)}
         close = difflib.get_close_matches(_normalise(self.base)[:80], forms, 3)
         meant = " or ".join(dict.fromkeys(forms[each] for each in close))

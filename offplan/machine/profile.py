@@ -33,6 +33,9 @@ PROFILE_VERSION = 1
 MOST_FILE_BYTES = 2**20
 """Beyond any profile's file, layer times included."""
 
+_DISPLAY_BYTES = 2**30
+"""Source: chosen; a desktop on one screen takes 0.3 to 0.8 GiB, a browser beside it more."""
+
 LinkRate = TypeAliasType("LinkRate", Annotated[Rate, Field(ge=1e6)])
 """Bytes per second. Bounds lie a thousand times past any machine, so that times stay numbers that
 can be added and compared."""
@@ -191,6 +194,11 @@ class MachineProfile(Record):
     def timed_layers(self) -> frozenset[str]:
         """Keys of the layers whose compute was measured."""
         return frozenset(time.layer for time in self.layer_times)
+
+    @property
+    def display_bytes(self) -> int:
+        """Bytes of GPU memory that display and driver take of a card for desktops and laptops."""
+        return _DISPLAY_BYTES if "GeForce" in self.name else 0
 
     @property
     def is_cpu(self) -> bool:

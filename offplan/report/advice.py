@@ -4,12 +4,37 @@ from offplan.library.analysis import Analysis
 from offplan.plan import Plan
 from offplan.planner.rereads import Rereads
 from offplan.planner.unused import Unused
-from offplan.units import format_bytes, format_bytes_enough, format_seconds
+from offplan.units import format_bytes, format_bytes_enough, format_frequency, format_seconds
+
+
+def describe_alternatives(analysis: Analysis) -> list[str]:
+    """Describe what checkpoints of fewer bits would give, in a line; nothing without any."""
+    told = []
+    for each in analysis.alternatives:
+        form = "FP8" if each.bits == 8 else f"{each.bits} bits"
+        host = format_bytes(each.host_bytes) if each.host_bytes else "nothing"
+        told.append(
+            f"{form} ({format_bytes(each.total_bytes)}) {format_frequency(each.tokens_per_s)} "
+            f"tokens a second with {host} on the host"
+        )
+    if not told:
+        return []
+    return [
+        f"In fewer bits this model would give here: {'; '.join(told)}. Each is another checkpoint, "
+        "with its own quality; offplan sized it from this one's shapes."
+    ]
 
 
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
     """Say what there is to say beside a plan's figures, a line for each; often nothing."""
     lines = []
+    model = analysis.held.model
+    if model.dtype == "float32" and not (analysis.machine and analysis.machine.is_cpu):
+        lines.append(
+            "Its weights are float32, twice the bytes of bfloat16: of a config.json alone, --dtype "
+            "bfloat16 plans for a checkpoint of those."
+        )
+    lines += describe_alternatives(analysis)
     if analysis.sooner is not None:
         lines.append(_describe_sooner(plan, analysis.sooner))
     if analysis.rereads is not None:

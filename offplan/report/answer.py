@@ -1,5 +1,6 @@
 """What people ask of ``analyze``: does it fit, how fast, where is what, and what comes next."""
 
+import re
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -7,17 +8,23 @@ from rich.text import Text
 
 from offplan.backends import Backend
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.weights import has_weights
+from offplan.engines.export import export_plan
+from offplan.errors import ExportError
 from offplan.held.held import Held, hold
 from offplan.held.packing import is_packed
 from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
-from offplan.report.advice import describe_advice
+from offplan.report.advice import describe_advice, describe_alternatives
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
 from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
+
+_SOME_FOLDER = "DIR"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def render_answer(analysis: Analysis, command: str, output: Path | None) -> list[RenderableType]:
@@ -26,7 +33,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     head = [Text(describe_model(model))]
     if analysis.infeasible is not None:
         why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
-        return [Group(*head, Text(f"{why[0].upper()}{why[1:]}"))]
+        told = [f"{why[0].upper()}{why[1:]}", *describe_alternatives(analysis)]
+        return [Group(*head, *map(Text, told))]
     if analysis.result is None or analysis.machine is None:
         told = describe_running(model, analysis.why_not_run)
         answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))
@@ -58,8 +66,15 @@ def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> 
         *describe_ranks(plan, analysis.held, machine),
         describe_speed(plan),
         *describe_advice(analysis, plan),
-        describe_running(analysis.held.model, analysis.why_not_run),
+        *_describe_running(analysis, plan),
     ]
+
+
+def _describe_running(analysis: Analysis, plan: Plan) -> list[str]:
+    """Say whether ``run`` can execute the model, unless the plan is for an engine to run."""
+    if plan.goal.engine is not None and analysis.why_not_run is None:
+        return []
+    return [describe_running(analysis.held.model, analysis.why_not_run)]
 
 
 def describe_model(model: Model) -> str:
@@ -78,6 +93,10 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
     budget = format_budget(plan.budget.gpu_memory)
     told = f"It fits {machine.name}: {format_bytes(memory.total_bytes)} of {budget} of GPU memory"
+    whole, reserve = machine.gpu_memory.value, machine.display_bytes
+    if reserve and plan.budget.gpu_memory == whole - reserve:
+        takes = f"--gpu-memory {format_budget(whole)}".replace(" GiB", "GiB")
+        told += f" ({format_bytes(reserve)} left to display and driver; {takes} takes it)"
     locked = prediction.host_memory_bytes
     if not locked:
         return f"{told}, nothing on the host." if not plan.offload.rules else f"{told}."
@@ -199,11 +218,39 @@ def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:
 
 
 def _name_next(analysis: Analysis, command: str, output: Path | None) -> str:
-    """Name the command to run after this one."""
+    """Name the command to run after this one: one that works, weights fetched first."""
     if output is None:
         return f"{command} -o plan.yaml"
     assert analysis.result is not None, "it is asked of plans"
-    engine = analysis.result.plan.goal.engine
-    if engine is not None or analysis.why_not_run is not None:
-        return f"offplan export {output} --engine {engine or 'vllm'}"
-    return f'offplan run {output} --prompt "..."'
+    plan, model = analysis.result.plan, analysis.held.model
+    engine = plan.goal.engine
+    fetch, folder = describe_fetch(model)
+    elsewhere = f" --model {folder}" if folder else ""
+    which = "  # DIR: a folder with the model's weights" if folder == _SOME_FOLDER else ""
+    if engine is None and analysis.why_not_run is None:
+        return f'{fetch}offplan run {output}{elsewhere} --prompt "..."{which}'
+    if engine is None:
+        try:
+            export_plan(plan, model, "vllm")
+        except ExportError as error:
+            return (
+                f"neither `offplan run` nor vLLM's flags can execute this plan ({error}); "
+                f"{command} --for vllm --force looks for one that vLLM can run"
+            )
+    return f"{fetch}offplan export {output} --engine {engine or 'vllm'}{elsewhere}{which}"
+
+
+def describe_fetch(model: Model) -> tuple[str, str]:
+    """Name the command that fetches a model's weights, and the folder that they are then in.
+
+    Both are empty where the weights are there, or where a Hub id says where they are.
+    """
+    if has_weights(model):
+        return "", ""
+    beside = Path(model.source).parent
+    if any(beside.glob("*.safetensors")):
+        return "", str(beside)
+    for name in (model.source, model.config.get("_name_or_path")):
+        if isinstance(name, str) and _HUB_NAME.fullmatch(name) and not Path(name).exists():
+            return f"hf download {name} --local-dir weights && ", "weights"
+    return "", _SOME_FOLDER

@@ -4,18 +4,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from offplan.report.table import make_grid
 from offplan.upkeep.checking import Finding
 
-MARKS = {"holds": "ok", "drift": "DRIFT", "infeasible": "NO ROOM", "unknown": "not told"}
+MARKS = {
+    "holds": "ok",
+    "drift": "DRIFT",
+    "infeasible": "NO ROOM",
+    "unknown": "not told",
+    "error": "ERROR",
+}
 """What people read for a verdict."""
 
 
 def render_findings(title: str, findings: Sequence[Finding]) -> RenderableType:
     """Show what was found of one plan, a paragraph for each thing that was checked."""
-    table = Table.grid("", "", "", padding=(0, 2, 0, 0))
+    table = make_grid(3)
     for finding in findings:
         table.add_row(MARKS[finding.verdict], finding.subject, Text(finding.text))
     return Group(Text(title), table)
@@ -31,6 +37,6 @@ def findings_payload(title: str, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def worst_verdict(findings: Sequence[Finding]) -> str:
-    """Return the verdict of all findings together: drift before lack of memory."""
+    """Return the verdict of all findings together: drift, lack of memory, what cannot be read."""
     verdicts = {finding.verdict for finding in findings}
-    return next((each for each in ("drift", "infeasible") if each in verdicts), "holds")
+    return next((each for each in ("drift", "infeasible", "error") if each in verdicts), "holds")

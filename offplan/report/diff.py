@@ -27,6 +27,7 @@ def render_difference(difference: Difference) -> list[RenderableType]:
         parts.append(table)
     if not (difference.asked or difference.decided):
         parts.insert(0, Text(NO_CHANGE))
+    parts[-1:-1] = map(Text, difference.stale)
     return parts
 
 
@@ -37,6 +38,7 @@ def markdown_difference(difference: Difference) -> str:
         lines = [headings, ["---"] * len(headings), *rows]
         table = "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
         parts.append(f"**{title}**\n\n{table}")
+    parts[-1:-1] = map(_escape, difference.stale)
     return "\n\n".join(parts) + "\n"
 
 
@@ -44,11 +46,16 @@ def difference_payload(difference: Difference) -> dict[str, Any]:
     """Return the same as JSON."""
     moves = difference.moves
     plans = {"before": difference.before, "after": difference.after}
+    repriced = {name: difference.repriced.get(name) for name in plans}
     return {
         "asked": [vars(change) for change in difference.asked],
         "decided": [vars(change) for change in difference.decided],
         "moves": None if moves is None else [vars(move) for move in moves],
         **{name: plan.model_dump(mode="json")["prediction"] for name, plan in plans.items()},
+        "stale": {
+            name: plan and plan.model_dump(mode="json")["prediction"]
+            for name, plan in repriced.items()
+        },
     }
 
 
@@ -69,9 +76,11 @@ def _tables(difference: Difference) -> Iterator[_TableRows]:
     if difference.moves:
         headings = ["what moves", "layers", "bytes", "before", "after"]
         yield _TableRows("Moves", headings, [_move_row(move) for move in difference.moves])
-    before, after = difference.before, difference.after
+    before = difference.repriced.get("before", difference.before)
+    after = difference.repriced.get("after", difference.after)
     bases = dict.fromkeys(plan.prediction.basis for plan in (before, after))
-    title = f"Prediction ({', then '.join(bases)})"
+    again = "".join(f"; {name} is priced again" for name in difference.repriced)
+    title = f"Prediction ({', then '.join(bases)}{again})"
     figures = [*_figure_rows(before, after)]
     yield _TableRows(title, ["figure", "before", "after", "change"], figures)
 
@@ -87,7 +96,8 @@ def _figure_rows(before: Plan, after: Plan) -> Iterator[Sequence[str]]:
     def of(name: str, show: Callable[[float], str], get: Callable[[Plan], float]) -> Sequence[str]:
         old, new = get(before), get(after)
         change = f"{new / old - 1:+.1%}" if old else "-"
-        return name, show(old), show(new), "same" if old == new else change
+        # one side may be as it was rounded for its file
+        return name, show(old), show(new), "same" if show(old) == show(new) else change
 
     yield of("a request", format_seconds, lambda p: p.prediction.objective_s)
     yield of("first token", format_seconds, lambda p: p.prediction.prefill.step_s)

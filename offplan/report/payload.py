@@ -47,6 +47,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "unpackable": [*analysis.unpackable],
         "sooner": None if analysis.sooner is None else analysis.sooner.model_dump(mode="json"),
+        "alternatives": [vars(each) for each in analysis.alternatives],
         **shortage_payload(analysis),
         "why": None if result is None else why_payload(result, analysis.crossovers),
         "infeasible": None if infeasible is None else _infeasible_payload(infeasible),

@@ -10,7 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 WIDTH = 80
-"""Columns of a report that no terminal shows: files and pipes read the same everywhere."""
+"""Columns of a report's prose where no terminal shows it; tables are as wide as they are."""
+_NO_WIDTH = 10_000
+"""Columns beyond any table."""
 LEAST_WIDTH, MOST_WIDTH = 60, 120
 """Columns of a report on a terminal: fewer break the figures, in more the eye loses its line."""
 
@@ -27,7 +29,10 @@ class NarrowingTable(Table):
     """A table that moves together and breaks its headings, never figures, on narrow terminals."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the table."""
+        """Draw the table; in a file or a pipe, whose lines have no end, as wide as it is."""
+        if not console.is_terminal:
+            whole = self.__rich_measure__(console, options.update(max_width=_NO_WIDTH)).maximum
+            options = options.update(max_width=max(options.max_width, whole))
         is_narrow = options.max_width < WIDTH
         if is_narrow and self.__rich_measure__(console, options).maximum > options.max_width:
             self.collapse_padding = True
@@ -37,6 +42,16 @@ class NarrowingTable(Table):
                     longest = max(map(cell_len, [*words, *map(str, column.cells)]))
                     column.header = textwrap.fill(f"{column.header}", longest)
         yield from super().__rich_console__(console, options)
+
+
+def make_grid(num_columns: int) -> NarrowingTable:
+    """Start a table without headings, of columns of text."""
+    table = NarrowingTable(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False, collapse_padding=True
+    )
+    for _ in range(num_columns):
+        table.add_column()
+    return table
 
 
 def make_table(title: str, first: str, *numbers: str) -> NarrowingTable:

@@ -5,13 +5,13 @@ import json
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError
+from offplan.files import StrPath
 from offplan.plan import ModelRef
 from offplan.records import Record, read_text
 from offplan.routing.use_order import Reuse, Steps, measure_reuse
@@ -177,7 +177,7 @@ def dump_routing(profile: RoutingProfile) -> str:
     return "\n".join([*lines, "]}"]) + "\n"
 
 
-def load_routing(path: Path) -> RoutingProfile:
+def load_routing(path: StrPath) -> RoutingProfile:
     """Read a profile; raises InputError with each key that is wrong."""
     text = read_text(path, "routing profile", MOST_FILE_BYTES, InputError)
     try:

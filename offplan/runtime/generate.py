@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offplan.errors import InputError, NotANumberError
-from offplan.runtime.sampling import NO_TOKEN, Choose, choose_likeliest, mark_nan
+from offplan.runtime.sampling import NO_TOKEN, Choose, check_tokens, choose_likeliest, mark_nan
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 
@@ -52,8 +52,10 @@ def generate(
 ) -> Iterator[torch.Tensor]:
     """Yield up to ``num_tokens`` tokens that follow ``prompt`` (int64, [batch, tokens]).
 
-    Each is int64 of shape [batch] on the CPU, and what ``choose`` makes of the logits. Ends early
-    once every sequence has made one of ``stop_tokens``. ``measured`` is filled while tokens are
+    Each is int64 of shape [batch] on the CPU, and what ``choose`` makes of the logits: called as
+    ``choose(logits, rows)`` with logits of [batch, vocabulary] on the session's device and the rows
+    whose token is wanted, it returns tokens, int64 of [batch, 1] on that device. Ends early once
+    every sequence has made one of ``stop_tokens``. ``measured`` is filled while tokens are
     taken. Runs on the session's stream and waits for each token; the next step is queued before it
     is read.
 
@@ -69,7 +71,8 @@ def generate(
     runs that pass once more, and the error names the layer that gave the first NaN.
 
     Raises what ``Session.prefill`` and ``Session.decode`` raise, when the token in question is
-    taken, and InputError for unlike lengths where the session does not take them.
+    taken, and InputError for unlike lengths where the session does not take them and for what
+    ``choose`` returns in another shape or type.
     """
     measured = Measured() if measured is None else measured
     following = _Following(session, prompt, lengths or [prompt.shape[1]] * len(prompt), choose)
@@ -141,6 +144,7 @@ class _Following:
     def choose(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """Return a step's tokens, int64 of [batch, 1] on the device; inside the stream."""
         tokens = self._choose(logits, self.rows(step))
+        check_tokens(tokens, logits)
         if step >= self.num_read:
             return tokens
         one = slice(step, step + 1)

@@ -24,6 +24,21 @@ It is also given the rows whose token is wanted; what it makes of the others is 
 """
 
 
+def check_tokens(tokens: object, logits: torch.Tensor) -> None:
+    """Raise InputError for what a ``Choose`` returned that is not as ``Choose`` says."""
+    batch, device = len(logits), logits.device
+    found = f"a {type(tokens).__name__}"
+    if isinstance(tokens, torch.Tensor):
+        if (tokens.dtype, tokens.shape, tokens.device) == (torch.int64, (batch, 1), device):
+            return
+        dtype = str(tokens.dtype).removeprefix("torch.")
+        found = f"{dtype} of shape {list(tokens.shape)} on {tokens.device}"
+    raise InputError(
+        f"choose returned {found}, expected int64 of shape [{batch}, 1] on {device}: a token for "
+        "each row of the logits, as logits.argmax(-1, keepdim=True) gives"
+    )
+
+
 def choose_likeliest(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Choose greedily."""
     return logits.argmax(-1, keepdim=True)

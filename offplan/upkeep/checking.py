@@ -7,18 +7,25 @@ from typing import Literal
 
 from offplan.checkpoint.model import Model
 from offplan.errors import MemoryLimitError, PlanError, ProfileError
+from offplan.files import StrPath
 from offplan.hostmem.limits import check_host_room, lock_limit
 from offplan.library.machines import measure_here
-from offplan.library.planned import describe_drift, open_planned_machine, read_planned_model
+from offplan.library.planned import (
+    describe_drift,
+    find_planned_model,
+    open_planned_machine,
+    read_planned_model,
+)
 from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan
+from offplan.plan import Plan, take_plan
 from offplan.progress import Stages, silent
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 
-Verdict = Literal["holds", "drift", "infeasible", "unknown"]
-"""Whether something is as the plan has it, is not, lacks memory, or could not be told."""
+Verdict = Literal["holds", "drift", "infeasible", "unknown", "error"]
+"""Whether something is as the plan has it, is not, lacks memory, could not be compared, or could
+not be read."""
 MEASURED_TO = 0.05
 """Part of a link's rate by which a measurement may be off before that is drift.
 
@@ -37,27 +44,39 @@ class Finding:
 
 
 def check_plan(
-    plan: Plan,
+    plan: Plan | StrPath,
     *,
-    model: str | None = None,
+    model: StrPath | None = None,
     with_machine: bool = True,
+    with_network: bool = True,
     measure: bool = False,
     on_stage: Stages = silent,
 ) -> tuple[Finding, ...]:
     """Check whether a plan still holds, and whether it could run now.
 
-    The model's headers and config are held against the plan's, its profile against the fingerprint,
-    and its prediction against what its decision costs by this version of offplan. ``with_machine``
-    also looks at the GPU here, if there is one, and the memory that it and the host have free;
-    ``measure`` measures the link. ``model`` is where the model is to be read instead of where the
-    plan says. ``on_stage`` hears what begins.
+    ``plan`` is the plan or its file. The model's headers and config are held against the plan's,
+    its profile against the fingerprint, and its prediction against what its decision costs by this
+    version of offplan. ``with_machine`` also looks at the GPU here, if there is one, and the memory
+    that it and the host have free; without ``with_network`` a model that is neither on this disk
+    nor in the Hub's cache is not compared. ``measure`` measures the link. ``model`` is where the
+    model is to be read instead of where the plan says. ``on_stage`` hears what begins.
 
     Raises CheckpointError and HubError where the model cannot be read, and what measuring raises.
     """
-    found = read_planned_model(plan, model, on_stage("reading headers"))
-    findings = [*_check_model(plan, found)]
+    plan = take_plan(plan)
+    read = read_planned_model if with_network else find_planned_model
+    found = read(plan, model, on_stage("reading headers"))
     profile, finding = _check_profile(plan, found)
-    findings += [finding, _check_prediction(plan, found, timed=finding.verdict == "holds")]
+    if found is None:
+        absent = f"{plan.model.source} is neither on this disk nor in the Hub's cache: not compared"
+        findings = [
+            Finding("model", "unknown", f"{absent} (name a local copy with --model)"),
+            finding,
+            Finding("prediction", "unknown", "offplan prices a decision by its model's headers"),
+        ]
+    else:
+        findings = [*_check_model(plan, found), finding]
+        findings.append(_check_prediction(plan, found, timed=finding.verdict == "holds"))
     if not with_machine:
         return tuple(findings)
     here = find_local_gpu()
@@ -83,7 +102,7 @@ def _check_model(plan: Plan, model: Model) -> Iterator[Finding]:
         yield Finding("model", "holds", text)
 
 
-def _check_profile(plan: Plan, model: Model) -> tuple[MachineProfile | None, Finding]:
+def _check_profile(plan: Plan, model: Model | None) -> tuple[MachineProfile | None, Finding]:
     """Find the plan's profile, and say whether the plan was made from its figures."""
     name = plan.machine.profile
     try:
@@ -104,7 +123,8 @@ def _check_profile(plan: Plan, model: Model) -> tuple[MachineProfile | None, Fin
     )
     changes = [f"{figure} {old} -> {new}" for figure, old, new in figures if old != new]
     with suppress(PlanError):  # which is told of the prediction
-        changes += list_changes(plan, price_on(plan, model, machine))
+        if model is not None:
+            changes += list_changes(plan, price_on(plan, model, machine))
     told = "; ".join(changes) or "none that this plan depends on"
     text = f"{name} has other figures by now ({told}): offplan replan makes the plan of those"
     return machine, Finding("profile", "drift", text)

@@ -1,15 +1,18 @@
 """What two plans differ in: what was asked, what was decided, what moves, what that costs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
 from offplan.checkpoint.model import Model
+from offplan.errors import PlanError
+from offplan.files import StrPath
 from offplan.held.held import hold
 from offplan.held.unit import Unit
+from offplan.library.repricing import list_changes, price_decision
 from offplan.placement import Placement, place
-from offplan.plan import Offload, Plan
+from offplan.plan import Offload, Plan, take_plan
 
 _ASKED = ("model", "workload", "budget", "goal", "machine")
 """Sections of a plan that say what was asked."""
@@ -53,14 +56,45 @@ class Difference:
     """Of the decision, a line for each rule."""
     moves: tuple[Move, ...] | None
     """None where that was not looked at: the plans are of different models."""
+    repriced: Mapping[str, Plan] = field(default_factory=dict)
+    """By ``before`` and ``after``, the plans whose prediction is stale, as they are priced now."""
+    stale: tuple[str, ...] = ()
+    """A sentence about each plan whose prediction is not that of its decision and workload."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether question, decision and prediction of both files are the same."""
+        same = self.before.prediction == self.after.prediction
+        return same and not (self.asked or self.decided)
 
 
-def compare_plans(before: Plan, after: Plan, model: Model | None = None) -> Difference:
+def compare_plans(
+    before: Plan | StrPath, after: Plan | StrPath, model: Model | None = None
+) -> Difference:
     """Compare two plans by what their files say.
 
-    ``model`` is the one that both are of, where moves are to be found. Raises PlanError for rules
-    that do not fit it.
+    Each is a plan or its file. ``model`` is the one that both are of, where moves and stale
+    predictions are to be found. Raises PlanError for rules that do not fit it.
     """
+    before, after = take_plan(before), take_plan(after)
+    repriced: dict[str, Plan] = {}
+    stale: list[str] = []
+    for name, plan in (("before", before), ("after", after)):
+        if model is None:
+            break
+        try:
+            priced = price_decision(plan, model)
+        except PlanError as error:
+            stale.append(f'The prediction of "{name}" is stale: {error}.')
+            continue
+        if priced is not plan:
+            repriced[name] = priced
+            stale.append(
+                f'The prediction of "{name}" is stale: the file was edited, or made by another '
+                f"version. offplan priced it again: {'; '.join(list_changes(plan, priced))}."
+            )
+            if (excess := priced.describe_excess()) is not None:
+                stale.append(f'"{name}" exceeds its budget: {excess}.')
     old, new = before.dump_with_units(), after.dump_with_units()
     asked = (_changes(old[key], new[key], f"{key}.") for key in _ASKED)
     return Difference(
@@ -69,6 +103,8 @@ def compare_plans(before: Plan, after: Plan, model: Model | None = None) -> Diff
         asked=tuple(chain.from_iterable(asked)),
         decided=tuple(_changes(old["offload"], new["offload"])),
         moves=None if model is None else tuple(_moves(model, before.offload, after.offload)),
+        repriced=repriced,
+        stale=tuple(stale),
     )
 
 

@@ -52,7 +52,8 @@ def _edits(node: yaml.Node, text: str, before: Any, after: Any) -> Iterator[_Edi
             for key in changed.keys() - added.keys():
                 yield from _edits(values[key], text, before[key], after[key])
             return
-    if isinstance(node, yaml.SequenceNode) and len(before) == len(after):
+    are_lists = isinstance(before, list) and isinstance(after, list)
+    if isinstance(node, yaml.SequenceNode) and are_lists and len(before) == len(after):
         for item, *pair in zip(node.value, before, after, strict=True):
             yield from _edits(item, text, *pair)
         return
@@ -72,7 +73,8 @@ def _added(node: yaml.Node, text: str, added: dict[str, Any]) -> Iterator[_Edit]
 
 def _write(node: yaml.Node, value: Any) -> str:
     """Write a value in place of a node: a list in lines where the node is one."""
-    if isinstance(node, yaml.SequenceNode) and not node.flow_style and value:
+    is_block = isinstance(node, yaml.SequenceNode) and not node.flow_style
+    if is_block and value and isinstance(value, list):
         return f"\n{' ' * node.start_mark.column}".join(f"- {flow(_tidy(each))}" for each in value)
     return flow(_tidy(value))
 

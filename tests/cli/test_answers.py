@@ -132,3 +132,34 @@ def test_one_output_token_is_the_prompts(cli: CLI) -> None:
     step_s = json.loads(cli(*asked, "--json").out)["plan"]["prediction"]["prefill"]["step_s"]
     told = f"tokens a second, one after each prompt of 512: {format_seconds(step_s)} (estimated)."
     assert told in out
+
+
+def test_the_next_command_has_weights_to_run_with(cli: CLI, tmp_path: Path) -> None:
+    path, asked = tmp_path / "plan.yaml", ("--machine", "cpu", "--context", 1024)
+
+    def ask(model: Path, *options: object) -> str:
+        out = cli("analyze", model, *asked, *options, "-o", path, "--force").out
+        (line,) = (each for each in out.splitlines() if each.startswith("Next: "))
+        return line.removeprefix("Next: ")
+
+    assert ask(TINY_MOE) == f'offplan run {path} --prompt "..."'
+    beside = ask(TINY_MOE / "config.json")
+    assert beside == f'offplan run {path} --model {TINY_MOE} --prompt "..."'
+    alone = tmp_path / "config.json"
+    alone.write_text((TINY_MOE / "config.json").read_text("utf-8"), "utf-8")
+    which = "# DIR: a folder with the model's weights"
+    assert ask(alone) == f'offplan run {path} --model DIR --prompt "..."  {which}'
+    fetched = f"hf download me/tiny --local-dir weights && offplan run {path} --model weights"
+    assert ask(alone, "--source", "me/tiny") == f'{fetched} --prompt "..."'
+    cli("plan", alone, *asked, "--for", "vllm", "-o", path, "--force")
+    code, _, err = cli("export", path, "--engine", "vllm")
+    assert (code, "has no weights: name their folder with --model DIR" in err) == (0, True)
+    assert (
+        f"vllm serve {TINY_MOE} "
+        in cli("export", path, "--engine", "vllm", "--model", TINY_MOE).out
+    )
+
+
+def test_an_answer_for_an_engine_is_not_about_run(cli: CLI) -> None:
+    asked = ("plan", TINY_MOE, "--machine", "cpu", "--context", 1024, "--for", "vllm")
+    assert "`offplan run` can execute" not in cli(*asked).err

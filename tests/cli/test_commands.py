@@ -285,7 +285,7 @@ def test_a_folder_and_its_config_give_the_same_model(cli: CLI) -> None:
         (("plan", "plans/tiny-moe", "--gpu-memory", "8"), "'8' has no unit: is 8GiB meant?"),
         (
             ("plan", "plans/tiny-moe", "--context", "long"),
-            "write a number of tokens, 1 or more, or",
+            "write a number of tokens, 1 or more, as",
         ),
         (
             (

@@ -174,8 +174,8 @@ def test_show_has_json(cli: CLI, folder: Path) -> None:
 
 HOLDS = """\
 plan.yaml
-ok        model         headers, config.json and generation_config.json of model
-                        are those of the plan
+ok        model         headers, config.json and generation_config.json of model \
+are those of the plan
 ok        profile       the figures of cpu are those of the plan
 ok        prediction    the decision costs what the plan says
 not told  this machine  there is no GPU here to compare with
@@ -242,6 +242,44 @@ def test_check_of_several_plans_ends_as_the_worst(cli: CLI, folder: Path) -> Non
         ("plan.yaml", "drift"),
     ]
     assert cli("check", "other.yaml", "plan.yaml", "--model", "model").code == 2
+
+
+def test_check_has_a_result_for_each_file(cli: CLI, folder: Path) -> None:
+    shutil.copytree("model", "damaged")
+    Path("damaged/model-00002-of-00003.safetensors").unlink()
+    text = Path("plan.yaml").read_text("utf-8")
+    Path("damaged.yaml").write_text(text.replace("source: model", "source: damaged"), "utf-8")
+    files = ("model/config.json", "damaged.yaml", "gone.yaml", "plan.yaml")
+    code, out, err = cli("check", *files, "--json")
+    assert (code, err) == (2, f"offplan: error: {', '.join(files[:3])}\n")
+    found = {each["plan"]: each for each in json.loads(out)["plans"]}
+    assert {name: each["verdict"] for name, each in found.items()} == {
+        **dict.fromkeys(files[:3], "error"),
+        "plan.yaml": "holds",
+    }
+    assert "1 of 3 shards are missing" in found["damaged.yaml"]["findings"][0]["text"]
+    write_plan(("step: 2.426 ms", "step: 3 ms"))
+    code, out, err = cli("check", *files)
+    assert (code, err) == (4, f"offplan: drift: plan.yaml; error: {', '.join(files[:3])}\n")
+    assert "gone.yaml ERROR plan cannot read" in " ".join(out.split())
+
+
+def test_check_of_files_alone_asks_no_network(
+    cli: CLI, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object, **__: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.getaddrinfo", ask)
+    monkeypatch.setattr("socket.socket.connect", ask)
+    text = Path("plan.yaml").read_text("utf-8")
+    hub = text.replace("source: model", "source: nobody/has-this-model")
+    Path("hub.yaml").write_text(hub, "utf-8")
+    Path("commit.yaml").write_text(hub.replace("revision: null", f"revision: {'a' * 40}"), "utf-8")
+    code, out, err = cli("check", "--file-only", "hub.yaml", "commit.yaml", "plan.yaml")
+    assert (code, err) == (0, "")
+    assert "not told model nobody/has-this-model is neither on this disk" in " ".join(out.split())
+    assert out.count("ok        profile") == 2
 
 
 @pytest.mark.parametrize(
@@ -312,13 +350,37 @@ key                 before   after
 budget.gpu_memory   1 MiB    2 MiB
 
 Decided
-key       before                                                           after
-────────────────────────────────────────────────────────────────────────────────
-rules 1   cpu_offload_params [experts.down_proj], group_size 2,            none
-          num_in_group 1, prefill prefetch, decode prefetch
-
-Moves
 """
+
+
+def test_diff_says_which_prediction_is_stale(cli: CLI, folder: Path) -> None:
+    shutil.copy("plan.yaml", "before.yaml")
+    write_plan(("[experts.down_proj]", "[experts]"))
+    out = " ".join(cli("diff", "before.yaml", "plan.yaml").out.split())
+    assert 'The prediction of "after" is stale: the file was edited' in out
+    assert "decode.link_bytes 96 KiB -> 288 KiB" in out
+    assert "over the link, a token 96 KiB 288 KiB +200.0%" in out
+    assert "a token 2.426 ms 2.426 ms same" in out
+    data = json.loads(cli("diff", "before.yaml", "plan.yaml", "--json").out)
+    assert data["after"]["decode"]["link_bytes"] == 96 * 2**10
+    assert data["stale"]["before"] is None
+    assert data["stale"]["after"]["decode"]["link_bytes"] == 288 * 2**10
+    write_plan(("prompt_tokens: 32", "prompt_tokens: 64"))  # nothing moves
+    out = cli("diff", "before.yaml", "plan.yaml", "--format", "markdown").out
+    assert 'The prediction of "after" is stale' in out
+    assert '"after" exceeds its budget' in out
+    write_plan(("profile: cpu", "profile: gone"), ("[experts.down_proj]", "[experts]"))
+    out = " ".join(cli("diff", "before.yaml", "plan.yaml").out.split())
+    assert "stale: the plan was edited" in out
+    assert "is not here to price it again" in out
+
+
+def test_diff_exits_as_git_where_it_is_asked_to(cli: CLI, folder: Path) -> None:
+    shutil.copy("plan.yaml", "before.yaml")
+    assert cli("diff", "before.yaml", "plan.yaml", "--exit-code").code == 0
+    write_plan(("step: 2.426 ms", "step: 3 ms"))
+    assert cli("diff", "before.yaml", "plan.yaml").code == 0
+    assert cli("diff", "before.yaml", "plan.yaml", "--exit-code").code == 1
 
 
 def test_diff_of_two_files(cli: CLI, folder: Path) -> None:
@@ -329,6 +391,8 @@ def test_diff_of_two_files(cli: CLI, folder: Path) -> None:
     out = strip_lines(out)
     assert (code, err) == (0, "")
     assert out.startswith(DIFFERENCE)
+    rule = "cpu_offload_params [experts.down_proj], group_size 2, num_in_group 1, "
+    assert f"\nrules 1   {rule}prefill prefetch, decode prefetch   none\n\nMoves\n" in out
     assert "mlp.experts.down_proj   1, 3, 5   96 KiB   host (prefetch, prefetch)   GPU" in out
     assert "over the link, a token   96 KiB     0 B        -100.0%" in out
     change_config()
@@ -357,7 +421,12 @@ def test_diff_against_a_revision(cli: CLI, folder: Path) -> None:
     assert code == 0
     assert "| prefill\\_chunk | 32 | 8 |\n" in out
     assert "| a token | 2.426 ms | 4 ms | +64.9% |\n" in out
-    assert cli("diff", "main:plans/a.yaml", "plan.yaml", "--format", "markdown").out == out
+    # beside this file its model is found, by which the step that was written is stale
+    found = cli("diff", "main:plans/a.yaml", "plan.yaml", "--format", "markdown").out
+    asked, _, figures = out.partition("**Prediction")
+    assert found.startswith(asked)
+    assert "decode.step 4 ms -\\> 2.426 ms" in found
+    assert "| a token | 2.426 ms | 4 ms | +64.9% |\n" in figures
     changes = json.loads(cli("diff", "plans/a.yaml", "--json").out)
     assert changes["decided"] == [{"key": "prefill_chunk", "before": "32", "after": "8"}]
     assert changes["before"]["decode"]["step_s"] == 0.002426
@@ -394,7 +463,7 @@ def test_explain_derives_and_compares(cli: CLI, folder: Path) -> None:
     assert "\nSources:\n    gpu_overhead: estimated: " in out
     words = " ".join(out.split())
     assert "this plan 232.9 ms 2.447 ms 2.426 ms 1018 KiB" in words
-    assert "without rule 1 (lacks GPU +0.0% 2.447 ms 2.426 ms 1.057 MiB memory)" in words
+    assert "without rule 1 (lacks GPU memory) +0.0% 2.447 ms 2.426 ms 1.057 MiB" in words
 
 
 def test_explain_of_an_edit_says_what_the_file_says(cli: CLI, folder: Path) -> None:

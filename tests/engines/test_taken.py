@@ -105,7 +105,7 @@ def test_a_worker_is_started_with_the_plan_and_what_it_needs(tmp_path: Path) -> 
         *("--moe-backend", "triton"),
         *("--additional-config", json.dumps({"offplan": str(tmp_path)})),
     ]
-    assert "pip install 'offplan[vllm]'" in export.notes[0]
+    assert "pip install '.[vllm]'" in export.notes[0]
     read = export_plan(make_plan(uva("mlp")), qwen3(), "vllm-worker", file=tmp_path)
     assert "compilation-config" not in read.options
     nothing = export_plan(make_plan(), qwen3(), "vllm-worker", file=tmp_path)

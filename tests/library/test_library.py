@@ -16,7 +16,7 @@ import offplan
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.choices import ObjectiveName
-from offplan.errors import DriftError, InputError, ProfileError
+from offplan.errors import DriftError, ExportError, InputError, ProfileError
 from offplan.library.asking import ask, ask_again
 from offplan.library.machines import Machine, load_machine
 from offplan.machine.profile import load_profile
@@ -106,6 +106,25 @@ def test_the_example_of_the_page() -> None:
     assert printed.getvalue() == shown
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_is_a_text_or_a_path(kind: type) -> None:
+    file, folder = kind("plans/tiny-moe.yaml"), kind("plans/tiny-moe")
+    plan = load_plan(Path("plans/tiny-moe.yaml"))
+    model = open_model(folder)
+    profile = kind("offplan/machine/profiles/cpu.yaml")
+    assert load_machine(profile).profile == load_machine("cpu").profile
+    assert load_plan(file) == plan
+    assert make_plan(ask_again(file, model=folder)).plan.offload == plan.offload
+    checked = offplan.check_plan(file, model=folder, with_machine=False)
+    assert [each.verdict for each in checked] == ["holds"] * 3
+    assert offplan.compare_plans(file, file).is_empty
+    with pytest.raises(ExportError, match="more of GPU memory"):
+        offplan.export_plan(file, model, "vllm-worker")
+    for opened in (file, plan):
+        with offplan.open_session(opened, model=folder, device="cpu") as session:
+            assert session.device.type == "cpu"
+
+
 def test_a_plan_is_made_again_from_its_file() -> None:
     path = ROOT / "plans" / "tiny-moe.yaml"
     again = make_plan(ask_again(load_plan(path))).plan
@@ -173,3 +192,13 @@ def test_no_more_is_planned_with_than_there_is(model: Model) -> None:
 def test_what_cannot_be_asked(model: Model, arguments: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         ask(model, load_machine("cpu"), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_card_of_a_desktop_leaves_memory_to_its_display(model: Model) -> None:
+    for name, left in (("rtx4090", 2**30), ("rtx4060-laptop", 2**30), ("h200", 0), ("l4", 0)):
+        machine = load_machine(name)
+        free = machine.profile.gpu_memory.value - left
+        assert machine.free_gpu_bytes == free
+        assert ask(model, machine).budget.gpu_memory == free
+    whole = load_machine("rtx4090").profile.gpu_memory.value
+    assert ask(model, load_machine("rtx4090"), gpu_memory=whole).budget.gpu_memory == whole

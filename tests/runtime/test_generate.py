@@ -85,6 +85,27 @@ def test_what_is_drawn_does_not_depend_on_what_is_beside_it(tmp_path: Path) -> N
             assert generate_together(session, PROMPTS[:count], DRAWN) == together[:count]
 
 
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (torch.zeros(2, dtype=torch.int64), r"int64 of shape \[2\] on cpu"),
+        (torch.zeros(1, 1, dtype=torch.int64), r"int64 of shape \[1, 1\] on cpu"),
+        (torch.zeros(2, 1), r"float32 of shape \[2, 1\] on cpu"),
+        ([[1], [2]], "a list"),
+        (None, "a NoneType"),
+    ],
+)
+def test_what_choose_may_not_return(tmp_path: Path, returned: Any, found: str) -> None:
+    prompt = torch.tensor(PROMPTS[1::2])
+    with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
+        made = generate(session, prompt, 2, choose=lambda logits, rows: returned)
+        expected = rf"choose returned {found}, expected int64 of shape \[2, 1\] on cpu"
+        with pytest.raises(InputError, match=expected):
+            next(made)
+    assert generate.__doc__ is not None
+    assert "int64 of [batch, 1]" in generate.__doc__
+
+
 def test_temperature_0_is_greedy(tmp_path: Path) -> None:
     with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
         greedy = generate_together(session, PROMPTS[:1])

@@ -25,7 +25,7 @@ def require_accelerate() -> Any:
         from accelerate import cpu_offload
     except ImportError:
         raise InputError(
-            "--vs accelerate needs the package accelerate: pip install 'offplan[bench]'"
+            "--vs accelerate needs the package accelerate: pip install accelerate"
         ) from None
     return cpu_offload
 

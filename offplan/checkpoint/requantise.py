@@ -1,0 +1,82 @@
+"""A model as another checkpoint of it would be stored: the same weights, in fewer bits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from offplan.checkpoint.architecture import read_architecture
+from offplan.checkpoint.assemble import assemble
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.parameter import Parameter
+from offplan.checkpoint.quantise import Use, quantise
+from offplan.checkpoint.roles import Role, role_of
+from offplan.checkpoint.tensors import Stored, TensorInfo
+from offplan.errors import CheckpointError
+from offplan.forms.form import Kind
+
+_FP8_KINDS = (Kind.FP8_BLOCK, Kind.FP8_TENSOR)
+_SCHEMES: dict[int, dict[str, Any]] = {
+    8: {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    },
+    4: {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "input_activations": None,
+                "output_activations": None,
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 128,
+                    "dynamic": False,
+                },
+            }
+        },
+    },
+}
+"""The ``quantization_config`` by bits of a weight: FP8 in blocks of 128 x 128, and whole numbers in
+groups of 128. Source: the published FP8 and W4A16 checkpoints of Qwen3."""
+
+
+def requantise(model: Model, bits: int) -> Model | None:
+    """Size a model as its checkpoint of 8 or 4 bits a weight; None where that is not determined.
+
+    It is sized from names and shapes: another checkpoint, with values and a quality of its own.
+    None also for a model that is stored in so few bits already.
+    """
+    kinds = {p.form.kind for layer in model.layers for p in layer.parameters if not p.form.is_raw}
+    if kinds - {*_FP8_KINDS} or (kinds and bits >= 8):
+        return None
+    unquantised = ("quantization_config", "compression_config", "quantization")
+    config = {key: value for key, value in model.config.items() if key not in unquantised}
+    config["quantization_config"] = _SCHEMES[bits]
+    built = [
+        *(each for layer in model.layers for p in layer.parameters for each in _restore(p)),
+        *((tensor, Use.OTHER) for tensor in model.outside),
+    ]
+    try:
+        tensors = quantise(built, read_architecture(config), model.source)
+        return assemble(model.source, Stored(config, tensors, generation=model.generation))
+    except CheckpointError:
+        return None
+
+
+def _restore(parameter: Parameter) -> Iterator[tuple[TensorInfo, Use]]:
+    """Yield a parameter's tensors in 16 bits, each with what the model does with it."""
+    is_matrix = all(len(tensor.shape) == 2 for tensor in parameter.tensors)
+    is_product = parameter.is_expert or role_of(parameter) is not Role.OTHER
+    for tensor in parameter.tensors:
+        use = Use.OTHER
+        if is_matrix and is_product and tensor.name.endswith(".weight"):
+            use = Use.PRODUCT
+        yield (tensor if parameter.form.is_raw else tensor._replace(dtype="BF16")), use

@@ -1,0 +1,97 @@
+"""What other checkpoints of a model would give on the same machine: in 8 and in 4 bits a weight."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from offplan.checkpoint.requantise import requantise
+from offplan.engines.runner import lower
+from offplan.errors import InfeasibleError, PlanError
+from offplan.kept import KeptAnswers, installed_versions
+from offplan.plan import Plan
+from offplan.planner.make import make_plan
+from offplan.planner.question import Question
+
+WORTH_TELLING = 1.5
+"""Times by which tokens come faster, so that an alternative is reported. Source: chosen."""
+_MAX_BYTES = 2**12
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The plan of another checkpoint of the model."""
+
+    bits: int
+    """Bits of a weight in the layers: 8 (FP8) or 4 (whole numbers in groups)."""
+    total_bytes: int
+    """Bytes of the checkpoint as stored, sized from names and shapes."""
+    tokens_per_s: float
+    """Tokens a second of all sequences of the batch."""
+    first_token_s: float
+    host_bytes: int
+    """Bytes of weights on the host."""
+
+
+def find_alternatives(question: Question, plan: Plan | None) -> tuple[Alternative, ...]:
+    """Find what checkpoints of 8 and 4 bits give where that is WORTH_TELLING times faster.
+
+    Where ``plan``, the answer, is None, every one that fits. None for an engine's plans, for
+    targets, and for the CPU. What was found is kept on disk.
+    """
+    goal = question.goal
+    if goal.engine is not None or goal.targets or goal.objective != "latency":
+        return ()
+    if question.machine.is_cpu:
+        return ()
+    model = question.model
+    key = {
+        "model": [model.headers_sha256, model.config_sha256],
+        "machine": question.machine.fingerprint,
+        "asked": [each.model_dump(mode="json") for each in (question.workload, question.budget)],
+        "goal": [goal.model_dump(mode="json"), question.store],
+        **installed_versions(),
+    }
+    found = _KEPT.find(key)
+    if found is None:
+        found = tuple(_plan_each(question))
+        _KEPT.keep(key, found)
+    least = 0.0 if plan is None else WORTH_TELLING * tokens_per_s(plan)
+    return tuple(each for each in found if each.tokens_per_s >= least)
+
+
+def tokens_per_s(plan: Plan) -> float:
+    """Return the tokens a second of all sequences of a plan's batch."""
+    prediction = plan.prediction
+    step_s = prediction.decode.step_s if plan.workload.num_steps else prediction.prefill.step_s
+    return plan.workload.batch / step_s
+
+
+def _plan_each(question: Question) -> Iterator[Alternative]:
+    for bits in (8, 4):
+        model = requantise(question.model, bits)
+        if model is None:
+            continue
+        goal = question.goal.model_copy(update={"leave_unpacked": ()})
+        held = lower(model, goal, question.workload)
+        try:
+            plan = make_plan(replace(question, held=held, goal=goal)).plan
+        except (InfeasibleError, PlanError):
+            continue
+        yield Alternative(
+            bits,
+            model.total_bytes,
+            tokens_per_s(plan),
+            plan.prediction.prefill.step_s,
+            plan.prediction.host_memory_bytes,
+        )
+
+
+def _encode(found: tuple[Alternative, ...]) -> bytes:
+    return json.dumps([asdict(each) for each in found]).encode()
+
+
+def _decode(content: bytes) -> tuple[Alternative, ...]:
+    return tuple(Alternative(**each) for each in json.loads(content))
+
+
+_KEPT = KeptAnswers("alternatives", _MAX_BYTES, _encode, _decode)

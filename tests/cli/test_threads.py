@@ -1,0 +1,56 @@
+"""Threads of the CPU where other processes are busy."""
+
+import os
+
+import pytest
+import torch
+
+from offplan.cli import threads
+from tests.cli import CLI, ROOT
+
+RUN = ("run", ROOT / "plans" / "tiny-moe.yaml", "--prompt", "Weights", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "set_to", "expected"),
+    [
+        (0.2, 8, None, 8),
+        (3.4, 8, None, 5),
+        (7.9, 8, None, 1),
+        (40.0, 8, None, 1),
+        (40.0, 8, "8", 8),
+    ],
+)
+def test_threads_are_as_many_as_idle_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    load: float,
+    cores: int,
+    set_to: str | None,
+    expected: int,
+) -> None:
+    chosen = [8]
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(threads, "count_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
+    threads.settle_threads("cpu")
+    assert chosen[-1] == expected
+    told = f"busy on this machine's {cores} cores: computing with {expected} of 8 threads"
+    assert (told in capsys.readouterr().err) == (expected < 8)
+    threads.settle_threads("cuda:0")
+    assert chosen[-1] == expected
+
+
+def test_a_run_beside_other_work_says_so(cli: CLI, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(threads, "find_idle_cores", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code, _, err = cli(*RUN)
+    assert (code, chosen) == (0, [1])
+    assert "computing with 1 of 4 threads" in err

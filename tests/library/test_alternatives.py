@@ -1,0 +1,77 @@
+"""What checkpoints of fewer bits would give, sized from the model's own shapes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offplan.checkpoint.open import open_model
+from offplan.checkpoint.requantise import requantise
+from tests.cli import CLI, ROOT, TINY_MOE
+
+MODELS = ROOT / "benchmarks" / "models"
+
+
+def strip_quantisation(name: str, folder: Path) -> Path:
+    """Write the config of a benchmark's model as that of its unquantised checkpoint."""
+    config = json.loads((MODELS / name / "config.json").read_text("utf-8"))
+    config.pop("quantization_config")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, "dtype": "bfloat16"}), "utf-8")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "bits"), [("qwen3-8b-fp8", 8), ("qwen3-32b-w4a16", 4)])
+def test_a_checkpoint_is_sized_as_the_published_one(tmp_path: Path, name: str, bits: int) -> None:
+    published = open_model(MODELS / name / "config.json")
+    made = requantise(open_model(strip_quantisation(name, tmp_path)), bits)
+    assert made is not None
+    assert made.total_bytes == published.total_bytes
+    assert [layer.key for layer in made.layers] == [layer.key for layer in published.layers]
+    assert requantise(published, bits) is None
+
+
+@pytest.mark.slow
+def test_the_answer_reports_what_fewer_bits_would_give(
+    cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offplan.library.analysis.why_not_plan", lambda *_: None)
+    asked = (strip_quantisation("qwen3-8b-fp8", tmp_path), "--machine", "rtx4060,ram=64GiB")
+    told = " ".join(cli("analyze", *asked).out.split())
+    assert "In fewer bits this model would give here: FP8 (8.788 GiB) " in told
+    assert "tokens a second with nothing on the host. Each is another checkpoint" in told
+    data = json.loads(cli("analyze", *asked, "--json").out)
+    step_s = data["plan"]["prediction"]["decode"]["step_s"]
+    found = {each["bits"]: each for each in data["alternatives"]}
+    assert all(each["tokens_per_s"] * step_s >= 1.5 for each in found.values())
+    assert found[4]["host_bytes"] == 0
+    # an answer that fewer bits do not change, and one of which no plan fits
+    assert (
+        "In fewer bits"
+        not in cli("analyze", *asked[:1], "--machine", "rtx4090", "--for", "vllm").out
+    )
+    told = cli("analyze", *asked, "--host-memory", "1GiB").out
+    assert "no plan fits" in told.lower()
+    assert "4 bits" in told
+
+
+def test_a_config_of_float32_is_planned_as_bfloat16(
+    cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offplan.library.analysis.why_not_run", lambda *_: None)
+    path = strip_quantisation("qwen3-8b-fp8", tmp_path)
+    config = json.loads(path.read_text("utf-8"))
+    del config["dtype"]
+    path.write_text(json.dumps({**config, "torch_dtype": "float32"}), "utf-8")
+    asked = ("plan", path, "--machine", "rtx4060,ram=64GiB")
+    code, _, err = cli(*asked)
+    assert (code, "Its weights are float32, twice the bytes of bfloat16" in err) == (0, True)
+    plan = tmp_path / "plan.yaml"
+    code, _, err = cli(*asked, "--dtype", "bfloat16", "-o", plan)
+    assert (code, "Its weights are" in err) == (0, False)
+    assert "dtype: bfloat16" in plan.read_text("utf-8")
+    assert cli("check", plan, "--file-only").code == 0
+    assert cli("replan", plan).out == plan.read_text("utf-8")
+    code, _, err = cli("plan", TINY_MOE, "--machine", "cpu", "--dtype", "float32")
+    assert (code, "--dtype is for a config.json alone" in err) == (2, True)
