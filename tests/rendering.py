@@ -7,9 +7,16 @@ from rich.console import RenderableType
 from offplan.cli.output import print_report
 
 
-def show(*parts: RenderableType) -> str:
-    """Render parts of a report as plain text."""
-    file = io.StringIO()
+class Terminal(io.StringIO):
+    """A file that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def show(*parts: RenderableType, file: io.StringIO | None = None) -> str:
+    """Render parts of a report as plain text, to a file that is no terminal if none is given."""
+    file = file or io.StringIO()
     print_report(*parts, file=file)
     return strip_lines(file.getvalue())
 

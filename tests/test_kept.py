@@ -18,7 +18,7 @@ from offplan.checkpoint.header_cache import ShardStart
 from offplan.checkpoint.quantise import Use
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.kept import KeptAnswers, installed_versions
-from offplan.library import runnable
+from offplan.library import alternatives, runnable
 from offplan.machine.layer_cache import LAYER_TIMES
 from offplan.machine.profile import LayerTime
 from tests.cli import CLI, ROOT
@@ -52,8 +52,10 @@ def times(seconds: float) -> tuple[LayerTime, ...]:
 
 SHARD = {"repo": "org/name", "commit": "0" * 40, "shard": "model.safetensors"}
 TIMED = {"gpu": ["a", 1], "torch": "2", "layers": ["x", "y"], "batch": 1}
+OTHERS = (alternatives.Alternative(8, 2**33, 42.5, 0.1, 0),)
 ASKED = {"model": ["org/name", "0", "1"], "held": ["x", "y"]}
 KINDS = [
+    Kind(alternatives._KEPT, ({"model": "a"}, {"model": "b"}), (OTHERS, ())),
     Kind(
         BUILT,
         (built_key({"intermediate_size": 14336}), built_key({"intermediate_size": 7168})),

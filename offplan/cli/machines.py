@@ -19,13 +19,12 @@ def machines(
 ) -> None:
     """List the machines that can be planned for, or show one with the source of each figure."""
     from offplan.machine.profile import load_profile, shipped_profiles
-    from offplan.report.machine import render_machines, render_sources
-    from offplan.report.payload import machine_payload
+    from offplan.report.machine import machine_payload, render_machines, render_sources
 
     if machine is not None:
         shown = load_profile(machine)
         print_result({"machine": machine_payload(shown)}, render_sources(shown), json=json)
         return
     shipped = {name: load_profile(name) for name in shipped_profiles()}
-    payload = {name: machine_payload(each) for name, each in shipped.items()}
+    payload = {name: machine_payload(each) for name, each in shipped.items()} if json else {}
     print_result({"machines": payload}, render_machines(shipped), json=json)

@@ -48,8 +48,7 @@ def measure(
     from offplan.cli.threads import settle_threads
     from offplan.library.machines import measure_here, require_gpu
     from offplan.machine.profile import dump_profile
-    from offplan.report.machine import render_machine
-    from offplan.report.payload import machine_payload
+    from offplan.report.machine import machine_payload, render_machine
 
     if output == STANDARD:  # where it goes anyway
         output = None

@@ -28,6 +28,9 @@ def report(
         Path | None,
         typer.Option(help="Show what `bench --json` printed of this plan beside its prediction."),
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Save the pictures as one SVG file, as analyze --svg.")
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write prompt and steps as a trace for Perfetto, measured ones too."),
@@ -47,11 +50,12 @@ def report(
     from offplan.report.bench_file import load_bench
     from offplan.report.page import write_page
     from offplan.report.portrait import Portrait, portray
+    from offplan.report.poster import draw_poster
     from offplan.report.trace import write_trace
 
-    if output is None and trace is None:
-        raise InputError("name the page to write: -o report.html")
-    check_writable(output, trace, force=force)
+    if output is None and trace is None and svg is None:
+        raise InputError("name the page to write: -o report.html, or --svg FILE")
+    check_writable(output, svg, trace, force=force)
     notes, loaded = [], load_plan(plan)
     if trace is not None and loaded.goal.engine is not None:
         raise InputError(
@@ -78,7 +82,7 @@ def report(
                 f"A prompt and a step in time are not drawn: {priced.goal.engine} runs the plan by "
                 "rules of its own."
             )
-        if output is not None:
+        if output is not None or svg is not None:
             try:
                 points = find_frontier(_widen(question), ProgressBar("planning"))
                 portrait = replace(portrait, frontier=points)
@@ -89,6 +93,8 @@ def report(
     if output is not None:
         page = write_page(portrait, dump_plan(loaded), notes)
         save_file(output, printable(page), force=force)
+    if svg is not None:
+        save_file(svg, printable(draw_poster(portrait)), force=force)
     if trace is not None:
         if portrait.lanes is None:
             raise InputError(f"{trace} was not written. {notes[0]}")

@@ -14,6 +14,19 @@ SHIPPED = Path(__file__).parent / "profiles"
 _CHANGE = re.compile(r",(?=[a-z0-9_]+=)", re.IGNORECASE)
 _PCIE = re.compile(r"([0-9])(?:\.0)?x([0-9]+)", re.IGNORECASE)
 _MAKERS = re.compile(r"nvidia|geforce|gpu|[^a-z0-9]")
+_OTHER_NAMES = {"gb10-c2c": ("dgxspark", "spark")}
+_CARD = re.compile(
+    r"(?:rtx|gtx)?([0-9]{2})([0-9]0)(ti)?(super)?(laptop|mobile|m)?(?:([0-9]{1,2})gb?)?"
+)
+"""The normalised name of a GeForce card: generation, tier, and what stands behind."""
+_VRAM_GIB = {
+    **dict.fromkeys(("1060", "1660", "1660ti", "1660super", "2060"), 6),
+    **dict.fromkeys(("1070", "1080", "2060super", "2070", "2070super", "2080", "2080super"), 8),
+    **dict.fromkeys(("3050", "4050", "5050", "5060", "5060ti"), 8),
+    **dict.fromkeys(("1080ti",), 11),
+}
+"""GPU memory of cards of which no profile is shipped. Source: NVIDIA's specifications."""
+_GPU_MEMORY = re.compile(r"^gpu_memory: \{value: ([0-9]+) G", re.MULTILINE)
 _SHORT_KEYS = {"pcie": "link", "ram": "host_memory", "vram": "gpu_memory"}
 
 
@@ -51,9 +64,12 @@ class MachineName(NamedTuple):
             return path
         if self.base.isprintable() and (kind := describe_kind(self.base, "a machine")) is not None:
             raise ProfileError(f"no machine profile {self.base!r}: {kind}")
-        forms = {form: name for name in shipped_profiles() for form in _forms(name)}
-        close = difflib.get_close_matches(_normalise(self.base)[:80], forms, 3)
-        meant = " or ".join(dict.fromkeys(forms[each] for each in close))
+        nearest = find_nearest(self.base)
+        if not nearest:
+            forms = {form: name for name in shipped_profiles() for form in _forms(name)}
+            close = difflib.get_close_matches(_normalise(self.base)[:80], forms, 3)
+            nearest = [*dict.fromkeys(forms[each] for each in close)]
+        meant = " or ".join(nearest)
         raise ProfileError(
             f"no machine profile {self.base!r}: it is neither a file nor a name that `offplan "
             f"machines` lists" + (f"; is {meant} meant?" if meant else "")
@@ -98,10 +114,52 @@ def parse_name(text: str) -> MachineName:
     return named._replace(base=next(loose, base))
 
 
+class _Card(NamedTuple):
+    """What a GeForce card's name says of it."""
+
+    generation: int
+    tier: int
+    is_ti: bool
+    is_super: bool
+    is_laptop: bool
+    vram_gib: int | None
+    """GPU memory, None where neither name nor table says."""
+
+
+def find_nearest(name: str) -> list[str]:
+    """Name the two shipped GeForce cards nearest to one in kind and memory; none for others."""
+    wanted = _read_card(_normalise(name))
+    if wanted is None:
+        return []
+    ranked = []
+    for shipped in shipped_profiles():
+        card = _read_card(_normalise(shipped.rpartition("-")[0]))
+        if card is None:
+            continue
+        found = _GPU_MEMORY.search((SHIPPED / f"{shipped}.yaml").read_text("utf-8"))
+        vram = int(found[1]) if found else 0
+        lack = 0 if wanted.vram_gib is None else abs(wanted.vram_gib - vram)
+        kind = card.is_laptop != wanted.is_laptop
+        apart = abs(card.tier - wanted.tier), abs(card.generation - wanted.generation)
+        marks = card.is_ti != wanted.is_ti, card.is_super != wanted.is_super
+        ranked.append(((kind, lack, *apart, *marks), shipped))
+    return [shipped for _, shipped in sorted(ranked)[:2]]
+
+
+def _read_card(text: str) -> _Card | None:
+    found = _CARD.fullmatch(text)
+    if found is None:
+        return None
+    generation, tier, ti, plus, laptop, vram = found.groups()
+    known = _VRAM_GIB.get(f"{generation}{tier}{ti or ''}{plus or ''}") if not laptop else None
+    gib = int(vram) if vram else known
+    return _Card(int(generation), int(tier), bool(ti), bool(plus), bool(laptop), gib)
+
+
 def _forms(name: str) -> set[str]:
     """Return what may be typed for a shipped name: its link, ``rtx`` and punctuation left out."""
     gpu = _normalise(name.rpartition("-")[0] or name)
-    return {_normalise(name), gpu, gpu.removeprefix("rtx")}
+    return {_normalise(name), gpu, gpu.removeprefix("rtx"), *_OTHER_NAMES.get(name, ())}
 
 
 def _normalise(text: str) -> str:

@@ -33,8 +33,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     head = [Text(describe_model(model))]
     if analysis.infeasible is not None:
         why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
-        told = [f"{why[0].upper()}{why[1:]}", *describe_alternatives(analysis)]
-        return [Group(*head, *map(Text, told))]
+        lines = [f"{why[0].upper()}{why[1:]}", *describe_alternatives(analysis)]
+        return [Group(*head, *map(Text, lines))]
     if analysis.result is None or analysis.machine is None:
         told = describe_running(model, analysis.why_not_run)
         answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))

@@ -11,6 +11,11 @@ from offplan.machine.profile import Figure, MachineProfile
 from offplan.report.table import make_table
 
 
+def machine_payload(machine: MachineProfile) -> dict[str, Any]:
+    """Return the profile's own keys, and its fingerprint."""
+    return {**machine.model_dump(mode="json"), "fingerprint": machine.fingerprint}
+
+
 def render_machine(machine: MachineProfile) -> Table:
     """Show the figures that plans are made from."""
     table = make_table(f"{machine.name}, {machine.link}", "figure", "value", "basis")

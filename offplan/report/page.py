@@ -12,6 +12,12 @@ body { margin: 0; background: var(--page); color: var(--text); line-height: 1.45
 main { max-width: 56rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; margin: 0.5rem 0; }
 h2 { font-size: 1.05rem; margin: 2rem 0 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr));
+  gap: 0.6rem; margin: 0.8rem 0; }
+.figures div { border: 1px solid var(--rest); border-radius: 6px; padding: 0.6rem 0.8rem; }
+.figures b { display: block; font-size: clamp(1.25rem, 6vw, 1.9rem); line-height: 1.3;
+  white-space: nowrap; }
+.figures span { color: var(--faint); }
 p.faint { color: var(--faint); margin: 0.2rem 0 0.6rem; }
 pre { overflow-x: auto; font-size: 12px; }
 """
@@ -20,7 +26,15 @@ pre { overflow-x: auto; font-size: 12px; }
 def write_page(portrait: Portrait, file: str, notes: Sequence[str]) -> str:
     """Write a page about a plan and its ``file``; ``notes`` say what is not shown, and why."""
     title, *lines = portrait.say()
-    parts = [element("h1", title), *(element("p", line) for line in lines)]
+    figures = [
+        element("div", element("b", figure), element("span", told))
+        for figure, told in portrait.headline()
+    ]
+    parts = [
+        element("h1", title),
+        element("div", *figures, class_="figures"),
+        *(element("p", line) for line in lines),
+    ]
     for heading, told, canvas in portrait.draw():
         faint = element("p", told, class_="faint")
         picture = canvas.draw(heading)

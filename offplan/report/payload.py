@@ -10,11 +10,11 @@ from offplan.costs.crossovers import Crossovers
 from offplan.errors import InfeasibleError
 from offplan.held.held import hold
 from offplan.library.analysis import Analysis
-from offplan.machine.profile import MachineProfile
 from offplan.plan import Plan, Prediction
 from offplan.planner.find import PlanResult
 from offplan.report.bench import PHASES, measured_phase
 from offplan.report.bench_file import OWN_RUNTIME, Ran
+from offplan.report.machine import machine_payload
 from offplan.report.model import outside_segments
 from offplan.report.run import RunResult
 from offplan.report.why import explain_plan
@@ -111,11 +111,6 @@ def model_payload(model: Model) -> dict[str, Any]:
         "experts": dump(model.experts, exclude={"groups"}),
         "notes": list(model.notes),
     }
-
-
-def machine_payload(machine: MachineProfile) -> dict[str, Any]:
-    """Return the profile's own keys, and its fingerprint."""
-    return {**machine.model_dump(mode="json"), "fingerprint": machine.fingerprint}
 
 
 def why_payload(result: PlanResult, crossovers: Crossovers | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from offplan.report.pictures.layers import draw_layers
 from offplan.report.pictures.memory import draw_memory
 from offplan.report.pictures.timeline import draw_lanes
 from offplan.report.run import list_differences
-from offplan.units import format_seconds
+from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,21 @@ class Portrait:
         lines = [fit, *ranks, speed, describe_plainly(self.plan, self.held)]
         return [describe_model(self.held.model), *filter(None, lines)]
 
+    def headline(self) -> list[tuple[str, str]]:
+        """Return the four figures that people ask for first, each with what it is."""
+        plan, predicted = self.plan, self.plan.prediction
+        fits = "too large" if plan.describe_excess() else "fits"
+        total = format_bytes(predicted.gpu_memory.total_bytes)
+        workload, step_s = plan.workload, predicted.decode.step_s
+        rate = format_frequency(workload.batch / step_s) if step_s else "-"
+        host = predicted.host_memory_bytes
+        return [
+            (fits, f"{total} of {format_budget(plan.budget.gpu_memory)} on the GPU"),
+            (rate, f"tokens a second ({predicted.basis})"),
+            (format_seconds(predicted.prefill.step_s), "to the first token"),
+            (format_bytes(host) if host else "none", "of page-locked host memory"),
+        ]
+
     def draw(self) -> Iterator[tuple[str, str, Canvas]]:
         """Yield the pictures that there are: a heading, what is to be known beside it, the picture.
 
@@ -64,7 +79,7 @@ class Portrait:
         places = [f" in stage {n}" * (len(stages) > 1) for n in range(len(stages))]
         for where, stage in zip(places, stages, strict=True):
             yield f"Layers{where}", piles, draw_layers(stage, plan.offload)
-        told = "Each bar is as long as its budget, where there is one."
+        told = "Each bar is as long as its budget; one without a budget is at the GPU's scale."
         if len(stages) > 1:
             told += " GPU memory is that of a GPU of the stage that takes most, the host's is all."
         yield "Memory", told, draw_memory(plan)
@@ -76,7 +91,7 @@ class Portrait:
             told = f"In steady state, each step like the one before; {basis}."
             yield title, told, draw_lanes(self.lanes.decode)
         if self.frontier:
-            told = f"Tokens a second, prompt included, by GPU memory (logarithmic; {basis})."
+            told = f"Tokens a second, prompt included, by GPU memory (logarithmic scale; {basis})."
             yield "What more memory buys", told, draw_frontier(self.frontier, plan)
         if self.bench is not None:
             lines = [f"On {self.bench.device}."]

@@ -16,7 +16,10 @@ _CHARACTERS = 104
 def draw_poster(portrait: Portrait) -> str:
     """Return what is said and drawn of a plan as the text of an SVG file."""
     title, *lines = portrait.say()
-    canvases = [(title, _write(title, lines, "plain"))]
+    figures = Canvas()
+    figures.figures(portrait.headline())
+    head, *texts = _write(title, [], "plain"), _write("", lines, "plain")
+    canvases = [(title, head), ("The figures", figures), *((title, text) for text in texts)]
     for heading, told, canvas in portrait.draw():
         canvases += [(heading, _write(heading, [told], "faint")), (heading, canvas)]
     top, drawn = MARGIN, []
@@ -36,7 +39,8 @@ def _write(heading: str, lines: Sequence[str], kind: str) -> Canvas:
     """Write a heading and what stands below it."""
     canvas = Canvas()
     canvas.space()
-    canvas.text(heading, "strong")
+    if heading:
+        canvas.text(heading, "strong")
     for line in lines:
         for part in textwrap.wrap(line, _CHARACTERS):
             canvas.text(part, kind)

@@ -12,7 +12,7 @@ from offplan.checkpoint.tensors import Stored, TensorInfo
 from offplan.held.held import hold
 from offplan.report.model import render_model
 from tests.checkpoint.architectures import MODELS
-from tests.rendering import show
+from tests.rendering import Terminal, show
 
 QKVO = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
 MLP = "mlp.gate_proj mlp.up_proj mlp.down_proj"
@@ -203,9 +203,11 @@ def test_saved_model_is_understood(saved, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_report_fits_eighty_columns(saved, name):
+def test_report_fits_a_terminal_of_eighty_columns(saved, name, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
     model = replace(open_model(str(saved(name)[0])), source=name)
-    lines = show(*render_model(model)).splitlines()
+    lines = show(*render_model(model), file=Terminal()).splitlines()
     assert max(map(len, lines)) <= 80
     # No name was folded: each segment's row has its share.
     start = lines.index(next(line for line in lines if line.startswith("segment "))) + 2

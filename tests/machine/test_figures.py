@@ -18,8 +18,7 @@ from offplan.machine.profile import (
     profile_schema,
 )
 from offplan.records import load_yaml
-from offplan.report.machine import render_machine
-from offplan.report.payload import machine_payload
+from offplan.report.machine import machine_payload, render_machine
 
 MEASURED: dict[str, object] = {
     "h2d_curve": [{"bytes": 4096, "rate": 1e9, "spread": 0.01}, {"bytes": 2**20, "rate": 2e9}],

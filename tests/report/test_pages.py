@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from offplan.plan import load_plan
+from offplan.report.pictures.canvas import STYLE
+from offplan.report.pictures.frontier import list_ticks
 from tests.cli import CLI, ROOT
 
 PLAN = ROOT / "plans" / "tiny-moe.yaml"
@@ -107,7 +109,13 @@ page.srcdoc = %s;
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize(
-    ("width", "scheme", "page"), [(360, 1, "rgb(255, 255, 255)"), (1200, 0, "rgb(13, 17, 23)")]
+    ("width", "scheme", "page"),
+    [
+        (360, 1, "rgb(255, 255, 255)"),
+        (360, 0, "rgb(13, 17, 23)"),
+        (500, 1, "rgb(255, 255, 255)"),
+        (1200, 0, "rgb(13, 17, 23)"),
+    ],
 )
 def test_a_browser_shows_all_of_a_page(
     cli: CLI, tmp_path: Path, width: int, scheme: int, page: str
@@ -126,6 +134,42 @@ def test_a_browser_shows_all_of_a_page(
     edge, text, background = json.loads(found[1])
     assert edge <= width, text
     assert background == page
+
+
+def test_four_figures_come_first(cli: CLI, tmp_path: Path) -> None:
+    page = Page(report(cli, tmp_path, PLAN))
+    figures = [
+        *("fits", "1018 KiB of 1 MiB on the GPU"),
+        *("412.2", "tokens a second (estimated)"),
+        *("2.447 ms", "to the first token"),
+        *("96 KiB", "of page-locked host memory"),
+    ]
+    start = page.texts.index("fits")
+    assert [each for each in page.texts[start:] if each.strip()][:8] == figures
+
+
+def test_a_colour_has_one_meaning() -> None:
+    for half in STYLE.split("@media"):
+        values = re.findall(r"--(\w+): (#\w+);", half)
+        names = {name: value for name, value in values if name not in ("predicted", "measured")}
+        names.pop("best")  # drawn as faint text is
+        assert len({*names.values()}) == len(names) > 15
+
+
+def test_the_scale_of_speeds_has_round_ticks() -> None:
+    assert list_ticks(4.7, 160.0) == [5, 10, 20, 50, 100]
+    assert list_ticks(0.06, 0.3) == [0.1, 0.2]
+    assert list_ticks(3.0, 4.0) == [3.0, 4.0]
+
+
+def test_the_pictures_alone(cli: CLI, tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    code, out, err = cli("report", PLAN, "--svg", path)
+    assert (code, out, err) == (0, "", f"offplan: wrote {path}\n")
+    text = path.read_text("utf-8")
+    assert text.startswith("<svg")
+    assert "What more memory buys" in text
+    assert "to the first token" in text
 
 
 def test_a_page_is_the_same_again(cli: CLI, tmp_path: Path) -> None:

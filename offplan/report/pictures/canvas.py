@@ -13,22 +13,30 @@ STYLE = """\
 .offplan {
   color-scheme: light dark; font: 13px system-ui, "DejaVu Sans", sans-serif;
   --page: #ffffff; --text: #1f2328; --faint: #59636e; --rest: #e4e8ec; --wait: #f3c6bd;
-  --gpu: #2f6fb0; --copy: #e08a1e; --read: #2b9a78; --both: #a85c9c; --host: #7a5230;
-  --cache: #6f9fd0; --work: #c9a60c; --over: #b9c3cd;
+  --gpu: #0072b2; --copy: #e69f00; --read: #009e73; --both: #999933; --turn: #882255;
+  --row: #aa4499; --ring: #a65a00; --cache: #56b4e9; --work: #ddcc77; --over: #b9c3cd;
+  --host: #57606a; --compute: #332288; --best: #59636e; --plan: #d55e00;
+  --predicted: #b9c3cd; --measured: #332288;
 }
 @media (prefers-color-scheme: dark) {
   .offplan {
     --page: #0d1117; --text: #e6edf3; --faint: #9198a1; --rest: #2a313a; --wait: #6d332b;
-    --gpu: #4f94d8; --copy: #e39a3f; --read: #3fb592; --both: #c37fb8; --host: #b98a62;
-    --cache: #2f5c8c; --work: #d9bd3a; --over: #475260;
+    --gpu: #3a8fd0; --copy: #e69f00; --read: #1fb589; --both: #b3b34d; --turn: #c2557f;
+    --row: #c76bbb; --ring: #b56a12; --cache: #8fd0f5; --work: #ddcc77; --over: #475260;
+    --host: #8b949e; --compute: #8a7ff0; --best: #9198a1; --plan: #ff7b3d;
+    --predicted: #6a7683; --measured: #8a7ff0;
   }
 }
 .offplan svg { overflow: visible; }
 .offplan text { fill: var(--text); }
 .offplan text.strong { font-weight: 600; font-size: 14px; }
 .offplan text.faint { fill: var(--faint); font-size: 12px; }
+.offplan text.large { font-weight: 600; font-size: 22px; }
 """
-"""The look of all pictures, by day and by night. Nothing in it is to be fetched."""
+"""The look of all pictures, by day and by night. Nothing in it is to be fetched.
+
+A colour has one meaning in all pictures, and none is told from another by red and green alone.
+Source: the palettes of Okabe and Ito, and of Tol (muted)."""
 
 
 def element(tag: str, *children: "Element | str", **attributes: str) -> Element:
@@ -91,6 +99,21 @@ class Canvas:
         anchor = "end" if at == 1 else "start" if at == 0 or shift else "middle"
         attributes = {"x": _percent(at), "dx": f"{shift}", "y": f"{self.height + 13}"}
         self._drawn.append(element("text", text, **attributes, text_anchor=anchor, class_=kind))
+
+    def figures(self, figures: Sequence[tuple[str, str]]) -> None:
+        """Write large figures side by side, each above what it is."""
+        for large, small in ((True, 0), (False, 1)):
+            self.height += 8 * large
+            for number, figure in enumerate(figures):
+                kind, at = "large" if large else "faint", number / len(figures)
+                self.label(figure[small], at, kind, shift=1)
+            self.height += LINE
+
+    def tick(self, text: str, top: float) -> None:
+        """Draw a line across at a height, and write at its left end what it stands for."""
+        self.line("rest", (0, top), (1, top))
+        attributes = {"x": "0", "y": f"{top - 3:g}", "class_": "faint"}
+        self._drawn.append(element("text", text, **attributes))
 
     def scale(self, *labels: str) -> None:
         """Write labels under what was drawn, from its left edge to its right one."""

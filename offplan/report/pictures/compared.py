@@ -24,7 +24,9 @@ def draw_comparison(bench: BenchFile) -> Canvas:
         f"predicted ({bench.runtime.predicted})",
         f"measured ({bench.runtime.measured})",
     )
-    canvas.legend((("over", predicted), ("gpu", measured), ("wait", "of it, waiting for the link")))
+    canvas.legend(
+        (("predicted", predicted), ("measured", measured), ("wait", "of it, waiting for the link"))
+    )
     return canvas
 
 
@@ -42,7 +44,7 @@ def _draw_pair(
     canvas.text(name)
     canvas.text(f"{show(predicted)}, measured {show(measured)} (x {ratio})", "faint")
     most = max(predicted, measured) or 1.0
-    for side, (colour, figure) in enumerate((("over", predicted), ("gpu", measured))):
+    for side, (colour, figure) in enumerate((("predicted", predicted), ("measured", measured))):
         parts = [(colour, 0.0, figure / most, show(figure))]
         if waits is not None:
             waited = min(waits[side], figure)

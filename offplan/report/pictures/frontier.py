@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import log10
+from math import ceil, floor, log10
 
 from offplan.plan import Plan
 from offplan.planner.frontier import Point
@@ -36,13 +36,17 @@ def draw_frontier(points: Sequence[Point], plan: Plan) -> Canvas:
         rate = format_frequency(tokens_per_s(each))
         return f"{format_bytes(each.budget.gpu_memory)}: {rate} tokens/s"
 
+    ticks = list_ticks(slowest, fastest)
+    for rate in ticks:
+        unit = " tokens/s" * (rate == ticks[-1])
+        top = _EDGE + (_HEIGHT - 2 * _EDGE) * log10(fastest / rate) / decades
+        canvas.tick(f"{format_frequency(rate)}{unit}", top)
     for before, after in pairwise(points):
-        canvas.line("gpu", locate(before.plan), locate(after.plan))
+        canvas.line("best", locate(before.plan), locate(after.plan))
     for point in points:
-        canvas.dot("gpu", *locate(point.plan), 3.5, say(point.plan))
-    canvas.line("copy", (locate(plan)[0], _HEIGHT), locate(plan))
-    canvas.dot("copy", *locate(plan), 6, say(plan))
-    canvas.line("faint", (0, _HEIGHT), (1, _HEIGHT))
+        canvas.dot("best", *locate(point.plan), 3.5, say(point.plan))
+    canvas.line("plan", (locate(plan)[0], _HEIGHT), locate(plan))
+    canvas.dot("plan", *locate(plan), 6, say(plan))
     canvas.height = _HEIGHT + 2
     free = 2.0
     for each in sorted(plans, key=lambda each: -each.budget.gpu_memory):
@@ -51,7 +55,16 @@ def draw_frontier(points: Sequence[Point], plan: Plan) -> Canvas:
             canvas.label(format_bytes(each.budget.gpu_memory), at)
             free = at - _LABEL / 2 * (at == 1)
     canvas.height += LINE
-    span = " to ".join(map(format_frequency, (slowest, fastest)))
-    best = f"the best plans, {span} tokens/s"
-    canvas.legend([("copy", f"this plan, {say(plan)}"), ("gpu", best)])
+    canvas.legend([("plan", f"this plan, {say(plan)}"), ("best", "the best plan of each budget:")])
+    for row in range(0, len(points), 2):
+        for column, point in enumerate(points[row : row + 2]):
+            canvas.label(say(point.plan), column / 2, shift=16)
+        canvas.height += LINE
     return canvas
+
+
+def list_ticks(least: float, most: float) -> list[float]:
+    """List round rates between two: 1, 2 and 5 times the powers of ten, or the ends alone."""
+    powers = range(floor(log10(least)), ceil(log10(most)) + 1)
+    rates = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    return [rate for rate in rates if least <= rate <= most] or [least, most]

@@ -15,15 +15,15 @@ _LAYERS = 0.95
 _GAP = 0.12
 """Part of a column's width between it and the next one."""
 
-_WAYS = {(True, True): "copy", (True, False): "both", (False, True): "host", (False, False): "read"}
+_WAYS = {(True, True): "copy", (True, False): "both", (False, True): "turn", (False, False): "read"}
 """Colours by whether prompts stream, and whether tokens do."""
 _NAMES = {
     "gpu": "on the GPU",
     "copy": "copied before their layer",
     "both": "prompts copy, tokens read it",
-    "host": "prompts read, tokens copy it",
+    "turn": "prompts read, tokens copy it",
     "read": "read in place",
-    "cache": "the input embedding, read by row",
+    "row": "the input embedding, read by row",
 }
 """What each colour stands for, in the order in which a column is piled up."""
 
@@ -62,7 +62,7 @@ def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
             pile[_WAYS[entry.prefill.streams, entry.decode.streams]] += entry.unit.nbytes
         piles.append({"gpu": layer.nbytes - pile.total(), **pile})
     embedding = placement.host_embedding.nbytes if placement.host_embedding else 0
-    return [*piles, {"gpu": stage.outside_bytes - embedding, "cache": embedding}]
+    return [*piles, {"gpu": stage.outside_bytes - embedding, "row": embedding}]
 
 
 def _draw_pile(

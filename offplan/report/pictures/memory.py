@@ -1,11 +1,13 @@
 """What fills the memory of the GPU, the host and a second GPU."""
 
 from offplan.plan import Plan
-from offplan.report.pictures.canvas import Canvas
+from offplan.report.pictures.canvas import LINE, Canvas
 from offplan.report.strip import memory_parts
 from offplan.units import format_budget, format_bytes
 
-_COLOURS = ("gpu", "copy", "cache", "work", "over")
+_LONGEST = 0.9
+"""Share of the width that a bar without a limit takes at most."""
+_COLOURS = ("gpu", "ring", "cache", "work", "over")
 """Colours of the parts of GPU memory, in the order of ``memory_parts``."""
 
 
@@ -33,5 +35,11 @@ def draw_memory(plan: Plan) -> Canvas:
             canvas.space()
             of = ", no limit known" if limit is None else f" of {format_budget(limit)}"
             canvas.text(f"{name}: {format_bytes(size)}{of}")
-            canvas.bar([("host", 0, size / max(limit or size, size), format_bytes(size))])
+            if limit is not None:
+                canvas.bar([("host", 0, size / max(limit, size, 1), format_bytes(size))])
+                continue
+            # beside the GPU's bar, at its scale, without an end that it could reach
+            share = min(_LONGEST, size / most)
+            canvas.box("host", 0, share, canvas.height, LINE, format_bytes(size))
+            canvas.height += LINE + 4
     return canvas

@@ -4,7 +4,7 @@ from offplan.costs.lanes import PhaseLanes
 from offplan.report.pictures.canvas import Canvas
 from offplan.units import format_seconds
 
-_COLOURS = {"compute": "gpu", "wait": "wait", "read": "read", "copy": "copy"}
+_COLOURS = {"compute": "compute", "wait": "wait", "read": "read", "copy": "copy"}
 _DOES = {
     "compute": "computes",
     "wait": "waits for the link",

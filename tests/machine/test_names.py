@@ -1,0 +1,48 @@
+"""Names of machines: what people type, and the nearest card where there is none of that name."""
+
+import pytest
+
+from offplan.errors import ProfileError
+from offplan.machine.name import parse_name
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("RTX 3060 Ti", "rtx3060ti-pcie4"),
+        ("rtx3070ti", "rtx3070ti-pcie4"),
+        ("3080 Ti", "rtx3080ti-pcie4"),
+        ("3090ti", "rtx3090ti-pcie4"),
+        ("rtx4060ti", "rtx4060ti-pcie4"),
+        ("rtx4060ti-16gb", "rtx4060ti-16gb-pcie4"),
+        ("4070 super", "rtx4070-super-pcie4"),
+        ("4070 Ti", "rtx4070ti-pcie4"),
+        ("RTX 4080 SUPER", "rtx4080-super-pcie4"),
+        ("rtx2080ti", "rtx2080ti-pcie3"),
+        ("NVIDIA T4", "t4-pcie3"),
+        ("V100", "v100-pcie3"),
+        ("v100-32gb", "v100-32gb-pcie3"),
+        ("A40", "a40-pcie4"),
+        ("DGX Spark", "gb10-c2c"),
+        ("gb10", "gb10-c2c"),
+    ],
+)
+def test_what_people_type(typed: str, found: str) -> None:
+    assert str(parse_name(typed)) == found
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("rtx2080", "rtx3070-pcie4 or rtx3070ti-pcie4"),
+        ("gtx1080ti", "rtx2080ti-pcie3"),
+        ("RTX 5060", "rtx4060-pcie4"),
+        ("rtx4050 laptop", "rtx4060-laptop-pcie4"),
+        ("rtx5060ti-8gb", "rtx4060ti-pcie4"),
+        ("rtx3050", "rtx3060ti-pcie4"),
+        ("h20O", "h200-pcie5"),
+    ],
+)
+def test_the_nearest_card_is_nearest_in_kind_and_memory(typed: str, nearest: str) -> None:
+    with pytest.raises(ProfileError, match=f"is {nearest}"):
+        parse_name(typed).find_file()
