@@ -87,11 +87,11 @@ def _plan_each(question: Question) -> Iterator[Alternative]:
 
 
 def _encode(found: tuple[Alternative, ...]) -> bytes:
-    return json.dumps([asdict(each) for each in found]).encode()
+    return json.dumps({"found": [asdict(each) for each in found]}).encode()
 
 
 def _decode(content: bytes) -> tuple[Alternative, ...]:
-    return tuple(Alternative(**each) for each in json.loads(content))
+    return tuple(Alternative(**each) for each in json.loads(content)["found"])
 
 
 _KEPT = KeptAnswers("alternatives", _MAX_BYTES, _encode, _decode)
