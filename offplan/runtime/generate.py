@@ -101,7 +101,9 @@ def generate(
             measured.step_s.append(now - began)
         began, made = now, token.tolist()
         if failed := [r for r, each in enumerate(made) if each == NO_TOKEN and r not in ended]:
-            cause = session.find_nan(following.prompt, host[:step].clamp(min=0))
+            fed = host[:step].clamp(min=0).T
+            tokens = torch.cat([following.prompt.cpu(), fed], 1)
+            cause = session.find_nan(tokens, 1 if step else tokens.shape[1])
             raise NotANumberError(cause, failed, [f"sequence {row}" for row in failed])
         yield token
         ended |= {row for row in following.rows(step) if made[row] in stop_tokens}

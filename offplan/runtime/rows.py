@@ -1,12 +1,16 @@
 """Texts of unlike lengths that are generated together: a row of the cache for each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from offplan.errors import InputError
-from offplan.runtime.session import Session
+from offplan.runtime.faults import memory_limits
+from offplan.runtime.passes.chunks import Reading
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 
 class Joined(NamedTuple):
@@ -18,6 +22,46 @@ class Joined(NamedTuple):
     """Logits that follow the prompt, [vocabulary], on the device, the caller's own."""
     tokens_read: int
     """Tokens of the prompt that the pass read; the row's cache had the others already."""
+
+
+@dataclass
+class _Row:
+    """What a row of the cache holds."""
+
+    tokens: list[int] = field(default_factory=list)
+    fed: list[torch.Tensor] = field(default_factory=list)
+    """Tokens behind these that the host has not read, each of one element, on the device."""
+    in_use: bool = False
+    num_begun: int = 0
+    """Tokens of the prompt that it joined with."""
+    num_last: int = 0
+    """Tokens that its last pass read."""
+    left: int = 0
+    """Number of its last text among those that left."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that it holds."""
+        return len(self.tokens) + len(self.fed)
+
+    def read_tokens(self) -> list[int]:
+        """Return its tokens; waits for the device where there are some that were not read."""
+        if self.fed:
+            self.tokens += torch.cat([each.view(1) for each in self.fed]).tolist()
+            self.fed.clear()
+        return self.tokens
+
+    def forget(self) -> None:
+        """Hold nothing, for a text to come."""
+        self.tokens, self.fed, self.in_use = [], [], False
+
+
+class _Part(NamedTuple):
+    """A prompt that is about to be read into a row, from ``start`` on."""
+
+    row: int
+    prompt: list[int]
+    start: int
 
 
 class Rows:
@@ -33,48 +77,92 @@ class Rows:
     afterwards ``in_use`` names the texts that are still there.
     """
 
-    def __init__(self, session: Session, num_rows: int) -> None:
+    def __init__(
+        self, session: Session, num_rows: int, *, sizes: Sequence[int] | None = None
+    ) -> None:
         """Share the cache of ``session`` among up to ``num_rows`` texts at a time.
 
-        A plan has memory for as many as its workload's batch. Raises InputError for fewer than one.
+        A plan has memory for as many as its workload's batch. A step runs, and is captured, for the
+        least of ``sizes`` rows that has all that it extends; ``num_rows`` is always one of them,
+        and by default the other is 1. Raises InputError for fewer rows than one, and for more where
+        a family's states allow one alone.
         """
+        runner = session.runner
         if num_rows < 1:
             raise InputError(f"{num_rows} rows: expected 1 or more")
-        self._session = session
+        if num_rows > 1 and runner.linear and runner.changes_with_length:
+            raise InputError(
+                f"{num_rows} rows: {session.loaded.model.source} has linear attention beside "
+                "rotary embeddings that change with the text's length, so give it one row"
+            )
         self.num_rows = num_rows
         """Texts that can be there at a time."""
-        self._texts: dict[int, list[int]] = {}
+        # what is noted of routing is noted for one batch
+        smaller = () if session.routing is not None else (1,) if sizes is None else sizes
+        self._sizes = sorted({size for size in smaller if 0 < size < num_rows} | {num_rows})
+        self._session, self._runner = session, runner
+        self._rows = [_Row() for _ in range(num_rows)]
+        self._num_left = 0
+        self._moves: tuple[Sequence[int], torch.Tensor] | None = None
+        """Rows of the last step that did not extend all, and by how much positions then grow."""
+        self._cache: object = None
+        """The cache that they are rows of; None before the first pass."""
 
     @property
     def in_use(self) -> frozenset[int]:
         """Rows that have a text."""
-        return frozenset(self._texts)
+        return frozenset(row for row, each in enumerate(self._rows) if each.in_use)
 
     @property
     def num_free(self) -> int:
         """Texts that could join now."""
-        return self.num_rows - len(self._texts)
+        return self.num_rows - len(self.in_use)
 
     def length(self, row: int) -> int:
         """Return the tokens of a row's text so far; ``session.context`` is the most."""
-        return len(self._texts[row])
+        return self._find(row).length
+
+    def warm_up(self, prompt_tokens: int) -> None:
+        """Compile, capture and let libraries allocate: for such a prompt, and steps of each size.
+
+        Forgets all texts. A prompt shorter than the plan's chunk compiles nothing.
+        """
+        for row in self._rows:
+            row.forget()
+        vocabulary = self._session.loaded.module.config.get_text_config().vocab_size
+        # tokens that differ, or they would all be sent to the same experts
+        prompt = [number % vocabulary for number in range(prompt_tokens)]
+        again = self._runner.captures_prompt(1, prompt_tokens) and self.num_rows == 1
+        for _ in range(1 + again):
+            self.join(prompt)
+            self._rows[0].forget()
+        if prompt_tokens < self._session.context:
+            with self._running("making a token"):
+                self._runner.set_lengths([prompt_tokens] * self.num_rows)
+                for size in self._sizes:
+                    for _ in range(NUM_WARMUP_STEPS):
+                        tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self._session.device)
+                        self._runner.step(tokens, prompt_tokens + 1, 0)
+        if self._session.routing is not None:
+            self._session.routing.forget()
 
     def join(self, prompt: Sequence[int]) -> Joined:
         """Read a prompt into a free row.
 
         Of the free rows it takes the one whose cache holds most of the prompt's beginning, and
         reads the rest alone. A state that cannot go back, as linear attention has, serves a prompt
-        that goes on from all of it. Raises InputError for a prompt that is empty or beyond the
-        context, and where no row is free, MemoryLimitError.
+        that goes on from all of it; where rotary embeddings change with the text's length, what is
+        as long as to change them is read as a whole. Raises InputError for a prompt that is empty
+        or beyond the context, and where no row is free, MemoryLimitError.
         """
         (joined,) = self.join_all([prompt])
         return joined
 
     def join_all(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
-        """Read several prompts into free rows, in one pass over the weights; as ``join`` does.
+        """Read several prompts into free rows, in as few passes as memory allows; as ``join`` does.
 
-        Weights that are off the GPU cross the link once for all of the prompts: join those that
-        wait together. Raises what ``join`` raises, for all of them before any is read; where the
+        Weights that are off the GPU cross the link once for all prompts of a pass: join those that
+        wait together. Raises what ``join`` raises, for all of them before any is read; where a
         pass fails none has joined.
         """
         if len(prompts) > self.num_free:
@@ -82,18 +170,32 @@ class Rows:
                 f"{len(prompts)} prompts for {self.num_free} free rows of {self.num_rows}: let a "
                 "text leave first"
             )
+        context = self._session.context
         for prompt in prompts:
-            if not 0 < len(prompt) <= self._session.context:
+            if not 0 < len(prompt) <= context:
                 raise InputError(
-                    f"the prompt has {len(prompt)} tokens; the plan's context is "
-                    f"{self._session.context}"
+                    f"the prompt has {len(prompt)} tokens; the plan's context is {context}"
                 )
-        free = [row for row in range(self.num_rows) if row not in self._texts]
-        joined = []
-        for row, prompt in zip(free, prompts, strict=False):
-            joined.append(Joined(row, self._read(prompt), len(prompt)))
-            self._texts[row] = list(prompt)
-        return joined
+        with self._running("reading the prompt"):
+            parts = self._assign([[*prompt] for prompt in prompts])
+            for part in parts:  # what is not read to its end is nothing to go on from
+                self._rows[part.row].forget()
+            joined = {}
+            for together in self._divide(parts):
+                logits = self._read(together).clone()
+                for part, each in zip(together, logits, strict=True):
+                    num_read = len(part.prompt) - part.start
+                    row = self._rows[part.row]
+                    row.tokens, row.num_begun, row.num_last = (
+                        part.prompt,
+                        len(part.prompt),
+                        num_read,
+                    )
+                    joined[part.row] = Joined(part.row, each, num_read)
+            for part in parts:
+                self._rows[part.row].in_use = True
+            self._set_lengths()
+        return [joined[part.row] for part in parts]
 
     def step(self, tokens: Mapping[int, int | torch.Tensor]) -> dict[int, torch.Tensor]:
         """Extend the texts of some rows by a token each, in one pass; the others stay as they are.
@@ -106,18 +208,45 @@ class Rows:
         Where a model's states cannot stay as they are (linear attention), the texts of all rows in
         use have to be extended; InputError otherwise.
         """
+        fed = torch.zeros(self.num_rows, 1, dtype=torch.int64)
+        on_device = {row: each for row, each in tokens.items() if isinstance(each, torch.Tensor)}
         for row in tokens:
-            if row not in self._texts:
-                raise InputError(f"row {row} has no text: expected one of {sorted(self._texts)}")
-            if len(self._texts[row]) >= self._session.context:
-                raise InputError(
-                    f"the text of row {row} has reached the context of "
-                    f"{self._session.context} tokens"
-                )
-        made = {}
-        for row, token in tokens.items():
-            self._texts[row].append(int(token))
-            made[row] = self._read(self._texts[row])
+            self._find(row)
+            if row not in on_device:
+                fed[row] = tokens[row]
+        with self._session.stream():
+            fed = fed.to(self._session.device)
+            for row, each in on_device.items():
+                fed[row] = each.view(1)
+        logits = self.extend(sorted(tokens), fed)
+        return {row: logits[row] for row in tokens}
+
+    def extend(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Do what ``step`` does with the tokens of all rows in one tensor.
+
+        ``tokens`` is int64 of [num_rows, 1] on the device, of which those of ``rows`` are read,
+        there and later on. Returns logits, [batch, vocabulary]: ``rows`` are indices of its first
+        dimension, and what else it has means nothing.
+        """
+        self._check_step(rows)
+        with self._running("making a token"):
+            try:
+                made = self._extend(rows, tokens)
+            except BaseException:
+                if self._runner.linear:  # some layers' states have gone on
+                    for each in self._rows:
+                        each.forget()
+                self._set_lengths()
+                raise
+            for row in rows:
+                self._rows[row].fed.append(tokens[row])
+                self._rows[row].num_last = 1
+            extended = [self._rows[row] for row in rows]
+            # one that was read again has not moved, and one that is full is idle from here on
+            if any(each.length in (each.num_begun, self._session.context) for each in extended):
+                self._set_lengths()
+            if self._session.routing is not None:
+                self._session.routing.note_step(rows)
         return made
 
     def leave(self, row: int) -> None:
@@ -125,9 +254,182 @@ class Rows:
 
         Raises InputError for a row that has no text.
         """
-        if row not in self._texts:
-            raise InputError(f"row {row} has no text: expected one of {sorted(self._texts)}")
-        del self._texts[row]
+        left = self._find(row)
+        self._num_left += 1
+        left.in_use, left.left = False, self._num_left
+        if left.length >= self._session.context:
+            if self._runner.linear:
+                left.forget()
+            else:  # steps of the others write to its last place
+                del left.read_tokens()[-1]
 
-    def _read(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self._session.prefill(torch.tensor([list(tokens)]))[0].clone()
+    def find_nan(self, row: int) -> str:
+        """Say which layer gave the first NaN of a text's last pass, by running it once more.
+
+        Waits for the device after each layer. The other texts stay as they are. Raises InputError
+        for a row that has no text.
+        """
+        text = self._find(row)
+        with self._running("finding a NaN"):
+            tokens = torch.tensor([text.read_tokens()])
+            found = self._session.find_nan(tokens, text.num_last, slice(row, row + 1))
+            self._set_lengths()
+        return found
+
+    @contextmanager
+    def _running(self, doing: str) -> Iterator[None]:
+        """Context of a call that runs passes, by the name of what it is doing."""
+        self._session.check_open()
+        with memory_limits(doing), self._session.stream(), torch.inference_mode():
+            runner = self._runner
+            if self._cache is not None and (
+                runner.length or runner.layers.cache is not self._cache
+            ):
+                self._cache = None
+                for row in self._rows:
+                    row.forget()
+                raise ValueError(
+                    "the session's own prefill has taken the cache of its rows, whose texts are "
+                    "gone: join them again"
+                )
+            if self._cache is None:
+                runner.allocate(self.num_rows)
+                self._cache = runner.layers.cache
+                self._set_lengths()
+                if self._session.routing is not None:
+                    self._session.routing.begin(self.num_rows)
+            yield
+
+    def _find(self, row: int) -> _Row:
+        if row not in self.in_use:
+            raise InputError(f"row {row} has no text: expected one of {sorted(self.in_use)}")
+        return self._rows[row]
+
+    def _set_lengths(self) -> None:
+        """Have each row's position on the device be where a step may write, be it an idle row's."""
+        most = self._session.context - 1
+        self._runner.set_lengths([min(each.length, most) for each in self._rows])
+
+    def _assign(self, prompts: Sequence[list[int]]) -> list[_Part]:
+        """Choose a free row for each prompt: by what it holds, or else the one left longest ago."""
+        free = [row for row, each in enumerate(self._rows) if not each.in_use]
+        parts = []
+        for prompt in prompts:
+            held = {row: self._count_held(self._rows[row], prompt) for row in free}
+            row = max(
+                free, key=lambda row: (held[row], not self._rows[row].length, -self._rows[row].left)
+            )
+            free.remove(row)
+            parts.append(_Part(row, prompt, held[row]))
+        return parts
+
+    def _count_held(self, row: _Row, prompt: list[int]) -> int:
+        """Count the tokens of a prompt that a row holds and that a pass can go on from.
+
+        The last token is not of them: its logits are wanted.
+        """
+        regime = self._runner.frequencies.regime
+        held = row.read_tokens()
+        if len({regime(len(prompt)), regime(row.num_begun), regime(len(held))}) > 1:
+            return 0
+        common = 0
+        for ours, theirs in zip(held, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        return 0 if self._runner.linear and common < len(held) else common
+
+    def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
+        """Divide what is to be read among passes.
+
+        Those of one share what rotary embeddings change by. Hidden states of all their tokens wait
+        for each layer: of no more than a chunk of all rows has, which the plan has memory for.
+        """
+        most = self.num_rows * self._runner.chunk
+        passes: list[list[_Part]] = []
+        last: Hashable = None
+        num_tokens = 0
+        for part in sorted(
+            parts, key=lambda part: self._runner.frequencies.regime(len(part.prompt))
+        ):
+            regime, more = (
+                self._runner.frequencies.regime(len(part.prompt)),
+                len(part.prompt) - part.start,
+            )
+            num_tokens += more
+            if not passes or regime != last or num_tokens > most:
+                passes.append([])
+                last, num_tokens = regime, more
+            passes[-1].append(part)
+        return passes
+
+    def _read(self, parts: Sequence[_Part]) -> torch.Tensor:
+        """Read parts in one pass; returns logits, [parts, vocabulary], that the next overwrites."""
+        readings = []
+        for row, prompt, start in parts:
+            tokens = torch.tensor([prompt[start:]]).to(self._session.device)
+            readings.append(Reading(tokens, start, slice(row, row + 1)))
+        return self._runner.read(readings)
+
+    def _check_step(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if self._find(row).length >= self._session.context:
+                raise InputError(
+                    f"the text of row {row} has reached the context of "
+                    f"{self._session.context} tokens"
+                )
+        if not rows:
+            raise InputError("a step of no rows: expected some that have a text")
+        if self._runner.linear and (others := self.in_use - {*rows}):
+            raise InputError(
+                f"a step without row {min(others)}: linear attention cannot leave the state of a "
+                "text as it is, so extend all of them or let some leave"
+            )
+
+    def _extend(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Run the passes of a step: one, unless texts differ in what a pass has to know of all."""
+        renewal = self._runner.frequencies.renewal
+        renewed = [row for row in rows if self.length(row) + 1 == renewal]
+        groups: dict[Hashable, list[int]] = {}
+        for row in rows:
+            if row not in renewed:
+                key = self._runner.step_regime(self.length(row) + 1)
+                groups.setdefault(key, []).append(row)
+        if not renewed and len(groups) == 1:
+            return self._run_step(rows, tokens)
+        parts = [(group, self._run_step(group, tokens)[group]) for group in groups.values()]
+        parts += [([row], self._read_again(row, tokens)) for row in renewed]
+        made = parts[0][1].new_empty(self.num_rows, parts[0][1].shape[1])
+        for group, logits in parts:
+            made[group] = logits
+        return made
+
+    def _run_step(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        size = next(size for size in self._sizes if size > max(rows))
+        if self._runner.linear:
+            for each in self._rows[:size]:
+                if not each.in_use:
+                    each.forget()  # its state goes on with an idle token
+        return self._runner.step(tokens[:size], self.length(rows[0]) + 1, self._find_moves(rows))
+
+    def _find_moves(self, rows: Sequence[int]) -> torch.Tensor | int:
+        """Return by how much positions grow: not at all for rows that the step does not extend."""
+        if len(rows) == self.num_rows:
+            return 1
+        if self._moves is None or self._moves[0] != [*rows]:
+            moves = torch.zeros(self.num_rows, dtype=torch.int64)
+            moves[[*rows]] = 1
+            self._moves = [*rows], moves.to(self._session.device)
+        return self._moves[1]
+
+    def _read_again(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Read the whole text of a row anew, and its next token (``Frequencies.renewal``)."""
+        text = self._rows[row]
+        whole = [*text.read_tokens(), int(tokens[row])]
+        try:
+            logits = self._read([_Part(row, whole, 0)]).clone()
+        except BaseException:
+            text.forget()
+            raise
+        text.num_begun = len(whole)
+        return logits

@@ -16,6 +16,7 @@ from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
+from offplan.runtime.model.caches import ALL
 from offplan.runtime.model.layers import require_triton
 from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.routing import RoutingRecorder
@@ -166,7 +167,7 @@ class Session:
         prompt is captured, which ``warm_up`` does beforehand, or takes a captured one's memory.
         Raises InputError for an empty prompt or one beyond the context, MemoryLimitError.
         """
-        self._check_open()
+        self.check_open()
         with self.stream(), torch.inference_mode():
             if self.routing is not None:
                 self.routing.begin(len(prompt))
@@ -182,24 +183,24 @@ class Session:
         outgrown ``original_max_position_embeddings``. Raises InputError beyond the context or for
         tokens of another batch, MemoryLimitError.
         """
-        self._check_open()
+        self.check_open()
         with self.stream(), torch.inference_mode():
             logits = self.runner.decode(tokens)
             if self.routing is not None:
                 self.routing.note_step()
             return logits
 
-    def find_nan(self, prompt: torch.Tensor, fed: torch.Tensor) -> str:
+    def find_nan(self, tokens: torch.Tensor, num_last: int, rows: slice = ALL) -> str:
         """Say which layer gave the first NaN of the last pass, by running that pass once more.
 
-        ``prompt`` and ``fed`` are what the sequences at hand were made of: int64 of [batch, tokens]
-        and, one row for each decode step, of [steps, batch]. Waits for the device after each layer.
-        No sequence is begun afterwards. Memory that runs out is told in what is returned.
+        ``tokens``, int64 of [batch, tokens], are those of the sequences at hand, of which the last
+        pass read ``num_last``. Waits for the device after each layer. No sequence is begun
+        afterwards. Memory that runs out is told in what is returned.
         """
-        self._check_open()
+        self.check_open()
         try:
             with self.stream(), torch.inference_mode():
-                return self.runner.find_nan(prompt.to(self.device), fed)
+                return self.runner.find_nan(tokens, num_last, rows)
         except (torch.OutOfMemoryError, MemoryError):
             return "memory ran out when offplan ran the pass once more to find the layer"
 
@@ -209,6 +210,7 @@ class Session:
         layers = decoder_layers(self.loaded.module)
         return RoutingRecorder(layers, model.experts.num_experts_per_token, self.device)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ValueError for a session that is closed."""
         if self._closed:
             raise ValueError("the session is closed and its weights are gone: open another one")

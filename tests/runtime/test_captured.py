@@ -109,7 +109,8 @@ def test_nothing_is_captured_behind_the_warm_up(graphs: Graphs, tmp_path: Path) 
 
 def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path) -> None:
     with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
-        both, step = {Phase.PREFILL, Phase.DECODE}, {Phase.DECODE}
+        step = {(Phase.DECODE, 2)}
+        both = {(Phase.PREFILL, 0), *step}
         for num_tokens, captured in [(9, step), (9, both), (9, both), (7, step), (9, step)]:
             request(session, 2, num_tokens, 0)
             assert set(session.runner._passes._captured) == captured
