@@ -68,7 +68,7 @@ def filled_blocks(position: torch.Tensor, context: int) -> Filled:
 
     mask = BlockMask.from_kv_blocks(
         used,
-        order.expand(batch, 1, 1, num_blocks),
+        order.expand(batch, 1, 1, num_blocks).contiguous(),
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
         mask_mod=lambda row, head, query, key: key <= position[row],
         seq_lengths=(1, context),
