@@ -34,8 +34,6 @@ class _Row:
     in_use: bool = False
     num_begun: int = 0
     """Tokens of the prompt that it joined with."""
-    num_last: int = 0
-    """Tokens that its last pass read."""
     left: int = 0
     """Number of its last text among those that left."""
 
@@ -100,7 +98,7 @@ class Rows:
         # what is noted of routing is noted for one batch
         smaller = () if session.routing is not None else (1,) if sizes is None else sizes
         self._sizes = sorted({size for size in smaller if 0 < size < num_rows} | {num_rows})
-        self._session, self._runner = session, runner
+        self.session, self._runner = session, runner
         self._rows = [_Row() for _ in range(num_rows)]
         self._num_left = 0
         self._moves: tuple[Sequence[int], torch.Tensor] | None = None
@@ -129,22 +127,22 @@ class Rows:
         """
         for row in self._rows:
             row.forget()
-        vocabulary = self._session.loaded.module.config.get_text_config().vocab_size
+        vocabulary = self.session.loaded.module.config.get_text_config().vocab_size
         # tokens that differ, or they would all be sent to the same experts
         prompt = [number % vocabulary for number in range(prompt_tokens)]
         again = self._runner.captures_prompt(1, prompt_tokens) and self.num_rows == 1
         for _ in range(1 + again):
             self.join(prompt)
             self._rows[0].forget()
-        if prompt_tokens < self._session.context:
+        if prompt_tokens < self.session.context:
             with self._running("making a token"):
                 self._runner.set_lengths([prompt_tokens] * self.num_rows)
                 for size in self._sizes:
                     for _ in range(NUM_WARMUP_STEPS):
-                        tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self._session.device)
+                        tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self.session.device)
                         self._runner.step(tokens, prompt_tokens + 1, 0)
-        if self._session.routing is not None:
-            self._session.routing.forget()
+        if self.session.routing is not None:
+            self.session.routing.forget()
 
     def join(self, prompt: Sequence[int]) -> Joined:
         """Read a prompt into a free row.
@@ -170,7 +168,7 @@ class Rows:
                 f"{len(prompts)} prompts for {self.num_free} free rows of {self.num_rows}: let a "
                 "text leave first"
             )
-        context = self._session.context
+        context = self.session.context
         for prompt in prompts:
             if not 0 < len(prompt) <= context:
                 raise InputError(
@@ -186,11 +184,7 @@ class Rows:
                 for part, each in zip(together, logits, strict=True):
                     num_read = len(part.prompt) - part.start
                     row = self._rows[part.row]
-                    row.tokens, row.num_begun, row.num_last = (
-                        part.prompt,
-                        len(part.prompt),
-                        num_read,
-                    )
+                    row.tokens, row.num_begun = part.prompt, len(part.prompt)
                     joined[part.row] = Joined(part.row, each, num_read)
             for part in parts:
                 self._rows[part.row].in_use = True
@@ -214,8 +208,8 @@ class Rows:
             self._find(row)
             if row not in on_device:
                 fed[row] = tokens[row]
-        with self._session.stream():
-            fed = fed.to(self._session.device)
+        with self.session.stream():
+            fed = fed.to(self.session.device)
             for row, each in on_device.items():
                 fed[row] = each.view(1)
         logits = self.extend(sorted(tokens), fed)
@@ -240,13 +234,12 @@ class Rows:
                 raise
             for row in rows:
                 self._rows[row].fed.append(tokens[row])
-                self._rows[row].num_last = 1
             extended = [self._rows[row] for row in rows]
             # one that was read again has not moved, and one that is full is idle from here on
-            if any(each.length in (each.num_begun, self._session.context) for each in extended):
+            if any(each.length in (each.num_begun, self.session.context) for each in extended):
                 self._set_lengths()
-            if self._session.routing is not None:
-                self._session.routing.note_step(rows)
+            if self.session.routing is not None:
+                self.session.routing.note_step(rows)
         return made
 
     def leave(self, row: int) -> None:
@@ -257,30 +250,30 @@ class Rows:
         left = self._find(row)
         self._num_left += 1
         left.in_use, left.left = False, self._num_left
-        if left.length >= self._session.context:
+        if left.length >= self.session.context:
             if self._runner.linear:
                 left.forget()
             else:  # steps of the others write to its last place
                 del left.read_tokens()[-1]
 
-    def find_nan(self, row: int) -> str:
-        """Say which layer gave the first NaN of a text's last pass, by running it once more.
+    def find_nan(self, tokens: Sequence[int]) -> str:
+        """Say which layer gives the first NaN of a text, by reading the text once more.
 
-        Waits for the device after each layer. The other texts stay as they are. Raises InputError
-        for a row that has no text.
+        ``tokens`` are all that were read of it. They are read into a free row: have the text leave
+        its own. Waits for the device after each layer. Raises InputError where no row is free.
         """
-        text = self._find(row)
+        free = next((row for row in range(self.num_rows) if row not in self.in_use), None)
+        if free is None:
+            raise InputError("no row is free to find a NaN in: let a text leave first")
         with self._running("finding a NaN"):
-            tokens = torch.tensor([text.read_tokens()])
-            found = self._session.find_nan(tokens, text.num_last, slice(row, row + 1))
-            self._set_lengths()
-        return found
+            self._rows[free].forget()
+            return self.session.find_nan(torch.tensor([[*tokens]]), slice(free, free + 1))
 
     @contextmanager
     def _running(self, doing: str) -> Iterator[None]:
         """Context of a call that runs passes, by the name of what it is doing."""
-        self._session.check_open()
-        with memory_limits(doing), self._session.stream(), torch.inference_mode():
+        self.session.check_open()
+        with memory_limits(doing), self.session.stream(), torch.inference_mode():
             runner = self._runner
             if self._cache is not None and (
                 runner.length or runner.layers.cache is not self._cache
@@ -296,8 +289,8 @@ class Rows:
                 runner.allocate(self.num_rows)
                 self._cache = runner.layers.cache
                 self._set_lengths()
-                if self._session.routing is not None:
-                    self._session.routing.begin(self.num_rows)
+                if self.session.routing is not None:
+                    self.session.routing.begin(self.num_rows)
             yield
 
     def _find(self, row: int) -> _Row:
@@ -307,7 +300,7 @@ class Rows:
 
     def _set_lengths(self) -> None:
         """Have each row's position on the device be where a step may write, be it an idle row's."""
-        most = self._session.context - 1
+        most = self.session.context - 1
         self._runner.set_lengths([min(each.length, most) for each in self._rows])
 
     def _assign(self, prompts: Sequence[list[int]]) -> list[_Part]:
@@ -342,10 +335,12 @@ class Rows:
     def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Divide what is to be read among passes.
 
-        Those of one share what rotary embeddings change by. Hidden states of all their tokens wait
-        for each layer: of no more than a chunk of all rows has, which the plan has memory for.
+        Those of one share what rotary embeddings change by. Hidden states of their tokens wait for
+        each layer, two of a token; a plan has memory for six of each token that a chunk of all rows
+        has (``WAITING_COPIES`` and ``HIDDEN_COPIES`` of ``costs.activations``), and a chunk here is
+        of one row.
         """
-        most = self.num_rows * self._runner.chunk
+        most = (3 * self.num_rows - 2) * self._runner.chunk
         passes: list[list[_Part]] = []
         last: Hashable = None
         num_tokens = 0
@@ -367,16 +362,16 @@ class Rows:
         """Read parts in one pass; returns logits, [parts, vocabulary], that the next overwrites."""
         readings = []
         for row, prompt, start in parts:
-            tokens = torch.tensor([prompt[start:]]).to(self._session.device)
+            tokens = torch.tensor([prompt[start:]]).to(self.session.device)
             readings.append(Reading(tokens, start, slice(row, row + 1)))
         return self._runner.read(readings)
 
     def _check_step(self, rows: Sequence[int]) -> None:
         for row in rows:
-            if self._find(row).length >= self._session.context:
+            if self._find(row).length >= self.session.context:
                 raise InputError(
                     f"the text of row {row} has reached the context of "
-                    f"{self._session.context} tokens"
+                    f"{self.session.context} tokens"
                 )
         if not rows:
             raise InputError("a step of no rows: expected some that have a text")
@@ -419,7 +414,7 @@ class Rows:
         if self._moves is None or self._moves[0] != [*rows]:
             moves = torch.zeros(self.num_rows, dtype=torch.int64)
             moves[[*rows]] = 1
-            self._moves = [*rows], moves.to(self._session.device)
+            self._moves = [*rows], moves.to(self.session.device)
         return self._moves[1]
 
     def _read_again(self, row: int, tokens: torch.Tensor) -> torch.Tensor:

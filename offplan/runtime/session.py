@@ -190,19 +190,19 @@ class Session:
                 self.routing.note_step()
             return logits
 
-    def find_nan(self, tokens: torch.Tensor, num_last: int, rows: slice = ALL) -> str:
-        """Say which layer gave the first NaN of the last pass, by running that pass once more.
+    def find_nan(self, tokens: torch.Tensor, rows: slice = ALL) -> str:
+        """Say which layer gives the first NaN, by reading texts once more.
 
-        ``tokens``, int64 of [batch, tokens], are those of the sequences at hand, of which the last
-        pass read ``num_last``. Waits for the device after each layer. No sequence is begun
-        afterwards. Memory that runs out is told in what is returned.
+        ``tokens``, int64 of [batch, tokens], are all that passes have read of the texts in ``rows``
+        of the cache. Waits for the device after each layer. No sequence is begun afterwards. Memory
+        that runs out is told in what is returned.
         """
         self.check_open()
         try:
             with self.stream(), torch.inference_mode():
-                return self.runner.find_nan(tokens, num_last, rows)
+                return self.runner.find_nan(tokens, rows)
         except (torch.OutOfMemoryError, MemoryError):
-            return "memory ran out when offplan ran the pass once more to find the layer"
+            return "memory ran out when offplan read the text once more to find the layer"
 
     def _watch_routing(self) -> RoutingRecorder:
         model = self.loaded.model

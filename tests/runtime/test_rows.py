@@ -30,7 +30,7 @@ class Alone:
 
     def check(self, prompt: Sequence[int], found: Sequence[torch.Tensor]) -> list[int]:
         """Compare logits, those of the prompt and of each greedy token; return the tokens."""
-        logits, tokens = self._session.prefill(torch.tensor([[*prompt]])), []
+        logits, tokens = self._session.prefill(torch.tensor([[*prompt]])), list[int]()
         for number, ours in enumerate(found):
             if number:
                 logits = self._session.decode(torch.tensor([tokens[-1:]]))

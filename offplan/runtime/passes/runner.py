@@ -13,7 +13,7 @@ from offplan.placement import Phase
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
-from offplan.runtime.model.caches import ALL, LayerCaches, Position
+from offplan.runtime.model.caches import LayerCaches, Position
 from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
@@ -187,24 +187,17 @@ class ModelRunner:
         """Return what texts of one step have to share, by the ``length`` that they grow to."""
         return self.frequencies.regime(length), length if self._position.is_shared else None
 
-    def find_nan(self, tokens: torch.Tensor, num_last: int, rows: slice = ALL) -> str:
-        """Run the last pass of texts once more, and say what in it gives the first NaN.
-
-        ``tokens``, int64 of [batch, tokens], are the texts that ``rows`` hold, and the last pass
-        read ``num_last`` of them. States of linear attention are not kept, and rotary embeddings
-        may have changed: the tokens before are read anew.
+    def find_nan(self, tokens: torch.Tensor, rows: slice) -> str:
+        """Read texts, int64 of [batch, tokens], once more into ``rows``; say what gives a NaN.
 
         Nothing is captured, and the host waits for every layer. No sequence is begun afterwards.
         """
         tokens, watch = tokens.to(self._loaded.store.device), NanWatch()
         captures, self._capture = self._capture, False
-        start = tokens.shape[1] - num_last
         try:
             self._give_back(self._forget_passes)  # uncaptured, a pass takes as much memory again
-            if start and (self.linear or self.changes_with_length):
-                self.read([Reading(tokens[:, :start], 0, rows)])
             with self.layers.seen_by(watch.see):
-                return watch.describe_rest(self.read([Reading(tokens[:, start:], start, rows)]))
+                return watch.describe_rest(self.read([Reading(tokens, 0, rows)]))
         except NanFoundError as found:
             return str(found)
         finally:
