@@ -1,6 +1,6 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,31 @@ class Session:
             if self.routing is not None:
                 self.routing.begin(len(prompt))
             return self.runner.prefill(prompt)
+
+    def prefill_all(
+        self, prompt: torch.Tensor, num_last: int | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Do what ``prefill`` does, and make the logits of all tokens of the prompt.
+
+        ``num_last`` are the tokens of each sequence, from its last one back, whose logits are
+        wanted; all by default. The head takes as many of them at a time as the plan has memory for:
+        yields [batch, some, vocabulary] on the device, in order, made on the session's stream, each
+        to be read inside ``stream()``. The prompt is read when the first is taken, and no other
+        pass may run before the last is. Raises what ``prefill`` raises.
+        """
+        self.check_open()
+        wanted = prompt.shape[1] if num_last is None else num_last
+        with memory_limits("reading the prompt"), self.stream(), torch.inference_mode():
+            if self.routing is not None:
+                self.routing.begin(len(prompt))
+            parts = self.runner.prefill_all(prompt, wanted)
+        while True:
+            # never across a yield: the caller has a stream of its own
+            with memory_limits("making logits"), self.stream(), torch.inference_mode():
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     @memory_limits("making a token")
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Texts in chunks, taken through layer by layer, so that weights cross the link only once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from offplan.runtime.model.caches import ALL
 from offplan.runtime.model.filled import Way
 from offplan.runtime.model.layers import Call
-from offplan.runtime.passes.forward import LAST, Forward
+from offplan.runtime.passes.forward import Forward
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,33 @@ class ChunkedTexts:
         on the way.
         """
         logits = [
-            self._head(chunks[-1].hidden[..., -1:, :], reading.tokens[:, -1:], reading)[:, -1]
+            self._head(reading, chunks[-1].hidden[..., -1:, :], reading.stop - 1)[:, -1]
             for reading, chunks in zip(self._readings, self._chunks, strict=True)
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _head(self, hidden: torch.Tensor, tokens: torch.Tensor, reading: Reading) -> torch.Tensor:
-        at = reading.stop - 1, reading.stop
+    def finish_all(self, num_last: int, most: int) -> Iterator[torch.Tensor]:
+        """Make the logits of the ``num_last`` tokens of the one text, up to ``most`` at a time.
+
+        Each is [batch, some, vocabulary]; they come in order.
+        """
+        (reading,), (chunks,) = self._readings, self._chunks
+        start = reading.start
+        for chunk in chunks:
+            parts = chunk.hidden.split(most, dim=-2)
+            for hidden in parts:
+                stop = start + hidden.shape[-2]
+                num_wanted = min(hidden.shape[-2], stop - (reading.stop - num_last))
+                if num_wanted > 0:
+                    yield self._head(reading, hidden[..., -num_wanted:, :], stop - num_wanted)
+                start = stop
+
+    def _head(self, reading: Reading, hidden: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the logits of the tokens from ``start`` on, whose last hidden states these are."""
+        first = start - reading.start
+        tokens = reading.tokens[:, first : first + hidden.shape[-2]]
         return self._layers.finish(
-            hidden, partial(self._forward.chunk, tokens, *at, reading.rows, LAST)
+            hidden, partial(self._forward.chunk, tokens, start, reading.stop, reading.rows, ALL)
         )
 
 

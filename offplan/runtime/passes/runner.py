@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -95,20 +96,45 @@ class ModelRunner:
         Returns logits, [batch, vocabulary], which the next pass overwrites. Raises
         InputError for a prompt that is empty or beyond the context.
         """
+        prompt = self._make_room(prompt)
+        logits = self.read([Reading(prompt)])
+        self._begin(prompt)
+        return logits
+
+    def prefill_all(self, prompt: torch.Tensor, num_last: int) -> Iterator[torch.Tensor]:
+        """Do what ``prefill`` does; make the logits of the ``num_last`` tokens of each sequence.
+
+        Yields [batch, some, vocabulary], in order: logits of so many tokens as take less memory
+        than a chunk of the prompt does. Nothing is captured.
+        """
+        prompt = self._make_room(prompt)
+        readings = [Reading(prompt)]
+        texts: ChunkedTexts = self._read(
+            readings, lambda _: self._run_layers(readings), may_capture=False
+        )
+        self._begin(prompt)
+        config = self._loaded.module.config.get_text_config()
+        # a chunk has six hidden states of each token at a time, and a head makes two of the logits
+        most = min(self.chunk, prompt.shape[1]) * config.hidden_size // config.vocab_size
+        return texts.finish_all(num_last, max(1, most))
+
+    def _make_room(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Check a prompt and allocate its cache; return it on the device."""
         batch, num_tokens = prompt.shape
         if not batch or not 0 < num_tokens <= self._context:
             raise InputError(
                 f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
                 f"context is {self._context}"
             )
-        prompt = prompt.to(self._loaded.store.device)
         self.allocate(batch)
-        logits = self.read([Reading(prompt)])
+        return prompt.to(self._loaded.store.device)
+
+    def _begin(self, prompt: torch.Tensor) -> None:
+        batch, num_tokens = prompt.shape
         self.set_length(num_tokens)
         if num_tokens < self.frequencies.renewal:
             self._text = prompt.new_empty(batch, self.frequencies.renewal)
             self._text[:, :num_tokens] = prompt
-        return logits
 
     def read(self, readings: Sequence[Reading]) -> torch.Tensor:
         """Read parts of texts into rows of the cache in one pass; positions stay as they are.
@@ -117,24 +143,38 @@ class ModelRunner:
         [sequences, vocabulary], which the next pass overwrites. Where it fails, the other rows are
         what they were.
         """
+        first, *others = readings
+        is_prompt = not others and not first.start and len(first.tokens) == self._batch
+        return self._read(
+            readings,
+            partial(self._forward_texts, readings),
+            may_capture=is_prompt and self.captures_prompt(*first.tokens.shape),
+        )
+
+    def _read(
+        self,
+        readings: Sequence[Reading],
+        forward: Callable[[torch.Tensor], Any],
+        *,
+        may_capture: bool,
+    ) -> Any:
         with self._whole_or_afresh():
             for each in readings:
                 self.layers.forget_from(each.stop, each.rows)
                 if not each.start:
                     self.layers.forget_states(each.rows)
             self.frequencies.set_length(readings[-1].stop)
-            tokens, shapes = readings[0].tokens, [each.tokens.shape for each in readings]
+            shapes = [each.tokens.shape for each in readings]
             self._rows_read += sum(map(prod, shapes))
             if len(readings) > 1 or shapes[0][1] > self.chunk:
                 # each sequence's last one is read again, for the head
                 self._rows_read += sum(batch for batch, _ in shapes)
-            is_prompt = len(readings) == 1 and not readings[0].start and len(tokens) == self._batch
             largest = max(batch * min(new, self.chunk) for batch, new in shapes)
             return self._passes.run(
                 self._next_schedule(Phase.PREFILL),
-                self._in_phase(Phase.PREFILL, largest, partial(self._forward_texts, readings)),
-                tokens,
-                may_capture=is_prompt and self.captures_prompt(*tokens.shape),
+                self._in_phase(Phase.PREFILL, largest, forward),
+                readings[0].tokens,
+                may_capture=may_capture,
             )
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -293,12 +333,16 @@ class ModelRunner:
         if len(readings) == 1 and tokens.shape[1] <= self.chunk:
             with as_compiled_for(tokens.shape[1], self.chunk):
                 return self.forward.chunk(tokens, first.start, first.stop, first.rows)[:, -1]
-        texts = ChunkedTexts([first, *readings[1:]], self.forward, self.chunk)
+        return self._run_layers([first, *readings[1:]]).finish()
+
+    def _run_layers(self, readings: Sequence[Reading]) -> ChunkedTexts:
+        """Take texts through all layers."""
+        texts = ChunkedTexts(readings, self.forward, self.chunk)
         for index in range(len(self.layers)):
             self._executor.before(index)
             texts.run_layer(index)
             self._executor.after(index)
-        return texts.finish()
+        return texts
 
     def allocate(self, batch: int) -> None:
         """Have a cache of so many rows; rows of another number are lost."""
