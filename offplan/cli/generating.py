@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager
 
 from offplan.checkpoint.model import Model
 from offplan.cli.live import LiveLine
-from offplan.cli.output import waiting
+from offplan.cli.output import print_note, waiting
 from offplan.cli.request import GenerationRequest
 from offplan.cli.told import Teller
-from offplan.errors import NotANumberError
+from offplan.errors import InputError, NotANumberError
 from offplan.library.repricing import predict_workload
 from offplan.plan import Plan
 from offplan.report.run import RunResult
@@ -32,8 +32,8 @@ def generate_request(
     """Continue ``texts`` by batches of the plan, or its workload's random tokens without any."""
     measured, workload = Measured(), plan.workload
     if texts:
-        batch = min(len(texts), workload.batch)
-        rows, first = Rows(session, batch), texts[:batch]
+        rows = _make_rows(session, min(len(texts), workload.batch))
+        batch, first = rows.num_rows, texts[: rows.num_rows]
         num_tokens = round(sum(len(text.prompt) for text in first) / batch)
         with _warming_up():
             rows.warm_up(num_tokens)
@@ -68,6 +68,15 @@ def generate_request(
         measured,
         None if is_same else predict_workload(plan, model, ran),
     )
+
+
+def _make_rows(session: Session, batch: int) -> Rows:
+    """Make rows for a plan's batch, or a single one where the model allows no more."""
+    try:
+        return Rows(session, batch)
+    except InputError as error:
+        print_note(f"{error}: texts are continued one at a time")
+        return Rows(session, 1)
 
 
 def _warming_up() -> AbstractContextManager[object]:

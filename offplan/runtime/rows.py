@@ -1,9 +1,10 @@
 """Texts of unlike lengths that are generated together: a row of the cache for each."""
 
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +55,44 @@ class _Row:
         self.tokens, self.fed, self.in_use = [], [], False
 
 
+class _OneText:
+    """Passes of a runner whose caches have one length, as those of one row."""
+
+    goes_back, one_row, renewal = False, "caches of transformers' own, which have one length", 0
+    chunk, length = sys.maxsize, 0
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.cache = self
+
+    def regime(self, num_tokens: int) -> int:
+        """Tell a prompt from the text before it: all of a prompt is read."""
+        return num_tokens
+
+    def step_regime(self, length: int) -> None:
+        """Say nothing of the one text."""
+
+    def captures_prompt(self, batch: int, num_tokens: int) -> bool:
+        """Say whether a prompt is captured."""
+        return bool(self._runner.captures_prompt(batch, num_tokens))
+
+    def allocate(self, batch: int) -> None:
+        """Leave it to the prompt."""
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Leave it to the passes."""
+
+    def read(self, readings: Sequence[Reading]) -> torch.Tensor:
+        """Read the one text from its beginning on."""
+        made: torch.Tensor = self._runner.prefill(readings[0].tokens)
+        return made
+
+    def step(self, tokens: torch.Tensor, length: int, moves: object) -> torch.Tensor:
+        """Extend the one text."""
+        made: torch.Tensor = self._runner.decode(tokens)
+        return made
+
+
 class _Part(NamedTuple):
     """A prompt that is about to be read into a row, from ``start`` on."""
 
@@ -85,13 +124,15 @@ class Rows:
         and by default the other is 1. Raises InputError for fewer rows than one, and for more where
         a family's states allow one alone.
         """
-        runner = session.runner
+        runner: Any = session.runner
+        if not hasattr(runner, "read"):
+            runner = _OneText(runner)
         if num_rows < 1:
             raise InputError(f"{num_rows} rows: expected 1 or more")
-        if num_rows > 1 and runner.linear and runner.changes_with_length:
+        if num_rows > 1 and runner.one_row:
             raise InputError(
-                f"{num_rows} rows: {session.loaded.model.source} has linear attention beside "
-                "rotary embeddings that change with the text's length, so give it one row"
+                f"{num_rows} rows: {session.loaded.model.source} has {runner.one_row}, so give it "
+                "one row"
             )
         self.num_rows = num_rows
         """Texts that can be there at a time."""
@@ -138,7 +179,7 @@ class Rows:
             with self._running("making a token"):
                 self._runner.set_lengths([prompt_tokens] * self.num_rows)
                 for size in self._sizes:
-                    for _ in range(NUM_WARMUP_STEPS):
+                    for _ in range(min(NUM_WARMUP_STEPS, self.session.context - prompt_tokens)):
                         tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self.session.device)
                         self._runner.step(tokens, prompt_tokens + 1, 0)
         if self.session.routing is not None:
@@ -227,7 +268,7 @@ class Rows:
             try:
                 made = self._extend(rows, tokens)
             except BaseException:
-                if self._runner.linear:  # some layers' states have gone on
+                if not self._runner.goes_back:  # some layers' states have gone on
                     for each in self._rows:
                         each.forget()
                 self._set_lengths()
@@ -251,7 +292,7 @@ class Rows:
         self._num_left += 1
         left.in_use, left.left = False, self._num_left
         if left.length >= self.session.context:
-            if self._runner.linear:
+            if not self._runner.goes_back:
                 left.forget()
             else:  # steps of the others write to its last place
                 del left.read_tokens()[-1]
@@ -275,9 +316,7 @@ class Rows:
         self.session.check_open()
         with memory_limits(doing), self.session.stream(), torch.inference_mode():
             runner = self._runner
-            if self._cache is not None and (
-                runner.length or runner.layers.cache is not self._cache
-            ):
+            if self._cache is not None and (runner.length or runner.cache is not self._cache):
                 self._cache = None
                 for row in self._rows:
                     row.forget()
@@ -287,7 +326,7 @@ class Rows:
                 )
             if self._cache is None:
                 runner.allocate(self.num_rows)
-                self._cache = runner.layers.cache
+                self._cache = runner.cache
                 self._set_lengths()
                 if self.session.routing is not None:
                     self.session.routing.begin(self.num_rows)
@@ -321,7 +360,7 @@ class Rows:
 
         The last token is not of them: its logits are wanted.
         """
-        regime = self._runner.frequencies.regime
+        regime = self._runner.regime
         held = row.read_tokens()
         if len({regime(len(prompt)), regime(row.num_begun), regime(len(held))}) > 1:
             return 0
@@ -330,7 +369,7 @@ class Rows:
             if ours != theirs:
                 break
             common += 1
-        return 0 if self._runner.linear and common < len(held) else common
+        return 0 if common < len(held) and not self._runner.goes_back else common
 
     def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Divide what is to be read among passes.
@@ -344,11 +383,9 @@ class Rows:
         passes: list[list[_Part]] = []
         last: Hashable = None
         num_tokens = 0
-        for part in sorted(
-            parts, key=lambda part: self._runner.frequencies.regime(len(part.prompt))
-        ):
+        for part in sorted(parts, key=lambda part: self._runner.regime(len(part.prompt))):
             regime, more = (
-                self._runner.frequencies.regime(len(part.prompt)),
+                self._runner.regime(len(part.prompt)),
                 len(part.prompt) - part.start,
             )
             num_tokens += more
@@ -375,7 +412,7 @@ class Rows:
                 )
         if not rows:
             raise InputError("a step of no rows: expected some that have a text")
-        if self._runner.linear and (others := self.in_use - {*rows}):
+        if not self._runner.goes_back and (others := self.in_use - {*rows}):
             raise InputError(
                 f"a step without row {min(others)}: linear attention cannot leave the state of a "
                 "text as it is, so extend all of them or let some leave"
@@ -383,7 +420,7 @@ class Rows:
 
     def _extend(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
         """Run the passes of a step: one, unless texts differ in what a pass has to know of all."""
-        renewal = self._runner.frequencies.renewal
+        renewal = self._runner.renewal
         renewed = [row for row in rows if self.length(row) + 1 == renewal]
         groups: dict[Hashable, list[int]] = {}
         for row in rows:
@@ -401,7 +438,7 @@ class Rows:
 
     def _run_step(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
         size = next(size for size in self._sizes if size > max(rows))
-        if self._runner.linear:
+        if not self._runner.goes_back:
             for each in self._rows[:size]:
                 if not each.in_use:
                     each.forget()  # its state goes on with an idle token

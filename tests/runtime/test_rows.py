@@ -350,3 +350,29 @@ def test_what_steps_with_idle_rows_choose_is_not_recorded(tmp_path: Path) -> Non
         assert steps.shape[0] == 2
         assert (steps[0][:, 2] == steps[0][:, 0]).all()
         assert (steps[1][:, [0, 2]] == steps[1][:, [1]]).all()
+
+
+class WithoutRows:
+    """A runner that has no rows."""
+
+    def __init__(self, runner: Any) -> None:
+        for name in ("prefill", "decode", "captures_prompt", "close", "embedding_bytes"):
+            setattr(self, name, getattr(runner, name))
+
+
+def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(group(2, 1))) as session:
+        session.runner = WithoutRows(session.runner)  # type: ignore
+        with pytest.raises(InputError, match=r"2 rows: .* has caches of transformers' own"):
+            Rows(session, 2)
+        texts = Greedy(Rows(session, 1))
+        texts.rows.warm_up(CONTEXT - 1)
+        texts.join(LONG)
+        for _ in range(3):
+            texts.step()
+        made = texts.leave(0)
+        texts.join([*made, 1])
+        assert texts.read == [len(LONG), len(made) + 1]
+        texts.step()
+        texts.check(Alone(folder, 64))

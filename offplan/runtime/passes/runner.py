@@ -139,7 +139,7 @@ class ModelRunner:
     def read(self, readings: Sequence[Reading]) -> torch.Tensor:
         """Read parts of texts into rows of the cache in one pass; positions stay as they are.
 
-        All have to be of one ``frequencies.regime``. Returns the logits that follow each,
+        All have to be of one ``regime``. Returns the logits that follow each,
         [sequences, vocabulary], which the next pass overwrites. Where it fails, the other rows are
         what they were.
         """
@@ -225,7 +225,7 @@ class ModelRunner:
 
     def step_regime(self, length: int) -> Hashable:
         """Return what texts of one step have to share, by the ``length`` that they grow to."""
-        return self.frequencies.regime(length), length if self._position.is_shared else None
+        return self.regime(length), length if self._position.is_shared else None
 
     def find_nan(self, tokens: torch.Tensor, rows: slice) -> str:
         """Read texts, int64 of [batch, tokens], once more into ``rows``; say what gives a NaN.
@@ -265,6 +265,32 @@ class ModelRunner:
     def changes_with_length(self) -> bool:
         """Whether the rotary embeddings change with the length of the text."""
         return self.frequencies.change
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a text can be cut short, or left as it is in a step: linear attention cannot."""
+        return not self.linear
+
+    @property
+    def one_row(self) -> str:
+        """What allows one row alone to have a text of a length of its own; empty where many may."""
+        if self.linear and self.changes_with_length:
+            return "linear attention beside rotary embeddings that change with the text's length"
+        return ""
+
+    @property
+    def renewal(self) -> int:
+        """Tokens that a text is read again at as a whole; 0 where none is."""
+        return self.frequencies.renewal
+
+    @property
+    def cache(self) -> object:
+        """The cache at hand, for whoever has texts in it to know it by."""
+        return self.layers.cache
+
+    def regime(self, num_tokens: int) -> Hashable:
+        """Return what texts that a pass reads have to share, of the length of each."""
+        return self.frequencies.regime(num_tokens)
 
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
         """Whether a prompt of this shape is captured when it comes twice in a row."""
