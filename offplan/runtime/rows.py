@@ -142,8 +142,10 @@ class Rows:
         self.session, self._runner = session, runner
         self._rows = [_Row() for _ in range(num_rows)]
         self._num_left = 0
+        self._slots = [*range(num_rows)]
+        """Where each row lies in the cache: a step runs for the first of these places."""
         self._moves: tuple[Sequence[int], torch.Tensor] | None = None
-        """Rows of the last step that did not extend all, and by how much positions then grow."""
+        """Slots of the last step that did not extend all, and by how much positions then grow."""
         self._cache: object = None
         """The cache that they are rows of; None before the first pass."""
 
@@ -173,8 +175,7 @@ class Rows:
         prompt = [number % vocabulary for number in range(prompt_tokens)]
         again = self._runner.captures_prompt(1, prompt_tokens) and self.num_rows == 1
         for _ in range(1 + again):
-            self.join(prompt)
-            self._rows[0].forget()
+            self._rows[self.join(prompt).row].forget()
         if prompt_tokens < self.session.context:
             with self._running("making a token"):
                 self._runner.set_lengths([prompt_tokens] * self.num_rows)
@@ -266,6 +267,7 @@ class Rows:
         self._check_step(rows)
         with self._running("making a token"):
             try:
+                self._gather()
                 made = self._extend(rows, tokens)
             except BaseException:
                 if not self._runner.goes_back:  # some layers' states have gone on
@@ -280,7 +282,7 @@ class Rows:
             if any(each.length in (each.num_begun, self.session.context) for each in extended):
                 self._set_lengths()
             if self.session.routing is not None:
-                self.session.routing.note_step(rows)
+                self.session.routing.note_step([self._slots[row] for row in rows])
         return made
 
     def leave(self, row: int) -> None:
@@ -308,7 +310,7 @@ class Rows:
             raise InputError("no row is free to find a NaN in: let a text leave first")
         with self._running("finding a NaN"):
             self._rows[free].forget()
-            return self.session.find_nan(torch.tensor([[*tokens]]), slice(free, free + 1))
+            return self.session.find_nan(torch.tensor([[*tokens]]), self._rows_of(free))
 
     @contextmanager
     def _running(self, doing: str) -> Iterator[None]:
@@ -339,8 +341,35 @@ class Rows:
 
     def _set_lengths(self) -> None:
         """Have each row's position on the device be where a step may write, be it an idle row's."""
-        most = self.session.context - 1
-        self._runner.set_lengths([min(each.length, most) for each in self._rows])
+        lengths = [0] * self.num_rows
+        for slot, row in zip(self._slots, self._rows, strict=True):
+            lengths[slot] = min(row.length, self.session.context - 1)
+        self._runner.set_lengths(lengths)
+
+    def _rows_of(self, row: int) -> slice:
+        """Return the rows of the cache that a text has."""
+        return slice(self._slots[row], self._slots[row] + 1)
+
+    def _gather(self) -> None:
+        """Have texts lie where a step of the least size finds all of them."""
+        used, sizes = sorted(self.in_use, key=self._slots.__getitem__), self._sizes
+        least = next(size for size in sizes if size >= len(used))
+        free = [slot for slot in range(least) if slot not in {self._slots[row] for row in used}]
+        for row in used:
+            if self._slots[row] < least:
+                continue
+            other = self._slots.index(free.pop(0))
+            both = self._rows[row], self._rows[other]
+            try:
+                num_tokens = max(each.length for each in both)
+                self._runner.swap(self._slots[row], self._slots[other], num_tokens)
+            except BaseException:
+                for each in both:
+                    each.forget()
+                raise
+            self._slots[row], self._slots[other] = self._slots[other], self._slots[row]
+            self._moves = None
+            self._set_lengths()
 
     def _assign(self, prompts: Sequence[list[int]]) -> list[_Part]:
         """Choose a free row for each prompt: by what it holds, or else the one left longest ago."""
@@ -400,7 +429,7 @@ class Rows:
         readings = []
         for row, prompt, start in parts:
             tokens = torch.tensor([prompt[start:]]).to(self.session.device)
-            readings.append(Reading(tokens, start, slice(row, row + 1)))
+            readings.append(Reading(tokens, start, self._rows_of(row)))
         return self._runner.read(readings)
 
     def _check_step(self, rows: Sequence[int]) -> None:
@@ -437,21 +466,38 @@ class Rows:
         return made
 
     def _run_step(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        size = next(size for size in self._sizes if size > max(rows))
+        """Run one pass for some rows; returns logits as ``extend`` does."""
+        slots = [self._slots[row] for row in rows]
+        size = next(size for size in self._sizes if size > max(slots))
         if not self._runner.goes_back:
-            for each in self._rows[:size]:
-                if not each.in_use:
+            for slot, each in zip(self._slots, self._rows, strict=True):
+                if slot < size and not each.in_use:
                     each.forget()  # its state goes on with an idle token
-        return self._runner.step(tokens[:size], self.length(rows[0]) + 1, self._find_moves(rows))
+        of_step = self.length(rows[0]) + 1, self._find_moves(slots)
+        logits: torch.Tensor
+        if size == 1:
+            logits = self._runner.step(tokens[rows[0] : rows[0] + 1], *of_step)
+            return logits.expand(self.num_rows, -1)
+        if self._slots == sorted(self._slots):
+            logits = self._runner.step(tokens[:size], *of_step)
+            return logits
+        fed = torch.zeros_like(tokens[:size])
+        for row, slot in zip(rows, slots, strict=True):
+            fed[slot] = tokens[row]
+        made = self._runner.step(fed, *of_step)
+        logits = made.new_empty(self.num_rows, made.shape[1])
+        for row, slot in zip(rows, slots, strict=True):
+            logits[row] = made[slot]
+        return logits
 
-    def _find_moves(self, rows: Sequence[int]) -> torch.Tensor | int:
+    def _find_moves(self, slots: Sequence[int]) -> torch.Tensor | int:
         """Return by how much positions grow: not at all for rows that the step does not extend."""
-        if len(rows) == self.num_rows:
+        if len(slots) == self.num_rows:
             return 1
-        if self._moves is None or self._moves[0] != [*rows]:
+        if self._moves is None or self._moves[0] != slots:
             moves = torch.zeros(self.num_rows, dtype=torch.int64)
-            moves[[*rows]] = 1
-            self._moves = [*rows], moves.to(self.session.device)
+            moves[slots] = 1
+            self._moves = slots, moves.to(self.session.device)
         return self._moves[1]
 
     def _read_again(self, row: int, tokens: torch.Tensor) -> torch.Tensor:

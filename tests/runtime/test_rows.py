@@ -376,3 +376,33 @@ def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
         assert texts.read == [len(LONG), len(made) + 1]
         texts.step()
         texts.check(Alone(folder, 64))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "shared_keys"])
+def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str) -> None:
+    folder, batches = save_tiny(name, tmp_path), list[int]()
+    with open_session(folder, offload(group(2, 1))) as session:
+        step = session.runner.step
+
+        def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+            batches.append(len(tokens))
+            return step(tokens, *others)
+
+        session.runner.step = note  # type: ignore
+        texts = Greedy(Rows(session, 4, sizes=(1, 2)))
+        texts.join(*PROMPTS)
+        texts.step()
+        texts.leave(0)
+        texts.step()
+        ended = texts.leave(2)
+        texts.step()
+        texts.step()
+        texts.leave(1)
+        texts.step()
+        assert batches == [4, 4, 2, 2, 1]
+        # a state that a step with an idle token has changed serves no more
+        assert texts.join([*ended, 5], LONG) == [2, 0]
+        assert texts.read[4:] == [2, len(LONG) if name == "linear" else 1]
+        for _ in range(3):
+            texts.step()
+        texts.check(Alone(folder, 64))

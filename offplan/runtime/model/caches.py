@@ -230,6 +230,19 @@ class LayerCaches(Cache):
             for block in blocks.whole:
                 block[:, rows, :, position:].zero_()
 
+    def swap(self, row: int, other: int, num_tokens: int) -> None:
+        """Exchange what two rows hold of their first ``num_tokens`` tokens, and their states.
+
+        Takes as much memory as one row of a block has.
+        """
+        parts = [block[:, :, :, :num_tokens] for blocks in self._blocks for block in blocks.whole]
+        parts = [part.transpose(0, 1) for part in parts]
+        parts += [part for state in self._states.values() for part in state.tensors()]
+        for part in parts:
+            kept = part[row].clone()
+            part[row] = part[other]
+            part[other] = kept
+
     def clear_states(self, rows: slice = ALL) -> None:
         """Write zeros over the states of ``rows``, with which a text begins."""
         states = [part[rows] for state in self._states.values() for part in state.tensors()]

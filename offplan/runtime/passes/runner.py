@@ -249,6 +249,11 @@ class ModelRunner:
         self._position.tensor.copy_(torch.tensor(lengths))
         self.length = 0
 
+    def swap(self, row: int, other: int, num_tokens: int) -> None:
+        """Exchange the first ``num_tokens`` tokens of two rows; positions stay as they are."""
+        assert self.layers.cache is not None
+        self.layers.cache.swap(row, other, num_tokens)
+
     def set_length(self, num_tokens: int) -> None:
         """Say that the cache holds so many tokens; queued on the current stream."""
         self._position.tensor.fill_(num_tokens)
