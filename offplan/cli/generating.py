@@ -36,7 +36,8 @@ def generate_request(
         batch, first = rows.num_rows, texts[: rows.num_rows]
         num_tokens = round(sum(len(text.prompt) for text in first) / batch)
         with _warming_up():
-            rows.warm_up(num_tokens)
+            alike = len({len(text.prompt) for text in texts}) == 1
+            rows.warm_up(num_tokens, capture_prompt=alike)
         with LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown) as live:
             try:
                 for text, piece in generate_texts(rows, texts, request.sampling, measured):

@@ -82,7 +82,7 @@ class _OneText:
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Leave it to the passes."""
 
-    def read(self, readings: Sequence[Reading]) -> torch.Tensor:
+    def read(self, readings: Sequence[Reading], *, may_capture: bool) -> torch.Tensor:
         """Read the one text from its beginning on."""
         made: torch.Tensor = self._runner.prefill(readings[0].tokens)
         return made
@@ -146,6 +146,7 @@ class Rows:
         """Where each row lies in the cache: a step runs for the first of these places."""
         self._moves: tuple[Sequence[int], torch.Tensor] | None = None
         """Slots of the last step that did not extend all, and by how much positions then grow."""
+        self._captures_prompts = False
         self._cache: object = None
         """The cache that they are rows of; None before the first pass."""
 
@@ -163,17 +164,22 @@ class Rows:
         """Return the tokens of a row's text so far; ``session.context`` is the most."""
         return self._find(row).length
 
-    def warm_up(self, prompt_tokens: int) -> None:
+    def warm_up(self, prompt_tokens: int, *, capture_prompt: bool = False) -> None:
         """Compile, capture and let libraries allocate: for such a prompt, and steps of each size.
 
-        Forgets all texts. A prompt shorter than the plan's chunk compiles nothing.
+        Forgets all texts. A prompt shorter than the plan's chunk compiles nothing. With
+        ``capture_prompt`` the prompt of a single row is captured where a session would capture it,
+        and so are others that come twice in a row: that pays where prompts have one length, for a
+        prompt of another one takes away all that is captured.
         """
         for row in self._rows:
             row.forget()
         vocabulary = self.session.loaded.module.config.get_text_config().vocab_size
         # tokens that differ, or they would all be sent to the same experts
         prompt = [number % vocabulary for number in range(prompt_tokens)]
-        again = self._runner.captures_prompt(1, prompt_tokens) and self.num_rows == 1
+        self._captures_prompts = capture_prompt
+        again = capture_prompt and self.num_rows == 1
+        again = again and self._runner.captures_prompt(1, prompt_tokens)
         for _ in range(1 + again):
             self._rows[self.join(prompt).row].forget()
         if prompt_tokens < self.session.context:
@@ -255,6 +261,11 @@ class Rows:
             for row, each in on_device.items():
                 fed[row] = each.view(1)
         logits = self.extend(sorted(tokens), fed)
+        for row, token in tokens.items():
+            text = self._rows[row]
+            if row not in on_device and len(text.fed) == 1:  # the host knows all of it
+                text.fed.clear()
+                text.tokens.append(int(token))
         return {row: logits[row] for row in tokens}
 
     def extend(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
@@ -430,7 +441,7 @@ class Rows:
         for row, prompt, start in parts:
             tokens = torch.tensor([prompt[start:]]).to(self.session.device)
             readings.append(Reading(tokens, start, self._rows_of(row)))
-        return self._runner.read(readings)
+        return self._runner.read(readings, may_capture=self._captures_prompts)
 
     def _check_step(self, rows: Sequence[int]) -> None:
         for row in rows:

@@ -179,7 +179,8 @@ class Session:
         """Do what ``prefill`` does, and make the logits of all tokens of the prompt.
 
         ``num_last`` are the tokens of each sequence, from its last one back, whose logits are
-        wanted; all by default. The head takes as many of them at a time as the plan has memory for:
+        wanted; all by default. What fills up shorter sequences behind their ends changes no logits
+        before it. The head takes as many of them at a time as the plan has memory for:
         yields [batch, some, vocabulary] on the device, in order, made on the session's stream, each
         to be read inside ``stream()``. The prompt is read when the first is taken, and no other
         pass may run before the last is. Raises what ``prefill`` raises.

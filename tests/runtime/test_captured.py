@@ -128,6 +128,18 @@ def test_rows_that_join_and_leave_capture_nothing_more(graphs: Graphs, tmp_path:
         assert len(graphs.captured) == 2
 
 
+def test_prompts_of_one_row_are_captured_where_that_was_asked_for(
+    graphs: Graphs, tmp_path: Path
+) -> None:
+    with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
+        for capture_prompt in (False, True):
+            rows, before = Rows(session, 1), graphs.captured.count(Phase.PREFILL)
+            rows.warm_up(CHUNK, capture_prompt=capture_prompt)
+            for first in (1, 2):
+                rows.leave(rows.join([first] * CHUNK).row)
+            assert graphs.captured.count(Phase.PREFILL) == before + capture_prompt
+
+
 def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path) -> None:
     with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
         step = {(Phase.DECODE, 2)}

@@ -136,19 +136,19 @@ class ModelRunner:
             self._text = prompt.new_empty(batch, self.frequencies.renewal)
             self._text[:, :num_tokens] = prompt
 
-    def read(self, readings: Sequence[Reading]) -> torch.Tensor:
+    def read(self, readings: Sequence[Reading], *, may_capture: bool = True) -> torch.Tensor:
         """Read parts of texts into rows of the cache in one pass; positions stay as they are.
 
         All have to be of one ``regime``. Returns the logits that follow each,
-        [sequences, vocabulary], which the next pass overwrites. Where it fails, the other rows are
-        what they were.
+        [sequences, vocabulary], which the next pass overwrites. ``may_capture`` allows to capture a
+        prompt of all rows. Where the pass fails, the other rows are what they were.
         """
         first, *others = readings
         is_prompt = not others and not first.start and len(first.tokens) == self._batch
         return self._read(
             readings,
             partial(self._forward_texts, readings),
-            may_capture=is_prompt and self.captures_prompt(*first.tokens.shape),
+            may_capture=may_capture and is_prompt and self.captures_prompt(*first.tokens.shape),
         )
 
     def _read(
