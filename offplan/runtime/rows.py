@@ -140,6 +140,7 @@ class Rows:
         smaller = () if session.routing is not None else (1,) if sizes is None else sizes
         self._sizes = sorted({size for size in smaller if 0 < size < num_rows} | {num_rows})
         self.session, self._runner = session, runner
+        self._vocabulary: int = session.loaded.module.config.get_text_config().vocab_size
         self._rows = [_Row() for _ in range(num_rows)]
         self._num_left = 0
         self._slots = [*range(num_rows)]
@@ -174,9 +175,8 @@ class Rows:
         """
         for row in self._rows:
             row.forget()
-        vocabulary = self.session.loaded.module.config.get_text_config().vocab_size
         # tokens that differ, or they would all be sent to the same experts
-        prompt = [number % vocabulary for number in range(prompt_tokens)]
+        prompt = [number % self._vocabulary for number in range(prompt_tokens)]
         self._captures_prompts = capture_prompt
         again = capture_prompt and self.num_rows == 1
         again = again and self._runner.captures_prompt(1, prompt_tokens)
@@ -216,12 +216,18 @@ class Rows:
                 f"{len(prompts)} prompts for {self.num_free} free rows of {self.num_rows}: let a "
                 "text leave first"
             )
-        context = self.session.context
+        context, vocabulary = self.session.context, self._vocabulary
         for prompt in prompts:
             if not 0 < len(prompt) <= context:
                 raise InputError(
                     f"the prompt has {len(prompt)} tokens; the plan's context is {context}"
                 )
+            for token in (min(prompt), max(prompt)):  # a GPU would fail for good
+                if not 0 <= token < vocabulary:
+                    raise InputError(
+                        f"the prompt has token {token}; the model has tokens from 0 to "
+                        f"{vocabulary - 1}"
+                    )
         with self._running("reading the prompt"):
             parts = self._assign([[*prompt] for prompt in prompts])
             for part in parts:  # what is not read to its end is nothing to go on from
@@ -372,7 +378,8 @@ class Rows:
             other = self._slots.index(free.pop(0))
             both = self._rows[row], self._rows[other]
             try:
-                num_tokens = max(each.length for each in both)
+                # an idle token may lie behind what a row holds
+                num_tokens = max(each.length for each in both) + 1
                 self._runner.swap(self._slots[row], self._slots[other], num_tokens)
             except BaseException:
                 for each in both:

@@ -299,6 +299,9 @@ def test_what_is_asked_wrongly_changes_nothing(tmp_path: Path) -> None:
         for call in (texts.rows.leave, texts.rows.length, lambda row: texts.rows.step({row: 1})):
             with pytest.raises(InputError, match=r"row 2 has no text: expected one of \[0, 1\]"):
                 call(2)
+        for token in (-1, 64):
+            with pytest.raises(InputError, match=f"token {token}; the model has tokens from 0 to"):
+                texts.join([1, token])
         with pytest.raises(InputError, match="the prompt has 0 tokens"):
             texts.join([])
         with pytest.raises(InputError, match="a step of no rows"):
