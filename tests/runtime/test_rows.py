@@ -2,14 +2,17 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import InputError, MemoryLimitError
+from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
@@ -409,3 +412,34 @@ def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str)
         for _ in range(3):
             texts.step()
         texts.check(Alone(folder, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "chunked", "deepseek_v2", "linear"])
+def test_no_row_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What the first texts have compiled serves every row, position and length of a text."""
+    own = DecoderLayers.__init__
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(
+        DecoderLayers,
+        "__init__",
+        lambda layers, modules, compiled: own(layers, modules, compiled=True),
+    )
+    torch.compiler.reset()
+    folder = save_tiny(name, tmp_path)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=5)) as session:
+        texts = Greedy(Rows(session, 3))
+        texts.rows.warm_up(11)
+        compiled = counters["stats"]["unique_graphs"]
+        for prompt in PROMPTS[:3]:
+            texts.join(prompt)
+            texts.step()
+        texts.leave(0)
+        texts.step()
+        texts.leave(1)
+        texts.step()
+        texts.join(PROMPTS[0])
+        texts.step()
+        assert counters["stats"]["unique_graphs"] == compiled > 0
+        texts.check(Alone(folder, 5))
+    torch.compiler.reset()
