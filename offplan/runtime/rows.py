@@ -189,8 +189,7 @@ class Rows:
                     for _ in range(min(NUM_WARMUP_STEPS, self.session.context - prompt_tokens)):
                         tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self.session.device)
                         self._runner.step(tokens, prompt_tokens + 1, 0)
-        if self.session.routing is not None:
-            self.session.routing.forget()
+        self.session.end_warm_up()
 
     def join(self, prompt: Sequence[int]) -> Joined:
         """Read a prompt into a free row.

@@ -147,6 +147,10 @@ class Session:
             for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
+        self.end_warm_up()
+
+    def end_warm_up(self) -> None:
+        """Forget what passes have left that only warmed up, and wait for them."""
         self.runner.length = 0
         if self.routing is not None:
             self.routing.forget()
