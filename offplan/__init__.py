@@ -23,8 +23,8 @@ The library, of which each name is imported when it is first asked for:
 ``export_plan``        says a plan as a command of vLLM or SGLang
 ``open_session``       loads a plan's model, ready to run
 ``generate``           yields tokens
-``generate_texts``     continues texts by batches, and yields what each token adds
-``form_batches``       puts prompts of like lengths together
+``Rows``               the rows of a session's cache: texts join, take steps together and leave
+``generate_texts``     continues texts in such rows, and yields what each token adds
 ``Text``               a prompt, and what follows it until it ends
 ``Sampling``           how tokens are drawn, under transformers' names
 ``bench_plan``         measures a plan beside its prediction
@@ -56,9 +56,9 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.planner.neighbours import find_neighbours as find_neighbours
     from offplan.planner.question import Question as Question
     from offplan.runtime.generate import generate as generate
+    from offplan.runtime.rows import Rows as Rows
     from offplan.runtime.sampling import Sampling as Sampling
     from offplan.runtime.texts import Text as Text
-    from offplan.runtime.texts import form_batches as form_batches
     from offplan.runtime.texts import generate_texts as generate_texts
     from offplan.upkeep.checking import check_plan as check_plan
     from offplan.upkeep.comparing import compare_plans as compare_plans
@@ -70,6 +70,7 @@ _HOMES = {
     "OffplanError": "errors",
     "Plan": "plan",
     "Question": "planner.question",
+    "Rows": "runtime.rows",
     "Sampling": "runtime.sampling",
     "Text": "runtime.texts",
     "Workload": "plan",
@@ -84,7 +85,6 @@ _HOMES = {
     "dump_plan": "plan",
     "export_plan": "engines.export",
     "find_frontier": "planner.frontier",
-    "form_batches": "runtime.texts",
     "generate": "runtime.generate",
     "generate_texts": "runtime.texts",
     "load_machine": "library.machines",

@@ -1,22 +1,24 @@
 """A session generates what ``run`` asks for, and says how fast while it does."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from offplan.checkpoint.model import Model
 from offplan.cli.live import LiveLine
-from offplan.cli.output import waiting
+from offplan.cli.output import print_note, waiting
 from offplan.cli.request import GenerationRequest
 from offplan.cli.told import Teller
-from offplan.errors import NotANumberError
+from offplan.errors import InputError, NotANumberError
 from offplan.library.repricing import predict_workload
 from offplan.plan import Plan
 from offplan.report.run import RunResult
 from offplan.runtime.device import device_name
 from offplan.runtime.generate import Measured, generate
 from offplan.runtime.prompts import random_prompt
+from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import make_chooser
 from offplan.runtime.session import Session
-from offplan.runtime.texts import Text, form_batches, generate_texts
+from offplan.runtime.texts import Text, generate_texts
 
 
 def generate_request(
@@ -30,15 +32,15 @@ def generate_request(
     """Continue ``texts`` by batches of the plan, or its workload's random tokens without any."""
     measured, workload = Measured(), plan.workload
     if texts:
-        changes = session.changes_with_length
-        batches = form_batches(texts, workload.batch, changes_with_length=changes)
-        batch = max(map(len, batches))
-        lengths = [min(len(text.prompt) for text in each) for each in batches]
-        num_tokens = lengths[-1]
-        _warm_up(session, batch, lengths[0])
+        rows = _make_rows(session, min(len(texts), workload.batch))
+        batch, first = rows.num_rows, texts[: rows.num_rows]
+        num_tokens = round(sum(len(text.prompt) for text in first) / batch)
+        with _warming_up():
+            alike = len({len(text.prompt) for text in texts}) == 1
+            rows.warm_up(num_tokens, capture_prompt=alike)
         with LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown) as live:
             try:
-                for text, piece in generate_texts(session, batches, request.sampling, measured):
+                for text, piece in generate_texts(rows, texts, request.sampling, measured):
                     teller.take(text, piece)
                     live.count(1, num_ended=text.finish is not None)
             except NotANumberError as error:
@@ -49,7 +51,8 @@ def generate_request(
     else:
         tokens = random_prompt(model, workload)
         batch, num_tokens = tokens.shape
-        _warm_up(session, batch, num_tokens)
+        with _warming_up():
+            session.warm_up(batch, num_tokens)
         choose = make_chooser(request.sampling, range(batch), session.device)
         with LiveLine(batch, lambda: session.link_bytes) as live:
             for _ in generate(session, tokens, request.num_tokens, measured, choose=choose):
@@ -68,6 +71,14 @@ def generate_request(
     )
 
 
-def _warm_up(session: Session, batch: int, prompt_tokens: int) -> None:
-    with waiting("warming up, which compiles and captures on a GPU"):
-        session.warm_up(batch, prompt_tokens)
+def _make_rows(session: Session, batch: int) -> Rows:
+    """Make rows for a plan's batch, or a single one where the model allows no more."""
+    try:
+        return Rows(session, batch)
+    except InputError as error:
+        print_note(f"{error}: texts are continued one at a time")
+        return Rows(session, 1)
+
+
+def _warming_up() -> AbstractContextManager[object]:
+    return waiting("warming up, which compiles and captures on a GPU")

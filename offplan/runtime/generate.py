@@ -2,12 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from offplan.errors import InputError, NotANumberError
+from offplan.errors import NotANumberError
 from offplan.runtime.sampling import NO_TOKEN, Choose, check_tokens, choose_likeliest, mark_nan
 from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
@@ -47,8 +47,6 @@ def generate(
     stop_tokens: frozenset[int] = frozenset(),
     *,
     choose: Choose = choose_likeliest,
-    lengths: Sequence[int] | None = None,
-    ended: set[int] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield up to ``num_tokens`` tokens that follow ``prompt`` (int64, [batch, tokens]).
 
@@ -57,44 +55,36 @@ def generate(
     whose token is wanted, it returns tokens, int64 of [batch, 1] on that device. Ends early once
     every sequence has made one of ``stop_tokens``. ``measured`` is filled while tokens are
     taken. Runs on the session's stream and waits for each token; the next step is queued before it
-    is read.
-
-    ``lengths`` are the tokens of each prompt where they differ; what ``prompt`` has beyond is not
-    looked at. As many tokens as the shortest one has are read as a prompt, the others of a longer
-    one step by step: these are yielded, too, and do not count as made. Nothing is padded.
-    Source: Meta's reference code of Llama generates so for prompts of unlike lengths.
-
-    ``ended`` are the rows whose text has ended; whoever takes the tokens may add to them.
+    is read. Prompts of unlike lengths are for ``generate_texts``.
 
     Raises NotANumberError in place of the tokens of a pass whose logits are NaN in a row that has
     not ended. The device finds that out, and the host reads it with the tokens. The session then
     runs that pass once more, and the error names the layer that gave the first NaN.
 
     Raises what ``Session.prefill`` and ``Session.decode`` raise, when the token in question is
-    taken, and InputError for unlike lengths where the session does not take them and for what
-    ``choose`` returns in another shape or type.
+    taken, and InputError for what ``choose`` returns in another shape or type.
     """
     measured = Measured() if measured is None else measured
-    following = _Following(session, prompt, lengths or [prompt.shape[1]] * len(prompt), choose)
-    num_tokens += following.num_read
-    ended = set() if ended is None else ended
+    rows, ended = range(len(prompt)), set[int]()
     # Page-locked once, before anything is queued: a later allocation would wait for the device.
     on_gpu = session.device.type == "cuda"
     host = torch.empty(num_tokens, len(prompt), dtype=torch.int64, pin_memory=on_gpu)
     began = time.perf_counter()
     moved = session.link_bytes
     with session.stream():
-        logits = session.prefill(following.prompt)
-        tokens = following.choose(logits, 0)
-        arrival = _Arrival(mark_nan(tokens, logits), host[0])
+        logits = session.prefill(prompt)
+        tokens = choose(logits, rows)
+        check_tokens(tokens, logits)
+        arrival = Arrival(mark_nan(tokens, logits), host[0])
     measured.prefill_link_bytes = session.link_bytes - moved
     for step in range(num_tokens):
         arrived, moved = arrival, session.link_bytes
         if step + 1 < num_tokens:
             with session.stream():  # never across a yield: the caller has a stream of its own
                 logits = session.decode(tokens)
-                tokens = following.choose(logits, step + 1)
-                arrival = _Arrival(mark_nan(tokens, logits), host[step + 1])
+                tokens = choose(logits, rows)
+                check_tokens(tokens, logits)
+                arrival = Arrival(mark_nan(tokens, logits), host[step + 1])
             measured.decode_link_bytes += session.link_bytes - moved
             measured.num_decodes += 1
         token, now = arrived.wait()
@@ -104,54 +94,16 @@ def generate(
             measured.step_s.append(now - began)
         began, made = now, token.tolist()
         if failed := [r for r, each in enumerate(made) if each == NO_TOKEN and r not in ended]:
-            cause = session.find_nan(following.prompt, host[:step].clamp(min=0))
+            fed = host[:step].clamp(min=0).T
+            cause = session.find_nan(torch.cat([prompt.cpu(), fed], 1))
             raise NotANumberError(cause, failed, [f"sequence {row}" for row in failed])
         yield token
-        ended |= {row for row in following.rows(step) if made[row] in stop_tokens}
+        ended |= {row for row in rows if made[row] in stop_tokens}
         if len(ended) == len(token):
             return
 
 
-class _Following:
-    """The tokens that follow what all prompts of a batch have: the rest of longer ones, then new.
-
-    Works on the session's stream, and waits for nothing but the prompts' own transfer.
-    """
-
-    def __init__(
-        self, session: Session, prompt: torch.Tensor, lengths: Sequence[int], choose: Choose
-    ) -> None:
-        """Take prompts of so many tokens each, int64 of [batch, tokens]; new ones by ``choose``."""
-        self._lengths, self._choose = lengths, choose
-        self._shortest = min(lengths, default=0)
-        self.num_read = max(lengths, default=0) - self._shortest
-        """Steps in which the rest of the longest prompt is read."""
-        if self.num_read and session.changes_with_length:
-            raise InputError(
-                f"prompts of {self._shortest} to {max(lengths)} tokens in one batch: this model's "
-                "rotary embeddings change with the length of a text, so give it prompts of one"
-            )
-        self.prompt, rest = prompt[:, : self._shortest], prompt[:, self._shortest :]
-        is_rest = torch.arange(self._shortest, prompt.shape[1]) < torch.tensor([lengths]).T
-        with session.stream():
-            self._rest, self._is_rest = rest.to(session.device), is_rest.to(session.device)
-
-    def rows(self, step: int) -> list[int]:
-        """Return the rows of the batch whose token of a step is new."""
-        reached = self._shortest + step
-        return [row for row, length in enumerate(self._lengths) if length <= reached]
-
-    def choose(self, logits: torch.Tensor, step: int) -> torch.Tensor:
-        """Return a step's tokens, int64 of [batch, 1] on the device; inside the stream."""
-        tokens = self._choose(logits, self.rows(step))
-        check_tokens(tokens, logits)
-        if step >= self.num_read:
-            return tokens
-        one = slice(step, step + 1)
-        return torch.where(self._is_rest[:, one], self._rest[:, one], tokens)
-
-
-class _Arrival:
+class Arrival:
     """Tokens on their way to the host."""
 
     def __init__(self, tokens: torch.Tensor, host: torch.Tensor) -> None:

@@ -120,41 +120,31 @@ class Sampler:
 
 
 class Ruled:
-    """Chooses tokens of what logits processors make of the logits; one row at a time, too."""
+    """Chooses one text's tokens of what logits processors make of the logits."""
 
     def __init__(
         self,
-        processors: Sequence[LogitsProcessorList],
-        prompt: torch.Tensor,
-        lengths: Sequence[int],
+        processors: LogitsProcessorList,
+        prompt: Sequence[int],
         num_tokens: int,
         sampler: Sampler | None,
         device: torch.device,
     ) -> None:
-        """Continue prompts by up to ``num_tokens`` each, greedily without a ``sampler``.
+        """Continue ``prompt`` by up to ``num_tokens``, greedily without a ``sampler``.
 
-        ``prompt`` and ``lengths`` are those of ``generate``, and each prompt has its own
-        ``processors``. Runs on the current stream, which is to be that of the calls: they write to
-        what it makes.
+        Runs on the current stream, which is to be that of the calls: they write to what it makes.
         """
         self._sampler, self._processors = sampler, processors
-        self._lengths = [*lengths]
-        # the shortest prompt's text goes on while the rest of the longest is read
-        num_more = max(lengths) - min(lengths) + num_tokens
-        self._tokens = torch.nn.functional.pad(prompt, (0, num_more)).to(device)
+        self._length = len(prompt)
+        self._tokens = torch.tensor([[*prompt, *[0] * num_tokens]]).to(device)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Choose a token for each of ``rows``, as ``Choose`` says."""
-        tokens = choose_likeliest(logits, rows)
-        for row in rows:
-            length = self._lengths[row]
-            before = self._tokens[row : row + 1, :length]
-            scores = self._processors[row](before, logits[row : row + 1].float())
-            drawn = self._sampler.draw(scores, row) if self._sampler else scores.argmax(-1)
-            tokens[row] = drawn
-            self._tokens[row, length] = tokens[row, 0]
-            self._lengths[row] += 1
-        return tokens
+        """Choose the token, as ``Choose`` says, of logits of one row."""
+        scores = self._processors(self._tokens[:, : self._length], logits.float())
+        token = self._sampler.draw(scores, 0) if self._sampler else scores.argmax(-1)
+        self._tokens[0, self._length] = token[0]
+        self._length += 1
+        return token[:, None]
 
 
 def make_chooser(sampling: Sampling | None, texts: Sequence[int], device: torch.device) -> Choose:
@@ -164,23 +154,21 @@ def make_chooser(sampling: Sampling | None, texts: Sequence[int], device: torch.
 
 
 def make_ruled_chooser(
-    processors: Sequence[LogitsProcessorList],
-    prompt: torch.Tensor,
-    lengths: Sequence[int],
+    processors: LogitsProcessorList,
+    prompt: Sequence[int],
     num_tokens: int,
     sampling: Sampling | None,
-    texts: Sequence[int],
+    text: int,
     device: torch.device,
 ) -> Choose:
-    """Return what chooses the tokens behind prompts, by ``processors`` for each.
+    """Return what chooses up to ``num_tokens`` behind a prompt, by ``processors``.
 
-    ``prompt`` and ``lengths`` are those of ``generate``. A row chooses up to ``num_tokens``. To be
-    called on the stream that the chooser runs on.
+    ``text`` is its number. To be called on the stream that the chooser runs on.
     """
-    if not any(processors):
-        return make_chooser(sampling, texts, device)
-    sampler = _make_sampler(sampling, texts, device)
-    return Ruled(processors, prompt, lengths, num_tokens, sampler, device)
+    if not processors:
+        return make_chooser(sampling, [text], device)
+    sampler = _make_sampler(sampling, [text], device)
+    return Ruled(processors, prompt, num_tokens, sampler, device)
 
 
 def _make_sampler(

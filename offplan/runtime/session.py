@@ -1,6 +1,6 @@
 """A plan brought to life: prefill, decode, and nothing that synchronises with the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
+from offplan.runtime.model.caches import ALL
 from offplan.runtime.model.layers import require_triton
 from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.routing import RoutingRecorder
@@ -146,6 +147,10 @@ class Session:
             for _ in range(min(NUM_WARMUP_STEPS, self.context - prompt_tokens)):
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
+        self.end_warm_up()
+
+    def end_warm_up(self) -> None:
+        """Forget what passes have left that only warmed up, and wait for them."""
         self.runner.length = 0
         if self.routing is not None:
             self.routing.forget()
@@ -166,11 +171,37 @@ class Session:
         prompt is captured, which ``warm_up`` does beforehand, or takes a captured one's memory.
         Raises InputError for an empty prompt or one beyond the context, MemoryLimitError.
         """
-        self._check_open()
+        self.check_open()
         with self.stream(), torch.inference_mode():
             if self.routing is not None:
                 self.routing.begin(len(prompt))
             return self.runner.prefill(prompt)
+
+    def prefill_all(
+        self, prompt: torch.Tensor, num_last: int | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Do what ``prefill`` does, and make the logits of all tokens of the prompt.
+
+        ``num_last`` are the tokens of each sequence, from its last one back, whose logits are
+        wanted; all by default. What fills up shorter sequences behind their ends changes no logits
+        before it. The head takes as many of them at a time as the plan has memory for:
+        yields [batch, some, vocabulary] on the device, in order, made on the session's stream, each
+        to be read inside ``stream()``. The prompt is read when the first is taken, and no other
+        pass may run before the last is. Raises what ``prefill`` raises.
+        """
+        self.check_open()
+        wanted = prompt.shape[1] if num_last is None else num_last
+        with memory_limits("reading the prompt"), self.stream(), torch.inference_mode():
+            if self.routing is not None:
+                self.routing.begin(len(prompt))
+            parts = self.runner.prefill_all(prompt, wanted)
+        while True:
+            # never across a yield: the caller has a stream of its own
+            with memory_limits("making logits"), self.stream(), torch.inference_mode():
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     @memory_limits("making a token")
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -182,26 +213,26 @@ class Session:
         outgrown ``original_max_position_embeddings``. Raises InputError beyond the context or for
         tokens of another batch, MemoryLimitError.
         """
-        self._check_open()
+        self.check_open()
         with self.stream(), torch.inference_mode():
             logits = self.runner.decode(tokens)
             if self.routing is not None:
                 self.routing.note_step()
             return logits
 
-    def find_nan(self, prompt: torch.Tensor, fed: torch.Tensor) -> str:
-        """Say which layer gave the first NaN of the last pass, by running that pass once more.
+    def find_nan(self, tokens: torch.Tensor, rows: slice = ALL) -> str:
+        """Say which layer gives the first NaN, by reading texts once more.
 
-        ``prompt`` and ``fed`` are what the sequences at hand were made of: int64 of [batch, tokens]
-        and, one row for each decode step, of [steps, batch]. Waits for the device after each layer.
-        No sequence is begun afterwards. Memory that runs out is told in what is returned.
+        ``tokens``, int64 of [batch, tokens], are all that passes have read of the texts in ``rows``
+        of the cache. Waits for the device after each layer. No sequence is begun afterwards. Memory
+        that runs out is told in what is returned.
         """
-        self._check_open()
+        self.check_open()
         try:
             with self.stream(), torch.inference_mode():
-                return self.runner.find_nan(prompt.to(self.device), fed)
+                return self.runner.find_nan(tokens, rows)
         except (torch.OutOfMemoryError, MemoryError):
-            return "memory ran out when offplan ran the pass once more to find the layer"
+            return "memory ran out when offplan read the text once more to find the layer"
 
     def _watch_routing(self) -> RoutingRecorder:
         model = self.loaded.model
@@ -209,6 +240,7 @@ class Session:
         layers = decoder_layers(self.loaded.module)
         return RoutingRecorder(layers, model.experts.num_experts_per_token, self.device)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ValueError for a session that is closed."""
         if self._closed:
             raise ValueError("the session is closed and its weights are gone: open another one")

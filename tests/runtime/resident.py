@@ -26,7 +26,7 @@ def run(folder: Path, decision: Offload, capture: bool) -> tuple[list[torch.Tens
         for prompt in (PROMPT, BATCH):
             session.warm_up(*prompt.shape)
             assert session.runner.captures_prompt(*prompt.shape) == (
-                Phase.PREFILL in session.runner._passes._captured
+                (Phase.PREFILL, 0) in session.runner._passes._captured
             )
             logits.append(session.prefill(prompt).clone())
             moved -= session.link.bytes_moved

@@ -11,7 +11,7 @@ CONTEXT = 7
 def test_layers_know_the_position_and_the_model_does_not() -> None:
     position = Position(torch.device("cpu"))
     cache = LayerCaches(2, 2, CONTEXT, position)
-    position.rows = torch.arange(3, 6)
+    position.new = torch.arange(3, 6)
     assert [layer.get_seq_length(0) for layer in cache.layers] == [3, 3]
     assert cache.get_seq_length() == 0
 

@@ -15,6 +15,7 @@ from offplan.placement import Phase
 from offplan.runtime.model import kernels
 from offplan.runtime.passes.executor import CapturedPass, Executor
 from offplan.runtime.passes.forward import Forward
+from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
 from offplan.schedule import Schedule
 from tests.runtime.conftest import save_tiny
@@ -107,9 +108,42 @@ def test_nothing_is_captured_behind_the_warm_up(graphs: Graphs, tmp_path: Path) 
         assert len(graphs.captured) == 2
 
 
+def test_rows_that_join_and_leave_capture_nothing_more(graphs: Graphs, tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path / "checkpoint")
+    with open_session(folder, DECISION) as plain, open_capturing(folder) as session:
+        both, made = (Rows(plain, 3), Rows(session, 3)), list[list[torch.Tensor]]()
+        both[1].warm_up(4)
+        assert graphs.captured == [Phase.DECODE] * 2  # for one row, and for three
+        for rows in both:
+            logits = [rows.join([5, 6, 7]).logits]
+            logits += [each.clone() for _ in range(3) for each in rows.step({0: 4}).values()]
+            logits.append(rows.join([9] * 20).logits)
+            logits += [each.clone() for each in rows.step({0: 4, 1: 8}).values()]
+            rows.leave(0)
+            logits += [each.clone() for each in rows.step({1: 4}).values()]
+            logits.append(rows.join([7] * CHUNK).logits)
+            logits += [each.clone() for each in rows.step({2: 4, 1: 3}).values()]
+            made.append(logits)
+        assert all(map(torch.equal, *made))
+        assert len(graphs.captured) == 2
+
+
+def test_prompts_of_one_row_are_captured_where_that_was_asked_for(
+    graphs: Graphs, tmp_path: Path
+) -> None:
+    with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
+        for capture_prompt in (False, True):
+            rows, before = Rows(session, 1), graphs.captured.count(Phase.PREFILL)
+            rows.warm_up(CHUNK, capture_prompt=capture_prompt)
+            for first in (1, 2):
+                rows.leave(rows.join([first] * CHUNK).row)
+            assert graphs.captured.count(Phase.PREFILL) == before + capture_prompt
+
+
 def test_a_captured_prompt_makes_room_for_another(graphs: Graphs, tmp_path: Path) -> None:
     with open_capturing(save_tiny("qwen3", tmp_path / "checkpoint")) as session:
-        both, step = {Phase.PREFILL, Phase.DECODE}, {Phase.DECODE}
+        step = {(Phase.DECODE, 2)}
+        both = {(Phase.PREFILL, 0), *step}
         for num_tokens, captured in [(9, step), (9, both), (9, both), (7, step), (9, step)]:
             request(session, 2, num_tokens, 0)
             assert set(session.runner._passes._captured) == captured

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from offplan.errors import InputError
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
-from offplan.runtime.sampling import Sampling, make_chooser
+from offplan.runtime.sampling import Sampling
 from offplan.runtime.session import Session
 from offplan.runtime.texts import Text, generate_texts
 from tests.runtime.conftest import save_tiny
@@ -20,42 +21,63 @@ from tests.runtime.plans import group, offload, open_session
 NUM_TOKENS = 8
 PROMPTS = [[3, 14, 15, 9, 26, 5, 35], [58, 9, 7], [2, 38, 4, 6], [58, 9, 7]]
 DRAWN = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5)
-CPU = torch.device("cpu")
+
+
+class Words:
+    """A tokenizer of which the texts are the tokens' numbers."""
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return "".join(f" {token}" for token in tokens)
 
 
 def generate_together(
-    session: Session, prompts: list[list[int]], sampling: Sampling | None = None
+    session: Session,
+    prompts: list[list[int]],
+    sampling: Sampling | None = None,
+    rules: TokenRules | None = None,
+    num_rows: int | None = None,
 ) -> list[list[int]]:
-    """Return what follows each prompt; what fills up the shorter ones is a token like others."""
-    lengths = [len(prompt) for prompt in prompts]
-    filled = torch.tensor([prompt + [1] * (max(lengths) - len(prompt)) for prompt in prompts])
-    choose = make_chooser(sampling, range(len(prompts)), CPU)
-    made = generate(session, filled, NUM_TOKENS, choose=choose, lengths=lengths)
-    rows = torch.stack(list(made), dim=1).tolist()
-    starts = [length - min(lengths) for length in lengths]
-    return [row[start : start + NUM_TOKENS] for row, start in zip(rows, starts, strict=True)]
+    """Return what follows each prompt."""
+    made: list[list[int]] = [[] for _ in prompts]
+    texts = [
+        Text(Words(), prompt, num_tokens=NUM_TOKENS, rules=rules, number=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    for text, piece in generate_texts(Rows(session, num_rows or len(prompts)), texts, sampling):
+        made[text.number] += map(int, piece.split())
+    return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "chunked", "shared_keys"])
-def test_prompts_of_unlike_lengths(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek_v2", "linear", "chunked", "shared_keys", "dynamic", "longrope"]
+)
+def test_prompts_of_unlike_lengths(tmp_path: Path, name: str, num_rows: int) -> None:
     folder = save_tiny(name, tmp_path)
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:
-        together = generate_together(session, PROMPTS)
-    for prompt, made in zip(PROMPTS, together, strict=True):
-        alone = stock.generate(
+        alone = [generate_together(session, [prompt])[0] for prompt in PROMPTS]
+        assert generate_together(session, PROMPTS, num_rows=num_rows) == alone
+        if name in ("dynamic", "longrope"):  # of which stock makes something else with a cache
+            return
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, made in zip(PROMPTS, alone, strict=True):
+        expected = stock.generate(
             torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
         )
-        assert made == alone[0, len(prompt) :].tolist()
+        assert made == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_unlike_lengths_where_length_changes_the_model(tmp_path: Path, name: str) -> None:
-    with open_session(save_tiny(name, tmp_path), offload()) as session:
-        with pytest.raises(InputError, match="change with the length of a text"):
-            generate_together(session, PROMPTS)
-        generate_together(session, PROMPTS[1::2])
+def test_a_long_prompt_beside_a_short_one_takes_no_steps(tmp_path: Path) -> None:
+    measured, texts = Measured(), []
+    for number, length in enumerate((2, 40)):
+        texts.append(Text(Words(), range(length), num_tokens=5, number=number))
+    with open_session(save_tiny("qwen3", tmp_path), offload(group(2, 1))) as session:
+        for _ in generate_texts(Rows(session, 2), texts, measured=measured):
+            pass
+        assert (measured.num_decodes, len(measured.step_s)) == (4, 4)
+        slabs = sum(slab.nbytes for slab in session.loaded.placement.slabs)
+        assert 0 < measured.prefill_link_bytes <= slabs  # for both prompts together
 
 
 def test_tokens_are_drawn_as_transformers_draws_them(tmp_path: Path) -> None:
@@ -141,13 +163,6 @@ def test_values_that_cannot_be_drawn_with(name: str, value: Any) -> None:
         Sampling(**{name: value})
 
 
-class Words:
-    """A tokenizer of which the texts are not looked at."""
-
-    def decode(self, tokens: list[int], **_: object) -> str:
-        return "".join(f" {token}" for token in tokens)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
 def test_a_models_rules_are_those_of_transformers(
@@ -168,14 +183,8 @@ def test_a_models_rules_are_those_of_transformers(
         TokenRules(frozenset(likely), min_length=9),
         TokenRules(frozenset(likely), min_new_tokens=3),
     ):
-        made: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
         with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:
-            texts = [
-                Text(Words(), prompt, num_tokens=NUM_TOKENS, rules=rules, number=number)
-                for number, prompt in enumerate(PROMPTS)
-            ]
-            for text, piece in generate_texts(session, [texts], sampling):
-                made[text.number] += map(int, piece.split())
+            made = generate_together(session, PROMPTS, sampling, rules)
         named = asdict(rules)
         ends = sorted(named.pop("end_tokens"))
         named = {key: value for key, value in named.items() if value and key != "stop_strings"}

@@ -126,7 +126,7 @@ def test_kernels_for_experts_know_the_sizes_that_memory_is_predicted_for() -> No
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize(("heads", "position"), LATENT_CASES)
-def test_latents_beyond_the_position_do_not_count(
+def test_latents_beyond_each_position_do_not_count(
     heads: int, position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from offplan.runtime.model import latent_kernel
@@ -136,10 +136,11 @@ def test_latents_beyond_the_position_do_not_count(
     query, query_rotary = random(3, heads, 64), random(3, heads, 16)
     latents, rotaries = random(3, 500, 64), random(3, 500, 16)
     scores = query.float() @ latents.float().mT + query_rotary.float() @ rotaries.float().mT
-    shares = (scores[..., : position + 1] * 0.1).softmax(-1)
-    expected = (shares @ latents.float()[:, : position + 1]).to(DTYPE)
-    latents[:, position + 1 :] = torch.nan
-    where = torch.tensor([position], device=DEVICE)
+    where = torch.tensor([position, position // 2, 0], device=DEVICE)
+    beyond = torch.arange(500, device=DEVICE) > where[:, None]
+    shares = (scores * 0.1).masked_fill(beyond[:, None], -torch.inf).softmax(-1)
+    expected = (shares @ latents.float()).to(DTYPE)
+    latents[beyond] = torch.nan
     got = latent_kernel.attend_filled(query, query_rotary, latents, rotaries, where, 0.1)
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
 

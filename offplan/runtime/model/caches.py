@@ -15,14 +15,28 @@ BLOCK_BYTES = 64 * 2**20
 differ in shape."""
 
 
+ALL = slice(None)
+"""All rows of the cache."""
+
+
 class Position:
-    """The position of the sequences, which all have the same length."""
+    """The position of each sequence, and those of the tokens of a pass."""
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(1, dtype=torch.int64, device=device)
-        """Tokens kept so far, shape [1], on the device, for captured graphs to read."""
-        self.rows = self.tensor
-        """Rows that layers write the pass's new tokens to, int64 of shape [new], on the device."""
+        """Tokens kept so far of each row, shape [rows], on the device, for captured graphs to read.
+        """
+        self.new = self.tensor
+        """Where layers write the pass's new tokens, int64 on the device: [new], the same for every
+        sequence, or [sequences, 1], one of its own for each."""
+        self.shared = self.tensor.new_zeros(())
+        """The position of a step's sequences, for layers that know but one (Llama 4)."""
+        self.is_shared = False
+        """Whether there are such layers: they have asked for it."""
+
+    def allocate(self, num_rows: int) -> None:
+        """Be at the start of so many rows, at another address."""
+        self.new = self.tensor = self.tensor.new_zeros(num_rows)
 
 
 class _Blocks:
@@ -66,24 +80,33 @@ class _Layer(CacheLayerMixin):
         self._position = position
         self._context = context
         self._blocks = keys, values
+        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rows = ALL
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take [batch, heads, context, dim] like the first states seen."""
         keys, values = self._blocks
         self.keys, self.values = keys.take(key_states), values.take(value_states)
+        self._whole = self.keys, self.values
         self.is_initialized = True
+
+    def select(self, rows: slice) -> None:
+        """Keep what passes bring in these rows; views of one shape serve the same compilation."""
+        if self._whole is not None and rows != self._rows:
+            self.keys, self.values = (whole[rows] for whole in self._whole)
+            self._rows = rows
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [batch, heads, new, dim]; return the whole cache, [batch, heads, context, dim].
+        """Store [batch, heads, new, dim]; return the batch's cache, [batch, heads, context, dim].
 
         Where the filled part ends is for attention to know: one compilation serves every position.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(2, self._position.rows, key_states)
-        self.values.index_copy_(2, self._position.rows, value_states)
+        _write(self.keys, self._position.new, key_states)
+        _write(self.values, self._position.new, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -92,11 +115,27 @@ class _Layer(CacheLayerMixin):
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
         """Return the position of the pass's first token, int64 of shape [], on the device."""
-        return self._position.rows[0]
+        position = self._position
+        if not position.is_shared:  # in the pass that allocates, which is not compiled
+            position.is_shared = True
+        return position.new[0] if position.new.dim() == 1 else position.shared
 
     def get_max_length(self) -> int:
         """Return the number of tokens that it can keep."""
         return self._context
+
+
+def _write(kept: torch.Tensor, new: torch.Tensor, states: torch.Tensor) -> None:
+    """Write ``states``, [batch, heads, new, dim], to ``kept``, [batch, heads, context, dim]."""
+    if new.dim() == 1:
+        kept.index_copy_(2, new, states)
+        return
+    # by every dimension and not of a view: compiled, that would copy the cache
+    batch, heads = (
+        torch.arange(size, device=kept.device).view(shape)
+        for size, shape in zip(kept.shape, ((-1, 1, 1), (1, -1, 1)), strict=False)
+    )
+    kept.index_put_((batch, heads, new[:, None]), states)
 
 
 class _State(LinearAttentionLayer):
@@ -104,6 +143,11 @@ class _State(LinearAttentionLayer):
 
     transformers writes both in place. Zeros are where a text begins.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: list[torch.Tensor] = []
+        self._rows = ALL
 
     def lazy_initialization(
         self,
@@ -121,20 +165,26 @@ class _State(LinearAttentionLayer):
             self.conv_kernel_size[state_idx] = conv_kernel_size
             shape = *conv_states.shape[:-1], conv_kernel_size
             self.conv_states[state_idx] = conv_states.new_zeros(shape)
+            self._whole.append(self.conv_states[state_idx])
             self.is_conv_states_initialized[state_idx] = True
         if recurrent_states is not None:
             self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
+            self._whole.append(self.recurrent_states[state_idx])
             self.is_recurrent_states_initialized[state_idx] = True
 
+    def select(self, rows: slice) -> None:
+        """Go on from the states of these rows."""
+        if self._whole and rows != self._rows:
+            self.conv_states[0], self.recurrent_states[0] = (whole[rows] for whole in self._whole)
+            self._rows = rows
+
     def tensors(self) -> list[torch.Tensor]:
-        """Return what is allocated of it."""
-        return [
-            each for each in (self.conv_states[0], self.recurrent_states[0]) if each is not None
-        ]
+        """Return what is allocated of it, for all rows."""
+        return self._whole
 
 
 class LayerCaches(Cache):
-    """The cache of each decoder layer, all at the same position."""
+    """The cache of each decoder layer, with a row for each sequence."""
 
     def __init__(
         self,
@@ -151,27 +201,50 @@ class LayerCaches(Cache):
         """
         self._states = {index: _State() for index in linear}
         self._blocks = _Blocks(num_keeping, context), _Blocks(num_keeping, context)
-        layers = [
-            # linear attention asks its cache for a layer of it
-            Cache(layers=[self._states[index]])
-            if index in self._states
-            else _Layer(position, context, *self._blocks)
+        self._parts = [
+            self._states.get(index) or _Layer(position, context, *self._blocks)
             for index in range(num_layers)
         ]
-        super().__init__(layers=layers)
+        # linear attention asks its cache for a layer of it
+        super().__init__(
+            layers=[
+                Cache(layers=[each]) if isinstance(each, _State) else each for each in self._parts
+            ]
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return nothing that a model may rely on: positions are passed explicitly."""
         return 0
 
-    def clear_from(self, position: int) -> None:
-        """Write zeros over every layer's rows from ``position`` on, and over all states.
+    def select(self, rows: slice, index: int | None = None) -> None:
+        """Have the next pass write to these rows and read them: in every layer, or in one."""
+        for part in self._parts if index is None else [self._parts[index]]:
+            part.select(rows)
 
-        Many at a time: layer by layer the host would take a millisecond to ask for it.
+    def clear_from(self, position: int, rows: slice = ALL) -> None:
+        """Write zeros over ``rows`` of every layer from ``position`` on.
+
+        Many layers at a time: one by one the host would take a millisecond to ask for it.
         """
         for blocks in self._blocks:
             for block in blocks.whole:
-                block[:, :, :, position:].zero_()
-        states = [part for state in self._states.values() for part in state.tensors()]
+                block[:, rows, :, position:].zero_()
+
+    def swap(self, row: int, other: int, num_tokens: int) -> None:
+        """Exchange what two rows hold of their first ``num_tokens`` tokens, and their states.
+
+        Takes as much memory as one row of a block has.
+        """
+        parts = [block[:, :, :, :num_tokens] for blocks in self._blocks for block in blocks.whole]
+        parts = [part.transpose(0, 1) for part in parts]
+        parts += [part for state in self._states.values() for part in state.tensors()]
+        for part in parts:
+            kept = part[row].clone()
+            part[row] = part[other]
+            part[other] = kept
+
+    def clear_states(self, rows: slice = ALL) -> None:
+        """Write zeros over the states of ``rows``, with which a text begins."""
+        states = [part[rows] for state in self._states.values() for part in state.tensors()]
         if states:
             torch._foreach_zero_(states)

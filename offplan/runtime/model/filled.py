@@ -37,7 +37,8 @@ class Filled:
 
 
 FindFilled = Callable[[torch.Tensor, int], Filled]
-"""A call says it for one token at a position, [1] on the device, and a cache of so many tokens."""
+"""A call says it for one token of each sequence at its position, int64 of [batch] on the device,
+and a cache of so many tokens."""
 
 
 def filled_before(start: int, num_tokens: int) -> Filled:
@@ -46,30 +47,30 @@ def filled_before(start: int, num_tokens: int) -> Filled:
 
 
 def filled_up_to(position: torch.Tensor, context: int) -> Filled:
-    """Hand on the position itself, for kernels that read it: int64 on the device, [1, 1, 1, 1]."""
-    return Filled(Way.POSITION, position.view(1, 1, 1, 1))
+    """Hand on the positions themselves, for kernels that read them: [batch, 1, 1, 1]."""
+    return Filled(Way.POSITION, position.view(-1, 1, 1, 1))
 
 
 def filled_mask(position: torch.Tensor, context: int) -> Filled:
-    """Mask the tokens up to ``position``: bool on the device, [1, 1, 1, context]."""
-    filled = torch.arange(context, device=position.device) <= position
-    return Filled(Way.MASK, filled.view(1, 1, 1, context))
+    """Mask the tokens up to each ``position``: bool on the device, [batch, 1, 1, context]."""
+    filled = torch.arange(context, device=position.device) <= position[:, None]
+    return Filled(Way.MASK, filled.view(-1, 1, 1, context))
 
 
 def filled_blocks(position: torch.Tensor, context: int) -> Filled:
-    """Make a block mask of the tokens up to ``position``: compiled attention reads none beyond.
+    """Make a block mask of the tokens up to each ``position``: attention reads none beyond.
 
-    Built of device operations alone, so that a captured step follows the position.
+    Built of device operations alone, so that a captured step follows the positions.
     """
-    num_blocks = -(-context // BLOCK_TOKENS)
-    used = (position // BLOCK_TOKENS + 1).to(torch.int32).view(1, 1, 1)
+    num_blocks, batch = -(-context // BLOCK_TOKENS), len(position)
+    used = (position // BLOCK_TOKENS + 1).to(torch.int32).view(batch, 1, 1)
     order = torch.arange(num_blocks, dtype=torch.int32, device=position.device)
 
     mask = BlockMask.from_kv_blocks(
         used,
-        order.view(1, 1, 1, num_blocks),
+        order.expand(batch, 1, 1, num_blocks).contiguous(),
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
-        mask_mod=lambda batch, head, query, key: key <= position[0],
+        mask_mod=lambda row, head, query, key: key <= position[row],
         seq_lengths=(1, context),
     )
     return Filled(Way.BLOCKS, mask)

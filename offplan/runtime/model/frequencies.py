@@ -70,6 +70,10 @@ class Frequencies:
         """Whether there is anything that changes."""
         return bool(self._changing)
 
+    def regime(self, num_tokens: int) -> tuple[int, ...]:
+        """Return what texts of one pass have to share, of the length of each."""
+        return tuple(each.length_for(num_tokens) for each in self._changing)
+
     def set_length(self, num_tokens: int) -> None:
         """Write what a pass reads whose last token is the text's ``num_tokens``-th."""
         for each in self._changing:
@@ -97,10 +101,14 @@ class _Changing:
         self._length = -1
         """Length that it was written for; 0 for texts up to the limit."""
 
+    def length_for(self, num_tokens: int) -> int:
+        """Return the length by which a text of so many tokens has its values; 0 up to the limit."""
+        longer = num_tokens if self._grows else self._limit + 1
+        return longer if num_tokens > self._limit else 0
+
     def set_length(self, num_tokens: int) -> None:
         """Write the values for a text of so many tokens, unless they are there."""
-        longer = num_tokens if self._grows else self._limit + 1
-        length = longer if num_tokens > self._limit else 0
+        length = self.length_for(num_tokens)
         if length == self._length:
             return
         values = self._compute(length) if length else self._short

@@ -57,9 +57,12 @@ class Expansion:
         """Expand the tokens from ``start`` on; return all of the prompt's until there.
 
         ``latents`` is [batch, 1, kept, rank] and ``rotaries`` [batch, 1, kept, rope], both from the
-        prompt's first token on, ``num_tokens`` its length. Chunks come in order.
+        prompt's first token on, ``num_tokens`` its length. Chunks come in order; the first one
+        expands what the cache has kept before it as well.
         """
         stop = latents.shape[2]
+        if self._kept is None:
+            start = 0
         new = self._expand(latents[:, :, start:], rotaries[:, :, start:])
         if not start and stop == num_tokens:
             return new
@@ -97,8 +100,8 @@ def attend_latent(
     """Attend from one new token to latents.
 
     ``query`` is [batch, heads, 1, nope + rope], ``latent`` [batch, 1, kept, rank], ``rotary``
-    [batch, 1, kept, rope]; ``filled`` is a mask, [1, 1, 1, kept], or, as ``way`` says, the last
-    filled position.
+    [batch, 1, kept, rope]; ``filled`` is a mask, [batch, 1, 1, kept], or, as ``way`` says, the
+    last filled positions.
     Returns [batch, 1, heads, value_dim].
     """
     heads, rank = query.shape[1], latent.shape[-1]

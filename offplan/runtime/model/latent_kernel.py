@@ -41,7 +41,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     row, split, num_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < num_heads
-    filled = tl.load(position).to(tl.int32) + 1
+    filled = tl.load(position + row).to(tl.int32) + 1
     share = tl.cdiv(tl.cdiv(filled, num_splits), BLOCK_S) * BLOCK_S
     first = split * share
     stop = tl.minimum(first + share, filled)
@@ -121,8 +121,8 @@ def attend_filled(
 
     ``query`` is [batch, heads, rank], ``query_rotary`` [batch, heads, rope], ``latents`` [batch,
     context, rank], ``rotaries`` [batch, context, rope], contiguous; rank and rope are powers of two
-    from 16 on. ``position``, int64 of one element on the device, is the last filled token. Returns
-    [batch, heads, rank]. Runs on the current stream, synchronises nothing.
+    from 16 on. ``position``, int64 of ``batch`` elements on the device, is the last filled token of
+    each sequence. Returns [batch, heads, rank]. Runs on the current stream, synchronises nothing.
     """
     batch, heads, rank = query.shape
     context, rope = rotaries.shape[1:]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offplan.errors import OffplanError
-from offplan.runtime.model.caches import LayerCaches
+from offplan.runtime.model.caches import ALL, LayerCaches
 from offplan.runtime.model.rotary import compile_as_real
 from offplan.runtime.refusal import refuse
 
@@ -146,14 +146,21 @@ class DecoderLayers:
         finally:
             self.call = own
 
-    def forget_from(self, position: int) -> None:
-        """Clear the cache from ``position`` on, and the states of linear attention.
+    def forget_from(self, position: int, rows: slice = ALL) -> None:
+        """Clear ``rows`` of the cache from ``position`` on.
 
         Attention weighs what lies there by zero, which does not hide a NaN of an earlier request.
-        States are what they were left as, be it by a pass that only allocated or measured.
         """
         if self.cache is not None:
-            self.cache.clear_from(position)
+            self.cache.clear_from(position, rows)
+
+    def forget_states(self, rows: slice = ALL) -> None:
+        """Clear the states of linear attention, before a text begins.
+
+        They are what they were left as, be it by a pass that only allocated or measured.
+        """
+        if self.cache is not None:
+            self.cache.clear_states(rows)
 
     def _make_forward(self, index: int, signature: inspect.Signature) -> Callable[..., Any]:
         # by name: some models pass more than hidden states by their place

@@ -25,8 +25,8 @@ def weigh(
     """Attend by whole products, as transformers' own attentions do.
 
     ``query`` is [batch, heads, new, dim], ``key`` and ``value`` [batch, kv_heads, kept, dim],
-    ``mask`` bool of [new or 1, kept], ``sinks`` [heads]; returns [batch, heads, new, dim]. Source:
-    transformers 5.23, ``eager_attention_forward`` of Gemma2 and GptOss.
+    ``mask`` bool of [new, kept] or [batch, 1, 1, kept], ``sinks`` [heads]; returns [batch,
+    heads, new, dim]. Source: transformers 5.23, ``eager_attention_forward`` of Gemma2 and GptOss.
     """
     batch, heads, num_new, dim = query.shape
     kv_heads, num_kept = key.shape[1:3]

@@ -19,7 +19,8 @@ class Passes:
     """Runs passes: as they are at first, captured when they come again.
 
     Libraries allocate workspaces at their first call, which must not happen in a capture. What is
-    captured, of each phase the last, keeps its temporary memory until a prompt comes that is not.
+    captured, the last prompt and a step of each batch, keeps its temporary memory until a prompt
+    comes that is not.
     """
 
     def __init__(
@@ -28,9 +29,9 @@ class Passes:
         """Run by ``executor``; ``give_back`` frees what the call that it is given lets go of."""
         self._executor = executor
         self._give_back = give_back
-        self._captured: dict[Phase, _CapturedForward] = {}
-        self._seen: dict[Phase, torch.Size] = {}
-        """Shape of the last tokens of each phase that ran uncaptured."""
+        self._captured: dict[_Kind, _CapturedForward] = {}
+        self._seen: dict[_Kind, torch.Size] = {}
+        """Shape of the last tokens of each kind of pass that ran uncaptured."""
 
     def run(
         self, schedule: Schedule, forward: MakeLogits, tokens: torch.Tensor, *, may_capture: bool
@@ -41,19 +42,20 @@ class Passes:
         is captured does not serve. That waits for the device.
         """
         phase = schedule.phase
-        captured = self._captured.get(phase)
+        kind = _kind_of(phase, tokens)
+        captured = self._captured.get(kind)
         is_same = captured is not None and captured.tokens.shape == tokens.shape
         if captured is not None and is_same and may_capture and captured.schedule == schedule:
             return captured.replay(tokens)
         in_the_way = captured is not None and phase is Phase.PREFILL
         del captured  # it would keep what it takes
-        if may_capture and (is_same or self._seen.get(phase) == tokens.shape):
+        if may_capture and (is_same or self._seen.get(kind) == tokens.shape):
             return self._capture(schedule, forward, tokens).replay(tokens)
         if in_the_way:
             # both phases' graphs share their memory, of which this prompt is to take as much
             self._give_back(self._captured.clear)
         logits: torch.Tensor = self._executor.run(schedule, partial(forward, tokens))
-        self._seen[phase] = tokens.shape
+        self._seen[kind] = tokens.shape
         return logits
 
     def forget(self) -> None:
@@ -64,9 +66,9 @@ class Passes:
     def _capture(
         self, schedule: Schedule, forward: MakeLogits, tokens: torch.Tensor
     ) -> "_CapturedForward":
-        phase = schedule.phase
-        drop = partial(self._captured.pop, phase, None)
-        if phase is Phase.PREFILL:
+        kind = _kind_of(schedule.phase, tokens)
+        drop = partial(self._captured.pop, kind, None)
+        if schedule.phase is Phase.PREFILL:
             self._give_back(drop)  # and what the prompt took uncaptured: it takes as much again
         else:
             drop()
@@ -79,8 +81,16 @@ class Passes:
             captured.logits = forward(captured.tokens)
 
         captured.graphs = self._executor.capture(schedule, run, pool)
-        self._captured[phase] = captured
+        self._captured[kind] = captured
         return captured
+
+
+_Kind = tuple[Phase, int]
+"""Of each kind the last pass stays captured: prompts are of one, steps of one for each batch."""
+
+
+def _kind_of(phase: Phase, tokens: torch.Tensor) -> _Kind:
+    return phase, len(tokens) if phase is Phase.DECODE else 0
 
 
 @dataclass

@@ -1,64 +1,122 @@
-"""A prompt in chunks, taken through layer by layer, so that weights cross the link only once."""
+"""Texts in chunks, taken through layer by layer, so that weights cross the link only once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
+from offplan.runtime.model.caches import ALL
 from offplan.runtime.model.filled import Way
 from offplan.runtime.model.layers import Call
 from offplan.runtime.passes.forward import Forward
 
 
-class ChunkedPrompt:
-    """The chunks of a prompt: their hidden states so far, and what each layer is called with."""
+@dataclass(frozen=True)
+class Reading:
+    """Tokens that a pass reads into rows of the cache, behind what these hold of their text."""
 
-    def __init__(self, chunks: Sequence[torch.Tensor], forward: Forward) -> None:
-        """Note with what each layer is called for chunks on the device, each [batch, tokens].
+    tokens: torch.Tensor
+    """The tokens, int64 of [batch, new] on the device."""
+    start: int = 0
+    """Tokens of the text that the cache has before them."""
+    rows: slice = field(default_factory=lambda: ALL)
+    """The rows of the cache, one for each sequence of the batch."""
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the text once these are read."""
+        return self.start + self.tokens.shape[1]
+
+
+@dataclass
+class _Chunk:
+    """A chunk on its way: its hidden states so far, and what each layer is called with."""
+
+    hidden: torch.Tensor
+    arguments: list[dict[str, Any]]
+    """Not the calls: they would keep what the layers are to free."""
+    rows: slice
+    new: torch.Tensor
+    """Positions of its tokens."""
+
+
+class ChunkedTexts:
+    """The chunks of what a pass reads."""
+
+    def __init__(self, readings: Sequence[Reading], forward: Forward, chunk: int) -> None:
+        """Note with what each layer is called for chunks of up to ``chunk`` tokens.
 
         What the model does ahead of its layers is done, nothing else.
         """
-        self._forward, self._layers = forward, forward.layers
-        self._planned = chunks[0].shape[1]
-        starts = [0, *accumulate(chunk.shape[1] for chunk in chunks)]
-        # the head is for the prompt's last token
-        last, length = chunks[-1][:, -1:], starts[-1]
-        self._forward_last = partial(forward.chunk, last, length - 1, length)
-        self._hidden: list[torch.Tensor] = []
-        self._arguments: list[list[dict[str, Any]]] = []
-        self._rows: list[torch.Tensor] = []
-        for chunk, start in zip(chunks, starts, strict=False):
-            calls = self._layers.note_calls(partial(forward.chunk, chunk, start, length))
-            self._hidden.append(calls[0].hidden)
-            # not the calls: they would keep what the layers are to free
-            self._arguments.append([call.arguments for call in calls])
-            self._rows.append(forward.position.rows)
+        self._forward, self._layers, self._planned = forward, forward.layers, chunk
+        self._readings = readings
+        self._chunks: list[list[_Chunk]] = []
+        """Those of each reading."""
+        for reading in readings:
+            chunks, start = [], reading.start
+            for tokens in reading.tokens.split(chunk, dim=1):
+                calls = self._layers.note_calls(
+                    partial(forward.chunk, tokens, start, reading.stop, reading.rows)
+                )
+                arguments, new = [call.arguments for call in calls], forward.position.new
+                chunks.append(_Chunk(calls[0].hidden, arguments, reading.rows, new))
+                start += tokens.shape[1]
+            self._chunks.append(chunks)
 
     def run_layer(self, index: int) -> None:
         """Take every chunk through one layer."""
-        for number in range(len(self._hidden)):
-            self._hidden[number] = self._step(index, number)
+        for chunks in self._chunks:
+            for chunk in chunks:
+                chunk.hidden = self._step(index, chunk)
 
     def try_layer(self, index: int) -> None:
         """Do the same work, and leave the chunks as they are."""
-        for number in range(len(self._hidden)):
-            self._step(index, number)
+        for chunks in self._chunks:
+            for chunk in chunks:
+                self._step(index, chunk)
 
-    def _step(self, index: int, number: int) -> torch.Tensor:
-        hidden = self._hidden[number]
-        self._forward.prepare(self._rows[number], Way.CHUNK)
-        with as_compiled_for(hidden.shape[-2], self._planned):
-            return self._layers.step(index, Call(hidden, self._arguments[number][index]))
+    def _step(self, index: int, chunk: _Chunk) -> torch.Tensor:
+        self._forward.prepare(chunk.rows, chunk.new, Way.CHUNK, index)
+        with as_compiled_for(chunk.hidden.shape[-2], self._planned):
+            return self._layers.step(index, Call(chunk.hidden, chunk.arguments[index]))
 
     def finish(self) -> torch.Tensor:
-        """Return the last token's logits, [batch, vocabulary].
+        """Return the logits of each sequence's last token, [sequences, vocabulary].
 
-        It passes the norm and the head as if the layers had run; the token is embedded once more on
-        the way.
+        They pass the norm and the head as if the layers had run; the tokens are embedded once more
+        on the way.
         """
-        return self._layers.finish(self._hidden[-1][..., -1:, :], self._forward_last)
+        logits = [
+            self._head(reading, chunks[-1].hidden[..., -1:, :], reading.stop - 1)[:, -1]
+            for reading, chunks in zip(self._readings, self._chunks, strict=True)
+        ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def finish_all(self, num_last: int, most: int) -> Iterator[torch.Tensor]:
+        """Make the logits of the ``num_last`` tokens of the one text, up to ``most`` at a time.
+
+        Each is [batch, some, vocabulary]; they come in order.
+        """
+        (reading,), (chunks,) = self._readings, self._chunks
+        start = reading.start
+        for chunk in chunks:
+            parts = chunk.hidden.split(most, dim=-2)
+            for hidden in parts:
+                stop = start + hidden.shape[-2]
+                num_wanted = min(hidden.shape[-2], stop - (reading.stop - num_last))
+                if num_wanted > 0:
+                    yield self._head(reading, hidden[..., -num_wanted:, :], stop - num_wanted)
+                start = stop
+
+    def _head(self, reading: Reading, hidden: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the logits of the tokens from ``start`` on, whose last hidden states these are."""
+        first = start - reading.start
+        tokens = reading.tokens[:, first : first + hidden.shape[-2]]
+        return self._layers.finish(
+            hidden, partial(self._forward.chunk, tokens, start, reading.stop, reading.rows, ALL)
+        )
 
 
 def as_compiled_for(num_tokens: int, planned: int) -> Any:

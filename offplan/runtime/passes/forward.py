@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from offplan.runtime.model.caches import Position
+from offplan.runtime.model.caches import ALL, Position
 from offplan.runtime.model.filled import Filled, FindFilled, Way, filled_before
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.transformers_private import choose_attention
@@ -37,20 +37,30 @@ class Forward:
     """Whether some layers have linear attention."""
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run one decode pass at the position on the device; ``tokens`` is [batch, 1].
+        """Run one decode pass of the first rows at their positions; ``tokens`` is [batch, 1].
 
         Returns logits, [batch, vocabulary].
         """
-        position = self.position.tensor
-        return self._call(tokens, position, self.find_filled(position, self.context))
+        position = self.position.tensor[: len(tokens)]
+        new = position if len(tokens) == 1 else position[:, None]
+        filled = self.find_filled(position, self.context)
+        return self._call(tokens, slice(0, len(tokens)), new, filled, LAST)[:, -1]
 
-    def chunk(self, tokens: torch.Tensor, start: int, num_tokens: int) -> torch.Tensor:
-        """Run one chunk, [batch, new], of a prompt of ``num_tokens`` from position ``start`` on.
+    def chunk(
+        self,
+        tokens: torch.Tensor,
+        start: int,
+        num_tokens: int,
+        rows: slice = ALL,
+        keep: slice = LAST,
+    ) -> torch.Tensor:
+        """Run one chunk, [batch, new], of a text of ``num_tokens`` from position ``start`` on.
 
-        Returns the logits of its last token, [batch, vocabulary].
+        Its cache is that of ``rows``. Returns the logits of the tokens ``keep``, [batch, kept,
+        vocabulary].
         """
-        rows = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        return self._call(tokens, rows, filled_before(start, num_tokens))
+        new = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        return self._call(tokens, rows, new, filled_before(start, num_tokens), keep)
 
     def step_layers(self, tokens: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
         """Return what each layer does in ``step``, to be done again and again until the next pass.
@@ -61,25 +71,31 @@ class Forward:
         calls = self.layers.note_calls(lambda: self.step(tokens))
         return [partial(self.layers.step, index, call) for index, call in enumerate(calls)]
 
-    def prepare(self, rows: torch.Tensor, way: Way) -> None:
-        """Tell layers which rows of the cache to write, [new], and attention the way to read it.
+    def prepare(self, rows: slice, new: torch.Tensor, way: Way, layer: int | None = None) -> None:
+        """Tell layers, or one, which rows of the cache are theirs and where new tokens go in them,
+        and attention the way to read it.
 
         Said by each pass for itself: between them measuring notes calls of the other phase.
         """
-        self.position.rows = rows
+        self.position.new = new
+        if self.layers.cache is not None:
+            self.layers.cache.select(rows, layer)
         choose_attention(self.module, way.value)
 
-    def _call(self, tokens: torch.Tensor, rows: torch.Tensor, filled: Filled) -> torch.Tensor:
-        self.prepare(rows, filled.way)
+    def _call(
+        self, tokens: torch.Tensor, rows: slice, new: torch.Tensor, filled: Filled, keep: slice
+    ) -> torch.Tensor:
+        self.prepare(rows, new, filled.way)
         mask: Any = filled.mask
         if self.has_linear:  # to which every token counts; what is no mask must not reach it
             mask = {"full_attention": mask, "linear_attention": None}
         output = self.module(
             input_ids=tokens,
-            position_ids=rows.expand(tokens.shape[0], -1),
+            position_ids=new.expand(tokens.shape[0], -1),
             attention_mask=mask,
             past_key_values=self.layers.cache,
             use_cache=True,
-            logits_to_keep=LAST,
+            logits_to_keep=keep,
         )
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits
+        return logits

@@ -1,8 +1,11 @@
 """The passes of requests: a prompt, then one step after another."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
+from math import prod
+from typing import Any
 
 import torch
 
@@ -19,7 +22,7 @@ from offplan.runtime.model.latent import keep_latents
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.passes.captured import MakeLogits, Passes
-from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
+from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_compiled_for
 from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.passes.link import Link
@@ -60,26 +63,26 @@ class ModelRunner:
         """
         model, module, device = loaded.model, loaded.module, loaded.store.device
         self._loaded, self._memory, self._context = loaded, memory, context
-        self._chunk, self._capture = chunk, capture
+        self.chunk, self._capture = chunk, capture
         self._batch = 0
         """Number of sequences that the cache is allocated for; 0 while it is not."""
         self.length = 0
-        """Tokens of each sequence; 0 where none is begun."""
+        """Tokens of each sequence; 0 where none is begun, or each has a length of its own."""
         self._position = Position(device)
         self._rows_read = 0
         """Rows of the input embedding that passes have read."""
-        self._frequencies = Frequencies(module)
+        self.frequencies = Frequencies(module)
         self._text: torch.Tensor | None = None
         """The tokens of each sequence where they are to be read again, int64 on the device."""
         self._expansions = keep_latents(module)
         layers = decoder_layers(module)
-        self._linear = [index for index, part in enumerate(find_linear(layers)) if part]
-        """Indices of the layers that have linear attention."""
+        self.linear = [index for index, part in enumerate(find_linear(layers)) if part]
+        """Indices of the layers that have linear attention, whose states cannot go back."""
         self.layers = DecoderLayers(layers, compiled=capture)
         self._executor = Executor(self.layers, link, loaded.store.serve)
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
-            module, self.layers, self._position, context, find, bool(self._linear)
+            module, self.layers, self._position, context, find, bool(self.linear)
         )
         self._experts = ExpertKernels(model, module, device, with_own=capture)
         self._passes = Passes(self._executor, self._give_back)
@@ -93,33 +96,86 @@ class ModelRunner:
         Returns logits, [batch, vocabulary], which the next pass overwrites. Raises
         InputError for a prompt that is empty or beyond the context.
         """
+        prompt = self._make_room(prompt)
+        logits = self.read([Reading(prompt)])
+        self._begin(prompt)
+        return logits
+
+    def prefill_all(self, prompt: torch.Tensor, num_last: int) -> Iterator[torch.Tensor]:
+        """Do what ``prefill`` does; make the logits of the ``num_last`` tokens of each sequence.
+
+        Yields [batch, some, vocabulary], in order: logits of so many tokens as take less memory
+        than a chunk of the prompt does. Nothing is captured.
+        """
+        prompt = self._make_room(prompt)
+        readings = [Reading(prompt)]
+        texts: ChunkedTexts = self._read(
+            readings, lambda _: self._run_layers(readings), may_capture=False
+        )
+        self._begin(prompt)
+        config = self._loaded.module.config.get_text_config()
+        # a chunk has six hidden states of each token at a time, and a head makes two of the logits
+        most = min(self.chunk, prompt.shape[1]) * config.hidden_size // config.vocab_size
+        return texts.finish_all(num_last, max(1, most))
+
+    def _make_room(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Check a prompt and allocate its cache; return it on the device."""
         batch, num_tokens = prompt.shape
         if not batch or not 0 < num_tokens <= self._context:
             raise InputError(
                 f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
                 f"context is {self._context}"
             )
+        self.allocate(batch)
+        return prompt.to(self._loaded.store.device)
+
+    def _begin(self, prompt: torch.Tensor) -> None:
+        batch, num_tokens = prompt.shape
+        self.set_length(num_tokens)
+        if num_tokens < self.frequencies.renewal:
+            self._text = prompt.new_empty(batch, self.frequencies.renewal)
+            self._text[:, :num_tokens] = prompt
+
+    def read(self, readings: Sequence[Reading], *, may_capture: bool = True) -> torch.Tensor:
+        """Read parts of texts into rows of the cache in one pass; positions stay as they are.
+
+        All have to be of one ``regime``. Returns the logits that follow each,
+        [sequences, vocabulary], which the next pass overwrites. ``may_capture`` allows to capture a
+        prompt of all rows. Where the pass fails, the other rows are what they were.
+        """
+        first, *others = readings
+        is_prompt = not others and not first.start and len(first.tokens) == self._batch
+        return self._read(
+            readings,
+            partial(self._forward_texts, readings),
+            may_capture=may_capture and is_prompt and self.captures_prompt(*first.tokens.shape),
+        )
+
+    def _read(
+        self,
+        readings: Sequence[Reading],
+        forward: Callable[[torch.Tensor], Any],
+        *,
+        may_capture: bool,
+    ) -> Any:
         with self._whole_or_afresh():
-            prompt = prompt.to(self._loaded.store.device)
-            self._allocate_cache(batch)
-            self.layers.forget_from(num_tokens)
-            self._frequencies.set_length(num_tokens)
-            self._rows_read += prompt.numel()
-            if num_tokens > self._chunk:  # each sequence's last one is read again, for the head
-                self._rows_read += batch
-            logits = self._passes.run(
+            for each in readings:
+                self.layers.forget_from(each.stop, each.rows)
+                if not each.start:
+                    self.layers.forget_states(each.rows)
+            self.frequencies.set_length(readings[-1].stop)
+            shapes = [each.tokens.shape for each in readings]
+            self._rows_read += sum(map(prod, shapes))
+            if len(readings) > 1 or shapes[0][1] > self.chunk:
+                # each sequence's last one is read again, for the head
+                self._rows_read += sum(batch for batch, _ in shapes)
+            largest = max(batch * min(new, self.chunk) for batch, new in shapes)
+            return self._passes.run(
                 self._next_schedule(Phase.PREFILL),
-                self._in_phase(
-                    Phase.PREFILL, batch * min(num_tokens, self._chunk), self._forward_prompt
-                ),
-                prompt,
-                may_capture=self.captures_prompt(batch, num_tokens),
+                self._in_phase(Phase.PREFILL, largest, forward),
+                readings[0].tokens,
+                may_capture=may_capture,
             )
-            self.set_length(num_tokens)
-            if num_tokens < self._frequencies.renewal:
-                self._text = prompt.new_empty(batch, self._frequencies.renewal)
-                self._text[:, :num_tokens] = prompt
-        return logits
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
@@ -138,53 +194,65 @@ class ModelRunner:
             )
         if self._text is not None:
             self._text[:, self.length] = tokens[:, 0]
-            if self.length + 1 == self._frequencies.renewal:
+            if self.length + 1 == self.frequencies.renewal:
                 return self.prefill(self._text)
+        logits = self.step(tokens, self.length + 1, 1)
+        self.length += 1
+        return logits
+
+    def step(self, tokens: torch.Tensor, length: int, moves: torch.Tensor | int) -> torch.Tensor:
+        """Run one decode pass of the first rows, int64 of [batch, 1] on the device.
+
+        Positions then grow by ``moves``: 1, or int64 of [rows], 0 for rows that are to stay as they
+        are. The others' texts are of one ``step_regime``, that of ``length`` tokens. Returns
+        logits, [batch, vocabulary], which the next pass overwrites.
+        """
         with self._whole_or_afresh():
-            self._frequencies.set_length(self.length + 1)
-            self._rows_read += self._batch
+            self.frequencies.set_length(length)
+            if self._position.is_shared:
+                self._position.shared.fill_(length - 1)
+            self._rows_read += len(tokens)
             schedule = self._next_schedule(Phase.DECODE)
             steady = schedule.before == schedule.after
             logits = self._passes.run(
                 schedule,
-                self._in_phase(Phase.DECODE, self._batch, self.forward.step),
+                self._in_phase(Phase.DECODE, len(tokens), self.forward.step),
                 tokens,
                 may_capture=self._capture and steady,
             )
-            self._position.tensor.add_(1)
-            self.length += 1
+            self._position.tensor.add_(moves)
         return logits
 
-    def find_nan(self, prompt: torch.Tensor, fed: torch.Tensor) -> str:
-        """Run the last pass of a text once more, and say what in it gives the first NaN.
+    def step_regime(self, length: int) -> Hashable:
+        """Return what texts of one step have to share, by the ``length`` that they grow to."""
+        return self.regime(length), length if self._position.is_shared else None
 
-        ``prompt``, int64 of [batch, tokens], is the one that was read last, and ``fed``, int64 of
-        [steps, batch], the tokens of the steps behind it; the last of these is the pass in
-        question. Caches are cut where that pass found them. States of linear attention are not
-        kept, and rotary embeddings may have changed: such texts are read from their prompt on.
+    def find_nan(self, tokens: torch.Tensor, rows: slice) -> str:
+        """Read texts, int64 of [batch, tokens], once more into ``rows``; say what gives a NaN.
 
         Nothing is captured, and the host waits for every layer. No sequence is begun afterwards.
         """
-        watch = NanWatch()
+        tokens, watch = tokens.to(self._loaded.store.device), NanWatch()
         captures, self._capture = self._capture, False
         try:
             self._give_back(self._forget_passes)  # uncaptured, a pass takes as much memory again
-            passes = [partial(self.prefill, prompt)]
-            passes += [partial(self.decode, tokens[:, None]) for tokens in fed.to(prompt.device)]
-            if len(fed) and not self._linear and not self.changes_with_length:
-                before = prompt.shape[1] + len(fed) - 1
-                self.layers.forget_from(before)
-                self.set_length(before)
-            else:
-                for run in passes[:-1]:
-                    run()
             with self.layers.seen_by(watch.see):
-                return watch.describe_rest(passes[-1]())
+                return watch.describe_rest(self.read([Reading(tokens, 0, rows)]))
         except NanFoundError as found:
             return str(found)
         finally:
             self._capture = captures
             self.length = 0
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Say how many tokens each row holds: less than the context, for a step to write to."""
+        self._position.tensor.copy_(torch.tensor(lengths))
+        self.length = 0
+
+    def swap(self, row: int, other: int, num_tokens: int) -> None:
+        """Exchange the first ``num_tokens`` tokens of two rows; positions stay as they are."""
+        assert self.layers.cache is not None
+        self.layers.cache.swap(row, other, num_tokens)
 
     def set_length(self, num_tokens: int) -> None:
         """Say that the cache holds so many tokens; queued on the current stream."""
@@ -201,18 +269,44 @@ class ModelRunner:
     @property
     def changes_with_length(self) -> bool:
         """Whether the rotary embeddings change with the length of the text."""
-        return self._frequencies.change
+        return self.frequencies.change
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a text can be cut short, or left as it is in a step: linear attention cannot."""
+        return not self.linear
+
+    @property
+    def one_row(self) -> str:
+        """What allows one row alone to have a text of a length of its own; empty where many may."""
+        if self.linear and self.changes_with_length:
+            return "linear attention beside rotary embeddings that change with the text's length"
+        return ""
+
+    @property
+    def renewal(self) -> int:
+        """Tokens that a text is read again at as a whole; 0 where none is."""
+        return self.frequencies.renewal
+
+    @property
+    def cache(self) -> object:
+        """The cache at hand, for whoever has texts in it to know it by."""
+        return self.layers.cache
+
+    def regime(self, num_tokens: int) -> Hashable:
+        """Return what texts that a pass reads have to share, of the length of each."""
+        return self.frequencies.regime(num_tokens)
 
     def captures_prompt(self, batch: int, num_tokens: int) -> bool:
         """Whether a prompt of this shape is captured when it comes twice in a row."""
         most = MAX_CAPTURED_CHUNKS
-        if self._linear:  # launches something for every few tokens, however long the chunk
-            most = min(most, MAX_CAPTURED_TOKENS // self._chunk)
+        if self.linear:  # launches something for every few tokens, however long the chunk
+            most = min(most, MAX_CAPTURED_TOKENS // self.chunk)
         return (
             self._capture
-            and self._chunk <= num_tokens <= most * self._chunk
-            and batch * self._chunk <= MAX_CAPTURED_TOKENS
-            and self._experts.can_capture(batch * self._chunk)
+            and self.chunk <= num_tokens <= most * self.chunk
+            and batch * self.chunk <= MAX_CAPTURED_TOKENS
+            and self._experts.can_capture(batch * self.chunk)
         )
 
     def prompt_layers(self, prompt: torch.Tensor) -> list[Callable[[], object]]:
@@ -221,7 +315,8 @@ class ModelRunner:
         A call takes all chunks through its layer and leaves them as they were. No weights are
         moved: all have to be resident.
         """
-        chunks = ChunkedPrompt(prompt.split(self._chunk, dim=1), self.forward)
+        chunk = min(self.chunk, prompt.shape[1])
+        chunks = ChunkedTexts([Reading(prompt)], self.forward, chunk)
         return [partial(chunks.try_layer, index) for index in range(len(self.layers))]
 
     def close(self) -> None:
@@ -263,21 +358,31 @@ class ModelRunner:
 
         return run
 
-    def _forward_prompt(self, tokens: torch.Tensor) -> torch.Tensor:
-        chunks = tokens.split(self._chunk, dim=1)
-        if len(chunks) == 1:
-            with as_compiled_for(tokens.shape[1], self._chunk):
-                return self.forward.chunk(tokens, 0, tokens.shape[1])
-        prompt = ChunkedPrompt(chunks, self.forward)
+    def _forward_texts(self, readings: Sequence[Reading], tokens: torch.Tensor) -> torch.Tensor:
+        """Read texts; ``tokens`` stand for the first one's, for a captured pass has its own."""
+        first = replace(readings[0], tokens=tokens)
+        if len(readings) == 1 and tokens.shape[1] <= self.chunk:
+            with as_compiled_for(tokens.shape[1], self.chunk):
+                return self.forward.chunk(tokens, first.start, first.stop, first.rows)[:, -1]
+        return self._run_layers([first, *readings[1:]]).finish()
+
+    def _run_layers(self, readings: Sequence[Reading]) -> ChunkedTexts:
+        """Take texts through all layers."""
+        texts = ChunkedTexts(readings, self.forward, self.chunk)
         for index in range(len(self.layers)):
             self._executor.before(index)
-            prompt.run_layer(index)
+            texts.run_layer(index)
             self._executor.after(index)
-        return prompt.finish()
+        return texts
 
-    def _allocate_cache(self, batch: int) -> None:
+    def allocate(self, batch: int) -> None:
+        """Have a cache of so many rows; rows of another number are lost."""
         if batch == self._batch:
             return
+        with self._whole_or_afresh():
+            self._allocate(batch)
+
+    def _allocate(self, batch: int) -> None:
         self._batch = 0  # until all of the cache is there
         if self.layers.cache is not None:
             # blocks of the old cache do not fit the new one and would be kept beside it
@@ -285,12 +390,13 @@ class ModelRunner:
         # others read an earlier layer's, or have linear attention
         num_keeping = sum(layer.kv_cache.bytes_per_token > 0 for layer in self._loaded.model.layers)
         self.layers.cache = LayerCaches(
-            len(self.layers), num_keeping, self._context, self._position, self._linear
+            len(self.layers), num_keeping, self._context, self._position, self.linear
         )
         with torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.
             device = self._loaded.store.device
+            self._position.allocate(batch)
             self.forward.chunk(torch.zeros(batch, 1, dtype=torch.int64, device=device), 0, 1)
         self._batch = batch
 
@@ -301,11 +407,11 @@ class ModelRunner:
     def _forget_passes(self) -> None:
         """Forget what is captured, and what a pass that did not end has left behind."""
         self._passes.forget()
-        self._position.rows = self._position.tensor
+        self._position.new = self._position.tensor
         for expansion in self._expansions:
             expansion.forget()
 
     def _give_back(self, drop: Callable[[], object]) -> None:
         """Give the device what ``drop`` lets go of, once it is done with it, and what is cached."""
-        self._position.rows = self._position.tensor  # a captured prompt's lie in its memory
+        self._position.new = self._position.tensor  # a captured prompt's lie in its memory
         self._memory.release(drop)

@@ -1,0 +1,530 @@
+"""Texts of unlike lengths that are generated together: a row of the cache for each."""
+
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from offplan.errors import InputError
+from offplan.runtime.faults import memory_limits
+from offplan.runtime.passes.chunks import Reading
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
+
+
+class Joined(NamedTuple):
+    """A text that has just been given a row."""
+
+    row: int
+    """The row of the cache, from 0 on, by which ``Rows`` knows the text from here on."""
+    logits: torch.Tensor
+    """Logits that follow the prompt, [vocabulary], on the device, the caller's own."""
+    tokens_read: int
+    """Tokens of the prompt that the pass read; the row's cache had the others already."""
+
+
+@dataclass
+class _Row:
+    """What a row of the cache holds."""
+
+    tokens: list[int] = field(default_factory=list)
+    fed: list[torch.Tensor] = field(default_factory=list)
+    """Tokens behind these that the host has not read, each of one element, on the device."""
+    in_use: bool = False
+    num_begun: int = 0
+    """Tokens of the prompt that it joined with."""
+    left: int = 0
+    """Number of its last text among those that left."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that it holds."""
+        return len(self.tokens) + len(self.fed)
+
+    def read_tokens(self) -> list[int]:
+        """Return its tokens; waits for the device where there are some that were not read."""
+        if self.fed:
+            self.tokens += torch.cat([each.view(1) for each in self.fed]).tolist()
+            self.fed.clear()
+        return self.tokens
+
+    def forget(self) -> None:
+        """Hold nothing, for a text to come."""
+        self.tokens, self.fed, self.in_use = [], [], False
+
+
+class _OneText:
+    """Passes of a runner whose caches have one length, as those of one row."""
+
+    goes_back, one_row, renewal = False, "caches of transformers' own, which have one length", 0
+    chunk, length = sys.maxsize, 0
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.cache = self
+
+    def regime(self, num_tokens: int) -> int:
+        """Tell a prompt from the text before it: all of a prompt is read."""
+        return num_tokens
+
+    def step_regime(self, length: int) -> None:
+        """Say nothing of the one text."""
+
+    def captures_prompt(self, batch: int, num_tokens: int) -> bool:
+        """Say whether a prompt is captured."""
+        return bool(self._runner.captures_prompt(batch, num_tokens))
+
+    def allocate(self, batch: int) -> None:
+        """Leave it to the prompt."""
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Leave it to the passes."""
+
+    def read(self, readings: Sequence[Reading], *, may_capture: bool) -> torch.Tensor:
+        """Read the one text from its beginning on."""
+        made: torch.Tensor = self._runner.prefill(readings[0].tokens)
+        return made
+
+    def step(self, tokens: torch.Tensor, length: int, moves: object) -> torch.Tensor:
+        """Extend the one text."""
+        made: torch.Tensor = self._runner.decode(tokens)
+        return made
+
+
+class _Part(NamedTuple):
+    """A prompt that is about to be read into a row, from ``start`` on."""
+
+    row: int
+    prompt: list[int]
+    start: int
+
+
+class Rows:
+    """The rows of a session's cache, each with a text of its own length.
+
+    Texts join and leave between steps. A prompt is read by a pass of its own into its row; a step
+    then extends all texts together. While there are ``Rows`` of a session, nobody else may call its
+    ``prefill`` and ``decode``. Works on the session's stream: read logits and make tokens inside
+    ``session.stream()``. Not for several threads at once.
+
+    A call that raises leaves the other texts as they were, ready for the next call. Where that
+    cannot be, as where a step has changed the states of linear attention, the rows are emptied:
+    afterwards ``in_use`` names the texts that are still there.
+    """
+
+    def __init__(
+        self, session: Session, num_rows: int, *, sizes: Sequence[int] | None = None
+    ) -> None:
+        """Share the cache of ``session`` among up to ``num_rows`` texts at a time.
+
+        A plan has memory for as many as its workload's batch. A step runs, and is captured, for the
+        least of ``sizes`` rows that has all that it extends; ``num_rows`` is always one of them,
+        and by default the other is 1. Raises InputError for fewer rows than one, and for more where
+        a family's states allow one alone.
+        """
+        runner: Any = session.runner
+        if not hasattr(runner, "read"):
+            runner = _OneText(runner)
+        if num_rows < 1:
+            raise InputError(f"{num_rows} rows: expected 1 or more")
+        if num_rows > 1 and runner.one_row:
+            raise InputError(
+                f"{num_rows} rows: {session.loaded.model.source} has {runner.one_row}, so give it "
+                "one row"
+            )
+        self.num_rows = num_rows
+        """Texts that can be there at a time."""
+        # what is noted of routing is noted for one batch
+        smaller = () if session.routing is not None else (1,) if sizes is None else sizes
+        self._sizes = sorted({size for size in smaller if 0 < size < num_rows} | {num_rows})
+        self.session, self._runner = session, runner
+        self._vocabulary: int = session.loaded.module.config.get_text_config().vocab_size
+        self._rows = [_Row() for _ in range(num_rows)]
+        self._num_left = 0
+        self._slots = [*range(num_rows)]
+        """Where each row lies in the cache: a step runs for the first of these places."""
+        self._moves: tuple[Sequence[int], torch.Tensor] | None = None
+        """Slots of the last step that did not extend all, and by how much positions then grow."""
+        self._captures_prompts = False
+        self._cache: object = None
+        """The cache that they are rows of; None before the first pass."""
+
+    @property
+    def in_use(self) -> frozenset[int]:
+        """Rows that have a text."""
+        return frozenset(row for row, each in enumerate(self._rows) if each.in_use)
+
+    @property
+    def num_free(self) -> int:
+        """Texts that could join now."""
+        return self.num_rows - len(self.in_use)
+
+    def length(self, row: int) -> int:
+        """Return the tokens of a row's text so far; ``session.context`` is the most."""
+        return self._find(row).length
+
+    def warm_up(self, prompt_tokens: int, *, capture_prompt: bool = False) -> None:
+        """Compile, capture and let libraries allocate: for such a prompt, and steps of each size.
+
+        Forgets all texts. A prompt shorter than the plan's chunk compiles nothing. With
+        ``capture_prompt`` the prompt of a single row is captured where a session would capture it,
+        and so are others that come twice in a row: that pays where prompts have one length, for a
+        prompt of another one takes away all that is captured.
+        """
+        for row in self._rows:
+            row.forget()
+        # tokens that differ, or they would all be sent to the same experts
+        prompt = [number % self._vocabulary for number in range(prompt_tokens)]
+        self._captures_prompts = capture_prompt
+        again = capture_prompt and self.num_rows == 1
+        again = again and self._runner.captures_prompt(1, prompt_tokens)
+        for _ in range(1 + again):
+            self._rows[self.join(prompt).row].forget()
+        if prompt_tokens < self.session.context:
+            with self._running("making a token"):
+                self._runner.set_lengths([prompt_tokens] * self.num_rows)
+                for size in self._sizes:
+                    for _ in range(min(NUM_WARMUP_STEPS, self.session.context - prompt_tokens)):
+                        tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self.session.device)
+                        self._runner.step(tokens, prompt_tokens + 1, 0)
+        self.session.end_warm_up()
+
+    def join(self, prompt: Sequence[int]) -> Joined:
+        """Read a prompt into a free row.
+
+        Of the free rows it takes the one whose cache holds most of the prompt's beginning, and
+        reads the rest alone. A state that cannot go back, as linear attention has, serves a prompt
+        that goes on from all of it; where rotary embeddings change with the text's length, what is
+        as long as to change them is read as a whole. Raises InputError for a prompt that is empty
+        or beyond the context, and where no row is free, MemoryLimitError.
+        """
+        (joined,) = self.join_all([prompt])
+        return joined
+
+    def join_all(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+        """Read several prompts into free rows, in as few passes as memory allows; as ``join`` does.
+
+        Weights that are off the GPU cross the link once for all prompts of a pass: join those that
+        wait together. Raises what ``join`` raises, for all of them before any is read; where a
+        pass fails none has joined.
+        """
+        if len(prompts) > self.num_free:
+            raise InputError(
+                f"{len(prompts)} prompts for {self.num_free} free rows of {self.num_rows}: let a "
+                "text leave first"
+            )
+        context, vocabulary = self.session.context, self._vocabulary
+        for prompt in prompts:
+            if not 0 < len(prompt) <= context:
+                raise InputError(
+                    f"the prompt has {len(prompt)} tokens; the plan's context is {context}"
+                )
+            for token in (min(prompt), max(prompt)):  # a GPU would fail for good
+                if not 0 <= token < vocabulary:
+                    raise InputError(
+                        f"the prompt has token {token}; the model has tokens from 0 to "
+                        f"{vocabulary - 1}"
+                    )
+        with self._running("reading the prompt"):
+            parts = self._assign([[*prompt] for prompt in prompts])
+            for part in parts:  # what is not read to its end is nothing to go on from
+                self._rows[part.row].forget()
+            joined = {}
+            for together in self._divide(parts):
+                logits = self._read(together).clone()
+                for part, each in zip(together, logits, strict=True):
+                    num_read = len(part.prompt) - part.start
+                    row = self._rows[part.row]
+                    row.tokens, row.num_begun = part.prompt, len(part.prompt)
+                    joined[part.row] = Joined(part.row, each, num_read)
+            for part in parts:
+                self._rows[part.row].in_use = True
+            self._set_lengths()
+        return [joined[part.row] for part in parts]
+
+    def step(self, tokens: Mapping[int, int | torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Extend the texts of some rows by a token each, in one pass; the others stay as they are.
+
+        A token is a number, or a tensor of one element on the device: then nothing waits for the
+        host. Returns the logits that follow, [vocabulary] for each row, on the device, overwritten
+        by the next call. Raises InputError for a row that has no text and for a text that has
+        reached the context, before anything is changed, MemoryLimitError.
+
+        Where a model's states cannot stay as they are (linear attention), the texts of all rows in
+        use have to be extended; InputError otherwise.
+        """
+        fed = torch.zeros(self.num_rows, 1, dtype=torch.int64)
+        on_device = {row: each for row, each in tokens.items() if isinstance(each, torch.Tensor)}
+        for row in tokens:
+            self._find(row)
+            if row not in on_device:
+                fed[row] = tokens[row]
+        with self.session.stream():
+            fed = fed.to(self.session.device)
+            for row, each in on_device.items():
+                fed[row] = each.view(1)
+        logits = self.extend(sorted(tokens), fed)
+        for row, token in tokens.items():
+            text = self._rows[row]
+            if row not in on_device and len(text.fed) == 1:  # the host knows all of it
+                text.fed.clear()
+                text.tokens.append(int(token))
+        return {row: logits[row] for row in tokens}
+
+    def extend(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Do what ``step`` does with the tokens of all rows in one tensor.
+
+        ``tokens`` is int64 of [num_rows, 1] on the device, of which those of ``rows`` are read,
+        there and later on. Returns logits, [batch, vocabulary]: ``rows`` are indices of its first
+        dimension, and what else it has means nothing.
+        """
+        self._check_step(rows)
+        with self._running("making a token"):
+            try:
+                self._gather()
+                made = self._extend(rows, tokens)
+            except BaseException:
+                if not self._runner.goes_back:  # some layers' states have gone on
+                    for each in self._rows:
+                        each.forget()
+                self._set_lengths()
+                raise
+            for row in rows:
+                self._rows[row].fed.append(tokens[row])
+            extended = [self._rows[row] for row in rows]
+            # one that was read again has not moved, and one that is full is idle from here on
+            if any(each.length in (each.num_begun, self.session.context) for each in extended):
+                self._set_lengths()
+            if self.session.routing is not None:
+                self.session.routing.note_step([self._slots[row] for row in rows])
+        return made
+
+    def leave(self, row: int) -> None:
+        """Free a row; its cache stays for a later prompt that begins as its text does.
+
+        Raises InputError for a row that has no text.
+        """
+        left = self._find(row)
+        self._num_left += 1
+        left.in_use, left.left = False, self._num_left
+        if left.length >= self.session.context:
+            if not self._runner.goes_back:
+                left.forget()
+            else:  # steps of the others write to its last place
+                del left.read_tokens()[-1]
+
+    def find_nan(self, tokens: Sequence[int]) -> str:
+        """Say which layer gives the first NaN of a text, by reading the text once more.
+
+        ``tokens`` are all that were read of it. They are read into a free row: have the text leave
+        its own. Waits for the device after each layer. Raises InputError where no row is free.
+        """
+        free = next((row for row in range(self.num_rows) if row not in self.in_use), None)
+        if free is None:
+            raise InputError("no row is free to find a NaN in: let a text leave first")
+        with self._running("finding a NaN"):
+            self._rows[free].forget()
+            return self.session.find_nan(torch.tensor([[*tokens]]), self._rows_of(free))
+
+    @contextmanager
+    def _running(self, doing: str) -> Iterator[None]:
+        """Context of a call that runs passes, by the name of what it is doing."""
+        self.session.check_open()
+        with memory_limits(doing), self.session.stream(), torch.inference_mode():
+            runner = self._runner
+            if self._cache is not None and (runner.length or runner.cache is not self._cache):
+                self._cache = None
+                for row in self._rows:
+                    row.forget()
+                raise ValueError(
+                    "the session's own prefill has taken the cache of its rows, whose texts are "
+                    "gone: join them again"
+                )
+            if self._cache is None:
+                runner.allocate(self.num_rows)
+                self._cache = runner.cache
+                self._set_lengths()
+                if self.session.routing is not None:
+                    self.session.routing.begin(self.num_rows)
+            yield
+
+    def _find(self, row: int) -> _Row:
+        if row not in self.in_use:
+            raise InputError(f"row {row} has no text: expected one of {sorted(self.in_use)}")
+        return self._rows[row]
+
+    def _set_lengths(self) -> None:
+        """Have each row's position on the device be where a step may write, be it an idle row's."""
+        lengths = [0] * self.num_rows
+        for slot, row in zip(self._slots, self._rows, strict=True):
+            lengths[slot] = min(row.length, self.session.context - 1)
+        self._runner.set_lengths(lengths)
+
+    def _rows_of(self, row: int) -> slice:
+        """Return the rows of the cache that a text has."""
+        return slice(self._slots[row], self._slots[row] + 1)
+
+    def _gather(self) -> None:
+        """Have texts lie where a step of the least size finds all of them."""
+        used, sizes = sorted(self.in_use, key=self._slots.__getitem__), self._sizes
+        least = next(size for size in sizes if size >= len(used))
+        free = [slot for slot in range(least) if slot not in {self._slots[row] for row in used}]
+        for row in used:
+            if self._slots[row] < least:
+                continue
+            other = self._slots.index(free.pop(0))
+            both = self._rows[row], self._rows[other]
+            try:
+                # an idle token may lie behind what a row holds
+                num_tokens = max(each.length for each in both) + 1
+                self._runner.swap(self._slots[row], self._slots[other], num_tokens)
+            except BaseException:
+                for each in both:
+                    each.forget()
+                raise
+            self._slots[row], self._slots[other] = self._slots[other], self._slots[row]
+            self._moves = None
+            self._set_lengths()
+
+    def _assign(self, prompts: Sequence[list[int]]) -> list[_Part]:
+        """Choose a free row for each prompt: by what it holds, or else the one left longest ago."""
+        free = [row for row, each in enumerate(self._rows) if not each.in_use]
+        parts = []
+        for prompt in prompts:
+            held = {row: self._count_held(self._rows[row], prompt) for row in free}
+            row = max(
+                free, key=lambda row: (held[row], not self._rows[row].length, -self._rows[row].left)
+            )
+            free.remove(row)
+            parts.append(_Part(row, prompt, held[row]))
+        return parts
+
+    def _count_held(self, row: _Row, prompt: list[int]) -> int:
+        """Count the tokens of a prompt that a row holds and that a pass can go on from.
+
+        The last token is not of them: its logits are wanted.
+        """
+        regime = self._runner.regime
+        held = row.read_tokens()
+        if len({regime(len(prompt)), regime(row.num_begun), regime(len(held))}) > 1:
+            return 0
+        common = 0
+        for ours, theirs in zip(held, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        return 0 if common < len(held) and not self._runner.goes_back else common
+
+    def _divide(self, parts: Sequence[_Part]) -> list[list[_Part]]:
+        """Divide what is to be read among passes.
+
+        Those of one share what rotary embeddings change by. Hidden states of their tokens wait for
+        each layer, two of a token; a plan has memory for six of each token that a chunk of all rows
+        has (``WAITING_COPIES`` and ``HIDDEN_COPIES`` of ``costs.activations``), and a chunk here is
+        of one row.
+        """
+        most = (3 * self.num_rows - 2) * self._runner.chunk
+        passes: list[list[_Part]] = []
+        last: Hashable = None
+        num_tokens = 0
+        for part in sorted(parts, key=lambda part: self._runner.regime(len(part.prompt))):
+            regime, more = (
+                self._runner.regime(len(part.prompt)),
+                len(part.prompt) - part.start,
+            )
+            num_tokens += more
+            if not passes or regime != last or num_tokens > most:
+                passes.append([])
+                last, num_tokens = regime, more
+            passes[-1].append(part)
+        return passes
+
+    def _read(self, parts: Sequence[_Part]) -> torch.Tensor:
+        """Read parts in one pass; returns logits, [parts, vocabulary], that the next overwrites."""
+        readings = []
+        for row, prompt, start in parts:
+            tokens = torch.tensor([prompt[start:]]).to(self.session.device)
+            readings.append(Reading(tokens, start, self._rows_of(row)))
+        return self._runner.read(readings, may_capture=self._captures_prompts)
+
+    def _check_step(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if self._find(row).length >= self.session.context:
+                raise InputError(
+                    f"the text of row {row} has reached the context of "
+                    f"{self.session.context} tokens"
+                )
+        if not rows:
+            raise InputError("a step of no rows: expected some that have a text")
+        if not self._runner.goes_back and (others := self.in_use - {*rows}):
+            raise InputError(
+                f"a step without row {min(others)}: linear attention cannot leave the state of a "
+                "text as it is, so extend all of them or let some leave"
+            )
+
+    def _extend(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Run the passes of a step: one, unless texts differ in what a pass has to know of all."""
+        renewal = self._runner.renewal
+        renewed = [row for row in rows if self.length(row) + 1 == renewal]
+        groups: dict[Hashable, list[int]] = {}
+        for row in rows:
+            if row not in renewed:
+                key = self._runner.step_regime(self.length(row) + 1)
+                groups.setdefault(key, []).append(row)
+        if not renewed and len(groups) == 1:
+            return self._run_step(rows, tokens)
+        parts = [(group, self._run_step(group, tokens)[group]) for group in groups.values()]
+        parts += [([row], self._read_again(row, tokens)) for row in renewed]
+        made = parts[0][1].new_empty(self.num_rows, parts[0][1].shape[1])
+        for group, logits in parts:
+            made[group] = logits
+        return made
+
+    def _run_step(self, rows: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
+        """Run one pass for some rows; returns logits as ``extend`` does."""
+        slots = [self._slots[row] for row in rows]
+        size = next(size for size in self._sizes if size > max(slots))
+        if not self._runner.goes_back:
+            for slot, each in zip(self._slots, self._rows, strict=True):
+                if slot < size and not each.in_use:
+                    each.forget()  # its state goes on with an idle token
+        of_step = self.length(rows[0]) + 1, self._find_moves(slots)
+        logits: torch.Tensor
+        if size == 1:
+            logits = self._runner.step(tokens[rows[0] : rows[0] + 1], *of_step)
+            return logits.expand(self.num_rows, -1)
+        if self._slots == sorted(self._slots):
+            logits = self._runner.step(tokens[:size], *of_step)
+            return logits
+        fed = torch.zeros_like(tokens[:size])
+        for row, slot in zip(rows, slots, strict=True):
+            fed[slot] = tokens[row]
+        made = self._runner.step(fed, *of_step)
+        logits = made.new_empty(self.num_rows, made.shape[1])
+        for row, slot in zip(rows, slots, strict=True):
+            logits[row] = made[slot]
+        return logits
+
+    def _find_moves(self, slots: Sequence[int]) -> torch.Tensor | int:
+        """Return by how much positions grow: not at all for rows that the step does not extend."""
+        if len(slots) == self.num_rows:
+            return 1
+        if self._moves is None or self._moves[0] != slots:
+            moves = torch.zeros(self.num_rows, dtype=torch.int64)
+            moves[slots] = 1
+            self._moves = slots, moves.to(self.session.device)
+        return self._moves[1]
+
+    def _read_again(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Read the whole text of a row anew, and its next token (``Frequencies.renewal``)."""
+        text = self._rows[row]
+        whole = [*text.read_tokens(), int(tokens[row])]
+        try:
+            logits = self._read([_Part(row, whole, 0)]).clone()
+        except BaseException:
+            text.forget()
+            raise
+        text.num_begun = len(whole)
+        return logits

@@ -1,0 +1,445 @@
+"""Texts of unlike lengths together: each as if it were alone, whatever joins, leaves and fails."""
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from offplan.checkpoint.open import open_model
+from offplan.errors import InputError, MemoryLimitError
+from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.passes.forward import Forward
+from offplan.runtime.rows import Rows
+from offplan.runtime.session import Session
+from tests.runtime.conftest import save_tiny
+from tests.runtime.plans import CONTEXT, group, offload, open_session
+
+TOLERANCE = 1e-4
+"""Part of the largest logit by which float32 logits may differ: sums are made in another order."""
+LONG = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 11, 23, 45, 4, 33, 6, 21, 50, 2, 12]
+PROMPTS = [LONG, [58, 9, 7], [2, 38, 4, 6, 2, 19, 44, 31, 40], [17]]
+FAMILIES = ["qwen3", "deepseek_v2", "qwen3_moe_tied", "mistral_windowed", "sinks", "soft_caps"]
+FAMILIES += ["chunked", "shared_keys", "gptj", "text_part", "linear", "linear_experts"]
+FAMILIES += ["dynamic", "longrope", "deepseek_v3"]
+CANNOT_WAIT = ("linear", "linear_experts")
+"""Families whose texts have to be extended in every step."""
+
+
+class Alone:
+    """What follows a text that has a session to itself."""
+
+    def __init__(self, folder: Path, chunk: int) -> None:
+        self._session = open_session(folder, offload(prefill_chunk=chunk))
+
+    def check(self, prompt: Sequence[int], found: Sequence[torch.Tensor]) -> list[int]:
+        """Compare logits, those of the prompt and of each greedy token; return the tokens."""
+        logits, tokens = self._session.prefill(torch.tensor([[*prompt]])), list[int]()
+        for number, ours in enumerate(found):
+            if number:
+                logits = self._session.decode(torch.tensor([tokens[-1:]]))
+            scale = float(logits.abs().max())
+            assert float((ours - logits[0]).abs().max()) < TOLERANCE * scale, number
+            assert int(ours.argmax()) == int(logits.argmax())
+            tokens.append(int(logits.argmax()))
+        return tokens
+
+
+class Greedy:
+    """Texts in rows, each with the logits that it was given."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.read: list[int] = []
+        self.texts: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        self.ended: list[tuple[list[int], list[torch.Tensor]]] = []
+
+    def join(self, *prompts: list[int]) -> list[int]:
+        joined = self.rows.join_all(prompts)
+        for each, prompt in zip(joined, prompts, strict=True):
+            self.texts[each.row] = prompt, [each.logits]
+        self.read += [each.tokens_read for each in joined]
+        return [each.row for each in joined]
+
+    def step(self, *rows: int) -> None:
+        chosen = rows or tuple(self.texts)
+        made = self.rows.step({row: self.next(row) for row in chosen})
+        for row in chosen:
+            self.texts[row][1].append(made[row].clone())
+
+    def next(self, row: int) -> int:
+        return int(self.texts[row][1][-1].argmax())
+
+    def leave(self, row: int) -> list[int]:
+        """End a text; return its prompt and all tokens that followed, the last one included."""
+        self.rows.leave(row)
+        prompt, logits = self.texts.pop(row)
+        self.ended.append((prompt, logits))
+        return prompt + [int(each.argmax()) for each in logits]
+
+    def check(self, alone: Alone) -> None:
+        for row in [*self.texts]:
+            self.leave(row)
+        for prompt, logits in self.ended:
+            alone.check(prompt, logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_text_is_as_if_alone(tmp_path: Path, name: str, chunk: int) -> None:
+    folder = save_tiny(name, tmp_path)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=chunk)) as session:
+        texts = Greedy(Rows(session, 3))
+        first, second = texts.join(*PROMPTS[:2])
+        for _ in range(3):
+            texts.step()
+        (third,) = texts.join(PROMPTS[2])
+        texts.step()
+        if name not in CANNOT_WAIT:
+            texts.step(third)
+            texts.step(first, third)
+        texts.leave(first)
+        for _ in range(4):
+            texts.step()
+        texts.leave(second)
+        texts.step()
+        (fourth,) = texts.join(PROMPTS[3])
+        assert fourth != third
+        texts.join(PROMPTS[1])
+        for _ in range(5):
+            texts.step()
+        texts.check(Alone(folder, chunk))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2"])
+def test_texts_that_join_and_leave_at_random(tmp_path: Path, name: str) -> None:
+    folder, draw = save_tiny(name, tmp_path), random.Random(5)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=7)) as session:
+        texts = Greedy(Rows(session, 4, sizes=(1, 2)))
+        for _ in range(60):
+            kind = draw.choice(["join", "step", "step", "leave"])
+            if kind == "join" and texts.rows.num_free:
+                count = draw.randint(1, texts.rows.num_free)
+                texts.join(
+                    *([draw.randrange(3) for _ in range(draw.randint(1, 30))] for _ in range(count))
+                )
+            elif kind == "leave" and texts.texts:
+                texts.leave(draw.choice([*texts.texts]))
+            if able := [row for row in texts.texts if texts.rows.length(row) < CONTEXT]:
+                texts.step(*draw.sample(able, draw.randint(1, len(able))))
+        assert min(texts.read) < 10
+        texts.check(Alone(folder, 7))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "mistral_windowed", "linear"])
+def test_the_next_turn_of_a_chat_reads_what_is_new(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=3)) as session:
+        texts = Greedy(Rows(session, 1))
+        prompt = LONG[:7]
+        for _ in range(3):
+            (row,) = texts.join(prompt)
+            for _ in range(4):
+                texts.step()
+            prompt = [*texts.leave(row), 11, 12, 13]
+        # the last token that a text makes was read by no pass
+        assert texts.read == [7, 4, 4]
+        texts.join(LONG[:5])  # of the beginning, where a state can go back
+        assert texts.read[3:] == [5 if name == "linear" else 1]
+        texts.check(Alone(folder, 3))
+
+
+def test_a_prompt_goes_on_from_the_row_that_has_most_of_it(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(group(2, 1))) as session:
+        texts = Greedy(Rows(session, 3))
+        first, second, third = texts.join(LONG[:4], LONG[:9], [40, 41])
+        texts.step()
+        for row in (first, second, third):
+            texts.leave(row)
+        assert texts.join([*LONG[:8], 60, 61]) == [second]
+        assert texts.join([40, 41, 42]) == [third]
+        assert texts.join([7, 7]) == [first]
+        assert texts.read[3:] == [2, 1, 2]
+        with pytest.raises(InputError, match="1 prompts for 0 free rows of 3"):
+            texts.join([1])
+        texts.step()
+        texts.check(Alone(folder, 64))
+
+
+def test_a_step_for_fewer_rows_than_there_are(tmp_path: Path) -> None:
+    folder, batches = save_tiny("qwen3_moe_tied", tmp_path), list[int]()
+    with open_session(folder, offload(group(2, 1))) as session:
+        step = session.runner.step
+
+        def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+            batches.append(len(tokens))
+            return step(tokens, *others)
+
+        session.runner.step = note  # type: ignore
+        texts = Greedy(Rows(session, 4, sizes=(1, 2)))
+        for prompt in (*PROMPTS[:3], [9, 9]):
+            texts.join(prompt)
+            texts.step()
+        for row in (3, 2, 1):
+            texts.leave(row)
+            texts.step()
+        assert batches == [1, 2, 4, 4, 4, 2, 1]
+        texts.check(Alone(folder, 64))
+
+
+def test_a_row_that_is_full_is_left_as_it_is(tmp_path: Path) -> None:
+    """Steps of the others write to idle rows, of which one has no place left."""
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(group(2, 1))) as session:
+        texts = Greedy(Rows(session, 3))
+        whole = [number % 50 for number in range(CONTEXT)]
+        full, almost, other = texts.join(whole, whole[::-1][:-1], [5, 6])
+        texts.step(almost, other)
+        for row in (full, almost):
+            with pytest.raises(InputError, match=f"row {row} has reached the context of 48"):
+                texts.step(row)
+        for _ in range(3):
+            texts.step(other)
+        texts.leave(full)
+        texts.leave(almost)
+        texts.step(other)
+        assert texts.join(whole) == [full]
+        assert texts.read[3:] == [1]
+        with pytest.raises(InputError, match="the prompt has 49 tokens; the plan's context is 48"):
+            texts.join([*whole, 1])
+        texts.check(Alone(folder, 64))
+
+
+def test_tokens_on_the_device(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(group(2, 1))) as session:
+        texts = Greedy(Rows(session, 2))
+        texts.next = lambda row: texts.texts[row][1][-1].argmax()  # type: ignore
+        texts.join(*PROMPTS[:2])
+        for _ in range(3):
+            texts.step()
+        made = texts.leave(0)
+        texts.join([*made, 3])
+        assert texts.read[2:] == [2]
+        texts.check(Alone(folder, 64))
+
+
+class Broken(Exception):
+    """Ends a pass within a layer."""
+
+
+def break_pass(session: Session, layer: int, texts: Greedy, *call: Any) -> None:
+    """Have a call of ``texts`` end in a layer."""
+    steps = session.runner.layers._steps
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Broken
+
+    own, steps[layer] = steps[layer], fail
+    with pytest.raises(Broken):
+        call[0](*call[1:])
+    steps[layer] = own
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "longrope"])
+def test_a_pass_that_fails_leaves_the_other_rows_right(
+    tmp_path: Path, name: str, layer: int
+) -> None:
+    folder = save_tiny(name, tmp_path)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=4)) as session:
+        texts = Greedy(Rows(session, 3))
+        first, second = texts.join(*PROMPTS[:2])
+        texts.step()
+        break_pass(session, layer, texts, texts.join, PROMPTS[2])
+        assert texts.rows.in_use == {first, second}
+        texts.step()
+        texts.join(PROMPTS[2])
+        break_pass(session, layer, texts, texts.step)
+        if name in CANNOT_WAIT:
+            assert not texts.rows.in_use
+            texts.texts.clear()
+            texts.join(PROMPTS[0])
+            assert texts.read[-1] == len(PROMPTS[0])
+        for _ in range(6):
+            texts.step()
+        texts.check(Alone(folder, 4))
+
+
+def test_memory_that_runs_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
+        texts = Greedy(Rows(session, 2))
+        texts.join(LONG)
+
+        def fail(*_: object, **__: object) -> torch.Tensor:
+            raise MemoryError
+
+        monkeypatch.setattr(Forward, "chunk", fail)
+        with pytest.raises(MemoryLimitError, match="while reading the prompt"):
+            texts.join([1, 2])
+        monkeypatch.setattr(Forward, "step", fail)
+        with pytest.raises(MemoryLimitError, match="while making a token"):
+            texts.step()
+        monkeypatch.undo()
+        texts.step()
+
+
+def test_what_is_asked_wrongly_changes_nothing(tmp_path: Path) -> None:
+    folder = save_tiny("linear", tmp_path)
+    with open_session(folder, offload(group(2, 1))) as session:
+        with pytest.raises(InputError, match="0 rows: expected 1 or more"):
+            Rows(session, 0)
+        texts = Greedy(Rows(session, 3))
+        first, second = texts.join(*PROMPTS[:2])
+        with pytest.raises(InputError, match=f"a step without row {second}: linear attention"):
+            texts.rows.step({first: 1})
+        for call in (texts.rows.leave, texts.rows.length, lambda row: texts.rows.step({row: 1})):
+            with pytest.raises(InputError, match=r"row 2 has no text: expected one of \[0, 1\]"):
+                call(2)
+        for token in (-1, 64):
+            with pytest.raises(InputError, match=f"token {token}; the model has tokens from 0 to"):
+                texts.join([1, token])
+        with pytest.raises(InputError, match="the prompt has 0 tokens"):
+            texts.join([])
+        with pytest.raises(InputError, match="a step of no rows"):
+            texts.rows.step({})
+        texts.step()
+        texts.check(Alone(folder, 64))
+
+
+def test_a_session_that_is_used_beside_its_rows(tmp_path: Path) -> None:
+    with open_session(save_tiny("qwen3", tmp_path), offload()) as session:
+        texts = Greedy(Rows(session, 2))
+        texts.join(LONG)
+        session.prefill(torch.tensor([LONG]))
+        with pytest.raises(ValueError, match="has taken the cache of its rows"):
+            texts.step()
+        assert not texts.rows.in_use
+        texts.texts.clear()
+        texts.join(LONG)
+        texts.step()
+
+
+def test_prompts_of_one_pass_cross_the_link_once(tmp_path: Path) -> None:
+    decision = offload(group(2, 1), prefetch_step=1, prefill_chunk=8)
+    with open_session(save_tiny("qwen3", tmp_path), decision) as session:
+        texts, moved = Greedy(Rows(session, 4)), list[int]()
+        for prompts in (PROMPTS[:3], [[50, 51]]):
+            moved.append(-session.link.bytes_moved)
+            texts.join(*prompts)
+            moved[-1] += session.link.bytes_moved
+            texts.step()
+        slabs = sum(slab.nbytes for slab in session.loaded.placement.slabs)
+        assert 0 < moved[0] <= 2 * slabs
+        assert moved[0] <= moved[1] + slabs
+
+
+def test_what_steps_with_idle_rows_choose_is_not_recorded(tmp_path: Path) -> None:
+    """Rows without a text count as copies of one that has one."""
+    model = open_model(str(save_tiny("qwen3_moe_tied", tmp_path)))
+    options: Any = {"context": CONTEXT, "device": "cpu", "folder": tmp_path, "record_routing": True}
+    with Session(model, offload(), **options) as session:
+        texts = Greedy(Rows(session, 3))
+        texts.rows.warm_up(4)
+        texts.join(*PROMPTS[:2])
+        texts.step()
+        texts.leave(0)
+        texts.step()
+        assert session.routing is not None
+        (steps,) = session.routing.steps
+        assert steps.shape[0] == 2
+        assert (steps[0][:, 2] == steps[0][:, 0]).all()
+        assert (steps[1][:, [0, 2]] == steps[1][:, [1]]).all()
+
+
+class WithoutRows:
+    """A runner that has no rows."""
+
+    def __init__(self, runner: Any) -> None:
+        for name in ("prefill", "decode", "captures_prompt", "close", "embedding_bytes"):
+            setattr(self, name, getattr(runner, name))
+
+
+def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(group(2, 1))) as session:
+        session.runner = WithoutRows(session.runner)  # type: ignore
+        with pytest.raises(InputError, match=r"2 rows: .* has caches of transformers' own"):
+            Rows(session, 2)
+        texts = Greedy(Rows(session, 1))
+        texts.rows.warm_up(CONTEXT - 1)
+        texts.join(LONG)
+        for _ in range(3):
+            texts.step()
+        made = texts.leave(0)
+        texts.join([*made, 1])
+        assert texts.read == [len(LONG), len(made) + 1]
+        texts.step()
+        texts.check(Alone(folder, 64))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "shared_keys"])
+def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str) -> None:
+    folder, batches = save_tiny(name, tmp_path), list[int]()
+    with open_session(folder, offload(group(2, 1))) as session:
+        step = session.runner.step
+
+        def note(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+            batches.append(len(tokens))
+            return step(tokens, *others)
+
+        session.runner.step = note  # type: ignore
+        texts = Greedy(Rows(session, 4, sizes=(1, 2)))
+        texts.join(*PROMPTS)
+        texts.step()
+        texts.leave(0)
+        texts.step()
+        ended = texts.leave(2)
+        texts.step()
+        texts.step()
+        texts.leave(1)
+        texts.step()
+        assert batches == [4, 4, 2, 2, 1]
+        # a state that a step with an idle token has changed serves no more
+        assert texts.join([*ended, 5], LONG) == [2, 0]
+        assert texts.read[4:] == [2, len(LONG) if name == "linear" else 1]
+        for _ in range(3):
+            texts.step()
+        texts.check(Alone(folder, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "chunked", "deepseek_v2", "linear"])
+def test_no_row_is_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What the first texts have compiled serves every row, position and length of a text."""
+    own = DecoderLayers.__init__
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(
+        DecoderLayers,
+        "__init__",
+        lambda layers, modules, compiled: own(layers, modules, compiled=True),
+    )
+    torch.compiler.reset()
+    folder = save_tiny(name, tmp_path)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=5)) as session:
+        texts = Greedy(Rows(session, 3))
+        texts.rows.warm_up(11)
+        compiled = counters["stats"]["unique_graphs"]
+        for prompt in PROMPTS[:3]:
+            texts.join(prompt)
+            texts.step()
+        texts.leave(0)
+        texts.step()
+        texts.leave(1)
+        texts.step()
+        texts.join(PROMPTS[0])
+        texts.step()
+        assert counters["stats"]["unique_graphs"] == compiled > 0
+        texts.check(Alone(folder, 5))
+    torch.compiler.reset()
