@@ -67,9 +67,14 @@ class Schedule:
     after: Ring
 
     @property
+    def copied_spans(self) -> list[Span]:
+        """What its copies move, in their order."""
+        return [op.span for op in self.operations if isinstance(op, Copy)]
+
+    @property
     def link_bytes(self) -> int:
         """Bytes that its copies move."""
-        return sum(op.span.nbytes for op in self.operations if isinstance(op, Copy))
+        return sum(span.nbytes for span in self.copied_spans)
 
 
 def empty_ring(placement: Placement) -> Ring:

@@ -1,4 +1,6 @@
-"""The timeline: prices the very schedule that the runtime executes.
+"""The timeline: runs the very schedule that the runtime executes, operation by operation.
+
+Traces show what it does at each moment; ``costs.steady`` has the same times of many plans at once.
 
 Two queues, as on the GPU: compute runs the operations in program order, and one FIFO link carries
 the copies. A copy starts when everything before it in the compute queue is done and the copy before
@@ -123,11 +125,15 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
 
 
 def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
-    """Price the pass that reads a prompt, from an idle link whose ring holds what it should.
+    """Price the pass that reads a prompt, from an idle link whose ring holds what it should."""
+    return add_up_prompt(schedule, times, int(run_prompt(schedule, times)[0]))
 
-    The step ends with the pass's compute. Copies that the pass queues for the step after it count
-    as link time and bytes, as they do when the runtime measures, but not in ``bound_ps``: nothing
-    in the prompt waits for them.
+
+def add_up_prompt(schedule: Schedule, times: PassTimes, step_ps: Fraction | int) -> PhaseTimes:
+    """Add up the link's work of a prompt, which ends with its compute after ``step_ps``.
+
+    Copies that it queues for the step after it count as link time and bytes, as they do when the
+    runtime measures, but not in ``bound_ps``: nothing in the prompt waits for them.
     """
     later: dict[int, int] = {}
     for op in schedule.operations:
@@ -135,7 +141,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
             later[op.slot] = times.copy_ps(op.span)
         elif isinstance(op, Wait):
             later.pop(op.slot, None)
-    taken = add_up(schedule, times, int(run_prompt(schedule, times)[0]), WAITING)
+    taken = add_up(schedule, times, step_ps, WAITING)
     return replace(taken, later_ps=sum(later.values()))
 
 
@@ -150,7 +156,7 @@ def add_up(
 
     ``times`` are those of all passes, the schedule is that of one.
     """
-    copies = [op.span for op in schedule.operations if isinstance(op, Copy)]
+    copies = schedule.copied_spans
     return PhaseTimes(
         step_ps=Fraction(step_ps),
         times=times,

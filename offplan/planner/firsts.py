@@ -51,7 +51,7 @@ class Firsts:
 
 def list_firsts(space: Space, rules: Rules, in_place: InPlaceRules, room: Room) -> Firsts:
     """List what a budget leaves: of two rules one frees at least half of what both have to."""
-    every = list(in_place.plans(room))
+    every = in_place.plans(room)
     gpu_lacks = [np.array([each.gpu_lack for each in every])]
     host_lacks = [np.array([each.host_lack for each in every])]
     fitting = [each for each in every if each.gpu_lack <= 0 and each.host_lack <= 0]

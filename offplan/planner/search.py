@@ -135,7 +135,7 @@ class Searcher:
     @cached_property
     def in_place(self) -> InPlaceRules:
         """Plans that copy nothing."""
-        return InPlaceRules(self.space)
+        return InPlaceRules(self.prices)
 
     def firsts(self, budget: Budget) -> Firsts:
         """List what a budget leaves of the rules; the last list is kept for the next aim."""
@@ -222,7 +222,7 @@ class _Run:
         """Try the plans that copy nothing."""
         for each in firsts.in_place:
             write = partial(self._write, each.setting, 1, each.rules)
-            times: tuple[float, float] = each.times_ps
+            times = each.times_ps
             if self.stages is not None:
                 more = self.stages.price_offload(write(), each.setting)
                 if more is None:

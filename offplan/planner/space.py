@@ -128,7 +128,6 @@ class SettingTable(NamedTuple):
 
     row_ps: NDArray[np.int64]
     """Reading embedding rows in place, [settings, 2]: in a prompt, and in a decode step."""
-    row_bytes: NDArray[np.int64]
     layer_ps: NDArray[np.int64]
     """A prompt's compute in each layer, [settings, layers]."""
     outside_ps: NDArray[np.int64]
@@ -252,7 +251,6 @@ class Space:
         prompts, step_ps = [each.prefill for each in settings], self.decode.resident_ps
         return SettingTable(
             row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
-            row_bytes=np.array([each.row_bytes for each in settings]),
             layer_ps=np.array([each.layer_ps for each in prompts]),
             outside_ps=np.array([each.outside_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
