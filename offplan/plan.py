@@ -204,6 +204,32 @@ class Rule(Record):
     max_bytes: ExactBytes | None = Field(default=None, gt=0)
     prefill: Backend
     decode: Backend
+    cached_experts: Count | None = None
+    """Routed experts of each layer that are in GPU memory as well: those used last. Decode steps
+    read the others over the link, in place of those unused longest. Null keeps none."""
+    cached_experts_more: Count | None = None
+    """The first layers that the rule takes, so many of them, keep one expert more."""
+
+    @model_validator(mode="after")
+    def _keeps_experts(self) -> "Rule":
+        if self.cached_experts is None:
+            if self.cached_experts_more is not None:
+                raise ValueError(
+                    "cached_experts_more has layers keep one expert more than cached_experts, "
+                    "which is missing: add it, or take cached_experts_more out"
+                )
+            return self
+        if self.max_bytes is not None:
+            raise ValueError(
+                "a max_bytes rule takes whole parameters, and cached_experts keeps single experts "
+                "of layers: give the rule group_size and num_in_group"
+            )
+        if self.decode.streams or self.decode.is_served:
+            raise ValueError(
+                f"found decode: {self.decode.name} with cached_experts, expected decode: uva: "
+                "steps read the experts that are not in GPU memory over the link, one by one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_form(self) -> "Rule":
@@ -295,6 +321,11 @@ class Offload(Record):
     def _reads_its_store(self) -> "Offload":
         known = " or ".join(b.name for b in BACKENDS.values() if self.store in b.stores)
         for number, rule in enumerate(self.rules, 1):
+            if rule.cached_experts is not None and self.store != "host":
+                raise ValueError(
+                    f"rule {number} has cached_experts, whose misses are read out of host memory: "
+                    f"found `store: {self.store}`, expected `store: host`"
+                )
             for backend in (rule.prefill, rule.decode):
                 if self.store not in backend.stores:
                     raise ValueError(

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.kernel_sizes import EXPERT_MULTIPLE
+from offplan.kernel_sizes import EXPERT_MULTIPLE, MAX_PAIRS
 from offplan.runtime.forms.experts import send
-from offplan.runtime.forms.pairs import MAX_PAIRS, Pairs, sort_pairs
+from offplan.runtime.forms.pairs import Pairs, sort_pairs
 from offplan.runtime.gpu_limits import gpu_limits
 from offplan.runtime.transformers_private import ExpertsInterface
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.kernel_sizes import KERNEL_TYPES, is_power
+from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, is_power
 from offplan.placement import Phase
 from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
@@ -82,7 +82,6 @@ def find_own_experts(
     if coded and not experts:
         return STORED_EXPERTS_NAME, sys.maxsize
     if with_kernels and experts and model.dtype in KERNEL_TYPES:
-        from offplan.runtime.forms.pairs import MAX_PAIRS
         from offplan.runtime.model.experts import EXPERTS_NAME, ROWS, serves
 
         if all(map(serves, experts)):
