@@ -125,6 +125,9 @@ class Goal(Record):
     leave_unpacked: tuple[UnpackedName, ...] = ()
     """Weights that stay as they are stored, whatever is packed: ``7``, ``7.mlp.down_proj``,
     ``mlp.down_proj``, ``output_head``."""
+    cached_experts: Literal["off", "auto"] | Count = "off"
+    """Whether rules may keep experts on the GPU one by one: ``auto`` chooses how many; a number is
+    how many of each layer."""
     tensor_parallel: Count = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel: Count = 1
@@ -149,6 +152,11 @@ class Goal(Record):
             raise ValueError(
                 f"--ep {self.expert_parallel} does not divide --tp {self.tensor_parallel}: groups "
                 "of experts are groups of the ranks that divide a layer"
+            )
+        if self.cached_experts != "off" and self.engine is not None:
+            raise ValueError(
+                f"--cached-experts {self.cached_experts} with --for {self.engine}: no engine keeps "
+                "experts one by one; leave one of them out"
             )
         return self
 
@@ -178,6 +186,15 @@ class MachineRef(Record):
     basis: Basis
     fingerprint: str
     """SHA-256 of the machine profile."""
+
+
+class RoutingRef(Record):
+    """The routing profile that the plan was made from."""
+
+    file: str
+    """The profile's file, as ``--routing`` takes it."""
+    fingerprint: str
+    """SHA-256 of the profile."""
 
 
 def _check_group(group_size: int, num_in_group: int) -> None:
@@ -388,6 +405,8 @@ class Plan(Record):
     budget: Budget
     goal: Goal = Goal()
     machine: MachineRef
+    routing: RoutingRef | None = None
+    """Left out where tokens were taken to choose all experts alike."""
     offload: Offload
     prediction: Prediction
 
@@ -474,6 +493,8 @@ def dump_plan(plan: Plan) -> str:
     data = plan.dump_with_units()
     if plan.model.generation_config_sha256 is None:
         del data["model"]["generation_config_sha256"]
+    if plan.routing is None:
+        del data["routing"]
     for key in ("goal", "offload", "prediction"):
         data[key] = leave_out_usual(data[key])
     if (packing := data["offload"].get("packing")) is not None:
@@ -493,6 +514,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("peer_memory", "0 B"),
         ("packing", True),
         ("leave_unpacked", []),
+        ("cached_experts", "off"),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),
         ("expert_parallel", 1),

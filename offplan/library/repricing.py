@@ -5,7 +5,7 @@ from offplan.costs.predict import predict
 from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
 from offplan.held.held import Held
-from offplan.library.planned import open_planned_machine
+from offplan.library.planned import find_planned_routing, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Plan, Prediction, Workload
 
@@ -89,10 +89,13 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
 def hold_planned(plan: Plan, model: Model) -> Held:
     """Lower a plan's model to what the ranks hold that the plan is for, packed as it says.
 
+    It has the plan's routing profile, if that is there still.
+
     Raises ExportError for ranks that its engine cannot divide the model among, and PlanError for
     packing that does not fit it.
     """
-    return lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
+    held = lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
+    return held.route(find_planned_routing(plan))
 
 
 def list_changes(before: Plan, after: Plan) -> list[str]:
@@ -102,7 +105,12 @@ def list_changes(before: Plan, after: Plan) -> list[str]:
 
 
 def find_planned_machine(plan: Plan) -> MachineProfile | None:
-    """Return the profile that a plan was made from; None where it is gone, or another by now."""
+    """Return the profile that a plan was made from; None where it is gone, or another by now.
+
+    None as well where that holds of the plan's routing profile.
+    """
+    if plan.routing is not None and find_planned_routing(plan) is None:
+        return None
     try:
         machine = open_planned_machine(plan)
     except ProfileError:

@@ -11,7 +11,7 @@ from offplan.held.unit import Unit
 from offplan.placement import Placement, place
 from offplan.plan import Offload, Plan
 
-_ASKED = ("model", "workload", "budget", "goal", "machine")
+_ASKED = ("model", "workload", "budget", "goal", "machine", "routing")
 """Sections of a plan that say what was asked."""
 
 
@@ -62,6 +62,8 @@ def compare_plans(before: Plan, after: Plan, model: Model | None = None) -> Diff
     that do not fit it.
     """
     old, new = before.dump_with_units(), after.dump_with_units()
+    for each in (old, new):  # a section that may be left out
+        each["routing"] = each["routing"] or {"file": None, "fingerprint": None}
     asked = (_changes(old[key], new[key], f"{key}.") for key in _ASKED)
     return Difference(
         before,
