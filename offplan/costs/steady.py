@@ -127,6 +127,7 @@ class OnePlan:
         spans = {phase: placement.spans(phase) for phase in Phase}
         most = sum(
             2 * times.resident_ps
+            + sum(times.busy_ps)
             + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
             + ceil(times.uva_slowdown) * sum(times.uva_ps)
             for phase, times in phases
@@ -138,7 +139,7 @@ class OnePlan:
             num_layers = range(len(times.compute_ps))
             copies = (times.copy_ps(layers[n]) if n in layers else 0 for n in num_layers)
             sizes = (layers[n].nbytes if n in layers else 0 for n in num_layers)
-            in_units = [each // unit_ps for each in (*times.compute_ps, *times.uva_ps, *copies)]
+            in_units = [each // unit_ps for each in (*times.busy_ps, *times.uva_ps, *copies)]
             in_layers = np.array(in_units, dtype=np.int64).reshape(3, 1, -1)
             tables.append(
                 PassTable(

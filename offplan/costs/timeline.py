@@ -21,6 +21,8 @@ characterization of the minimum cycle mean in a digraph (1978).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
+from itertools import zip_longest
 from typing import Literal
 
 from offplan.backends import Backend
@@ -61,6 +63,14 @@ class PassTimes:
     """One DMA."""
     read_by: Mapping[Backend, int] = field(default_factory=dict)
     """``uva_bytes`` by the backend that reads them; rows of an embedding are ``uva``'s."""
+    keeping_ps: tuple[int, ...] = ()
+    """Picoseconds of each layer's kernels that keep experts on the GPU; empty where none do."""
+
+    @cached_property
+    def busy_ps(self) -> tuple[int, ...]:
+        """Picoseconds of each layer's kernels, those that keep experts included."""
+        pairs = zip_longest(self.compute_ps, self.keeping_ps, fillvalue=0)
+        return tuple(map(sum, pairs))
 
     @property
     def resident_ps(self) -> int:
@@ -238,7 +248,7 @@ def _run_pass(
                 link = max(link, compute) + reading
                 slots = [max(done, compute) + reading for done in slots]
                 compute += took
-            began, compute = compute, compute + times.compute_ps[op.layer]
+            began, compute = compute, compute + times.busy_ps[op.layer]
             record("compute", "compute", op.layer, began, compute)
     record("compute", "compute", None, compute, compute + times.outside_ps)
     state[:] = [compute + times.outside_ps, link, *slots]

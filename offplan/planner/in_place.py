@@ -76,7 +76,7 @@ class InPlaceRules:
                 )
             )
             for number, option in enumerate(space.options)
-            if option.prefill is option.decode and not option.decode.streams
+            if option.prefill is option.decode and not option.decode.streams and not option.keeps
         }
 
     @cached_property

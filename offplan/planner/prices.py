@@ -1,6 +1,6 @@
 """Exact memory and times of candidates, many at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from offplan.held.unit import Unit
 from offplan.placement import Phase, build_slab, off_gpu_bytes
 from offplan.plan import Rule
 from offplan.planner.aims import Floats
+from offplan.planner.kept import KeptExperts
 from offplan.planner.patterns import list_patterns
 from offplan.planner.space import Space
 
@@ -44,6 +45,19 @@ class Candidates(NamedTuple):
     def choose(self, rows: Ints) -> "Candidates":
         """Keep some of the candidates."""
         return Candidates(*(column[rows] for column in self))
+
+
+class Slots(NamedTuple):
+    """The experts that candidates keep one by one."""
+
+    option: Ints
+    """The option whose rule keeps them; NO_RULE where none does, [candidates]."""
+    experts: Ints
+    """Experts of each layer, [candidates, layers]."""
+
+    def choose(self, rows: Ints) -> "Slots":
+        """Keep those of some of the candidates."""
+        return Slots(self.option[rows], self.experts[rows])
 
 
 class Content(NamedTuple):
@@ -116,8 +130,10 @@ class Prices:
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
         in_prefill = [(u, rule.prefill) for u, rule in chosen if not rule.prefill.streams]
-        in_decode = [(u, rule.decode) for u, rule in chosen if not rule.decode.streams]
-        never = [(u, rule.decode) for u, rule in chosen if not any(rule.streams)]
+        # experts that are kept one by one count by their number: ``planner.kept``
+        whole = [each for each in chosen if each[1].cached_experts is None]
+        in_decode = [(u, rule.decode) for u, rule in whole if not rule.decode.streams]
+        never = [(u, rule.decode) for u, rule in whole if not any(rule.streams)]
         prompt_reads, step_read_ps = (
             space.prompt_reads(in_prefill)[0],
             space.step_reads(in_decode)[0],
@@ -189,16 +205,40 @@ class Prices:
         off_gpu = contents.unit_bytes[numbers].sum(axis=1) - ring
         return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
 
-    def price(self, candidates: Candidates) -> tuple[Floats, Floats]:
+    @cached_property
+    def kept(self) -> KeptExperts:
+        """What experts in slots take and cost."""
+        return KeptExperts(self.space)
+
+    def fill(self, candidates: Candidates, spare: Ints) -> tuple[Ints, Slots | None]:
+        """Spend the bytes that candidates leave on experts in slots.
+
+        Returns whether each has as many as it needs, [candidates], and the experts of each layer;
+        None where none keep any.
+        """
+        kept = self.kept
+        if not kept.is_any:
+            return np.ones_like(spare), None
+        is_first, is_second = kept.keeps[candidates.first], kept.keeps[candidates.second]
+        both = is_first, is_second
+        option = np.select(both, (candidates.first, candidates.second), NO_RULE)
+        patterns = candidates.first_pattern, candidates.second_pattern
+        pattern = np.select(both, patterns, NO_RULE)
+        takes = self._layers[pattern] * (kept.expert_bytes[option][:, self._kind_of] > 0)
+        slots = kept.fill(option, takes, spare)
+        return (slots.any(axis=1) | (option == NO_RULE)).astype(np.int64), Slots(option, slots)
+
+    def price(self, candidates: Candidates, slots: "Slots | None" = None) -> tuple[Floats, Floats]:
         """Price both phases as the candidates' schedules would be, on an engine or not.
 
-        Returns the picoseconds of each one's prompt and decode step, rounded to floats at the end.
+        ``slots`` are the experts that they keep. Returns the picoseconds of each one's prompt and
+        decode step, rounded to floats at the end.
         """
         numbers = self._contents_of(candidates)
-        return self.price_contents(numbers, candidates.setting, candidates.prefetch_step)
+        return self.price_contents(numbers, candidates.setting, candidates.prefetch_step, slots)
 
     def price_contents(
-        self, numbers: Ints, setting: Ints, prefetch_step: Ints
+        self, numbers: Ints, setting: Ints, prefetch_step: Ints, slots: "Slots | None" = None
     ) -> tuple[Floats, Floats]:
         """Price plans by the numbers of their layers' contents, [plans, layers]."""
         space = self.space
@@ -224,6 +264,12 @@ class Prices:
             prefetch_step=prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
+        if slots is not None:
+            at = slots.option[:, None], self._kind_of, slots.experts
+            more = [each[at] for each in self.kept.times]
+            prompt.read_ps[:], step.read_ps[:] = prompt.read_ps + more[0], step.read_ps + more[2]
+            prompt = replace(prompt, compute_ps=prompt.compute_ps + more[1])
+            step = replace(step, compute_ps=step.compute_ps + more[3])
         if (engine := space.stage.runner.pass_rules) is not None:
             prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
             return prompts_ps.astype(float), engine_step_ps(engine, step).astype(float)
