@@ -60,6 +60,26 @@ class BatchReuse(Record):
         """Share of the choices that a cache of ``num_kept`` experts a layer would have served."""
         return self._hits[num_kept] / self._choices
 
+    def least_missed(self, num_kept: float) -> float:
+        """Experts that a step misses over all layers, at least, if so many are kept in all.
+
+        The best sizes take the places of the order of use that served most, of whichever layer; an
+        expert that is used for the first time is missed by none that keeps all.
+        """
+        served = sorted(
+            (
+                count + layer.first_uses / len(layer.distances)
+                for layer in self.layers
+                for count in layer.distances
+            ),
+            reverse=True,
+        )
+        whole = int(min(num_kept, len(served)))
+        hits = sum(served[:whole])
+        if whole < len(served):
+            hits += (num_kept - whole) * served[whole]
+        return max(0.0, self._choices - hits) / self.steps
+
     @cached_property
     def _hits(self) -> tuple[int, ...]:
         """Choices that a cache of none, of one, of two ... experts a layer would have served."""
