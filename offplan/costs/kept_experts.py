@@ -7,11 +7,14 @@ slots: from the ring, if its layers stream, or else over the link.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offplan.checkpoint.model import Experts
+from offplan.costs.term import Input
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape
 from offplan.expert_slots import ExpertSlots
+from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
 from offplan.routing.profile import BatchReuse
@@ -28,6 +31,67 @@ LAST_TOKENS = 64
 def hit_rate(experts: Experts, reuse: BatchReuse | None, num_kept: int) -> float:
     """Share of a step's choices that so many experts in slots serve."""
     return num_kept / experts.num_experts if reuse is None else reuse.hit_rate(num_kept)
+
+
+@dataclass(frozen=True)
+class KeptUse:
+    """What a decode step is predicted to find of experts in slots, over all layers that have any.
+
+    An expert counts once a step and layer, however many tokens chose it.
+    """
+
+    num_layers: int
+    """Layers that keep experts."""
+    num_kept: int
+    """Experts in slots."""
+    hits: float
+    """Experts of a step that slots hold."""
+    misses: float
+    """Experts of a step that cross the link."""
+    expert_bytes: int
+    """Bytes of an expert; the largest where layers differ."""
+    source: str
+    """What tells the hits: a profile, by its fingerprint, or uniform routing."""
+
+    @property
+    def chosen(self) -> float:
+        """Experts that a step chooses."""
+        return self.hits + self.misses
+
+
+def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | None:
+    """Predict the hits and misses of a decode step; None where no experts are kept."""
+    experts, reuse = stage.experts, stage.reuse(batch)
+    if experts is None or not placement.expert_slots:
+        return None
+    layers = placement.expert_slots.values()
+    chosen = experts.touched(batch) if reuse is None else reuse.touched
+    hits = sum(chosen * hit_rate(experts, reuse, each.num_slots) for each in layers)
+    source = "uniform routing: kept / experts of a layer"
+    if reuse is not None and stage.routing is not None:
+        source = f"routing profile {stage.routing.fingerprint[:12]}, batch {batch}"
+    return KeptUse(
+        num_layers=len(layers),
+        num_kept=sum(each.num_slots for each in layers),
+        hits=hits,
+        misses=len(layers) * chosen - hits,
+        expert_bytes=max(each.expert_bytes for each in layers),
+        source=source,
+    )
+
+
+def list_use(use: KeptUse | None) -> tuple[Input, ...]:
+    """List what the miss rate of a decode step follows from; nothing where no experts are kept."""
+    if use is None or not use.chosen:
+        return ()
+    return (
+        Input("layers that keep experts", use.num_layers, "count"),
+        Input("experts kept in all", use.num_kept, "count"),
+        Input("experts that a step chooses in these layers", use.chosen, "count"),
+        Input("hit rate", use.hits / use.chosen, "count", use.source),
+        Input("experts missed", use.misses, "count"),
+        Input("bytes of an expert", use.expert_bytes, "bytes"),
+    )
 
 
 def left_bytes(slots: ExpertSlots, experts: Experts, shapes: Sequence[PassShape]) -> int:

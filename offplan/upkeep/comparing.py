@@ -124,7 +124,10 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
         key = entry.unit.layer, _name(entry.unit)
         # all parts of a parameter, its codes and its scales, have one name and one place
         num_bytes = places.get(key, (0,))[0] + entry.unit.nbytes
-        places[key] = num_bytes, f"{store} ({entry.prefill.name}, {entry.decode.name})"
+        ways = f"{entry.prefill.name}, {entry.decode.name}"
+        if entry.keeps_experts:
+            ways += f", {placement.expert_slots[entry.unit.layer].num_slots} experts kept"
+        places[key] = num_bytes, f"{store} ({ways})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")
     return places
