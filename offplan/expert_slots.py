@@ -55,6 +55,19 @@ class ExpertSlots:
         return self.slots_bytes + self.table_bytes
 
 
+@dataclass(frozen=True)
+class ExpertsFound:
+    """What a decode step finds of the experts that it chooses, over all layers that keep some.
+
+    An expert counts once a step and layer, however many tokens chose it.
+    """
+
+    hits: float
+    """Experts that were in GPU memory, or are predicted to be."""
+    misses: float
+    """Experts that were read over the link."""
+
+
 def table_bytes(num_experts: int) -> int:
     """Bytes of a layer's table: numbers of 4 bytes."""
     return _align(4 * (LISTS * num_experts + COUNTERS))

@@ -13,7 +13,7 @@ from offplan.checkpoint.model import Experts
 from offplan.costs.term import Input
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import PassShape
-from offplan.expert_slots import ExpertSlots
+from offplan.expert_slots import ExpertsFound, ExpertSlots
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase, Placement
@@ -35,19 +35,14 @@ def hit_rate(experts: Experts, reuse: BatchReuse | None, num_kept: int) -> float
 
 @dataclass(frozen=True)
 class KeptUse:
-    """What a decode step is predicted to find of experts in slots, over all layers that have any.
-
-    An expert counts once a step and layer, however many tokens chose it.
-    """
+    """What a decode step is predicted to find of experts in slots, in all layers that have any."""
 
     num_layers: int
     """Layers that keep experts."""
     num_kept: int
     """Experts in slots."""
-    hits: float
-    """Experts of a step that slots hold."""
-    misses: float
-    """Experts of a step that cross the link."""
+    found: ExpertsFound
+    """Hits and misses of a step."""
     expert_bytes: int
     """Bytes of an expert; the largest where layers differ."""
     source: str
@@ -56,7 +51,7 @@ class KeptUse:
     @property
     def chosen(self) -> float:
         """Experts that a step chooses."""
-        return self.hits + self.misses
+        return self.found.hits + self.found.misses
 
 
 def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | None:
@@ -73,8 +68,7 @@ def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | Non
     return KeptUse(
         num_layers=len(layers),
         num_kept=sum(each.num_slots for each in layers),
-        hits=hits,
-        misses=len(layers) * chosen - hits,
+        found=ExpertsFound(hits, len(layers) * chosen - hits),
         expert_bytes=max(each.expert_bytes for each in layers),
         source=source,
     )
@@ -88,8 +82,8 @@ def list_use(use: KeptUse | None) -> tuple[Input, ...]:
         Input("layers that keep experts", use.num_layers, "count"),
         Input("experts kept in all", use.num_kept, "count"),
         Input("experts that a step chooses in these layers", use.chosen, "count"),
-        Input("hit rate", use.hits / use.chosen, "count", use.source),
-        Input("experts missed", use.misses, "count"),
+        Input("hit rate", use.found.hits / use.chosen, "count", use.source),
+        Input("experts missed", use.found.misses, "count"),
         Input("bytes of an expert", use.expert_bytes, "bytes"),
     )
 

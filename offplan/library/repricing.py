@@ -1,12 +1,15 @@
 """A plan held against its own decision, so that an edited one promises what it does."""
 
 from offplan.checkpoint.model import Model
+from offplan.costs.kept_experts import predict_use
 from offplan.costs.predict import predict
 from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
+from offplan.expert_slots import ExpertsFound
 from offplan.held.held import Held
 from offplan.library.planned import find_planned_routing, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
+from offplan.placement import place
 from offplan.plan import Plan, Prediction, Workload
 
 STAND_IN = "h200-pcie5"
@@ -63,6 +66,16 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
         return None
     changed = plan.model_copy(update={"workload": workload})
     return price_on(changed, model, machine).prediction
+
+
+def predict_experts(plan: Plan, model: Model) -> ExpertsFound | None:
+    """Predict what a decode step finds of the experts that a plan keeps; None where it keeps none.
+
+    Without the plan's routing profile, by uniform routing.
+    """
+    held = hold_planned(plan, model)
+    use = predict_use(place(held.stage, plan.offload), held.stage, plan.workload.batch)
+    return None if use is None else use.found
 
 
 def price_decision(plan: Plan, model: Model) -> Plan:

@@ -22,9 +22,9 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
         lines.append(_describe_unused(analysis.unused, plan))
     if reads_experts(plan, analysis.held.stage) and plan.routing is None:
         lines.append(
-            "Tokens are taken to choose all experts alike, the least that can be promised: `offplan "
-            "run PLAN --record-routing FILE` records how they do, and --cached-experts auto "
-            "--routing FILE plans by it."
+            "Tokens are taken to choose all experts alike, the least that can be promised: "
+            "`offplan run PLAN --record-routing FILE` records how they do, and --cached-experts "
+            "auto --routing FILE plans by it."
         )
     if analysis.unpackable:
         names = ",".join(analysis.unpackable)
