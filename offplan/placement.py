@@ -52,6 +52,11 @@ class SlabEntry:
         """How this phase reads it."""
         return self.prefill if phase is Phase.PREFILL else self.decode
 
+    def reads_ring(self, phase: Phase) -> bool:
+        """Whether this phase reads it in the ring, where the ring holds it: decode steps read
+        experts that are kept one by one from their own slots."""
+        return phase is Phase.PREFILL or not self.keeps_experts
+
     @property
     def off_gpu_bytes(self) -> int:
         """Bytes of GPU memory that are free because the unit lies in a slab."""

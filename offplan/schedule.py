@@ -120,7 +120,7 @@ def read_at_use(placement: Placement, phase: Phase) -> dict[int, list[SlabEntry]
             entry
             for entry in slab.entries
             if not entry.backend(phase).streams
-            and not (slab.layer in kept and entry.prefill.streams and not entry.keeps_experts)
+            and not (slab.layer in kept and entry.prefill.streams and entry.reads_ring(phase))
         ]
         for slab in placement.slabs
     }

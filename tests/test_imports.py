@@ -45,6 +45,7 @@ ARROWS = {
     "runtime.transformers_private": [],
     "runtime.forms": [
         "kernel_sizes",
+        "expert_slots",
         "runtime.gpu_limits",
         "runtime.transformers_private",
         "runtime.refusal",

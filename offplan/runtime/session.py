@@ -13,6 +13,7 @@ from offplan.progress import Progress
 from offplan.routing.profile import require_routing
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.faults import memory_limits
+from offplan.runtime.loading.cached import ExpertCounts
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
@@ -125,6 +126,14 @@ class Session:
         served = self.loaded.store.bytes_served
         return self.link.bytes_moved + served + self.runner.embedding_bytes
 
+    def count_experts(self) -> dict[int, ExpertCounts]:
+        """Return what decode steps found of kept experts since ``warm_up``, by layer index.
+
+        Empty where no rule keeps experts. Waits for the device.
+        """
+        with self.stream():
+            return self.loaded.cached.count()
+
     @property
     def changes_with_length(self) -> bool:
         """Whether a text's first tokens are read otherwise where more of them follow at once."""
@@ -147,6 +156,9 @@ class Session:
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
         self.runner.length = 0
+        with self.stream():
+            self.loaded.cached.empty()
+            self.loaded.cached.forget()
         if self.routing is not None:
             self.routing.forget()
         if self._stream is not None:
