@@ -1,5 +1,7 @@
 """A plan held against its own decision, so that an edited one promises what it does."""
 
+from dataclasses import dataclass
+
 from offplan.checkpoint.model import Model
 from offplan.costs.kept_experts import predict_use
 from offplan.costs.predict import predict
@@ -68,14 +70,25 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
     return price_on(changed, model, machine).prediction
 
 
-def predict_experts(plan: Plan, model: Model) -> ExpertsFound | None:
-    """Predict what a decode step finds of the experts that a plan keeps; None where it keeps none.
+@dataclass(frozen=True)
+class ComparedExperts:
+    """What a decode step finds of the experts that are kept on the GPU one by one."""
 
-    Without the plan's routing profile, by uniform routing.
-    """
+    predicted: ExpertsFound | None
+    """By the plan's routing profile, or by uniform routing where that is not there."""
+    counted: ExpertsFound
+    """The mean of the steps that ran."""
+
+
+def compare_experts(
+    plan: Plan, model: Model, counted: ExpertsFound | None
+) -> ComparedExperts | None:
+    """Put what a plan predicts of kept experts beside what was counted; None without."""
+    if counted is None:
+        return None
     held = hold_planned(plan, model)
     use = predict_use(place(held.stage, plan.offload), held.stage, plan.workload.batch)
-    return None if use is None else use.found
+    return ComparedExperts(None if use is None else use.found, counted)
 
 
 def price_decision(plan: Plan, model: Model) -> Plan:

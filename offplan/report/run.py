@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offplan.expert_slots import ExpertsFound
+from offplan.library.repricing import ComparedExperts
 from offplan.plan import Plan, Prediction
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
@@ -36,17 +36,8 @@ class RunResult:
     """Times and bytes over the link, of the prompt and of each further token."""
     prediction: Prediction | None = None
     """What the plan predicts of this batch and these prompts, where they are not its workload's."""
-    experts: "ComparedExperts | None" = None
+    experts: ComparedExperts | None = None
     """What steps found of kept experts; None where none are kept."""
-
-
-@dataclass(frozen=True)
-class ComparedExperts:
-    """What a decode step finds of the experts that are kept on the GPU one by one."""
-
-    predicted: ExpertsFound | None
-    counted: ExpertsFound
-    """The mean of the steps that ran."""
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offplan.checkpoint.model import Model
+from offplan.expert_slots import ExpertsFound
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.routing.profile import require_routing
@@ -133,6 +134,22 @@ class Session:
         """
         with self.stream():
             return self.loaded.cached.count()
+
+    def find_experts(
+        self, num_steps: int, before: ExpertsFound | None = None
+    ) -> ExpertsFound | None:
+        """Return what a decode step found of kept experts, as the mean of ``num_steps``.
+
+        Counted since ``warm_up``, less what the sums ``before`` have; with one step the sums
+        themselves. None where no rule keeps experts. Waits for the device.
+        """
+        counts = self.count_experts().values()
+        if not counts or not num_steps:
+            return None
+        hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
+        if before is not None:
+            hits, misses = hits - int(before.hits), misses - int(before.misses)
+        return ExpertsFound(hits / num_steps, misses / num_steps)
 
     @property
     def changes_with_length(self) -> bool:
