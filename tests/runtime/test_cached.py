@@ -9,31 +9,17 @@ import pytest
 import torch
 
 from offplan.errors import PlanError
-from offplan.plan import Rule
+from offplan.plan import Packing
 from offplan.routing.use_order import UseOrder
-from offplan.runtime.forms.expert_table import NOTED_TOKENS
 from offplan.runtime.model import cached
-from offplan.runtime.session import Session
+from tests.runtime.cached import Trace, check_slots, keeping, prompts, run_hostile
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import offload, open_session
+from tests.runtime.quantise import FORMS, save_stored
 
 NUM_EXPERTS = 4
 NAMES = ["qwen3_moe_tied", "deepseek_v2", "sinks", "chunked", "linear_experts", "deepseek_v3"]
 """With shared experts beside, biases, transposed weights, and none of these."""
-
-
-def keeping(num: int, more: int | None = None, prefill: str = "prefetch", every: int = 2) -> Rule:
-    return Rule.model_validate(
-        {
-            "cpu_offload_params": ["experts"],
-            "group_size": every,
-            "num_in_group": 1,
-            "prefill": prefill,
-            "decode": "uva",
-            "cached_experts": num,
-            "cached_experts_more": more,
-        }
-    )
 
 
 @functools.cache
@@ -44,49 +30,6 @@ def saved(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cached")
-
-
-class Abort(Exception):
-    """Ends a pass amid its layers."""
-
-
-def abort_in(session: Session, layer: int) -> None:
-    """Have the next pass end once a layer has run."""
-    see = session.runner.layers.step
-
-    def step(index: int, call: Any) -> torch.Tensor:
-        made = see(index, call)
-        if index == layer:
-            session.runner.layers.step = see  # type: ignore[method-assign]
-            raise Abort
-        return made
-
-    session.runner.layers.step = step  # type: ignore[method-assign]
-
-
-def prompts(seed: int) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    shapes = [(1, 10), (3, 5), (1, 1), (2, 30), (3, 5), (1, 33)]
-    return [torch.randint(0, 64, shape, generator=made) for shape in shapes]
-
-
-def run_hostile(session: Session, num_steps: int = 5) -> list[torch.Tensor]:
-    """Logits of prompts and steps of several batches, with passes that are aborted between."""
-    logits = []
-    for number, prompt in enumerate(prompts(0)):
-        if number in (2, 4):
-            abort_in(session, number)
-            with pytest.raises(Abort):
-                session.prefill(prompt)
-        logits.append(session.prefill(prompt).clone())
-        for step in range(num_steps):
-            if number == 3 and step == 3:
-                abort_in(session, 1)
-                with pytest.raises(Abort):
-                    session.decode(logits[-1].argmax(-1, keepdim=True))
-                break
-            logits.append(session.decode(logits[-1].argmax(-1, keepdim=True)).clone())
-    return logits
 
 
 @functools.cache
@@ -107,36 +50,6 @@ def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
         assert all(map(torch.equal, got, expected))
 
 
-class Trace:
-    """What each layer's experts are called with, for an order of use that is kept beside."""
-
-    def __init__(self, session: Session, num_chosen: int) -> None:
-        self.num_chosen = num_chosen
-        self.calls: dict[int, list[np.ndarray]] = {}
-        for index, layer in session.loaded.cached._layers.items():
-            self.calls[index] = []
-            layer.experts.register_forward_pre_hook(functools.partial(self._note, index))
-
-    def _note(self, index: int, experts: object, arguments: Any) -> None:
-        self.calls[index].append(arguments[1].reshape(-1, self.num_chosen).numpy().copy())
-
-    def pass_over(self, orders: dict[int, UseOrder], batch: int, is_step: bool) -> np.ndarray:
-        """Hits and choices of a pass by lists of the calls, [layers, 2, sizes]."""
-        found = []
-        for index, order in orders.items():
-            chunks = [each.reshape(batch, -1, self.num_chosen) for each in self.calls[index]]
-            tokens = np.concatenate(chunks, axis=1).swapaxes(0, 1)[-NOTED_TOKENS:]
-            before = order.reuse
-            for token in tokens:
-                order.take(token.reshape(1, -1))
-            distances = (order.reuse.distances - before.distances)[0]
-            first = (order.reuse.first_uses - before.first_uses)[0]
-            hits = np.concatenate([[0], distances.cumsum()])
-            found.append(np.stack([hits, np.full_like(hits, distances.sum() + first)]) * is_step)
-            self.calls[index].clear()
-        return np.stack(found)
-
-
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
 @pytest.mark.parametrize("prefill", ["prefetch", "uva"])
 @pytest.mark.parametrize("name", ["qwen3_moe_tied", "deepseek_v2"])
@@ -153,12 +66,7 @@ def test_counts_are_those_of_a_list_of_the_trace(
         step_bytes = 0
         for prompt in prompts(1):
             logits = session.prefill(prompt)
-            trace_of = {k: [*v] for k, v in trace.calls.items()}
-            # the pass in which caches are allocated is of one token a sequence, ahead of all
-            for index, calls in trace_of.items():
-                num_tokens = sum(map(len, calls))
-                if num_tokens > prompt.numel():
-                    del trace.calls[index][0]
+            trace.drop_allocating_pass(prompt.numel())
             trace.pass_over(orders, len(prompt), is_step=False)
             check_slots(session, orders)
             copied.clear()
@@ -179,6 +87,35 @@ def test_counts_are_those_of_a_list_of_the_trace(
         assert all(not (c.hits or c.misses) for c in session.count_experts().values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*(("qwen3_moe", form) for form in FORMS), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")],
+)
+def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
+    stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2)
+    expected = run_resident(stored, 7)
+    for num, prefill in ((1, "prefetch"), (3, "uva")):
+        decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
+        with open_session(stored, decision) as session:
+            assert all(map(torch.equal, run_hostile(session), expected))
+            assert any(count.hits for count in session.count_experts().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
+    _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, num_experts_per_tok=2)
+    packing = {"packing": Packing(group_size=2, num_in_group=2)}
+    with open_session(plain, offload(prefill_chunk=7).model_copy(update=packing)) as session:
+        expected = run_hostile(session)
+    for num in (1, 3):
+        decision = offload(keeping(num), prefill_chunk=7).model_copy(update=packing)
+        with open_session(plain, decision) as session:
+            assert all(map(torch.equal, run_hostile(session), expected))
+            assert any(count.hits for count in session.count_experts().values())
+
+
 def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note the bytes of each copy into slots, as the tensors have them."""
     copied: list[int] = []
@@ -197,26 +134,6 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     own = cached.copy_missed
     monkeypatch.setattr(cached, "copy_missed", copy)
     return copied
-
-
-def check_slots(session: Session, orders: dict[int, UseOrder]) -> None:
-    """The experts used last are in slots, each with all of its parts."""
-    for index, order in orders.items():
-        layer = session.loaded.cached._layers[index]
-        table, num_used = layer.table, int(order.num_used[0])
-        first = order.order[0][: min(num_used, table.num_slots)]
-        assert table.list_of(0).tolist() == order.order[0].tolist()
-        assert int(table.number(8)) == num_used
-        places = table.list_of(1)[: len(first)].tolist()
-        assert len(set(places)) == len(places)
-        for name, slots in layer.slots.items():
-            path = next(
-                n
-                for n, (of, _) in session.loaded.store._places.items()
-                if of == index and n.endswith(name)
-            )
-            stored = session.loaded.store.offloaded[path]
-            assert torch.equal(slots[places], stored[torch.from_numpy(first)])
 
 
 def test_more_pairs_than_kernels_sort(folder: Path) -> None:
