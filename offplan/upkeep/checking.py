@@ -59,9 +59,11 @@ def check_plan(
     found = read_planned_model(plan, model, on_stage("reading headers"))
     findings = [*_check_model(plan, found)]
     profile, finding = _check_profile(plan, found)
+    figures = [finding]
     if plan.routing is not None:
-        findings.append(_check_routing(plan, plan.routing, found))
-    findings += [finding, _check_prediction(plan, found, timed=finding.verdict == "holds")]
+        figures.append(_check_routing(plan, plan.routing, found))
+    timed = all(each.verdict == "holds" for each in figures)
+    findings += [*figures, _check_prediction(plan, found, timed=timed)]
     if not with_machine:
         return tuple(findings)
     here = find_local_gpu()
