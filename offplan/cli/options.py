@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from offplan.choices import DEFAULT_CACHED_EXPERTS
 from offplan.errors import InputError
 
 
@@ -131,7 +132,8 @@ CachedExperts = Annotated[
         "--cached-experts",
         parser=read_cached_experts,
         metavar="N, auto or off",
-        help="Keep so many experts of a layer on the GPU, those used last.",
+        help="Keep so many experts of a layer on the GPU, those used last. "
+        f"[default: {DEFAULT_CACHED_EXPERTS}]",
     ),
 ]
 Routing = Annotated[

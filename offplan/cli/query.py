@@ -102,7 +102,7 @@ class Query:
     expert_parallel: Annotated[int, options.ranks("--ep", "--for")] = 1
     packing: options.Packing = True
     leave_unpacked: options.LeaveUnpacked = None
-    cached_experts: options.CachedExperts = choices.DEFAULT_CACHED_EXPERTS
+    cached_experts: options.CachedExperts = None
     routing: options.Routing = None
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")

@@ -15,7 +15,7 @@ from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload
-from offplan.planner.question import Question
+from offplan.planner.question import Question, why_not_keep
 from offplan.progress import Progress
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.records import explain
@@ -36,7 +36,7 @@ def ask(
     engine: str | None = None,
     packing: bool = True,
     leave_unpacked: Sequence[str] = (),
-    cached_experts: int | Literal["off", "auto"] = DEFAULT_CACHED_EXPERTS,
+    cached_experts: int | Literal["off", "auto"] | None = None,
     routing: str | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Question:
@@ -53,7 +53,8 @@ def ask(
     ``host_memory`` that of all together. With ``packing`` bfloat16 weights are packed without loss
     where that is faster; ``leave_unpacked`` names weights that stay as they are stored: ``7``,
     ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``. With ``cached_experts`` rules may keep
-    routed experts on the GPU one by one: as many of each layer, or as many as suit (``auto``).
+    routed experts on the GPU one by one: as many of each layer, or as many as suit (``auto``); left
+    out, as DEFAULT_CACHED_EXPERTS says where experts can be kept.
     ``routing`` is the file of a routing profile, which says how soon experts are chosen again.
 
     Raises InputError for a routing profile that cannot be read or is not of the model and the
@@ -61,6 +62,11 @@ def ask(
     and for an engine beside the store ``peer``, and ProfileError where the link to a second GPU is
     not known.
     """
+    workload = workload or Workload()
+    if cached_experts is None:
+        cached_experts = DEFAULT_CACHED_EXPERTS
+        if engine is not None or why_not_keep(model, workload.batch, store) is not None:
+            cached_experts = "off"
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
         budget = Budget(gpu_memory=free, host_memory=host_memory)
@@ -79,7 +85,6 @@ def ask(
     except ValidationError as error:
         wrong = (f"{where}: {why}" if where else why for where, why in explain(error))
         raise InputError("; ".join(wrong)) from None
-    workload = workload or Workload()
     asked = workload, budget, goal, store, machine.profile_name
     return pose(model, machine.profile, *asked, routing_file=routing)
 

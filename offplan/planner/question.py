@@ -21,7 +21,6 @@ from offplan.plan import (
     RoutingRef,
     Workload,
 )
-from offplan.routing.profile import require_routing
 from offplan.unpacked import Unpacked
 
 
@@ -124,22 +123,30 @@ def require_keeping(question: Question) -> None:
     """Raise InputError for a question none of whose plans can keep experts, or not as many."""
     kept, experts = question.goal.cached_experts, question.model.experts
     asked = f"--cached-experts {kept}"
-    require_routing(question.model, asked)
-    assert experts is not None
-    if question.store != "host":
-        raise InputError(
-            f"{asked} with --store {question.store}: experts that are missed are read out of host "
-            "memory; leave one of them out"
-        )
-    if isinstance(kept, int) and kept > experts.num_experts:
+    # a plan for throughput chooses its batch
+    batch = question.workload.batch if question.goal.objective == "latency" else 1
+    if (why := why_not_keep(question.model, batch, question.store)) is not None:
+        raise InputError(f"{asked}: {why}, or leave --cached-experts out")
+    if isinstance(kept, int) and experts is not None and kept > experts.num_experts:
         raise InputError(
             f"{asked}: a layer of {question.model.source} has {experts.num_experts} experts; name "
             "that many at most, or auto"
         )
-    most = MAX_PAIRS // experts.num_experts_per_token
-    if question.goal.objective == "latency" and question.workload.batch > most:
-        raise InputError(
-            f"{asked} with a batch of {question.workload.batch}: steps of {MAX_PAIRS} pairs of a "
-            f"token and an expert are served at most, which is a batch of {most}; lower --batch, "
-            "or leave --cached-experts out"
+
+
+def why_not_keep(model: Model, batch: int, store: Store) -> str | None:
+    """Say why plans of a batch cannot keep experts, and what would help; None where they can."""
+    if model.experts is None:
+        return f"{model.source} has no routed experts: take a model that has"
+    if store != "host":
+        return (
+            f"experts that are missed are read out of host memory, and the store is {store}: "
+            "take --store host"
         )
+    most = MAX_PAIRS // model.experts.num_experts_per_token
+    if batch > most:
+        return (
+            f"steps of {MAX_PAIRS} pairs of a token and an expert are served at most, which is a "
+            f"batch of {most}, and not of {batch}: lower --batch"
+        )
+    return None

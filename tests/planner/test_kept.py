@@ -180,7 +180,7 @@ def test_a_number_is_kept_as_asked() -> None:
         (make_model([DENSE] * 3), "auto", WORKLOAD, "host", "has no routed experts"),
         (moe_model(), 9, WORKLOAD, "host", "a layer of test/model has 8 experts"),
         (moe_model(), "auto", Workload(batch=600), "host", "a batch of 512"),
-        (moe_model(), "auto", WORKLOAD, "peer", "--cached-experts auto with --store peer"),
+        (moe_model(), "auto", WORKLOAD, "peer", "the store is peer: take --store host"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
