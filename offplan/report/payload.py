@@ -143,6 +143,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "predicted": _prediction_payload(plan.prediction),
         "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
+        "experts": dump(result.experts),
         "left_unpacked": [*plan.goal.leave_unpacked],
     }
 
@@ -155,7 +156,7 @@ def text_payload(text: "Text") -> dict[str, Any]:
 def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
-        **dump(result, exclude={"plan", "host_bytes", "others", "ran"}),
+        **dump(result, exclude={"plan", "host_bytes", "others", "experts", "ran"}),
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {
@@ -168,6 +169,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
             "gpu_memory": {"total_bytes": result.plan.gpu_bytes},
             "host_memory": {"process_bytes": result.host_bytes},
         },
+        "experts": dump(result.experts),
         "left_unpacked": [*plan.goal.leave_unpacked],
         "vs": {name: _way_payload(way) for name, way in result.others.items()},
     }

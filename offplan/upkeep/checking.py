@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from offplan.checkpoint.model import Model
-from offplan.errors import MemoryLimitError, PlanError, ProfileError
+from offplan.errors import InputError, MemoryLimitError, PlanError, ProfileError
 from offplan.files import StrPath
 from offplan.hostmem.limits import check_host_room, lock_limit
 from offplan.library.machines import measure_here
@@ -18,8 +19,9 @@ from offplan.library.planned import (
 )
 from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan, take_plan
+from offplan.plan import Plan, RoutingRef, take_plan
 from offplan.progress import Stages, silent
+from offplan.routing.profile import check_routing, load_routing
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 
@@ -67,16 +69,20 @@ def check_plan(
     read = read_planned_model if with_network else find_planned_model
     found = read(plan, model, on_stage("reading headers"))
     profile, finding = _check_profile(plan, found)
+    figures = [finding]
+    if plan.routing is not None:
+        figures.append(_check_routing(plan, plan.routing, found))
     if found is None:
         absent = f"{plan.model.source} is neither on this disk nor in the Hub's cache: not compared"
         findings = [
             Finding("model", "unknown", f"{absent} (name a local copy with --model)"),
-            finding,
+            *figures,
             Finding("prediction", "unknown", "offplan prices a decision by its model's headers"),
         ]
     else:
-        findings = [*_check_model(plan, found), finding]
-        findings.append(_check_prediction(plan, found, timed=finding.verdict == "holds"))
+        timed = all(each.verdict == "holds" for each in figures)
+        findings = [*_check_model(plan, found), *figures]
+        findings.append(_check_prediction(plan, found, timed=timed))
     if not with_machine:
         return tuple(findings)
     here = find_local_gpu()
@@ -128,6 +134,25 @@ def _check_profile(plan: Plan, model: Model | None) -> tuple[MachineProfile | No
     told = "; ".join(changes) or "none that this plan depends on"
     text = f"{name} has other figures by now ({told}): offplan replan makes the plan of those"
     return machine, Finding("profile", "drift", text)
+
+
+def _check_routing(plan: Plan, routing: RoutingRef, model: Model | None) -> Finding:
+    """Say whether the plan was made from its routing profile as it is by now.
+
+    Without a model, whether the file is one of the model is not compared.
+    """
+    again = "offplan replan makes the plan of it"
+    try:
+        profile = load_routing(Path(plan.locate(routing.file)))
+        if model is not None:
+            check_routing(profile, model, routing.file)
+    except InputError as error:
+        return Finding("routing", "unknown", f"it cannot be compared: {error}")
+    if profile.fingerprint == routing.fingerprint:
+        return Finding("routing", "holds", f"the reuse in {routing.file} is that of the plan")
+    was, now = routing.fingerprint[:12], profile.fingerprint[:12]
+    text = f"the plan was made from {routing.file} as {was}, which is {now} by now: {again}"
+    return Finding("routing", "drift", text)
 
 
 def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:

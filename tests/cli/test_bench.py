@@ -44,7 +44,7 @@ def test_the_report(cli: CLI) -> None:
 def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
     data = bench(cli, "plans/tiny-moe.yaml")
     facts = ["device", "batch", "prompt_tokens", "num_steps", "num_repeats"]
-    ran = ["plan", "runtime", "predicted", "measured", "left_unpacked", "vs"]
+    ran = ["plan", "runtime", "predicted", "measured", "experts", "left_unpacked", "vs"]
     assert list(data) == ["offplan", *facts, *ran]
     for side in ("predicted", "measured"):
         for phase in ("decode", "prefill"):

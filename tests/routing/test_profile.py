@@ -92,3 +92,20 @@ def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match="routing"):
         load_routing(path)
+
+
+def test_no_caches_miss_less_than_the_best_sizes(profile: RoutingProfile) -> None:
+    for each in profile.batches:
+        chosen = each.touched * len(each.layers)
+        assert each.least_missed(0) == pytest.approx(chosen)
+        assert each.least_missed(8 * len(each.layers)) == pytest.approx(0)
+        for size in range(9):
+            missed = chosen * (1 - each.hit_rate(size))
+            assert each.least_missed(size * len(each.layers)) <= missed + 1e-9
+
+
+def test_a_profile_of_another_version_is_refused(profile: RoutingProfile, tmp_path: Path) -> None:
+    path = tmp_path / "routing.json"
+    path.write_text(dump_routing(profile).replace('"offplan_routing": 1', '"offplan_routing": 7'))
+    with pytest.raises(InputError, match=r"of version 7: offplan_routing is 1 .* record it again"):
+        load_routing(path)

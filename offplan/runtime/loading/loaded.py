@@ -14,6 +14,7 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
+from offplan.runtime.loading.cached import CachedExperts
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
@@ -68,6 +69,9 @@ class LoadedModel:
             share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
             heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident)
+            self.cached = CachedExperts(
+                self.model, self.module, self.placement, prepared.cached, self.store
+            )
             self._check(targets)
         except BaseException:
             self.close()
@@ -80,6 +84,7 @@ class LoadedModel:
         self._phase = None  # until all of them are
         assign(self._places, self.store.by_phase[phase])
         mark_in_place(self.module, self.store.in_place[phase])
+        self.cached.enter(phase)
         self._phase = phase
 
     def close(self) -> None:

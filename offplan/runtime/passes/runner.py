@@ -79,7 +79,8 @@ class ModelRunner:
         self.linear = [index for index, part in enumerate(find_linear(layers)) if part]
         """Indices of the layers that have linear attention, whose states cannot go back."""
         self.layers = DecoderLayers(layers, compiled=capture)
-        self._executor = Executor(self.layers, link, loaded.store.serve)
+        self._cached = loaded.cached
+        self._executor = Executor(self.layers, link, loaded.store.serve, self._cached.settle)
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
             module, self.layers, self._position, context, find, bool(self.linear)
@@ -159,6 +160,7 @@ class ModelRunner:
         may_capture: bool,
     ) -> Any:
         with self._whole_or_afresh():
+            self._cached.begin(len(readings[0].tokens))
             for each in readings:
                 self.layers.forget_from(each.stop, each.rows)
                 if not each.start:
@@ -208,6 +210,7 @@ class ModelRunner:
         logits, [batch, vocabulary], which the next pass overwrites.
         """
         with self._whole_or_afresh():
+            self._cached.mend()
             self.frequencies.set_length(length)
             if self._position.is_shared:
                 self._position.shared.fill_(length - 1)
@@ -335,6 +338,7 @@ class ModelRunner:
         except BaseException:
             self._ring = empty_ring(self._loaded.placement)
             self._forget_passes()
+            self._cached.abort()
             self.length = 0
             raise
 
@@ -379,6 +383,7 @@ class ModelRunner:
         """Have a cache of so many rows; rows of another number are lost."""
         if batch == self._batch:
             return
+        self._cached.require_few_pairs(batch)
         with self._whole_or_afresh():
             self._allocate(batch)
 
@@ -392,6 +397,7 @@ class ModelRunner:
         self.layers.cache = LayerCaches(
             len(self.layers), num_keeping, self._context, self._position, self.linear
         )
+        self._cached.ignore()
         with torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.

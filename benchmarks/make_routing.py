@@ -1,0 +1,54 @@
+"""Write a routing profile of a model as a trace of stated reuse has it, to plan with.
+
+    python -m benchmarks.make_routing CONFIG_JSON routing.json --reuse published
+
+All layers have the reuse of the same traces: a profile stands for the mean of layers anyway.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.traces import REUSES, make_trace
+from offplan.checkpoint.open import open_model
+from offplan.plan import ModelRef
+from offplan.routing.profile import check_routing, dump_routing, make_routing
+
+TOKENS = 600
+SEQUENCES = 4
+
+
+def main() -> None:
+    """Draw traces of some sequences, and sum up how soon experts are chosen again."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--reuse", choices=REUSES, default="published")
+    given = parser.parse_args()
+    model = open_model(given.config)
+    if model.experts is None:
+        parser.error(f"{given.config} has no routed experts")
+    sizes = model.experts.num_experts, model.experts.num_experts_per_token
+    layers = [layer.index for layer in model.layers if layer.expert_bytes]
+    traces = [make_trace(*sizes, TOKENS, given.reuse, seed) for seed in range(SEQUENCES)]
+    steps = np.stack(traces, axis=1)[:, None]  # [tokens, layers, sequences, choices]
+    reference = ModelRef.model_validate(model, from_attributes=True)
+    profile = make_routing(reference, layers[:1], [steps], sizes[0])
+    batches = tuple(
+        each.model_copy(
+            update={
+                "layers": tuple(
+                    each.layers[0].model_copy(update={"layer": layer}) for layer in layers
+                )
+            }
+        )
+        for each in profile.batches
+    )
+    profile = profile.model_copy(update={"batches": batches})
+    check_routing(profile, model, str(given.output))
+    given.output.write_text(dump_routing(profile), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
