@@ -283,7 +283,7 @@ def predict(
     found: dict[str, list[dict[str, Any]]],
 ) -> dict[str, Any]:
     """Return the hits that the trace's list says of each plan; SystemExit where others counted."""
-    predicted = {}
+    predicted: dict[str, Any] = {}
     for name, offload in offloads.items():
         rules = [rule for rule in offload.rules if rule.cached_experts is not None]
         layers = list(found[name][0]["hits"])

@@ -151,6 +151,9 @@ class CachedExperts:
         self._device = store.device
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._noted: torch.Tensor | None = None
+        """What the prompt's last tokens choose in the layer at hand, [tokens, batch, choices]."""
+        self._place = torch.zeros(1, dtype=torch.int64, device=store.device)
+        """Where the oldest of these lie."""
         self._is_wrong = True
         """Whether the tables say what is not so: those of memory that nobody has written yet, and
         those that a pass was aborted in."""
@@ -214,7 +217,7 @@ class CachedExperts:
 
     def _note_into(self, noted: torch.Tensor | None) -> None:
         for layer in self._layers.values():
-            vars(layer.experts)["noted"] = noted
+            vars(layer.experts).update(noted=noted, noted_place=self._place)
 
     def settle(self, index: int) -> None:
         """Take what the prompt that has just passed a layer leaves there: its last tokens' experts.
@@ -224,7 +227,8 @@ class CachedExperts:
         layer = self._layers.get(index)
         if layer is None or self._noted is None:
             return
-        chosen = self._noted.flatten(1)
+        rows = torch.arange(NOTED_TOKENS, device=self._place.device)
+        chosen = self._noted.index_select(0, (self._place + rows) % NOTED_TOKENS).flatten(1)
         if layer.addresses is None:
             use(layer.table, chosen, is_step=False)
             copy_missed(
