@@ -154,4 +154,7 @@ def test_memory_holds_the_slots(folder: Path) -> None:
             begin = store.expert_slots[index].data_ptr()
             stop = begin + store.expert_slots[index].nbytes
             assert all(begin <= v.data_ptr() <= v.data_ptr() + v.nbytes <= stop for v in views)
+        experts = [layer.experts for layer in session.loaded.cached._layers.values()]
     assert not store.expert_slots
+    assert not session.loaded.cached._layers
+    assert not any("slots" in vars(each) for each in experts)

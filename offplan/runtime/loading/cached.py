@@ -27,7 +27,7 @@ from offplan.runtime.forms.expert_table import (
 from offplan.runtime.forms.experts import holds_codes
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.store import Offloaded, WeightStore
-from offplan.runtime.model.cached import keep_in_slots
+from offplan.runtime.model.cached import keep_in_slots, leave_slots
 from offplan.runtime.refusal import refuse
 
 
@@ -263,6 +263,13 @@ class CachedExperts:
         """Forget what was counted."""
         for layer in self._layers.values():
             layer.table.counts.zero_()
+
+    def close(self) -> None:
+        """Let go of the slots' memory; the device is idle, and the experts run no more."""
+        for layer in self._layers.values():
+            leave_slots(layer.experts)
+        self._layers.clear()
+        self._noted = None
 
     def count(self) -> dict[int, ExpertCounts]:
         """Return what was counted, by layer index; waits for the device."""

@@ -34,6 +34,13 @@ def keep_in_slots(
     )
 
 
+def leave_slots(experts: nn.Module) -> None:
+    """Undo ``keep_in_slots``, so that the memory can be given back."""
+    held = ("slot_table", "slot_memory", "slots", "slot_sources", "noted", "noted_place")
+    for name in (*held, "num_slots", "reads_slots"):
+        vars(experts).pop(name, None)
+
+
 def has_slots(experts: nn.Module) -> bool:
     """Whether some of these experts lie in slots."""
     return "slots" in vars(experts)
