@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from offplan.checkpoint.model import Layer
+from offplan.checkpoint.model import Layer, Model
 from offplan.errors import PlanError
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit
@@ -130,8 +130,11 @@ def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:
     return rows if rows % stated else stated
 
 
-def require_few_pairs(stage: Stage, offload: Offload, batch: int) -> None:
-    """Raise PlanError where a step sends ``batch`` tokens to more experts than kernels sort."""
+def require_few_pairs(stage: Stage | Model, offload: Offload, batch: int) -> None:
+    """Raise PlanError where a step sends ``batch`` tokens to more experts than kernels sort.
+
+    ``stage`` is what holds the experts, or the model.
+    """
     keeps = any(rule.cached_experts is not None for rule in offload.rules)
     if not keeps or stage.experts is None:
         return

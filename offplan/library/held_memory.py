@@ -2,7 +2,6 @@
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
-from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
 from offplan.placement import place
 from offplan.plan import GPUMemoryPrediction, Plan
@@ -16,7 +15,6 @@ def count_held(plan: Plan, model: Model) -> Plan:
     fit the model.
     """
     stage = hold(model, plan.offload.packing)
-    require_few_pairs(stage, plan.offload, plan.workload.batch)
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {

@@ -7,6 +7,7 @@ import torch
 
 from offplan.checkpoint.model import Model
 from offplan.errors import InputError, UnpackableError
+from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
 from offplan.held.packing import leave_unpacked
 from offplan.library.held_memory import count_held
@@ -63,8 +64,9 @@ def load_settled(
     """Load by a plan and, where weights turn out not to pack, by one that does not pack these.
 
     Returns the plan that was loaded by. Raises UnpackableError where ``settle`` finds no such plan,
-    and what ``settle`` raises.
+    what ``settle`` raises, and PlanError for a batch whose steps kept experts do not serve.
     """
+    require_few_pairs(model, plan.offload, plan.workload.batch)
     while True:
         try:
             return plan, load(plan)

@@ -64,7 +64,7 @@ def test_files_exchanged_while_starting(
 
 
 @COMMANDS
-@pytest.mark.parametrize("method", ["__init__", "_allocate_cache"])
+@pytest.mark.parametrize("method", ["__init__", "_allocate"])
 def test_gpu_out_of_memory(
     cli: CLI, monkeypatch: pytest.MonkeyPatch, command: str, method: str
 ) -> None:

@@ -45,8 +45,14 @@ def run_resident(folder: Path, capture: bool, packing: Packing | None) -> list[t
         return [each.cpu() for each in run_hostile(session, steps_before=0)]
 
 
-@pytest.mark.parametrize("capture", [True, False])
-@pytest.mark.parametrize(("family", "form"), CASES)
+# resident values that are not captured are multiplied by transformers' kernels, not by ours
+@pytest.mark.parametrize(
+    ("family", "form", "capture"),
+    [
+        *((*case, True) for case in CASES),
+        *((*case, False) for case in CASES if "values" not in case),
+    ],
+)
 def test_logits_equal_resident(folder: Path, family: str, form: str, capture: bool) -> None:
     """Captured, with slots for all of a step's experts, for some and for one."""
     checkpoint, packing = saved(folder, family, form), PACKING if form == "packed" else None

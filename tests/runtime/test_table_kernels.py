@@ -12,7 +12,7 @@ from offplan.forms.form import Form, Kind
 from offplan.runtime.forms.expert_table import NOBODY, Table, copy_missed, use
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.stored import StoredWeight, part_name
-from tests.runtime.interpreted import run_interpreted
+from tests.runtime.interpreted import need_triton, run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """How ``test_on_the_cpu`` starts this file again."""
@@ -186,3 +186,82 @@ def test_products_are_those_of_resident_experts(kind: str, num_slots: int, num_t
         got = forward_slots(experts, tokens, routed.indices, weights)
         assert torch.equal(got, expected)
         assert got.isfinite().all()
+
+
+TARGETS = [80, 89, 90, 120]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
+    """For GPUs that are not here: 16 bytes a thread are what fills the link."""
+    need_triton()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from offplan.runtime.forms import table_kernels
+
+    def compile_for(kernel: Any, options: dict[str, int], **constants: Any) -> str:
+        names = ["chosen", "addresses"]
+        kinds = {name: "*i64" if name in names else "*i32" for name in POINTERS}
+        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        return str(made.asm["ptx"])
+
+    for is_step in (True, False):
+        table = {"EXPERTS": 128, "PAIRS": 8, "IS_STEP": is_step}
+        for ones in ({}, {"num_slots": 1, "num_pairs": 1}):
+            assert "entry" in compile_for(table_kernels._use, {"num_warps": 4}, **table, **ones)
+        copy = {"PAIRS": 8, "BLOCK": 1024, "IS_STEP": is_step}
+        text = compile_for(table_kernels._copy_missed, {"num_warps": 8}, **copy)
+        assert "ld.global.v4.b32" in text
+        assert "st.global.v4.b32" in text
+
+
+POINTERS = ("chosen", "addresses", "table", "slot_of_pair", "rest_of_pair", "order", "starts")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or HAS_GPU, reason="stands in for kernels that would run")
+@pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 4)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_is_compiled_whole(
+    packed: bool, num_slots: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch.compile ended its graph, layers would round elsewhere than resident ones."""
+    need_triton()
+    from offplan.runtime.forms import products
+    from offplan.runtime.model import experts as own
+    from offplan.runtime.model.cached_products import forward_slots
+
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda *_: True)
+    monkeypatch.setattr(f"{__name__}.DEVICE", "cpu")
+    for module in (products, own):
+        monkeypatch.setattr(module, "gpu_limits", lambda index: LIMITS)
+    graphs: list[Any] = []
+
+    def note(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        (made,) = next(n for n in graph.graph.nodes if n.op == "output").args
+        likes = [each.meta["example_value"] for each in made]
+        return lambda *_: [torch.zeros(like.shape, dtype=like.dtype) for like in likes]
+
+    class Layer(torch.nn.Module):
+        def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+            return forward_slots(self, *arguments)
+
+    layer = Layer()
+    vars(layer).update(vars(Experts(8, num_slots, packed=packed, bias=packed)))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer.forward, dynamic=False, fullgraph=True, backend=note)
+    with torch.inference_mode():
+        routed = torch.rand(num_tokens, 8).topk(2, -1)
+        compiled(torch.randn(num_tokens, 64).to(DTYPE), routed.indices, routed.values.to(DTYPE))
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+    called = [str(node.target) for node in graphs[0].graph.nodes]
+    assert called.count("offplan.read_slots.default") == 1

@@ -15,7 +15,7 @@ from offplan.runtime.forms import expert_table
 from offplan.runtime.forms.expert_table import Table
 
 PAIRS = 16
-"""Pairs of a token and an expert that the table's program compares with all experts at a time."""
+"""Pairs that the table's program compares with all experts at a time, at most."""
 BLOCK = 1024
 """Words of 4 bytes, or single bytes, that a program copies at a time."""
 COPY_PROGRAMS = 256
@@ -27,7 +27,6 @@ Source: estimated; a link of 64 GB/s whose reads take 2 us needs 128 KiB.
 _COUNTERS = tl.constexpr(COUNTERS)
 _NUM_USED = tl.constexpr(expert_table.NUM_USED)
 _NUM_MISSED = tl.constexpr(expert_table.NUM_MISSED)
-_FROM_PROMPT = tl.constexpr(expert_table.FROM_PROMPT)
 
 
 @triton.jit
@@ -40,11 +39,6 @@ def _find(chosen, order, num_pairs, PAIRS: tl.constexpr):  # type: ignore[no-unt
         is_same = (order[:, None] == pair[None, :]).to(tl.int32)
         found = tl.maximum(found, tl.max(is_same, 1))
     return found
-
-
-@triton.jit
-def _count(counts, which: tl.constexpr, more):  # type: ignore[no-untyped-def]
-    tl.store(counts + which, tl.load(counts + which) + more.to(tl.int64))
 
 
 @triton.jit
@@ -66,6 +60,11 @@ def _use(  # type: ignore[no-untyped-def]
     order = tl.load(lists + i, mask=inside, other=-2)
     slots = tl.load(lists + num_experts + i, mask=inside & (i < num_slots), other=0)
     num_used = tl.load(table + _NUM_USED)
+    counts = table.to(tl.pointer_type(tl.int64), bitcast=True)
+    num_hits = tl.load(counts)
+    num_copied = tl.load(counts + 1)
+    num_read = tl.load(counts + 2)
+    num_settled = tl.load(counts + 3)
     if IS_STEP:
         used = _find(chosen, order, num_pairs, PAIRS)
         before = tl.cumsum(used, 0)
@@ -105,9 +104,12 @@ def _use(  # type: ignore[no-untyped-def]
     nth_freed = (counted & 0xFFFFF).to(tl.int32) - 1
     nth_come = ((counted >> 20) & 0xFFFFF).to(tl.int32) - 1
     nth_missed = (counted >> 40).to(tl.int32) - 1
-    tl.store(freed_list + nth_freed, slots, mask=leaves > 0)
-    tl.debug_barrier()
-    slots = tl.where(comes, tl.load(freed_list + nth_come, mask=comes, other=0), slots)
+    if tl.sum(leaves, 0) > 0:
+        tl.store(freed_list + nth_freed, slots, mask=leaves > 0)
+        tl.debug_barrier()
+        slots = tl.where(comes, tl.load(freed_list + nth_come, mask=comes, other=0), slots)
+    else:  # all that are read are read by now, and only what threads hold themselves is written
+        tl.debug_barrier()
     tl.store(lists + rank, order, mask=inside)
     tl.store(lists + num_experts + rank, slots, mask=has_slot)
     tl.store(missed_list + nth_missed, order, mask=missed)
@@ -116,13 +118,12 @@ def _use(  # type: ignore[no-untyped-def]
     tl.store(table + _NUM_MISSED, num_missed)
     is_new = (used > 0) & (i >= num_used)
     tl.store(table + _NUM_USED, num_used + tl.sum(is_new.to(tl.int32), 0))
-    counts = table.to(tl.pointer_type(tl.int64), bitcast=True)
     if IS_STEP:
         num_chosen = tl.sum(used, 0)
         num_in_place = tl.sum((used > 0).to(tl.int32) * (rank >= num_slots).to(tl.int32), 0)
-        _count(counts, 0, num_chosen - num_missed - num_in_place)
-        _count(counts, 1, num_missed)
-        _count(counts, 2, num_in_place)
+        tl.store(counts, num_hits + num_chosen - num_missed - num_in_place)
+        tl.store(counts + 1, num_copied + num_missed)
+        tl.store(counts + 2, num_read + num_in_place)
         place = tl.where(has_slot, slots, num_experts)
         for first in range(0, num_pairs, PAIRS):
             p = first + tl.arange(0, PAIRS)
@@ -134,7 +135,7 @@ def _use(  # type: ignore[no-untyped-def]
             rest = tl.where(of_pair == num_experts, pair, num_experts)
             tl.store(rest_of_pair + p, rest, mask=is_pair)
     else:
-        _count(counts, _FROM_PROMPT, num_missed)
+        tl.store(counts + 3, num_settled + num_missed)
 
 
 @triton.jit
@@ -219,10 +220,11 @@ def _launch_use(
     is_step: bool,
 ) -> None:
     num_steps, num_pairs = chosen.shape
+    assert chosen.is_contiguous(), "rows of pairs lie one after another"
     _use[(1,)](
         chosen, table, *outputs, num_steps, num_pairs, num_slots, num_experts,
         EXPERTS=max(16, triton.next_power_of_2(num_experts)),
-        PAIRS=PAIRS,
+        PAIRS=min(PAIRS, triton.next_power_of_2(num_pairs)),
         IS_STEP=is_step,
         num_warps=4,
     )  # fmt: skip
@@ -238,7 +240,7 @@ def _read(
     num_pairs = chosen.numel()
     slot_of_pair, order, starts, rest = _describe(chosen, table, addresses, num_slots, num_experts)
     outputs = slot_of_pair, rest
-    _launch_use(table, chosen[None], num_slots, num_experts, outputs, is_step=True)
+    _launch_use(table, chosen.contiguous()[None], num_slots, num_experts, outputs, is_step=True)
     _copy_missed[(max(COPY_PROGRAMS, num_experts),)](
         table, addresses, len(addresses), slot_of_pair, order, starts, num_pairs, num_experts,
         PAIRS=triton.next_power_of_2(num_pairs),

@@ -27,7 +27,7 @@ from offplan.runtime.forms.expert_table import (
 from offplan.runtime.forms.experts import holds_codes
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.store import Offloaded, WeightStore
-from offplan.runtime.model.cached import keep_in_slots
+from offplan.runtime.model.cached import keep_in_slots, leave_slots
 from offplan.runtime.refusal import refuse
 
 
@@ -151,8 +151,11 @@ class CachedExperts:
         self._device = store.device
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._noted: torch.Tensor | None = None
+        """What the prompt's last tokens choose in the layer at hand, [tokens, batch, choices]."""
         self._notes: dict[int, torch.Tensor] = {}
         """Where prompts note choices, by their number of sequences."""
+        self._place = torch.zeros(1, dtype=torch.int64, device=store.device)
+        """Where the oldest of these lie."""
         self._is_wrong = True
         """Whether the tables say what is not so: those of memory that nobody has written yet, and
         those that a pass was aborted in."""
@@ -213,7 +216,7 @@ class CachedExperts:
 
     def _note_into(self, noted: torch.Tensor | None) -> None:
         for layer in self._layers.values():
-            vars(layer.experts)["noted"] = noted
+            vars(layer.experts).update(noted=noted, noted_place=self._place)
 
     def settle(self, index: int) -> None:
         """Take what the prompt that has just passed a layer leaves there: its last tokens' experts.
@@ -223,7 +226,8 @@ class CachedExperts:
         layer = self._layers.get(index)
         if layer is None or self._noted is None:
             return
-        chosen = self._noted.flatten(1)
+        rows = torch.arange(NOTED_TOKENS, device=self._place.device)
+        chosen = self._noted.index_select(0, (self._place + rows) % NOTED_TOKENS).flatten(1)
         if layer.addresses is None:
             use(layer.table, chosen, is_step=False)
             copy_missed(
@@ -263,6 +267,13 @@ class CachedExperts:
         """Forget what was counted."""
         for layer in self._layers.values():
             layer.table.counts.zero_()
+
+    def close(self) -> None:
+        """Let go of the slots' memory; the device is idle, and the experts run no more."""
+        for layer in self._layers.values():
+            leave_slots(layer.experts)
+        self._layers.clear()
+        self._noted = None
 
     def count(self) -> dict[int, ExpertCounts]:
         """Return what was counted, by layer index; waits for the device."""

@@ -55,6 +55,8 @@ class LoadedModel:
         self.store = WeightStore(
             self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer
         )
+        self.cached = CachedExperts(self.model, self.module, self.placement, {}, self.store)
+        """The experts that lie in GPU memory one by one."""
         try:
             loaded = self.store.resident | self.store.offloaded
             try:
@@ -90,6 +92,7 @@ class LoadedModel:
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
         drop_scratch(self.module)
+        self.cached.close()
         self.module.to_empty(device="meta")
         self.store.close()
 

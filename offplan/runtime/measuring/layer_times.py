@@ -138,7 +138,7 @@ def _time_decode(session: Session, tokens: torch.Tensor, filled: int) -> list[fl
     Only the number of them counts, not what they were: attention reads the cache up to there.
     """
     tokens = tokens.to(session.device)
-    with session.stream():
+    with session.stream(), torch.inference_mode():
         session.runner.set_length(filled)
     step = _median_seconds(session, lambda: session.decode(tokens))
     with session.stream(), torch.inference_mode():

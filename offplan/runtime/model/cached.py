@@ -30,7 +30,15 @@ def keep_in_slots(
         slot_sources=sources,
         reads_slots=False,
         noted=None,
+        noted_place=None,
     )
+
+
+def leave_slots(experts: nn.Module) -> None:
+    """Undo ``keep_in_slots``, so that the memory can be given back."""
+    held = ("slot_table", "slot_memory", "slots", "slot_sources", "noted", "noted_place")
+    for name in (*held, "num_slots", "reads_slots"):
+        vars(experts).pop(name, None)
 
 
 def has_slots(experts: nn.Module) -> bool:
@@ -55,7 +63,7 @@ def forward_cached(
     own = vars(experts)
     if not has_slots(experts) or not own["reads_slots"]:
         if has_slots(experts) and own["noted"] is not None:
-            _note(own["noted"], top_k_index)
+            _note(own["noted"], own["noted_place"], top_k_index)
         return forward_stored(experts, hidden_states, top_k_index, top_k_weights)
     if hidden_states.is_cuda:
         from offplan.runtime.model.cached_products import forward_slots  # needs triton
@@ -71,12 +79,18 @@ def forward_cached(
     return forward_stored(_Joined(experts, values), hidden_states, top_k_index, top_k_weights)
 
 
-def _note(noted: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Note a chunk's last choices behind those before: [tokens, batch, choices] of both."""
+def _note(noted: torch.Tensor, place: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Note a chunk's last choices, [tokens, batch, choices], over the oldest, from a place on.
+
+    The place, [1] on the device, is then behind them. Nothing that is noted is read, or a compiled
+    layer would have to move it before it writes.
+    """
     num_noted, batch, num_chosen = noted.shape
     # what is noted is the same for all sequences of a token, and tokens come by sequence
     new = chosen.reshape(batch, -1, num_chosen).transpose(0, 1)[-num_noted:].to(noted.dtype)
-    noted.copy_(torch.cat([noted[len(new) :], new]))
+    rows = torch.arange(len(new), device=place.device)
+    noted.index_copy_(0, (place + rows) % num_noted, new)
+    place.add_(len(new))
 
 
 def _join(

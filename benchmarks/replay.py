@@ -1,0 +1,355 @@
+"""Time a plan that keeps experts one by one beside one that does not, as a trace routes tokens.
+
+    python -m benchmarks.replay CONFIG_JSON --machine h200-pcie5 --gpu-memory '12 GiB'
+    python -m benchmarks.replay CONFIG_JSON --cached 48
+    python -m benchmarks.replay CONFIG_JSON --plans TODAY.yaml KEPT.yaml
+
+Weights are random; what routers choose is taken from a trace, within the captured step as well. The
+first form plans for a machine and keeps as many experts of all layers in the same memory; the
+second keeps so many and compares with the same rule that keeps none; the third is given both plans.
+Both run in turn, in one process. Prints JSON: experts hit as a list of the trace says and as the
+kernels counted, by layer, and the times of steps. Ends with an error where these counts differ.
+"""
+
+import argparse
+import bisect
+import itertools
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.run_plan import describe_machine
+from benchmarks.traces import REUSES, make_trace
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.library.asking import ask
+from offplan.library.held_memory import count_held
+from offplan.library.machines import load_machine
+from offplan.plan import Offload, Plan, Rule, Workload, load_plan
+from offplan.planner.make import make_plan
+from offplan.routing.use_order import UseOrder
+from offplan.runtime.forms.expert_table import NOTED_TOKENS
+from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.session import Session
+from offplan.units import parse_bytes
+
+
+class Replay:
+    """Has routed experts be chosen by a trace; stands where a session notes what they choose."""
+
+    def __init__(self, layers: nn.ModuleList, trace: torch.Tensor, prompt_tokens: int) -> None:
+        """Take ``trace``, [layers, tokens, batch, choices], layer by layer with routed experts."""
+        self._step = torch.zeros(1, dtype=torch.int64, device=trace.device)
+        rows = iter(trace)
+        for layer in layers:
+            for experts in layer.modules():
+                if hasattr(experts, "has_gate"):
+                    row = next(rows)
+                    prompt = row[:prompt_tokens].transpose(0, 1).contiguous()
+                    steps = row[prompt_tokens:].contiguous()
+                    vars(experts).update(
+                        replay_prompt=prompt, replay_steps=steps, replay_step=self._step
+                    )
+                    experts.register_forward_pre_hook(_choose)
+
+    def begin(self, batch: int) -> None:
+        """Do nothing: what is chosen is there from the start."""
+
+    def note_step(self) -> None:
+        """Go on to the next step's choices; queued on the current stream."""
+        self._step.add_(1)
+
+    def forget(self) -> None:
+        """Begin with the first step again."""
+        self._step.zero_()
+
+
+def _choose(experts: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace what a router chose, [tokens, choices], by what the trace says."""
+    hidden, chosen, *others = arguments
+    own = vars(experts)
+    if chosen.numel() == own["replay_prompt"].numel():
+        chosen = own["replay_prompt"].view(chosen.shape)
+    elif chosen.numel() == own["replay_steps"][0].numel():
+        chosen = own["replay_steps"].index_select(0, own["replay_step"]).view(chosen.shape)
+    return hidden, chosen, *others
+
+
+class ReplaySession(Session):
+    """A session whose tokens go where a trace says."""
+
+    def __init__(self, trace: torch.Tensor, prompt_tokens: int, *others: Any, **more: Any) -> None:
+        self._trace, self._prompt_tokens = trace, prompt_tokens
+        super().__init__(*others, record_routing=True, **more)
+
+    def _watch_routing(self) -> Any:
+        layers = decoder_layers(self.loaded.module)
+        return Replay(layers, self._trace.to(self.device), self._prompt_tokens)
+
+
+def draw(model: Model, batch: int, num_tokens: int, reuse: str) -> np.ndarray[Any, Any]:
+    """Draw a trace for each layer and sequence: [layers, tokens, batch, choices]."""
+    assert model.experts is not None, "a mixture of experts"
+    num_layers = sum(layer.kind == "moe" for layer in model.layers)
+    sizes = model.experts.num_experts, model.experts.num_experts_per_token, num_tokens, reuse
+    return np.stack(
+        [
+            np.stack([make_trace(*sizes, seed=1000 * layer + at) for at in range(batch)], axis=1)
+            for layer in range(num_layers)
+        ]
+    )
+
+
+def count_hits(
+    trace: np.ndarray[Any, Any], prompt_tokens: int, num_steps: int, num_experts: int
+) -> np.ndarray[Any, Any]:
+    """Count what caches of each size would hit, by layer, [layers, experts + 1], and all choices.
+
+    The last tokens of the prompt come first, as if they had been steps; they are not counted.
+    """
+    found = []
+    for row in trace:
+        order = UseOrder(1, num_experts)
+        for token in row[max(0, prompt_tokens - NOTED_TOKENS) : prompt_tokens]:
+            order.take(token.reshape(1, -1))
+        before = order.reuse
+        for token in row[prompt_tokens : prompt_tokens + num_steps]:
+            order.take(token.reshape(1, -1))
+        hits = np.cumsum(order.reuse.distances[0] - before.distances[0])
+        found.append([0, *hits, int((order.reuse.choices - before.choices)[0])])
+    return np.array(found)
+
+
+def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[str, Any]:
+    """Read the prompt and time steps behind it, after all slots were emptied."""
+    assert session.routing is not None
+    with session.stream(), torch.inference_mode():
+        session.loaded.cached.empty()
+        session.loaded.cached.forget()
+        session.routing.forget()
+    is_cuda = session.device.type == "cuda"
+    with session.stream():
+        started = time.perf_counter()
+        tokens = session.prefill(prompt).argmax(-1, keepdim=True)
+        if is_cuda:
+            torch.cuda.synchronize()
+        prompt_s = time.perf_counter() - started
+        moments: list[Any] = [_mark(is_cuda)]
+        for _ in range(num_steps):
+            tokens = session.decode(tokens).argmax(-1, keepdim=True)
+            moments.append(_mark(is_cuda))
+        if is_cuda:
+            torch.cuda.synchronize()
+    pairs = itertools.pairwise(moments)
+    steps = [a.elapsed_time(b) / 1e3 if is_cuda else b - a for a, b in pairs]
+    counted = session.count_experts()
+    return {
+        "prompt_s": prompt_s,
+        "step_s": statistics.median(steps),
+        "step_mean_s": statistics.mean(steps),
+        "step_min_s": min(steps),
+        "step_max_s": max(steps),
+        "hits": {layer: found.hits for layer, found in counted.items()},
+        "misses": {layer: found.misses for layer, found in counted.items()},
+        "in_place": sum(found.in_place for found in counted.values()),
+        "copied_bytes_a_step": sum(found.copied_bytes for found in counted.values()) / num_steps,
+    }
+
+
+def _mark(is_cuda: bool) -> Any:
+    if not is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def keep_experts(plan: Plan, model: Model) -> Offload:
+    """Keep as many experts of all layers as the plan's budget has room for."""
+    assert model.experts is not None
+    num_layers = sum(layer.kind == "moe" for layer in model.layers)
+
+    def keep(number: int) -> Offload:
+        rule = make_rule(*divmod(number, num_layers))
+        return plan.offload.model_copy(update={"rules": (rule,), "prefetch_step": 1})
+
+    def exceeds(number: int) -> bool:
+        counted = count_held(plan.model_copy(update={"offload": keep(number)}), model)
+        return counted.prediction.gpu_memory.total_bytes > plan.budget.gpu_memory
+
+    numbers = range(num_layers, num_layers * model.experts.num_experts + 1)
+    num_fitting = bisect.bisect_left(numbers, True, key=exceeds)
+    if not num_fitting:
+        raise SystemExit("the budget has no room for one expert of each layer")
+    return keep(numbers[num_fitting - 1])
+
+
+def make_rule(cached: int | None, more: int | None = None) -> Rule:
+    """Take the experts of all layers, and keep so many of each."""
+    return Rule.model_validate(
+        {
+            "cpu_offload_params": ["experts"],
+            "group_size": 1,
+            "num_in_group": 1,
+            "prefill": "prefetch",
+            "decode": "uva",
+            "cached_experts": cached,
+            "cached_experts_more": more or None,
+        }
+    )
+
+
+def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
+    """Return what the two plans offload, by name."""
+    if options.plans:
+        today, kept = (load_plan(path) for path in options.plans)
+        return {"today": today.offload, "kept": kept.offload}
+    if options.cached:
+        rules = {"today": make_rule(None), "kept": make_rule(options.cached, options.more)}
+        chunk = options.prompt
+        return {
+            k: Offload(prefetch_step=1, prefill_chunk=chunk, rules=(r,)) for k, r in rules.items()
+        }
+    steps = options.steps + 1
+    workload = Workload(
+        batch=options.batch,
+        prompt_tokens=options.prompt,
+        output_tokens=steps,
+        context=options.prompt + steps + 8,
+    )
+    machine, memory = load_machine(options.machine), parse_bytes(options.gpu_memory)
+    plan = make_plan(ask(model, machine, workload, gpu_memory=memory)).plan
+    return {"today": plan.offload, "kept": keep_experts(plan, model)}
+
+
+def compare(options: argparse.Namespace, model: Model) -> dict[str, Any]:
+    """Run both plans in turn; returns what each took and counted."""
+    assert model.experts is not None
+    offloads = find_offloads(options, model)
+    trace = draw(model, options.batch, options.prompt + options.steps + 8, options.reuse)
+    listed = count_hits(trace, options.prompt, options.steps, model.experts.num_experts)
+    prompt = torch.arange(options.batch * options.prompt).view(options.batch, -1) % 1000 % 60
+    sessions: dict[str, ReplaySession] = {}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in offloads}
+
+    def open_for(name: str) -> ReplaySession:
+        session = ReplaySession(
+            torch.from_numpy(trace),
+            options.prompt,
+            model,
+            offloads[name],
+            context=options.prompt + options.steps + 8,
+            device=options.device,
+        )
+        session.warm_up(*prompt.shape)
+        return session
+
+    try:
+        for _ in range(options.rounds):
+            for name in offloads:
+                if name not in sessions:
+                    sessions[name] = open_for(name)
+                found[name].append(run(sessions[name], prompt, options.steps))
+                if options.reopen:
+                    sessions.pop(name).close()
+                print(f"{name}: {found[name][-1]['step_s'] * 1e3:.3f} ms", file=sys.stderr)
+        predicted = predict(offloads, listed, found)
+    finally:
+        for session in sessions.values():
+            session.close()
+    return {
+        "offloads": {k: o.model_dump(mode="json", exclude_none=True) for k, o in offloads.items()},
+        "predicted_hits": predicted,
+        "choices": int(listed[:, -1].sum()),
+        "runs": found,
+        "speedup": statistics.median(r["step_s"] for r in found["today"])
+        / statistics.median(r["step_s"] for r in found["kept"]),
+    }
+
+
+def predict(
+    offloads: dict[str, Offload],
+    listed: np.ndarray[Any, Any],
+    found: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Return the hits that the trace's list says of each plan; SystemExit where others counted."""
+    predicted: dict[str, Any] = {}
+    for name, offload in offloads.items():
+        rules = [rule for rule in offload.rules if rule.cached_experts is not None]
+        layers = list(found[name][0]["hits"])
+        if not layers:
+            continue
+        rule = rules[0]
+        sizes = [
+            (rule.cached_experts or 0) + (at < (rule.cached_experts_more or 0))
+            for at in range(len(layers))
+        ]
+        first_moe = len(listed) - len(layers) if len(rules) == 1 and rule.group_size == 1 else None
+        if first_moe != 0:
+            predicted[name] = "not listed: the plan keeps experts of some layers alone"
+            continue
+        hits = [int(row[size]) for row, size in zip(listed, sizes, strict=True)]
+        predicted[name] = {"hits": sum(hits), "of": int(listed[:, -1].sum())}
+        for number, each in enumerate(found[name], 1):
+            if list(each["hits"].values()) != hits:
+                raise SystemExit(
+                    f"{name}, round {number}: counted {each['hits']}, the trace's list has {hits}"
+                )
+            misses = [int(row[-1]) - hit for row, hit in zip(listed, hits, strict=True)]
+            if list(each["misses"].values()) != misses:
+                raise SystemExit(f"{name}, round {number}: misses {each['misses']}, not {misses}")
+    return predicted
+
+
+def read_config(path: Path, changes: dict[str, Any]) -> Model:
+    """Open a model by its config, some of whose keys are changed; null takes one out."""
+    if not changes:
+        return open_model(str(path))
+    config = json.loads(path.read_text("utf-8")) | changes
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder) / "config.json"
+        changed.write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
+        return open_model(str(changed))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", type=json.loads, default={}, help="keys of the config, as JSON")
+    parser.add_argument("--machine", default="h200-pcie5")
+    parser.add_argument("--gpu-memory", default="12 GiB")
+    parser.add_argument("--cached", type=int)
+    parser.add_argument("--more", type=int)
+    parser.add_argument("--plans", type=Path, nargs=2)
+    parser.add_argument("--reuse", choices=REUSES, default="published")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--reopen", action="store_true", help="hold one session at a time")
+    options = parser.parse_args(arguments)
+    model = read_config(options.config, options.set)
+    machine: dict[str, Any] = {"cpu": platform.machine(), "torch": torch.__version__}
+    if options.device != "cpu":
+        machine = describe_machine()
+    asked = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    asked["plans"] = [str(path) for path in options.plans or ()]
+    print(json.dumps({"machine": machine, "asked": asked, **compare(options, model)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
