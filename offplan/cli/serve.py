@@ -1,5 +1,6 @@
 """``offplan serve``: a plan behind OpenAI's API."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -126,7 +127,7 @@ def serve(
             service,
             bound,
             origins=cors or (),
-            on_ready=lambda: print_note(ready),
+            on_ready=lambda: _note(ready),
             on_end=_print_end,
         ).run()
 
@@ -163,8 +164,14 @@ def _name_model(source: str) -> str:
     return (resolved.parent if resolved.suffix == ".json" else resolved).name or "model"
 
 
+def _note(text: str) -> None:
+    """Say something while the server runs, which goes on where nobody reads it any more."""
+    with contextlib.suppress(OSError):
+        print_note(text)
+
+
 def _print_end(is_second: bool) -> None:
-    print_note(
+    _note(
         "ending what is being made"
         if is_second
         else "no more requests are taken, and those here are finished; once more ends them"
@@ -173,9 +180,9 @@ def _print_end(is_second: bool) -> None:
 
 def _print_fault(error: BaseException) -> None:
     """Say what went wrong, with the places in offplan's code unless it is one of its own errors."""
-    print_note(f"a request failed: {type(error).__name__}: {' '.join(str(error).split())}")
+    _note(f"a request failed: {type(error).__name__}: {' '.join(str(error).split())}")
     if not isinstance(error, OffplanError):
         import traceback
 
         for line in "".join(traceback.format_exception(error)).splitlines():
-            print_note(line)
+            _note(line)

@@ -41,6 +41,31 @@ def test_the_name_of_a_model_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_process_whose_notes_nobody_reads_ends(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, RULES["mixed"])
+    command = [
+        sys.executable,
+        "-m",
+        "offplan",
+        "serve",
+        str(plan),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            find_url(process)
+            assert process.stderr
+            process.stderr.close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=TIMEOUT_S) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_serves_until_a_signal(tmp_path: Path, end: signal.Signals) -> None:
     plan = write_plan(tmp_path, RULES["mixed"])
