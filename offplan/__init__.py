@@ -56,10 +56,10 @@ if TYPE_CHECKING:  # with "as", a type checker lets others import the name from 
     from offplan.planner.neighbours import find_neighbours as find_neighbours
     from offplan.planner.question import Question as Question
     from offplan.runtime.generate import generate as generate
+    from offplan.runtime.joined import generate_texts as generate_texts
     from offplan.runtime.rows import Rows as Rows
     from offplan.runtime.sampling import Sampling as Sampling
     from offplan.runtime.texts import Text as Text
-    from offplan.runtime.texts import generate_texts as generate_texts
     from offplan.upkeep.checking import check_plan as check_plan
     from offplan.upkeep.comparing import compare_plans as compare_plans
     from offplan.upkeep.rewriting import rewrite_plan as rewrite_plan
@@ -86,7 +86,7 @@ _HOMES = {
     "export_plan": "engines.export",
     "find_frontier": "planner.frontier",
     "generate": "runtime.generate",
-    "generate_texts": "runtime.texts",
+    "generate_texts": "runtime.joined",
     "load_machine": "library.machines",
     "load_plan": "plan",
     "make_plan": "planner.make",

@@ -10,6 +10,7 @@ import typer
 import offplan
 from offplan.cli.analyze import analyze
 from offplan.cli.bench import bench
+from offplan.cli.chat import chat
 from offplan.cli.check import check
 from offplan.cli.diff import diff
 from offplan.cli.explain import explain
@@ -22,6 +23,7 @@ from offplan.cli.replan import replan
 from offplan.cli.report import report
 from offplan.cli.run import run
 from offplan.cli.schema import schema
+from offplan.cli.serve import serve
 from offplan.cli.show import show
 
 EXIT_CODES = (
@@ -60,7 +62,7 @@ def before_commands(
 
 _PLAN = (analyze, plan)
 _LOOK_AFTER = (show, report, check, diff, explain, replan)
-_EXECUTE = (run, bench, export)
+_EXECUTE = (run, chat, serve, bench, export)
 _KNOW = (measure, machines, schema)
 for command in (*_PLAN, *_LOOK_AFTER, *_EXECUTE, *_KNOW):
     app.command()(with_habits(command))

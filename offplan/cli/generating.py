@@ -14,11 +14,12 @@ from offplan.plan import Plan
 from offplan.report.run import RunResult
 from offplan.runtime.device import device_name
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.joined import continue_texts
 from offplan.runtime.prompts import random_prompt
 from offplan.runtime.rows import Rows
 from offplan.runtime.sampling import make_chooser
 from offplan.runtime.session import Session
-from offplan.runtime.texts import Text, generate_texts
+from offplan.runtime.texts import Text
 
 
 def generate_request(
@@ -40,9 +41,10 @@ def generate_request(
             rows.warm_up(num_tokens, capture_prompt=alike)
         with LiveLine(len(texts), lambda: session.link_bytes, shown=not teller.is_shown) as live:
             try:
-                for text, piece in generate_texts(rows, texts, request.sampling, measured):
-                    teller.take(text, piece)
-                    live.count(1, num_ended=text.finish is not None)
+                continued = map(request.continue_text, texts)
+                for each, added in continue_texts(rows, continued, measured):
+                    teller.take(each, added)
+                    live.count(1, num_ended=added.finish is not None)
             except NotANumberError as error:
                 teller.finish()  # what came out before is shown
                 names = [request.prompts[number][0] for number in error.numbers]

@@ -17,8 +17,15 @@ from offplan.cli.inputs import read_input
 from offplan.cli.locked import open_locked
 from offplan.cli.output import STANDARD, check_writable, print_note
 from offplan.errors import InputError
+from offplan.serve.errors import ApiError
+from offplan.serve.requests import ChatRequest, CompletionRequest, Request, parse_request
 
-_KEYS = {"prompt", "messages", "id"}
+_BATCH_KEYS = {"custom_id", "method", "url", "body"}
+"""Keys of a line of OpenAI's batch files."""
+_OPTIONS = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
+_OPTIONS |= {"logprobs", "top_logprobs", "tools", "tool_choice"}
+"""Fields of OpenAI's API that a line may have beside its prompt."""
+_KEYS = {"prompt", "messages", "id"} | _OPTIONS
 _BEGINNING = b'{"line": '
 """What each line of results begins with."""
 _SPARE_DEPTH = 50
@@ -32,17 +39,28 @@ class Line:
     number: int
     """Its line, from 1 on."""
     record: Mapping[str, Any]
-    """What stands there: ``prompt`` or ``messages``, and ``id`` if it has one."""
+    """What stands there: ``prompt`` or ``messages``, fields of OpenAI's API, and ``id`` if it has
+    one; or what a line of OpenAI's batch files has."""
+    request: Request
+    """The same as a request of OpenAI's API, of one prompt."""
 
     @property
-    def messages(self) -> Sequence[Mapping[str, str]] | None:
-        """What was said so far, where it is a chat."""
-        return self.record.get("messages")
+    def is_batch(self) -> bool:
+        """Whether it is a line of OpenAI's batch files, whose result is one, too."""
+        return "body" in self.record
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]] | None:
+        """What was said so far, as chat templates know it, where it is a chat."""
+        if not isinstance(self.request, ChatRequest):
+            return None
+        return [message.for_template() for message in self.request.messages]
 
     @property
     def prompt(self) -> str:
         """The text to continue, where it is none."""
-        return str(self.record["prompt"])
+        assert isinstance(self.request, CompletionRequest), "chats have messages"
+        return str(self.request.prompt[0])
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -55,8 +73,7 @@ def read_lines(path: Path) -> list[Line]:
         if text.strip():
             where = f"{path}, line {number}"
             record = _read_json(text, where)
-            _check(record, where)
-            lines.append(Line(number, record))
+            lines.append(Line(number, record, _read_request(record, where)))
     if not lines:
         raise InputError(f'{path} has no prompts: write lines such as {{"prompt": "Once"}}')
     return lines
@@ -69,39 +86,75 @@ def _read_json(text: str, where: str) -> Any:
         for _ in range(_SPARE_DEPTH):
             written = [written]
         json.dumps(written)  # what cannot be written as a result is told before one is made
-        return record
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is no JSON ({error}): each line is one object") from None
+    if halves := re.findall("[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
+        raise InputError(
+            f"{where}: found {quote(halves[0])}, which is half of a character: write the character "
+            "itself, or both of its halves"
+        )
+    return record
+
+
+def _read_request(record: Any, where: str) -> Request:
+    """Read what a line asks for, and refuse what would not be heeded."""
+    if isinstance(record, dict) and "body" in record:
+        body, kind = _open_batch(record, where)
+    else:
+        _check(record, where)
+        body = {key: value for key, value in record.items() if key != "id"}
+        kind = ChatRequest if "messages" in record else CompletionRequest
+    try:
+        request = parse_request(kind, body)
+    except ApiError as error:
+        raise InputError(f"{where}: {error.message}") from None
+    if isinstance(request, CompletionRequest) and (
+        len(request.prompt) > 1 or not isinstance(request.prompt[0], str)
+    ):
+        raise InputError(f"{where}: a line has one prompt, as a text")
+    if request.stream:
+        raise InputError(f"{where}: a file has no streams: leave stream out")
+    return request
+
+
+def _open_batch(record: Mapping[str, Any], where: str) -> tuple[Any, type[Request]]:
+    """Return the body of a line of OpenAI's batch files, and the kind of its request."""
+    if unknown := sorted(record.keys() - _BATCH_KEYS):
+        raise InputError(
+            f"{where}: {quote(unknown[0])} is not heeded; a line with a body has custom_id, method "
+            "and url beside it"
+        )
+    kinds: dict[str, type[Request]] = {
+        "/v1/chat/completions": ChatRequest,
+        "/v1/completions": CompletionRequest,
+    }
+    found = record.get("method", "POST"), record.get("url")
+    if found[0] != "POST" or not isinstance(found[1], str) or found[1] not in kinds:
+        raise InputError(
+            f"{where}: found {quote(found[0])} {quote(found[1])}, expected POST with one of "
+            f"{', '.join(kinds)}"
+        )
+    return record["body"], kinds[found[1]]
 
 
 def _check(record: Any, where: str) -> None:
-    """Refuse what would not be heeded."""
+    """Refuse a line of offplan's own that has no prompt, and keys that it does not know."""
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise InputError(f"{where}: expected an object with either prompt or messages")
     if unknown := sorted(record.keys() - _KEYS):
         raise InputError(
-            f"{where}: {quote(unknown[0])} is not heeded; a line has prompt or messages, and id; "
-            "name the rest on the command line"
+            f"{where}: {quote(unknown[0])} is not heeded; a line has prompt or messages, an id, "
+            f"and of OpenAI's fields {', '.join(sorted(_OPTIONS))}"
         )
     if not isinstance(record.get("prompt", ""), str):
         raise InputError(f"{where}: prompt should be a text")
     messages = record.get("messages", [{"role": "user", "content": ""}])
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise InputError(f"{where}: messages should be objects with a role and a content, as texts")
-    said = [record.get("prompt", ""), *(text for each in messages for text in each.values())]
-    if halves := re.findall("[\ud800-\udfff]", "".join(said)):
-        raise InputError(
-            f"{where}: found {quote(halves[0])}, which is half of a character: write the character "
-            "itself, or both of its halves"
-        )
+        raise InputError(f"{where}: messages should be objects with a role and a content")
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and message.keys() == {"role", "content"}
-        and all(isinstance(value, str) for value in message.values())
-    )
+    return isinstance(message, dict) and {"content", "tool_calls"} & message.keys() != set()
 
 
 class Results:

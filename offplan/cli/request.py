@@ -16,13 +16,15 @@ from offplan.cli.run_options import RunOptions
 from offplan.errors import InputError
 from offplan.library.sessions import check_context
 from offplan.plan import Plan
+from offplan.runtime.joined import Continued
 from offplan.runtime.prompts import load_tokenizer, read_chat, read_prompt, tokenizer_sha256
 from offplan.runtime.rules import TokenRules, read_rules
-from offplan.runtime.sampling import Sampling
+from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
+from offplan.serve.requests import ChatRequest
 
 _END = re.compile(r"\r?\n\Z")
-Chat = Sequence[Mapping[str, str]]
+Chat = Sequence[Mapping[str, Any]]
 """Messages: what was said, by whom."""
 
 
@@ -39,6 +41,8 @@ class GenerationRequest:
     stop_strings: Sequence[str]
     sampling: Sampling | None
     """None for greedy generation."""
+    lines: Sequence[Line] = ()
+    """Lines of a file that the prompts stand in, none for others; what one names is its own."""
 
     @property
     def shown(self) -> list[str]:
@@ -58,22 +62,51 @@ class GenerationRequest:
         rules = read_rules(model, tokenizer)
         texts = []
         for number, (name, prompt) in enumerate(self.prompts):
-            read: Any = read_prompt if isinstance(prompt, str) else read_chat
+            asked = self.lines[number].request if self.lines else None
+            num_tokens = (asked and asked.num_tokens) or self.num_tokens
             try:
-                tokens = read(model, tokenizer, prompt)[0].tolist()
-                check_context(plan, len(tokens), self.num_tokens)
+                if isinstance(prompt, str):
+                    tokens = read_prompt(model, tokenizer, prompt)[0].tolist()
+                else:
+                    tools = asked.shown_tools if isinstance(asked, ChatRequest) else None
+                    tokens = read_chat(model, tokenizer, prompt, tools)[0].tolist()
+                check_context(plan, len(tokens), num_tokens)
             except InputError as error:
                 raise InputError(f"{name}: {error}" if len(self.prompts) > 1 else error) from None
             text = Text(
                 tokenizer,
                 tokens,
-                num_tokens=self.num_tokens,
+                num_tokens=num_tokens,
                 rules=rules,
-                stop_strings=self.stop_strings,
+                stop_strings=self.stop_strings if not asked or asked.stop is None else asked.stop,
                 number=number,
             )
             texts.append(text)
         return texts
+
+    def continue_text(self, text: Text) -> Continued:
+        """Say how a text is continued: as its line says, and else as the command does.
+
+        Raises InputError for a line by which nothing can be drawn.
+        """
+        if not self.lines:
+            return Continued(text, self.sampling)
+        asked = self.lines[text.number].request
+        named = (asked.temperature, asked.top_k, asked.top_p, asked.seed)
+        if named == (None, None, None, None):
+            return Continued(text, self.sampling, asked.num_logprobs)
+        usual = self.sampling or Sampling(0 if named[1:3] == (None, None) else 1)
+        temperature = usual.temperature if asked.temperature is None else asked.temperature
+        if temperature == 0:
+            return Continued(text, None, asked.num_logprobs)
+        has_seed = asked.seed is not None
+        sampling = Sampling(
+            temperature,
+            asked.top_k or usual.top_k,
+            asked.top_p or usual.top_p,
+            (asked.seed or 0) % MAX_SEED if has_seed else usual.seed,
+        )
+        return Continued(text, sampling, asked.num_logprobs, 0 if has_seed else None)
 
     def fingerprint(self, model: Model, rules: TokenRules, *, dummy_weights: bool) -> str:
         """Sum up in twelve digits what the texts depend on beside their prompts.
@@ -100,6 +133,7 @@ def make_request(given: RunOptions, lines: Sequence[Line], plan: Plan) -> Genera
         given.max_new_tokens or plan.workload.output_tokens,
         given.stop_strings or (),
         read_sampling(given.temperature, given.top_k, given.top_p, given.seed),
+        lines,
     )
 
 

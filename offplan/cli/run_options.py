@@ -33,7 +33,9 @@ class RunOptions:
     ] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Lines of JSON, each with a prompt or messages; - is standard input."),
+        typer.Option(
+            help="Lines of JSON, each with a prompt or messages, or OpenAI's batches; - is stdin."
+        ),
     ] = None
     output: Annotated[
         Path | None,

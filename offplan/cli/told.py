@@ -1,8 +1,10 @@
 """Where texts go while they are made: to the terminal, or to a file of results."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from offplan.checkpoint.model import Model
 from offplan.cli.lines import Line, Results
@@ -12,7 +14,10 @@ from offplan.cli.request import GenerationRequest
 from offplan.cli.run_options import RunOptions
 from offplan.plan import Plan
 from offplan.report.payload import text_payload
+from offplan.runtime.joined import Added, Continued
 from offplan.runtime.texts import Text
+from offplan.serve.answers import Choice, make_answer
+from offplan.serve.token_names import TokenNames
 
 
 class Teller:
@@ -25,7 +30,7 @@ class Teller:
         """Return the texts that are yet to be made: all of them."""
         return texts
 
-    def take(self, text: Text, piece: str) -> None:
+    def take(self, each: Continued, added: Added) -> None:
         """Take what a token has added to a text."""
 
     def finish(self) -> None:
@@ -45,8 +50,9 @@ class Printer(Teller):
         self._texts: dict[int, Text] = {}
         self.is_shown = alone and sys.stdout.isatty()
 
-    def take(self, text: Text, piece: str) -> None:
+    def take(self, each: Continued, added: Added) -> None:
         """Print what a token has added, if this is the one text that is being made."""
+        text, piece = each.text, added.piece
         is_new = text.number not in self._texts
         self._texts[text.number] = text
         if self._alone:
@@ -68,9 +74,11 @@ class Printer(Teller):
 class Writer(Teller):
     """Writes a line of results for each text that ends."""
 
-    def __init__(self, results: Results, lines: Mapping[int, Line]) -> None:
+    def __init__(self, results: Results, lines: Mapping[int, Line], model: Model) -> None:
         """Write to ``results``; ``lines`` are those of the prompts, by the texts' numbers."""
-        self._results, self._lines = results, lines
+        self._results, self._lines, self._model = results, lines, model
+        self._made = defaultdict[int, list[Added]](list)
+        """Tokens of the texts that are being made, by the texts' numbers."""
 
     def leave_out_done(self, texts: Sequence[Text]) -> Sequence[Text]:
         """Return the texts that have no line of results yet, and say how many have one."""
@@ -80,10 +88,26 @@ class Writer(Teller):
             )
         return [text for text in texts if self._lines[text.number].number not in done]
 
-    def take(self, text: Text, piece: str) -> None:
+    def take(self, each: Continued, added: Added) -> None:
         """Write a text's line, once it has ended."""
-        if text.finish is not None:
-            self._results.write(self._lines[text.number], text_payload(text))
+        number = each.text.number
+        self._made[number].append(added)
+        if added.finish is not None:
+            self._results.write(self._lines[number], self._describe(each, self._made.pop(number)))
+
+    def _describe(self, each: Continued, made: list[Added]) -> dict[str, Any]:
+        """Return a line's result, in the form that the line has."""
+        line, names = self._lines[each.text.number], TokenNames(each.text.tokenizer)
+        choice = Choice(len(each.text.prompt), each.num_read, made, each.text.finish)
+        answer = make_answer(line.request, [choice], self._model.source, names).whole()
+        if line.is_batch:
+            response = {"status_code": 200, "request_id": answer["id"], "body": answer}
+            return {"id": f"batch_req_{line.number}", "response": response, "error": None}
+        told = text_payload(each.text)
+        if each.num_logprobs is not None:
+            # beside the line's own key, which says how many
+            told["scores"] = answer["choices"][0]["logprobs"]
+        return told
 
 
 @contextmanager
@@ -103,7 +127,7 @@ def open_teller(
     if lines:
         settings = request.fingerprint(model, texts[0].rules, dummy_weights=given.dummy_weights)
         with Results(given.output or STANDARD, lines, settings, force=given.force) as results:
-            yield Writer(results, dict(enumerate(lines)))
+            yield Writer(results, dict(enumerate(lines)), model)
     elif texts and not given.json:
         alone = plan.workload.batch == 1 or len(texts) == 1
         yield Printer(request.shown, alone=alone)

@@ -1,5 +1,6 @@
 """An export as text: a command, a config file, variables, or a container's command."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import yaml
 from offplan.choices import ExportFormat
 from offplan.engines.engine import format_version, join_flags
 from offplan.engines.export import Export
-from offplan.errors import ExportError
 
 CACHE = "/root/.cache/huggingface"
 """Where the engines' images keep what they load from the Hub."""
+
+
+_WORKERS_PLAN = "additional-config"
+"""The option that names the plan to a worker."""
 
 
 def render_export(export: Export, form: ExportFormat) -> str:
@@ -30,11 +34,8 @@ def _command(export: Export) -> str:
 def _docker(export: Export) -> str:
     """Write what a shell runs to start the engine in a container of its own image."""
     engine, source = export.engine, Path(export.source)
-    if engine.is_worker:
-        raise ExportError(
-            f"the image {engine.image} has no offplan in it: make one of it with pip install "
-            "'.[vllm]' in a clone of offplan, and start what --format command prints"
-        )
+    if engine.is_worker and _WORKERS_PLAN in export.options:
+        return _dockerfile(export)
     mount = f'"$HOME/.cache/huggingface:{CACHE}"'
     served = export.source
     if source.exists():
@@ -54,6 +55,42 @@ def _docker(export: Export) -> str:
     ]
     hosted = join_flags({"host": ("0.0.0.0",), "port": (str(engine.port),)})
     return _lines(" \\\n  ".join(lines), export, shlex.join(hosted))
+
+
+def _dockerfile(export: Export) -> str:
+    """Write what builds an image with a worker and its plan: the engine's own has no offplan.
+
+    What the engine's image has keeps its versions, and offplan comes from a clone of it.
+    """
+    ((given,),) = [export.options[_WORKERS_PLAN]]
+    plan = Path(json.loads(given)["offplan"])
+    source = Path(export.source)
+    # a build's context is a folder, and so is what is mounted
+    served, mount = export.source, f'"$HOME/.cache/huggingface:{CACHE}"'
+    if source.exists():
+        served, mount = "/model", shlex.quote(f"{source.resolve()}:/model:ro")
+    inside = f"/offplan/{plan.name}"
+    options = {**export.options, _WORKERS_PLAN: (json.dumps({"offplan": inside}),)}
+    port = str(export.engine.port)
+    hosted = {"host": ("0.0.0.0",), "port": (port,)}
+    command = [*export.engine.command, served, *join_flags(options), *join_flags(hosted)]
+    variables = [
+        f"ENV {name}={json.dumps(value)}" for name, value in export.demand.environment.items()
+    ]
+    lines = [
+        "# docker build --build-context offplan=CLONE_OF_OFFPLAN -t offplan-worker \\",
+        f"#   -f DOCKERFILE {shlex.quote(str(plan.parent))}",
+        "# docker run --gpus all --ipc=host --ulimit memlock=-1 \\",
+        f"#   -p {port}:{port} -v {mount} offplan-worker",
+        f"FROM {export.engine.image}:v{format_version(export.version)}",
+        "RUN --mount=type=bind,from=offplan,target=/tmp/offplan,rw \\",
+        "    pip list --format=freeze > /tmp/held.txt && \\",
+        "    pip install --no-cache-dir -c /tmp/held.txt /tmp/offplan && rm /tmp/held.txt",
+        f"COPY {json.dumps([plan.name, inside])}",
+        *variables,
+        f"ENTRYPOINT {json.dumps(command)}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _lines(start: str, export: Export, *last: str) -> str:

@@ -118,17 +118,26 @@ def read_prompt(
     return tokens
 
 
-def read_chat(model: Model, tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> torch.Tensor:
+def read_chat(
+    model: Model,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> torch.Tensor:
     """Turn messages (``role``, ``content``) into tokens by the chat template: int64, [1, tokens].
 
-    The answer is to follow. Raises what ``read_prompt`` raises, and InputError where the model has
-    no chat template, or one that does not take the messages.
+    The answer is to follow. The template is given ``tools``, too. Raises what ``read_prompt``
+    raises, and InputError where the model has no chat template, or one that does not take the
+    messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{model.source} has no chat template: leave --chat and messages out")
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tools=None if tools is None else [*tools],
+            tokenize=False,
+            add_generation_prompt=True,
         )
     except Exception as error:  # a template is a program of its own
         raise InputError(

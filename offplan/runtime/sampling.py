@@ -16,6 +16,8 @@ from offplan.errors import InputError
 
 _LEAST_TEMPERATURE = 1e-30
 """Dividing by less takes logits beyond float32, and what is drawn of infinities is no text."""
+MAX_SEED = 2**62
+"""Seeds are below it."""
 
 Choose = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 """A call makes tokens, int64 of [batch, 1], of logits, [batch, vocabulary], on their device.
@@ -79,7 +81,7 @@ class Sampling:
             ),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and up to 1"),
-            ("seed", 0 <= self.seed < 2**62, "0 or more and below 2**62"),
+            ("seed", 0 <= self.seed < MAX_SEED, "0 or more and below 2**62"),
         ):
             if not is_right:
                 raise InputError(f"{name} is {getattr(self, name)}; expected {expected}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,14 @@ class Session:
             if self.routing is not None:
                 self.routing.note_step()
             return logits
+
+    def as_transformers(self) -> Any:
+        """Return a ``PreTrainedModel`` that this session runs, as ``OffplanForCausalLM`` says.
+
+        While it is used nobody else calls ``prefill`` and ``decode``.
+        """
+        # by its name: that module stands on this one
+        return import_module("offplan.runtime.hugging_face").OffplanForCausalLM(self)
 
     def find_nan(self, tokens: torch.Tensor, rows: slice = ALL) -> str:
         """Say which layer gives the first NaN, by reading texts once more.

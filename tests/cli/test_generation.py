@@ -112,6 +112,47 @@ def test_lines_with_messages(run: Run, copy: Path, tmp_path: Path) -> None:
     assert f"Weights that{result['text']}" == WEIGHTS
 
 
+def test_lines_that_say_how_they_are_continued(run: Run, copy: Path, tmp_path: Path) -> None:
+    (copy / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+        "{{ messages[0]['content'] }}"
+    )
+    drawn = {"temperature": 3.0, "seed": 7, "max_tokens": 12}
+    function = {"name": "f", "parameters": {}}
+    said = {"messages": [{"role": "user", "content": "Weights"}], "max_tokens": 5}
+    asked = [
+        {"prompt": "Weights", "max_tokens": 5, "id": "first"},
+        {"prompt": "Weights", "stop": ["fit"], "logprobs": 1},
+        {"prompt": "Wei", **drawn},
+        {"prompt": "Wei", **drawn},
+        {
+            "custom_id": "mine",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "any", **said, "logprobs": True, "temperature": 0, "seed": 3},
+        },
+        {"messages": said["messages"], "tools": [{"type": "function", "function": function}]},
+    ]
+    lines, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    lines.write_text("\n".join(map(json.dumps, asked)))
+    again = ("--prompts", lines, "-o", results, "--model", copy, "--max-new-tokens", 20)
+    assert run(*again).code == 0
+    found = {each["line"]: each for each in map(json.loads, results.read_text().splitlines())}
+    assert [found[line]["text"] for line in (1, 2)] == [" that", " that do not "]
+    assert found[1]["id"] == "first"
+    assert "".join(found[2]["scores"]["tokens"]).startswith(" that do not fit")
+    assert found[3]["text"] == found[4]["text"], "each has the seed that it names"
+    assert (found[5]["custom_id"], found[5]["error"]) == ("mine", None)
+    body = found[5]["response"]["body"]
+    assert (body["object"], body["usage"]["completion_tokens"]) == ("chat.completion", 5)
+    assert body["choices"][0]["message"]["content"] == " that"
+    assert len(body["choices"][0]["logprobs"]["content"]) == 5
+    assert found[6]["num_tokens"] == 20
+    before = results.read_text()
+    assert run(*again).code == 0
+    assert results.read_text() == before, "nothing is made twice"
+
+
 @pytest.mark.slow
 def test_drawn_texts(run: Run, asked: Path, tmp_path: Path) -> None:
     drawn = ("--prompts", asked, "--temperature", 1.5, "--seed", 3, "--max-new-tokens", 12)
@@ -215,7 +256,16 @@ def test_results_of_a_model_that_says_otherwise(
         ("{}", "line 2: expected an object"),
         ('{"prompt": "", "messages": []}', "line 2: expected an object"),
         ('{"prompt": 1}', "prompt should be a text"),
-        ('{"prompt": "x", "temperature": 1}', "'temperature' is not heeded"),
+        ('{"prompt": "x", "temprature": 1}', "'temprature' is not heeded"),
+        ('{"prompt": "x", "temperature": -1}', "temperature: Input should be greater than"),
+        ('{"prompt": "x", "n": 2}', "'n' is not heeded"),
+        ('{"url": "/v1/completions", "body": {"prompt": ["x", "y"]}}', "a line has one prompt"),
+        ('{"url": "/v1/completions", "body": {"prompt": [1]}}', "a line has one prompt"),
+        ('{"url": "/v1/completions", "body": {"prompt": "x", "stream": true}}', "no streams"),
+        ('{"url": "/v1/embeddings", "body": {}}', "expected POST with one of /v1/chat/compl"),
+        ('{"url": "/v1/completions", "body": {"promt": "x"}}', "promt: offplan knows no such"),
+        ('{"url": "/v1/completions", "body": 1}', "line 2: the body: "),
+        ('{"body": {}, "prompt": "x"}', "'prompt' is not heeded"),
         ('{"messages": [{"role": "user"}]}', "objects with a role and a content"),
         ('{"messages": []}', "objects with a role and a content"),
         ("[" * 10**5, "line 2 is no JSON"),

@@ -16,14 +16,15 @@ from tests.cli import CLI, RULES, write_plan
 PROMPTS = ["Weights", "Wei", "The GPU"]
 HELD = """
 import sys
-from offplan.runtime import texts
-generate = texts.generate
-def held(*arguments, **named):
-    for tokens in generate(*arguments, **named):
-        yield tokens
+from offplan.runtime.joined import JoinedTexts
+step = JoinedTexts.step
+def held(self):
+    made = [*step(self)]
+    yield from made
+    if made:
         print("generating", flush=True)
         sys.stdin.readline()
-texts.generate = held
+JoinedTexts.step = held
 from offplan.cli.main import main
 main()
 """

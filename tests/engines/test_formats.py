@@ -1,5 +1,6 @@
 """The whole command, in each of its forms."""
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -156,3 +157,24 @@ def at(plan: Plan, path: Path) -> Plan:
     return plan.model_copy(
         update={"model": plan.model.model_copy(update={"source": str(path), "revision": None})}
     )
+
+
+def test_the_dockerfile_of_a_worker(tmp_path: Path) -> None:
+    """It starts what the command says, with the plan that it copies."""
+    file = tmp_path / "my plan.yaml"
+    export = export_plan(PLAN, qwen3(), "vllm-worker", file=file)
+    text = render_export(export, "docker")
+    lines = [line for line in text.splitlines() if not line.startswith(("#", " "))]
+    assert lines[0] == "FROM vllm/vllm-openai:v0.33.0"
+    assert "pip install --no-cache-dir -c /tmp/held.txt /tmp/offplan" in text
+    copied, inside = json.loads(lines[2].removeprefix("COPY "))
+    assert (copied, inside) == (file.name, f"/offplan/{file.name}")
+    started = json.loads(lines[-1].removeprefix("ENTRYPOINT "))
+    expected = [
+        json.dumps({"offplan": inside}) if str(file) in word else word for word in export.command
+    ]
+    assert started == [*expected, "--host", "0.0.0.0", "--port", "8000"]
+    assert f"#   -f DOCKERFILE {shlex.quote(str(tmp_path))}\n" in text
+    local = render_export(replace(export, source=str(tmp_path)), "docker")
+    assert f"-v {tmp_path}:/model:ro" in local
+    assert '["vllm", "serve", "/model"' in local

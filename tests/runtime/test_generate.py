@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from offplan.errors import InputError
 from offplan.runtime.generate import Measured, generate
+from offplan.runtime.joined import generate_texts
 from offplan.runtime.rows import Rows
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import Sampling
 from offplan.runtime.session import Session
-from offplan.runtime.texts import Text, generate_texts
+from offplan.runtime.texts import Text
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from offplan.errors import NotANumberError
 from offplan.runtime.generate import generate
+from offplan.runtime.joined import generate_texts
 from offplan.runtime.rows import Rows
-from offplan.runtime.texts import Text, generate_texts
+from offplan.runtime.texts import Text
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import group, offload, open_session
 

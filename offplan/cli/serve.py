@@ -1,0 +1,188 @@
+"""``offplan serve``: a plan behind OpenAI's API."""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offplan.cli import options
+from offplan.cli.output import ProgressBar, print_note, printing_to_stderr, waiting
+from offplan.errors import InputError, OffplanError
+from offplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from offplan.runtime.rows import Rows
+    from offplan.runtime.session import Session
+
+_BYTES_PER_TOKEN = 32
+"""Bytes of a body for each token of the context: text in UTF-8 has 4, escaped in JSON up to 12."""
+_LEAST_BODY_BYTES = 2**20
+
+
+def serve(
+    plan: options.Plan,
+    model: options.LocalModel = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in the API. [default: the folder's or id]")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OFFPLAN_API_KEY",
+            show_envvar=False,
+            help="Key that clients must send; better in OFFPLAN_API_KEY, which `ps` does not show.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen on other addresses without a key.")
+    ] = False,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Origin whose pages may call the server; * for all."),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Texts that may wait beyond the batch; more get 503.")
+    ] = 64,
+    max_body: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bytes of a request. [default: 1 MiB, or 32 a token of context]"),
+    ] = None,
+    dummy_weights: options.DummyWeights = False,
+    device: options.Device = None,
+) -> None:
+    """Serve a plan by OpenAI's API: chats and completions, whole or streamed.
+
+    Up to the plan's batch of texts are continued together, each from its own prompt; the rest wait
+    in their order. The first Ctrl-C or SIGTERM takes no more requests and finishes those that are
+    there, the second one ends them.
+    """
+    from offplan.cli.planning import open_plan_to_run
+
+    require_extra()
+    from offplan.serve.guard import Guard, check_exposure
+    from offplan.serve.serving import bind
+
+    check_exposure(host, api_key, insecure=insecure)
+    bound = bind(host, port)  # before minutes of loading
+    loaded, found = open_plan_to_run(plan, model)
+    with waiting("starting torch"):
+        from offplan.library.sessions import load_session
+        from offplan.library.settling import settle_by
+        from offplan.runtime.device import find_device
+        from offplan.runtime.joined import JoinedTexts
+        from offplan.runtime.prompts import load_tokenizer
+        from offplan.runtime.rules import read_rules
+        from offplan.serve.app import Service
+        from offplan.serve.metrics import Metrics
+        from offplan.serve.reading import Reader
+        from offplan.serve.serving import Serving
+        from offplan.serve.worker import Worker
+
+    with printing_to_stderr():
+        tokenizer = load_tokenizer(found)
+    rules = read_rules(found, tokenizer)
+    name = name or _name_model(loaded.model.source)
+    context, batch = loaded.workload.context, loaded.workload.batch
+    loaded, opened = load_session(
+        loaded,
+        found,
+        find_device(device),
+        dummy_weights=dummy_weights,
+        on_stage=ProgressBar,
+        settle=settle_by(print_note),
+    )
+    with opened as session:
+        metrics = Metrics(loaded.prediction)
+        rows = _make_rows(session, batch)
+        with waiting("warming up, which compiles and captures on a GPU"):
+            rows.warm_up(min(loaded.workload.prompt_tokens, context))
+        texts = JoinedTexts(rows)
+        worker = Worker(texts, metrics, most_waiting=max_waiting, on_fault=_print_fault)
+        limit = max_body or max(_LEAST_BODY_BYTES, _BYTES_PER_TOKEN * context)
+        service = Service(
+            name=name,
+            created_s=int(time.time()),
+            reader=Reader.of(found, tokenizer, rules, context, name),
+            worker=worker,
+            metrics=metrics,
+            guard=Guard(api_key or None, host, limit),
+            on_fault=_print_fault,
+        )
+        at = f"[{host}]" if ":" in host else host
+        url = f"http://{at}:{bound.getsockname()[1]}/v1"
+        predicted = format_seconds(loaded.prediction.decode.step_s)
+        ready = (
+            f"{name} is served at {url}: {rows.num_rows} at a time, contexts of up to {context} "
+            f"tokens, predicted {predicted} a token"
+        )
+        Serving(
+            service,
+            bound,
+            origins=cors or (),
+            on_ready=lambda: _note(ready),
+            on_end=_print_end,
+        ).run()
+
+
+def require_extra() -> None:
+    """Raise InputError where the packages of the extra ``serve`` are missing."""
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serving needs the package {error.name}: pip install 'offplan[serve]'"
+        ) from None
+
+
+def _make_rows(session: "Session", batch: int) -> "Rows":
+    """Make rows for a plan's batch, or a single one where the model allows no more."""
+    from offplan.runtime.rows import Rows
+
+    try:
+        return Rows(session, batch)
+    except InputError as error:
+        print_note(f"{error}: texts are continued one at a time")
+        return Rows(session, 1)
+
+
+def _name_model(source: str) -> str:
+    """Return what clients call a model: its id on the Hub, or its folder's name, and no path."""
+    path = Path(source)
+    if not path.exists() and source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        return source
+    resolved = path.resolve()
+    return (resolved.parent if resolved.suffix == ".json" else resolved).name or "model"
+
+
+def _note(text: str) -> None:
+    """Say something while the server runs, which goes on where nobody reads it any more."""
+    with contextlib.suppress(OSError):
+        print_note(text)
+
+
+def _print_end(is_second: bool) -> None:
+    _note(
+        "ending what is being made"
+        if is_second
+        else "no more requests are taken, and those here are finished; once more ends them"
+    )
+
+
+def _print_fault(error: BaseException) -> None:
+    """Say what went wrong, with the places in offplan's code unless it is one of its own errors."""
+    _note(f"a request failed: {type(error).__name__}: {' '.join(str(error).split())}")
+    if not isinstance(error, OffplanError):
+        import traceback
+
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            _note(line)

@@ -1,0 +1,52 @@
+"""``--model offplan`` of lm_eval, which evaluates a plan's model by its session.
+
+``python -m offplan.lm_eval run --model offplan --model_args plan=plan.yaml --tasks TASK`` is
+lm_eval's command line with that model in it: lm_eval looks for models in no other package.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from offplan.library.planned import open_planned_model
+from offplan.library.sessions import open_session
+from offplan.plan import load_plan
+from offplan.runtime.prompts import load_tokenizer
+
+
+@register_model("offplan")
+class OffplanLM(HFLM):
+    """A plan's model, whose logits of all positions come of one prompt pass."""
+
+    def __init__(
+        self,
+        plan: str,
+        model: str | None = None,
+        device: str | None = None,
+        batch_size: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        """Load what the file ``plan`` says; ``model`` is read instead of where the plan says.
+
+        ``device`` is ``open_session``'s, ``batch_size`` the plan's where it is left out, and
+        ``options`` are those of lm_eval's own class. Raises what ``open_session`` raises.
+        """
+        loaded = load_plan(Path(plan))
+        found = open_planned_model(loaded, model)
+        chosen = device if device in (None, "cpu") or str(device).startswith("cuda") else None
+        session = open_session(loaded, model=found, device=chosen)
+        super().__init__(
+            pretrained=session.as_transformers(),
+            backend="causal",
+            tokenizer=load_tokenizer(found),
+            max_length=loaded.workload.context,
+            batch_size=loaded.workload.batch if batch_size in (None, 1, "1") else batch_size,
+            **options,
+        )
+
+
+if __name__ == "__main__":
+    cli_evaluate()

@@ -1,0 +1,318 @@
+"""Texts that are continued together: each joins and leaves between two steps of the others."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Literal, NamedTuple
+
+import torch
+
+from offplan.errors import NotANumberError
+from offplan.runtime.generate import Arrival, Measured
+from offplan.runtime.rows import Rows
+from offplan.runtime.sampling import (
+    NO_TOKEN,
+    Choose,
+    Sampling,
+    check_tokens,
+    choose_likeliest,
+    make_ruled_chooser,
+    mark_nan,
+)
+from offplan.runtime.texts import Text
+
+_NUM_HOSTS = 4
+"""Passes whose tokens may be on their way at a time without an allocation."""
+
+
+class Scored(NamedTuple):
+    """A token, and the logarithm of its probability before temperature and other rules."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Added:
+    """What one token added to a text."""
+
+    text: Text
+    piece: str
+    """What is certain by now of the text; may be empty."""
+    token: int
+    scored: Scored | None
+    """The token with its logarithm, where the text was to have them."""
+    likeliest: Sequence[Scored]
+    """The likeliest tokens in its place, the likeliest first."""
+    finish: Literal["stop", "length"] | None
+    """Why the text ended with this token, as ``Text.finish`` has it; None while it goes on."""
+
+
+@dataclass(eq=False)
+class Continued:
+    """A text, and how it is continued."""
+
+    text: Text
+    sampling: Sampling | None = None
+    """How its tokens are drawn; None for greedily."""
+    num_logprobs: int | None = None
+    """Likeliest tokens to tell beside the one that was made; None tells no logarithms."""
+    number: int | None = None
+    """Number that is added to the seed of ``sampling``; None for the text's own."""
+    num_read: int = field(default=0, init=False)
+    """Tokens of the prompt that a pass read; the cache had the others."""
+    made: list[int] = field(default_factory=list, init=False)
+    """Tokens that the host has."""
+    _row: int | None = field(default=None, init=False)
+    """The row of the cache; None before the text joins, and once it needs none."""
+    _choose: Choose = field(default=choose_likeliest, init=False)
+    _num_chosen: int = field(default=0, init=False)
+    """Tokens that the device has chosen; the host may not have them yet."""
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Tokens that were chosen by one pass, on their way to the host."""
+
+    texts: Mapping[int, Continued]
+    """The texts that they are of, by their rows."""
+    arrival: Arrival
+    scores: Mapping[Continued, tuple[torch.Tensor, torch.Tensor]]
+    began_s: float | None
+    """When their prompts were begun, by ``perf_counter``; None for a step's."""
+
+
+class JoinedTexts:
+    """Continues texts, a token of each at a time; one thread may use it.
+
+    Each text draws from random numbers of its own: it is the same whatever it is beside. Runs on
+    the session's stream. The next step is queued before the tokens of the last one are read, so
+    that the device is not kept waiting for the host.
+    """
+
+    def __init__(self, rows: Rows, measured: Measured | None = None) -> None:
+        """Continue texts in ``rows``, which nobody else uses meanwhile.
+
+        ``measured`` is filled: the prompt's figures are of those that join at first, the steps
+        those of all.
+        """
+        self._rows, self._session, self._measured = rows, rows.session, measured
+        self._joined: dict[Continued, None] = {}
+        self._chosen: deque[_Chosen] = deque()
+        self._last_s = 0.0
+        """When the last tokens arrived."""
+        # page-locked once: a later allocation would wait for the device
+        self._hosts = cycle([self._make_host() for _ in range(_NUM_HOSTS)])
+        with self._session.stream():
+            self._tokens = torch.zeros(
+                rows.num_rows, 1, dtype=torch.int64, device=self._session.device
+            )
+        """The last token of each row, int64 of [rows, 1]."""
+
+    @property
+    def num_rows(self) -> int:
+        """Texts that can be continued at a time."""
+        return self._rows.num_rows
+
+    @property
+    def num_free(self) -> int:
+        """Texts that may join."""
+        return self._rows.num_free
+
+    def __len__(self) -> int:
+        """Count the texts that have joined, and have not ended."""
+        return len(self._joined)
+
+    def join(self, texts: Sequence[Continued]) -> None:
+        """Read the prompts of texts together; ``step`` tells their first tokens.
+
+        Raises what ``Rows.join_all`` raises; then none of them has joined, and ``find_lost`` says
+        which of the others are gone, too.
+        """
+        began, moved = time.perf_counter(), self._session.link_bytes
+        joined = self._rows.join_all([each.text.prompt for each in texts])
+        with self._session.stream(), torch.inference_mode():
+            for each, (row, _, num_read) in zip(texts, joined, strict=True):
+                each._row, each.num_read = row, num_read
+                self._joined[each] = None
+                each._choose = self._make_chooser(each)
+            logits = joined[0].logits.new_zeros(self._rows.num_rows, len(joined[0].logits))
+            for row, each_logits, _ in joined:
+                logits[row] = each_logits
+        self._choose(
+            {row: each for each, (row, _, _) in zip(texts, joined, strict=True)}, logits, began
+        )
+        if self._measured is not None and not self._measured.prefill_link_bytes:
+            self._measured.prefill_link_bytes = self._session.link_bytes - moved
+
+    def step(self) -> Iterator[tuple[Continued, Added | NotANumberError]]:
+        """Queue the next token of each text, and yield the tokens that were queued before.
+
+        A text that has ended leaves, and so does one whose logits are NaN: its error stands in
+        place of the token. Raises what ``Rows.extend`` raises before anything is yielded;
+        ``find_lost`` says which texts are gone then.
+        """
+        going = {each._row: each for each in self._joined if each._row is not None}
+        num_queued = len(self._chosen)
+        if going:
+            moved = self._session.link_bytes
+            logits = self._rows.extend([*going], self._tokens)
+            self._choose(going, logits, None)
+            if self._measured is not None:
+                self._measured.decode_link_bytes += self._session.link_bytes - moved
+                self._measured.num_decodes += 1
+        for _ in range(num_queued):
+            yield from self._take(self._chosen.popleft())
+
+    def flush(self) -> Iterator[tuple[Continued, Added | NotANumberError]]:
+        """Yield the tokens that were queued before, as ``step`` does, and queue none."""
+        while self._chosen:
+            yield from self._take(self._chosen.popleft())
+
+    def find_lost(self) -> list[Continued]:
+        """Take out the texts whose rows are gone after a call that raised; return them."""
+        in_use = self._rows.in_use
+        lost = [each for each in self._joined if each._row is not None and each._row not in in_use]
+        for each in lost:
+            self.leave(each)
+        return lost
+
+    def leave(self, each: Continued) -> None:
+        """Take a text out, if it is there."""
+        self._joined.pop(each, None)
+        self._free_row(each)
+
+    def _free_row(self, each: Continued) -> None:
+        row, each._row = each._row, None
+        if row is not None and row in self._rows.in_use:
+            self._rows.leave(row)
+
+    def _make_chooser(self, each: Continued) -> Choose:
+        text, device = each.text, self._session.device
+        processors = text.rules.make_processors(len(text.prompt), device)
+        number = text.number if each.number is None else each.number
+        return make_ruled_chooser(
+            processors, text.prompt, text.num_tokens, each.sampling, number, device
+        )
+
+    def _choose(
+        self, texts: Mapping[int, Continued], logits: torch.Tensor, began_s: float | None
+    ) -> None:
+        """Choose the next token of texts, by their rows of the logits, [rows, vocabulary]."""
+        scores = {}
+        with self._session.stream(), torch.inference_mode():
+            tokens = choose_likeliest(logits, ())
+            for row, each in texts.items():
+                if each._choose is not choose_likeliest:
+                    own = logits[row : row + 1]
+                    chosen = each._choose(own, (0,))
+                    check_tokens(chosen, own)
+                    tokens[row] = chosen[0]
+                each._num_chosen += 1
+                if each.num_logprobs is not None:
+                    scores[each] = _score(logits[row], tokens[row], each.num_logprobs)
+            arrival = Arrival(mark_nan(tokens, logits), self._find_host()[: len(tokens)])
+            known = self._tokens.clone()  # the rows keep the one before
+            for row in texts:
+                known[row] = tokens[row]
+            self._tokens = known
+        self._chosen.append(_Chosen(texts, arrival, scores, began_s))
+        for each in texts.values():
+            if each._num_chosen == each.text.num_tokens:
+                self._free_row(each)  # nothing follows its last token
+
+    def _make_host(self) -> torch.Tensor:
+        on_gpu = self._session.device.type == "cuda"
+        return torch.empty(self._rows.num_rows, dtype=torch.int64, pin_memory=on_gpu)
+
+    def _find_host(self) -> torch.Tensor:
+        """Return memory for a pass's tokens that holds none which nobody has read."""
+        return next(self._hosts) if len(self._chosen) < _NUM_HOSTS else self._make_host()
+
+    def _take(self, chosen: _Chosen) -> Iterator[tuple[Continued, Added | NotANumberError]]:
+        tokens, now = chosen.arrival.wait()
+        if self._measured is not None:
+            if chosen.began_s is None:
+                self._measured.step_s.append(now - self._last_s)
+            elif not self._measured.first_token_s:
+                self._measured.first_token_s = now - chosen.began_s
+        self._last_s, made = now, tokens.tolist()
+        for row, each in chosen.texts.items():
+            if each in self._joined:  # else it ended, or left, when this token was queued already
+                yield each, self._add(each, made[row], chosen)
+
+    def _add(self, each: Continued, token: int, chosen: _Chosen) -> Added | NotANumberError:
+        text = each.text
+        if token == NO_TOKEN:
+            self.leave(each)
+            cause = "`offplan run` finds the layer that gave it"
+            return NotANumberError(cause, [text.number], [f"text {text.number}"])
+        each.made.append(token)
+        piece = text.add(token)
+        if text.finish is not None:
+            self.leave(each)
+        first, likeliest = None, list[Scored]()
+        if each in chosen.scores:
+            values, names = chosen.scores[each]
+            first, *likeliest = map(Scored, names.tolist(), values.tolist())
+        return Added(text, piece, token, first, likeliest, text.finish)
+
+
+def _score(
+    logits: torch.Tensor, token: torch.Tensor, num_likeliest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logarithms of a token and of the likeliest ones, and which these are."""
+    logarithms = logits.float().log_softmax(-1)
+    values, names = logarithms.topk(min(num_likeliest, len(logarithms)))
+    return torch.cat((logarithms[token], values)), torch.cat((token, names))
+
+
+def generate_texts(
+    rows: Rows,
+    texts: Iterable[Text],
+    sampling: Sampling | None = None,
+    measured: Measured | None = None,
+) -> Iterator[tuple[Text, str]]:
+    """Continue texts, as many at a time as there are ``rows``; yield one with what a token adds.
+
+    A text begins in the row that another has left, while those beside it go on. ``measured`` is
+    filled: the prompt's figures are of the texts that begin together at first, the steps those of
+    all. Raises what ``Rows.join_all`` and ``Rows.extend`` raise, and NotANumberError where a text's
+    logits are NaN: no text begins from there on, and those beside it are made first.
+    """
+    for each, added in continue_texts(
+        rows, [Continued(text, sampling) for text in texts], measured
+    ):
+        yield each.text, added.piece
+
+
+def continue_texts(
+    rows: Rows, texts: Iterable[Continued], measured: Measured | None = None
+) -> Iterator[tuple[Continued, Added]]:
+    """Do what ``generate_texts`` does with texts that are each continued in their own way."""
+    together = JoinedTexts(rows, Measured() if measured is None else measured)
+    waiting, failed = deque(texts), list[Continued]()
+
+    def take(
+        told: Iterable[tuple[Continued, Added | NotANumberError]],
+    ) -> Iterator[tuple[Continued, Added]]:
+        for each, added in told:
+            if isinstance(added, Added):
+                yield each, added
+            else:
+                failed.append(each)
+
+    while waiting or len(together):
+        yield from take(together.step())
+        if failed:
+            waiting.clear()
+        if waiting and together.num_free:
+            yield from take(together.flush())  # or a prompt would count as a step's time
+            count = min(len(waiting), together.num_free)
+            together.join([waiting.popleft() for _ in range(count)])
+    if failed:
+        cause = rows.find_nan([*failed[0].text.prompt, *failed[0].made])
+        numbers = [each.text.number for each in failed]
+        raise NotANumberError(cause, numbers, [f"text {number}" for number in numbers])

@@ -1,0 +1,188 @@
+"""The answers of OpenAI's API: whole ones, and the chunks of a stream.
+
+Source: the reference of OpenAI's API, "The chat completion object" and "The completion object".
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from offplan.runtime.joined import Added
+from offplan.serve.requests import ChatRequest, Request
+from offplan.serve.token_names import TokenNames
+
+
+@dataclass
+class Choice:
+    """What came of one text so far."""
+
+    num_prompt: int
+    """Tokens of its prompt."""
+    num_read: int = 0
+    """Tokens of its prompt that a pass read; the others were in the cache."""
+    made: list[Added] = field(default_factory=list)
+    finish: str | None = None
+
+
+class Answer:
+    """Writes the answer to one request; a subclass knows each kind's objects."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(
+        self, request: Request, choices: Sequence[Choice], model: str, names: TokenNames
+    ) -> None:
+        """Answer ``request`` in the name of ``model``, with a choice for each of its texts."""
+        self.request, self.choices, self._names = request, choices, names
+        self._head = {
+            "id": self.prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer when all texts have ended."""
+        choices = [
+            {
+                "index": index,
+                **self._tell_text("".join(each.piece for each in choice.made)),
+                "logprobs": self._tell_logprobs(choice, choice.made),
+                "finish_reason": choice.finish,
+            }
+            for index, choice in enumerate(self.choices)
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def chunk(self, index: int, added: Added) -> dict[str, Any]:
+        """Return the chunk of what a token added to a choice; with its end, if it ended there."""
+        choice = self.choices[index]
+        told = {
+            "index": index,
+            **self._tell_piece(added.piece),
+            "logprobs": self._tell_logprobs(choice, [added]),
+            "finish_reason": choice.finish,
+        }
+        return self._chunk([told])
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the chunks that begin a stream."""
+        return []
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Return the chunks that end a stream."""
+        return [{**self._chunk([]), "usage": self._usage()}] if self.request.wants_usage else []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        usage = {"usage": None} if self.request.wants_usage else {}
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(choice.num_prompt for choice in self.choices)
+        made = sum(len(choice.made) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {
+                "cached_tokens": prompt - sum(choice.num_read for choice in self.choices)
+            },
+        }
+
+    def _tell_text(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _tell_piece(self, piece: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _scored(self, made: Sequence[Added]) -> list[Added]:
+        """Return the tokens that have logprobs, without the one that ends a text by itself."""
+        return [
+            each
+            for each in made
+            if each.scored is not None and each.token not in each.text.rules.end_tokens
+        ]
+
+
+class ChatAnswer(Answer):
+    """The answer to a chat."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the chunk that says who speaks."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [
+            self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+        ]
+
+    def _tell_text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _tell_piece(self, piece: str) -> dict[str, Any]:
+        return {"delta": {"content": piece} if piece else {}}
+
+    def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
+        if self.request.num_logprobs is None:
+            return None
+        content = []
+        for each in self._scored(made):
+            assert each.scored is not None, "others are left out"
+            likeliest = [self._tell(other.token, other.logprob) for other in each.likeliest]
+            told = self._tell(each.scored.token, each.scored.logprob)
+            content.append({**told, "top_logprobs": likeliest})
+        return {"content": content, "refusal": None}
+
+    def _tell(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._names.name(token),
+            "logprob": logprob,
+            "bytes": [*self._names.find_bytes(token)],
+        }
+
+
+class CompletionAnswer(Answer):
+    """The answer to a request for what follows texts."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def _tell_text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _tell_piece(self, piece: str) -> dict[str, Any]:
+        return {"text": piece}
+
+    def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
+        if self.request.num_logprobs is None:
+            return None
+        scored = self._scored(made)
+        tokens = [self._names.name(each.token) for each in scored]
+        before = self._scored(choice.made[: len(choice.made) - len(made)])
+        offset = sum(len(self._names.name(each.token)) for each in before)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.scored and each.scored.logprob for each in scored],
+            "top_logprobs": [
+                {self._names.name(other.token): other.logprob for other in each.likeliest}
+                for each in scored
+            ],
+            "text_offset": offsets,
+        }
+
+
+def make_answer(
+    request: Request, choices: Sequence[Choice], model: str, names: TokenNames
+) -> Answer:
+    """Return what writes the answer to a request of either kind."""
+    kind = ChatAnswer if isinstance(request, ChatRequest) else CompletionAnswer
+    return kind(request, choices, model, names)

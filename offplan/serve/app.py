@@ -1,0 +1,364 @@
+"""The server as an ASGI application: paths, answers, streams and errors."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from offplan.runtime.joined import Added, Continued
+from offplan.serve.answers import Answer, Choice, make_answer
+from offplan.serve.errors import ApiError
+from offplan.serve.guard import Guard
+from offplan.serve.metrics import Metrics
+from offplan.serve.reading import Reader, read_drawing
+from offplan.serve.requests import ChatRequest, CompletionRequest, parse_request
+from offplan.serve.requests import Request as Asked
+from offplan.serve.token_names import TokenNames
+from offplan.serve.worker import Event, Job, Worker
+
+_QUIET_S = 10.0
+"""Seconds without a token after which a stream sends a comment: a long prompt takes minutes, and
+proxies close what is silent."""
+_SEND_S = 60.0
+"""Seconds that a client may take to read what is sent, before it counts as gone."""
+_PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
+"""Paths that are counted by their names; those that clients make up are counted together."""
+_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass
+class Service:
+    """What the server is made of."""
+
+    name: str
+    """The model's name, as clients have it."""
+    created_s: int
+    """When the server began, in seconds since 1970."""
+    reader: Reader
+    worker: Worker
+    metrics: Metrics
+    guard: Guard
+    on_fault: Callable[[BaseException], None]
+    """Hears of each mistake of the server itself."""
+    num_open: int = 0
+    """Requests that are being answered."""
+    is_draining: bool = False
+    tokenizing: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "offplan-tokenizer")
+    )
+    """One thread: a long prompt takes its time, and the event loop goes on."""
+
+    def __post_init__(self) -> None:
+        """Make what names tokens."""
+        self.names = TokenNames(self.reader.tokenizer)
+
+
+def make_app(service: Service, origins: Sequence[str] = ()) -> ASGIApp:
+    """Return the application; pages of ``origins`` may call it, ``*`` for all."""
+    endpoints = _Endpoints(service)
+    routes = [
+        Route("/health", endpoints.health),
+        Route("/metrics", endpoints.metrics),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
+        Route("/v1/chat/completions", _Generating(service, ChatRequest), methods=["POST"]),
+        Route("/v1/completions", _Generating(service, CompletionRequest), methods=["POST"]),
+    ]
+    middleware = list[Middleware]()
+    if origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+        middleware.append(cors)
+    middleware.append(Middleware(_Watched, service=service))
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _answer_http_error},
+    )
+
+
+class _Watched:
+    """Lets in whom the guard lets in, counts requests, and answers for what goes wrong."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service, status = self._service, 0
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await _send_in_time(send, message)
+
+        service.num_open += 1
+        try:
+            service.guard.check(Request(scope))
+            await self._app(scope, receive, watch)
+        except ClientGoneError:
+            pass
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                service.on_fault(error)
+                error = ApiError(500, "the server made a mistake, and its log has it")
+            if not status:
+                await _answer_error(Request(scope), error)(scope, receive, watch)
+        finally:
+            service.num_open -= 1
+            # 499, where the client did not wait for an answer, is nginx's
+            path = scope["path"] if scope["path"] in _PATHS else "other"
+            service.metrics.requests.labels(path, str(status or 499)).inc()
+
+
+async def _send_in_time(send: Send, message: Message) -> None:
+    """Send a part of an answer; raises ClientGoneError where the client does not read it.
+
+    ``wait_for`` would make a task for each token.
+    """
+    task, is_late = asyncio.current_task(), False
+    assert task is not None, "there is one inside of a coroutine"
+
+    def give_up() -> None:
+        nonlocal is_late
+        is_late = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(_SEND_S, give_up)
+    try:
+        await send(message)
+    except asyncio.CancelledError:
+        if is_late:
+            raise ClientGoneError from None
+        raise
+    finally:
+        timer.cancel()
+
+
+class _Endpoints:
+    """What answers at once."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        if self._service.is_draining:
+            return JSONResponse({"status": "shutting down"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(
+            self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._describe()]})
+
+    async def model(self, request: Request) -> Response:
+        _check_name(self._service, request.path_params["name"])
+        return JSONResponse(self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "id": self._service.name,
+            "object": "model",
+            "created": self._service.created_s,
+            "owned_by": "offplan",
+            "max_model_len": self._service.reader.context,
+        }
+
+
+class _Generating:
+    """Answers requests of one kind by texts that the worker continues."""
+
+    def __init__(self, service: Service, kind: type[Asked]) -> None:
+        self._service, self._kind = service, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, request = self._service, Request(scope, receive)
+        asked = parse_request(self._kind, await service.guard.read_body(request))
+        if asked.model is not None:
+            _check_name(service, asked.model)
+        drawing = read_drawing(asked)
+        num_texts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
+        service.worker.reserve(num_texts)
+        num_left = num_texts
+        jobs: list[Job] = []
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        try:
+            texts = await loop.run_in_executor(service.tokenizing, service.reader.read, asked)
+            for index, text in enumerate(texts):
+                tell = partial(_tell, loop, events, index)
+                jobs.append(Job(Continued(text, drawing, asked.num_logprobs), tell))
+                num_left -= 1
+                service.worker.submit(jobs[-1])
+            running = _Running(jobs, events)
+            choices = [Choice(len(text.prompt)) for text in texts]
+            answer = make_answer(asked, choices, service.name, service.names)
+            respond = _stream if asked.stream else _respond
+            await _until_gone(receive, respond(answer, running, send))
+        finally:
+            service.worker.give_up(num_left)
+            for job in jobs:
+                service.worker.cancel(job)
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop,
+    events: "asyncio.Queue[tuple[int, Event]]",
+    index: int,
+    event: Event,
+) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+        loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+
+@dataclass
+class _Running:
+    """The texts of one request, on their way."""
+
+    jobs: Sequence[Job]
+    events: "asyncio.Queue[tuple[int, Event]]"
+
+    async def tokens(self, answer: Answer) -> AsyncIterator[tuple[int, Added]]:
+        """Yield each token with its text's index, until all texts have ended; raises ApiError."""
+        num_left = len(self.jobs)
+        while num_left:
+            index, event = await self.events.get()
+            if not isinstance(event, Added):
+                raise event.error
+            choice = answer.choices[index]
+            choice.num_read = self.jobs[index].continued.num_read
+            choice.made.append(event)
+            # the worker may be further by now: a text's own finish is of its last token
+            if event.finish is not None:
+                choice.finish = event.finish
+                num_left -= 1
+            yield index, event
+
+
+async def _respond(answer: Answer, running: _Running, send: Send) -> None:
+    async for _ in running.tokens(answer):
+        pass
+    await _send_whole(send, 200, answer.whole())
+
+
+async def _send_whole(send: Send, status: int, payload: dict[str, Any]) -> None:
+    body = json.dumps(payload).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _stream(answer: Answer, running: _Running, send: Send) -> None:
+    """Send a chunk for each token; what fails before the first one still gets its status."""
+    tokens = running.tokens(answer).__aiter__()
+    has_begun = False
+
+    async def write(text: str, *, more: bool = True) -> None:
+        nonlocal has_begun
+        if not has_begun:
+            headers = [(name.encode(), value.encode()) for name, value in _SSE.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            has_begun = True
+            for chunk in answer.opening():
+                text = f"{_event(chunk)}{text}"
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+    next_token = asyncio.ensure_future(tokens.__anext__())
+    try:
+        while True:
+            done, _ = await asyncio.wait({next_token}, timeout=_QUIET_S)
+            if not done:
+                await write(": waiting\n\n")
+                continue
+            try:
+                index, added = next_token.result()
+            except StopAsyncIteration:
+                break
+            except ApiError as error:
+                if not has_begun:
+                    raise
+                await write(_event(error.payload), more=False)
+                return
+            next_token = asyncio.ensure_future(tokens.__anext__())
+            if added.piece or added.scored or added.finish:
+                await write(_event(answer.chunk(index, added)))
+        closing = "".join(map(_event, answer.closing()))
+        await write(f"{closing}data: [DONE]\n\n", more=False)
+    finally:
+        next_token.cancel()
+
+
+def _event(payload: dict[str, Any]) -> str:
+    return f"data: {json.dumps(payload)}\n\n"
+
+
+async def _until_gone(receive: Receive, answering: Awaitable[None]) -> None:
+    """Answer, or stop answering when the client has gone; raises ClientGoneError then."""
+    task, gone = asyncio.ensure_future(answering), asyncio.ensure_future(_wait_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        await task
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check_name(service: Service, name: str) -> None:
+    if name != service.name:
+        raise ApiError(
+            404,
+            f"there is no such model here; the one that is served is {service.name}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError), "it is registered for these alone"
+    headers = {"retry-after": "1"} if error.status == 503 else {}
+    if error.status == 401:
+        headers = {"www-authenticate": "Bearer"}
+    return JSONResponse(error.payload, error.status, headers)
+
+
+def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is registered for these alone"
+    told = ApiError(error.status_code, f"{error.detail}: {request.method} is not served here")
+    if error.status_code == 404:
+        told = ApiError(404, "there is no such path here; the API's paths begin with /v1")
+    return JSONResponse(told.payload, error.status_code, error.headers)

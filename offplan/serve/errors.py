@@ -1,0 +1,76 @@
+"""The errors of OpenAI's API: a status, and an object that says what was wrong."""
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from offplan.checkpoint.jsontext import shorten
+
+_MOST_TOLD = 5
+"""Fields of one request whose mistakes are told; the others are counted."""
+_MOST_SHOWN = 200
+"""Characters of a request's own text, or of a library's, in an error."""
+_IS_BRANCH = re.compile(r"^str$|[\[(]|^constrained-")
+_TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+
+
+class ApiError(Exception):
+    """Ends a request with a status and an error object of OpenAI's API."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        """Say ``message``, which names no path of the machine, and the field ``param``."""
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.param, self.code = param, code
+
+    @property
+    def payload(self) -> dict[str, Any]:
+        """The object that the client gets."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def refuse_fields(error: ValidationError) -> ApiError:
+    """Say with status 400 which fields of a request are wrong, and why."""
+    told, first = [], None
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    for each in found[:_MOST_TOLD]:
+        # unions and validators have a place in the path: a client knows fields and indices alone
+        path = [str(part) for part in each["loc"] if not _IS_BRANCH.search(str(part))]
+        where = shorten(".".join(path), _MOST_SHOWN)
+        first = first or where or None
+        why = _IN_REQUESTS.get(each["type"], each["msg"].removeprefix("Value error, "))
+        told.append(f"{where or 'the body'}: {shorten(why, _MOST_SHOWN)}")
+    if more := len(found) - len(told):
+        told.append(f"and {more} more")
+    return ApiError(400, "; ".join(told), param=first)
+
+
+_IN_REQUESTS = {
+    "extra_forbidden": "offplan knows no such field, and would ignore it: leave it out",
+    "missing": "it is missing",
+}
+"""pydantic's errors in the words of who writes the request."""
+
+
+def refuse_length(context: int, num_prompt: int, num_tokens: int | None = None) -> ApiError:
+    """Refuse a prompt of so many tokens, with so many to be made, that exceeds the context."""
+    asked = f"the prompt has {num_prompt} tokens"
+    if num_tokens is not None:
+        asked += f" and the request asks for {num_tokens} more"
+    return ApiError(
+        400,
+        f"{asked}; this model's maximum context length is {context} tokens: shorten the prompt, "
+        "ask for less, or serve a plan with a larger context",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,98 @@
+"""A request as texts that are to be continued: tokens, rules and limits of the served model."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offplan.checkpoint.model import Model
+from offplan.errors import InputError
+from offplan.runtime.prompts import read_chat, read_prompt
+from offplan.runtime.rules import TokenRules
+from offplan.runtime.sampling import MAX_SEED, Sampling
+from offplan.runtime.texts import Text
+from offplan.serve.errors import ApiError, refuse_length
+from offplan.serve.requests import ChatRequest, CompletionRequest, Request
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns requests into texts of one model."""
+
+    model: Model
+    """The model, whose ``source`` errors name: a name that clients may see."""
+    tokenizer: Any
+    rules: TokenRules
+    context: int
+    """Tokens that a prompt and its text may have together."""
+
+    @classmethod
+    def of(
+        cls, model: Model, tokenizer: Any, rules: TokenRules, context: int, name: str
+    ) -> "Reader":
+        """Make a reader whose errors call the model ``name``, and name no path."""
+        return cls(replace(model, source=name), tokenizer, rules, context)
+
+    def read(self, request: Request) -> list[Text]:
+        """Return the texts that a request asks for, one for each of its prompts.
+
+        Raises ApiError with 400 for what cannot be read, and beyond the context.
+        """
+        try:
+            prompts = self._read_prompts(request)
+        except InputError as error:
+            # what a model's own files do wrong is said in the words of `run`
+            raise ApiError(400, str(error)) from None
+        return [self._make_text(request, number, each) for number, each in enumerate(prompts)]
+
+    def _read_prompts(self, request: Request) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            messages = [message.for_template() for message in request.messages]
+            tokens = read_chat(self.model, self.tokenizer, messages, request.shown_tools)
+            return [tokens[0].tolist()]
+        assert isinstance(request, CompletionRequest), "there are two kinds"
+        return [self._read_prompt(number, each) for number, each in enumerate(request.prompt)]
+
+    def _read_prompt(self, number: int, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokens: list[int] = read_prompt(self.model, self.tokenizer, prompt)[0].tolist()
+            return tokens
+        known = self.model.architecture.vocabulary_size
+        if known is not None and (largest := max(prompt)) >= known:
+            raise ApiError(
+                400,
+                f"prompt.{number}: there is no token {largest}: the model's last one is "
+                f"{known - 1}",
+                param="prompt",
+            )
+        return list(prompt)
+
+    def _make_text(self, request: Request, number: int, prompt: list[int]) -> Text:
+        room, asked = self.context - len(prompt), request.num_tokens
+        if room < (asked or 1):
+            raise refuse_length(self.context, len(prompt), asked)
+        return Text(
+            self.tokenizer,
+            prompt,
+            num_tokens=asked or min(room, request.usual_tokens or room),
+            rules=self.rules,
+            stop_strings=request.stop or (),
+            number=number,
+        )
+
+
+def read_drawing(request: Request, temperature: float = 1.0) -> Sampling | None:
+    """Return how a request's tokens are drawn: None, greedily, for a temperature of 0.
+
+    ``temperature`` is for a request without one: 1, as OpenAI's API has it. Without a seed each
+    request draws anew. Raises ApiError with 400 for what cannot be drawn with.
+    """
+    named = temperature if request.temperature is None else request.temperature
+    if named == 0:
+        return None
+    seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed % MAX_SEED
+    try:
+        # the texts of a request take the seeds behind its own
+        return Sampling(named, request.top_k, request.top_p, min(seed, MAX_SEED - 2**16))
+    except InputError as error:
+        raise ApiError(400, str(error)) from None

@@ -1,0 +1,230 @@
+"""The thread that owns the session: it makes steps, and takes requests in between."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from offplan.errors import OffplanError
+from offplan.runtime.joined import Added, Continued, JoinedTexts
+from offplan.serve.errors import ApiError
+from offplan.serve.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Ends a job: why it got no further."""
+
+    error: ApiError
+
+
+Event = Added | Failed
+"""What a job's owner hears: a text's tokens until the text has ended, or a failure."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A text that is to be continued, and who hears of it."""
+
+    continued: Continued
+    tell: Callable[[Event], None]
+    """Called on the worker's thread; must neither wait nor raise."""
+    is_cancelled: bool = False
+    """Whether nobody waits for the text any more."""
+    asked_s: float = field(default_factory=time.perf_counter)
+    last_s: float | None = None
+    """When its last token came, by ``perf_counter``; None before the first one."""
+
+
+class Worker:
+    """Continues the texts of jobs on a thread of its own; the rest wait in their order.
+
+    Those that wait join together between two steps, as far as there is room: weights that are off
+    the GPU cross the link once for all of their prompts.
+    """
+
+    def __init__(
+        self,
+        texts: JoinedTexts,
+        metrics: Metrics,
+        *,
+        most_waiting: int,
+        on_fault: Callable[[BaseException], None],
+    ) -> None:
+        """Continue up to as many texts as can join; ``most_waiting`` more wait.
+
+        ``on_fault`` hears of each error of a pass, on the worker's thread.
+        """
+        self._texts, self._metrics, self._on_fault = texts, metrics, on_fault
+        self._most_waiting = most_waiting
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._running: dict[Continued, Job] = {}
+        self._num_reserved = 0
+        self._is_draining = self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="offplan-session", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take jobs."""
+        self._thread.start()
+
+    def reserve(self, num_jobs: int) -> None:
+        """Keep room for so many jobs, which ``submit`` or ``give_up`` takes back.
+
+        Raises ApiError with 503 where too many wait already, and while the server ends.
+        """
+        with self._changed:
+            if self._is_draining or self._is_stopped:
+                raise _refuse_ending()
+            found = len(self._waiting) + self._num_reserved
+            most = self._most_waiting + self._texts.num_rows - len(self._running)
+            if found + num_jobs > most:
+                raise ApiError(503, f"{found} texts wait already: ask later", code="queue_full")
+            self._num_reserved += num_jobs
+            self._note()
+
+    def give_up(self, num_jobs: int) -> None:
+        """Take back room that was reserved, and not used."""
+        with self._changed:
+            self._num_reserved -= num_jobs
+            self._note()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job, for which room is reserved."""
+        with self._changed:
+            self._num_reserved -= 1
+            if self._is_stopped:
+                job.tell(Failed(_refuse_ending()))
+            else:
+                self._waiting.append(job)
+            self._note()
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job before its next token; nobody is told."""
+        with self._changed:
+            job.is_cancelled = True
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Take no more jobs; those that are here are finished."""
+        with self._changed:
+            self._is_draining = True
+
+    def stop(self) -> None:
+        """End all jobs behind the pass at hand, and the thread; waits for neither."""
+        with self._changed:
+            self._is_draining = self._is_stopped = True
+            self._changed.notify()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread's end after ``stop``; return whether it has ended."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                self._drop_cancelled()
+                self._join_waiting()
+                self._step()
+            except Exception as error:  # a mistake here must not leave every client waiting
+                self._fail(list(self._running.values()), error)
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False once the worker is stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
+            if not self._is_stopped:
+                return True
+            left = [*self._running.values(), *self._waiting]
+            self._waiting.clear()
+        for job in left:
+            self._end(job)
+            job.tell(Failed(_refuse_ending()))
+        return False
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._running.values() if job.is_cancelled]:
+            self._end(job)
+        with self._changed:
+            self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
+            self._note()
+
+    def _join_waiting(self) -> None:
+        with self._changed:
+            num_joining = min(len(self._waiting), self._texts.num_free)
+            jobs = [self._waiting.popleft() for _ in range(num_joining)]
+            self._running.update((job.continued, job) for job in jobs)
+            self._note()
+        if jobs:
+            self._join(jobs)
+
+    def _join(self, jobs: Sequence[Job]) -> None:
+        try:
+            self._texts.join([job.continued for job in jobs])
+        except Exception as error:
+            lost = self._find_lost()
+            if len(jobs) == 1:
+                self._fail([*jobs, *lost], error)
+                return
+            self._fail(lost, error)
+            for job in jobs:  # one of them may be at fault, or too many at once
+                self._join([job])
+            return
+        for job in jobs:
+            self._metrics.prompt_tokens.inc(len(job.continued.text.prompt))
+            self._metrics.read_tokens.inc(job.continued.num_read)
+
+    def _step(self) -> None:
+        try:
+            for continued, added in self._texts.step():
+                self._take(self._running[continued], added)
+        except Exception as error:
+            # all of them were in the pass, and would be in the same one again
+            self._find_lost()
+            self._fail(list(self._running.values()), error)
+
+    def _find_lost(self) -> list[Job]:
+        return [self._running[each] for each in self._texts.find_lost() if each in self._running]
+
+    def _take(self, job: Job, added: Added | Exception) -> None:
+        if not isinstance(added, Added):
+            self._fail([job], added)
+            return
+        now, before = time.perf_counter(), job.last_s
+        if before is None:
+            self._metrics.first_token_s.observe(now - job.asked_s)
+        else:
+            self._metrics.token_s.observe(now - before)
+        job.last_s = now
+        self._metrics.made_tokens.inc()
+        if job.continued.text.finish is not None:
+            self._end(job)
+        job.tell(added)
+
+    def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
+        """End jobs by the error of a pass; the client learns no more than its kind."""
+        self._on_fault(error)
+        kind = type(error).__name__ if isinstance(error, OffplanError) else "an error"
+        message = (
+            f"a pass of the model failed ({kind}), and ended this text; the server's log has it"
+        )
+        for job in jobs:
+            self._end(job)
+            job.tell(Failed(ApiError(500, message, code="pass_failed")))
+
+    def _end(self, job: Job) -> None:
+        self._texts.leave(job.continued)
+        self._running.pop(job.continued, None)
+        self._note()
+
+    def _note(self) -> None:
+        self._metrics.waiting.set(len(self._waiting) + self._num_reserved)
+        self._metrics.running.set(len(self._running))
+
+
+def _refuse_ending() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")

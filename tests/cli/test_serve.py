@@ -1,0 +1,101 @@
+"""``offplan serve`` as a process: it starts, drains and ends."""
+
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from offplan.cli.serve import _name_model
+from tests.cli import CLI, RULES, TINY_MOE, write_plan
+
+TIMEOUT_S = 60.0
+
+
+def test_what_is_refused_before_loading(cli: CLI, tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, RULES["resident"])
+    code, _, err = cli("serve", plan, "--host", "0.0.0.0")
+    assert (code, "--insecure" in err) == (2, True)
+    code, _, err = cli("serve", plan, "--api-key", "clé")
+    assert (code, "printable" in err) == (2, True)
+    code, _, err = cli("serve", plan, "--host", "256.1.1.1", "--api-key", "key")
+    assert (code, "cannot listen on 256.1.1.1" in err) == (1, True)
+
+
+def test_the_name_of_a_model_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for source, name in (
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        (str(TINY_MOE), "tiny-moe"),
+        (str(TINY_MOE / "config.json"), "tiny-moe"),
+        ("./here", "here"),
+        ("here", "here"),
+        (".", tmp_path.name),
+        ("/", "model"),
+    ):
+        assert _name_model(source) == name
+
+
+@pytest.mark.slow
+def test_a_process_whose_notes_nobody_reads_ends(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, RULES["mixed"])
+    command = [
+        sys.executable,
+        "-m",
+        "offplan",
+        "serve",
+        str(plan),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            find_url(process)
+            assert process.stderr
+            process.stderr.close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=TIMEOUT_S) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_serves_until_a_signal(tmp_path: Path, end: signal.Signals) -> None:
+    plan = write_plan(tmp_path, RULES["mixed"])
+    command = [
+        sys.executable,
+        "-m",
+        "offplan",
+        "serve",
+        str(plan),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = find_url(process)
+            with urllib.request.urlopen(f"{url}/health", timeout=TIMEOUT_S) as response:
+                assert response.status == 200
+            process.send_signal(end)
+            _, err = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert (process.returncode, "no more requests are taken" in err) == (0, True)
+
+
+def find_url(process: "subprocess.Popen[str]") -> str:
+    """Read what a server says, until it says where it is."""
+    assert process.stderr
+    for line in process.stderr:
+        if found := re.search(r"tiny-moe is served at (http://127\.0\.0\.1:\d+)/v1: 1 at a", line):
+            return found[1]
+    raise AssertionError("it ended before it was ready")
