@@ -116,8 +116,13 @@ class RoutingProfile(Record):
         )
 
 
-def require_routing(model: Model) -> None:
-    """Raise InputError for a model without routed experts."""
+def require_routing(model: Model, *, stock: bool = False) -> None:
+    """Raise InputError for a model without routed experts, and where transformers' passes run."""
+    if stock:
+        raise InputError(
+            "--record-routing watches offplan's own passes, and transformers' own run this model: "
+            "leave that option out"
+        )
     if model.experts is None:
         raise InputError(
             f"{model.source} has no routed experts, whose choices --record-routing records: leave "

@@ -82,6 +82,17 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     model._init_weights(module)
 
 
+def rescale_layers(model: PreTrainedModel) -> None:
+    """Have RWKV divide its weights for inference now, not in its first pass, wherever they lie.
+
+    Source: transformers 5.23, ``RwkvModel._rescale_layers``.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_rescale_layers"):
+            module._rescale_layers()
+
+
 def choose_attention(model: PreTrainedModel, name: str) -> None:
     """Have all layers call the attention that is registered under ``name``.
 

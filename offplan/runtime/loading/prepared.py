@@ -15,6 +15,7 @@ from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded
 from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import Offloaded
@@ -38,16 +39,18 @@ class Prepared:
     """The GPU that holds the slabs; None for host memory."""
 
 
-def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
+def prepare(
+    model: Model, offload: Offload, device: torch.device, *, stock: bool = False
+) -> Prepared:
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
-    Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
+    ``stock`` builds it for transformers' own passes. Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
     run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
     GPU is lacking.
     """
     stage = hold(model, offload.packing)
     placement = place(stage, offload)
-    module = build_skeleton(model)
+    module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)
     hold_codes(module, targets)
     _check_types(stage, device)

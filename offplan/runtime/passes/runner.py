@@ -16,7 +16,7 @@ from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
-from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.passes.captured import MakeLogits, Passes
 from offplan.runtime.passes.chunks import ChunkedPrompt, as_compiled_for
@@ -76,7 +76,8 @@ class ModelRunner:
         self._linear = [index for index, part in enumerate(find_linear(layers)) if part]
         """Indices of the layers that have linear attention."""
         self.layers = DecoderLayers(layers, compiled=capture)
-        self._executor = Executor(self.layers, link, loaded.store.serve)
+        self._executor = Executor(link, loaded.store.serve)
+        self.layers.call = self._step
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
             module, self.layers, self._position, context, find, bool(self._linear)
@@ -262,6 +263,12 @@ class ModelRunner:
             return forward(tokens)
 
         return run
+
+    def _step(self, index: int, call: Call) -> torch.Tensor:
+        self._executor.before(index)
+        hidden = self.layers.step(index, call)
+        self._executor.after(index)
+        return hidden
 
     def _forward_prompt(self, tokens: torch.Tensor) -> torch.Tensor:
         chunks = tokens.split(self._chunk, dim=1)

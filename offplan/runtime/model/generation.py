@@ -1,0 +1,113 @@
+"""A model called as transformers' own ``generate`` calls it.
+
+What it uses of transformers is private there, and was tried with transformers 5.17 and 5.23.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.runtime.refusal import refuse
+
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
+"""Names under which models return their caches. Source: ``ALL_CACHE_NAMES`` of generation/utils."""
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+
+
+class StockGeneration:
+    """Calls a model as its ``generate`` does: with its own cache, masks and positions.
+
+    Source: transformers 5.23, ``GenerationMixin.generate``, ``_prefill`` and ``_sample``.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, max_tokens: int) -> None:
+        """Begin texts of up to ``max_tokens`` with a prompt, int64 of [batch, tokens]."""
+        self._model: Any = model
+        self._kwargs: dict[str, Any] = {}
+        self.text = prompt
+        """The tokens so far, int64 of [batch, tokens], on the model's device."""
+        mask = {}
+        if "attention_mask" in inspect.signature(model.forward).parameters:
+            mask = {"attention_mask": torch.ones_like(prompt)}
+        self._model.generate(
+            prompt,
+            custom_generate=self._take,
+            max_length=max_tokens,
+            do_sample=False,
+            use_cache=True,
+            num_beams=1,
+            **mask,
+        )
+
+    def _take(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        """Take what ``generate`` would begin its own loop with."""
+        self.text, self._kwargs = input_ids, model_kwargs
+        return input_ids
+
+    def prefill(self, start: int, stop: int) -> torch.Tensor:
+        """Read a chunk of the prompt; returns the logits of its last token, [batch, vocabulary]."""
+        kwargs, is_whole = self._kwargs, (start, stop) == (0, self.text.shape[1])
+        given = dict(kwargs)
+        if not is_whole:
+            if kwargs.get("attention_mask") is not None:
+                given["attention_mask"] = kwargs["attention_mask"][:, :stop]
+            if kwargs.get("position_ids") is not None:
+                given["position_ids"] = kwargs["position_ids"][..., start:stop]
+            for key in _TOKEN_TYPES & kwargs.keys():
+                given[key] = kwargs[key][..., :stop]
+        inputs = self._model.prepare_inputs_for_generation(
+            self.text[:, start:stop],
+            next_sequence_length=stop if is_whole else None,
+            is_first_iteration=True,
+            **given,
+        )
+        made = self._model(**inputs, return_dict=True)
+        if stop < self.text.shape[1]:
+            for key in _CACHES:
+                if key in made:
+                    self._kwargs[key] = made[key]
+        else:
+            self._update(made)
+        return _last_logits(made)
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Extend each text by a token, int64 of [batch, 1]; returns logits, [batch, vocabulary]."""
+        self.text = torch.cat([self.text, tokens], dim=-1)
+        with self._model._optimize_model_for_decode():
+            inputs = self._model.prepare_inputs_for_generation(
+                self.text, next_sequence_length=1, **self._kwargs
+            )
+            made = self._model(**inputs, return_dict=True)
+        self._update(made)
+        return _last_logits(made)
+
+    @property
+    def cache(self) -> Any:
+        """What the model keeps of its texts; None where it keeps nothing."""
+        return next((self._kwargs[key] for key in _CACHES if self._kwargs.get(key)), None)
+
+    def _update(self, made: Any) -> None:
+        if not any(made.get(key) is not None for key in _CACHES):
+            raise refuse(
+                f"{type(self._model).__name__} keeps nothing of the tokens that it has read, so "
+                "transformers generates no text with it"
+            )
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            made, self._kwargs, is_encoder_decoder=False
+        )
+
+
+def _last_logits(made: Any) -> torch.Tensor:
+    logits: torch.Tensor = made.logits
+    # a view would keep those of all the prompt's tokens
+    return logits[:, -1].clone() if logits.shape[1] > 1 else logits[:, -1]
