@@ -93,6 +93,13 @@ def rescale_layers(model: PreTrainedModel) -> None:
             module._rescale_layers()
 
 
+def forget_states(model: PreTrainedModel) -> None:
+    """Have RecurrentGemma forget the text before, whose states its modules keep, not its cache."""
+    for module in model.modules():
+        if "recurrent_states" in vars(module):
+            vars(module)["recurrent_states"] = None
+
+
 def choose_attention(model: PreTrainedModel, name: str) -> None:
     """Have all layers call the attention that is registered under ``name``.
 

@@ -84,6 +84,8 @@ MROPE = {
     "partial_rotary_factor": 1.0,
     "mrope_section": [2, 1, 1],
 }
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_d_ssm": 64}
+_MAMBA |= {"ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     **{family: {"num_key_value_heads": 4} for family in _WHOLE_HEADS.split()},
     "falcon": {"head_dim": None},
@@ -100,6 +102,17 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     # stock zeroes the padding's row of the embedding, whatever is stored: docs/families.md
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     **{family: {"rope_parameters": MROPE} for family in _MROPES.split()},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        **_MAMBA,
+    },
+    "granitemoehybrid": {"layer_types": [*["mamba", "attention"] * 2, "mamba"], **_MAMBA},
+    "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
+    "falcon_h1": _MAMBA,
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "bailing_hybrid": {"layer_group_size": 2, "num_experts_per_token": 2, "num_expert_group": 1},
+    "gpt_neo": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
+    "minicpm3": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family insists on; None leaves a size out."""

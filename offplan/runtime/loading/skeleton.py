@@ -159,6 +159,11 @@ def name_layers(skeleton: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     vars(skeleton)[_LAYERS] = nn.ModuleList(layers)  # not registered: it would name them anew
 
 
+def has_named_layers(skeleton: PreTrainedModel) -> bool:
+    """Whether ``name_layers`` has said which modules are the layers."""
+    return _LAYERS in vars(skeleton)
+
+
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
     named: nn.ModuleList | None = vars(skeleton).get(_LAYERS)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import forget_states
 
 _CACHES = ("past_key_values", "cache_params", "state", "mems")
 """Names under which models return their caches. Source: ``ALL_CACHE_NAMES`` of generation/utils."""
@@ -26,6 +27,7 @@ class StockGeneration:
         """Begin texts of up to ``max_tokens`` with a prompt, int64 of [batch, tokens]."""
         self._model: Any = model
         self._kwargs: dict[str, Any] = {}
+        forget_states(model)
         self.text = prompt
         """The tokens so far, int64 of [batch, tokens], on the model's device."""
         mask = {}
@@ -87,21 +89,22 @@ class StockGeneration:
             inputs = self._model.prepare_inputs_for_generation(
                 self.text, next_sequence_length=1, **self._kwargs
             )
+            if inputs["input_ids"].shape[1] < self.text.shape[1] and not self.cache_bytes:
+                raise refuse(
+                    f"{type(self._model).__name__} keeps nothing of the tokens that it has read, "
+                    "and transformers gives it the last one alone"
+                )
             made = self._model(**inputs, return_dict=True)
         self._update(made)
         return _last_logits(made)
 
     @property
-    def cache(self) -> Any:
-        """What the model keeps of its texts; None where it keeps nothing."""
-        return next((self._kwargs[key] for key in _CACHES if self._kwargs.get(key)), None)
+    def cache_bytes(self) -> int:
+        """Bytes of what the model keeps of its texts."""
+        kept = {id(t): t for key in _CACHES for t in tensors_within(self._kwargs.get(key))}
+        return sum(tensor.nbytes for tensor in kept.values())
 
     def _update(self, made: Any) -> None:
-        if not any(made.get(key) is not None for key in _CACHES):
-            raise refuse(
-                f"{type(self._model).__name__} keeps nothing of the tokens that it has read, so "
-                "transformers generates no text with it"
-            )
         self._kwargs = self._model._update_model_kwargs_for_generation(
             made, self._kwargs, is_encoder_decoder=False
         )
@@ -111,3 +114,15 @@ def _last_logits(made: Any) -> torch.Tensor:
     logits: torch.Tensor = made.logits
     # a view would keep those of all the prompt's tokens
     return logits[:, -1].clone() if logits.shape[1] > 1 else logits[:, -1]
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """List the tensors that a cache holds, in whatever lists and objects of transformers."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return tensors_within([*value.values()])
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in tensors_within(each)]
+    is_cache = type(value).__module__.startswith("transformers.")
+    return tensors_within(vars(value)) if is_cache and hasattr(value, "__dict__") else []
