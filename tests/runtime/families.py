@@ -110,7 +110,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
     "falcon_h1": _MAMBA,
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1},
-    "bailing_hybrid": {"layer_group_size": 2, "num_experts_per_token": 2, "num_expert_group": 1},
+    "bailing_hybrid": {
+        "layer_group_size": 2,
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "num_key_value_heads": 4,
+    },
     "gpt_neo": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "minicpm3": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},

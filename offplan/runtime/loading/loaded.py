@@ -54,7 +54,7 @@ class LoadedModel:
         self._places = find_places(self.module)
         self._phase: Phase | None = None
         """The phase whose parameters are in place; None where they may be mixed."""
-        materialise_buffers(self.module, device)
+        materialise_buffers(self.module, device, targets)
         self.store = WeightStore(
             self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer
         )
