@@ -9,8 +9,8 @@ The ring: the layers that stream in a pass take turns. Turn t uses slot t mod K,
 number of slots, or of turns where there are fewer. As soon as its layer has run, the slot is
 refilled for whoever uses it next: turn t + K of the same pass or, after the slot's last turn of the
 pass, turn t mod K of the next one. What the slot already holds is not copied again, so a layer that
-has a slot of its own is never copied twice. A layer that a pass calls several times has one slot for
-all its calls, and takes a turn in each. Where decode streams nothing, it finds in the ring what
+has a slot of its own is never copied twice. A layer that a pass calls several times has one slot
+for all its calls, and takes a turn in each. Where decode streams nothing, it finds in the ring what
 the last turns of prefill left there.
 """
 

@@ -108,9 +108,7 @@ def _find_looped(stacks: "Stacks", num_layers: int | None) -> list[tuple[str, in
     return [(prefix, count) for prefix in sorted(stacks)] if is_multiple and not nested else []
 
 
-def _split_looped(
-    tensors: Tensors, looped: list[tuple[str, int]], towers: frozenset[str]
-) -> Split:
+def _split_looped(tensors: Tensors, looped: list[tuple[str, int]], towers: frozenset[str]) -> Split:
     """Split the layers of several stacks, one stack after the other."""
     prefixes = tuple(f"{prefix}.{index}" for prefix, count in looped for index in range(count))
     numbers = {prefix: number for number, prefix in enumerate(prefixes)}

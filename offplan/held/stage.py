@@ -13,6 +13,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, Runner
+from offplan.held.stock import StockPasses
 from offplan.plan import Packing, Workload
 from offplan.ranks import ONE_RANK, Ranks
 
@@ -41,6 +42,8 @@ class Stage:
     """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
     packing: Packing | None = None
     """The packing by which weights are held."""
+    passes: StockPasses | None = field(default=None, compare=False)
+    """What transformers' own passes take, where they run and that was asked for."""
 
     @property
     def dtype(self) -> str:
@@ -87,8 +90,12 @@ class Stage:
     def cache_bytes(self, workload: Workload) -> int:
         """Bytes of the static cache: batch x context tokens of each layer's keys and values.
 
-        Layers with a window keep the whole context as well: the runtime gives all one shape.
+        Layers with a window keep the whole context as well: the runtime gives all one shape. What
+        transformers' own caches keep was counted.
         """
+        if self.passes is not None:
+            caches = (layer.kv_cache for layer in self.layers)
+            return sum(cache.nbytes(workload.batch, workload.context) for cache in caches)
         return workload.batch * sum(
             workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
             for layer in self.layers

@@ -11,6 +11,7 @@ from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
+from offplan.library.runnable import needs_stock
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload
 from offplan.planner.question import Question
@@ -31,6 +32,7 @@ def ask(
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
     engine: str | None = None,
+    stock: bool = False,
     packing: bool = True,
     leave_unpacked: Sequence[str] = (),
     ranks: Ranks = ONE_RANK,
@@ -45,9 +47,10 @@ def ask(
     ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first token and of each further one, at
     most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its flags can say,
     and ``ranks`` are the GPUs that it divides the model among: ``gpu_memory`` is then each one's,
-    ``host_memory`` that of all together. With ``packing`` bfloat16 weights are packed without loss
-    where that is faster; ``leave_unpacked`` names weights that stay as they are stored: ``7``,
-    ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``.
+    ``host_memory`` that of all together. ``stock`` asks for transformers' own passes, which are
+    planned for anyway where offplan's own cannot run a model and they can. With ``packing``
+    bfloat16 weights are packed without loss where that is faster; ``leave_unpacked`` names weights
+    that stay as they are stored: ``7``, ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``.
 
     Raises InputError for a limit below zero, for a name that no weight has and for an engine beside
     the store ``peer``, and ProfileError where the link to a second GPU is not known.
@@ -60,6 +63,7 @@ def ask(
             max_ttft=max_ttft_s,
             max_tpot=max_tpot_s,
             engine=engine,
+            stock=stock,
             packing=packing,
             leave_unpacked=tuple(leave_unpacked),
             tensor_parallel=ranks.tensor,
@@ -134,6 +138,8 @@ def pose(
     does not serve, and what Question raises.
     """
     goal = goal or Goal()
+    if goal.engine is None and not goal.stock and needs_stock(model, workload.context):
+        goal = goal.model_copy(update={"stock": True})
     try:
         find_runner(goal.engine).require_served(model, workload.context)
         held = lower(model, goal, workload)

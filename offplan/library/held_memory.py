@@ -3,6 +3,7 @@
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
 from offplan.held.held import hold
+from offplan.library.repricing import hold_planned
 from offplan.placement import place
 from offplan.plan import GPUMemoryPrediction, Plan
 
@@ -14,7 +15,8 @@ def count_held(plan: Plan, model: Model) -> Plan:
     that the plan records. ``model`` is the plan's. Raises PlanError for a decision that does not
     fit the model.
     """
-    stage = hold(model, plan.offload.packing)
+    packing = plan.offload.packing
+    stage = hold_planned(plan, model).stage if plan.goal.stock else hold(model, packing)
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {

@@ -54,9 +54,8 @@ class Session:
 
         ``folder`` holds the model's files, None for random weights. ``capture`` (CUDA only)
         captures what is captured. ``record_routing`` notes which experts steps choose, under
-        ``routing``. ``stock`` runs
-        transformers' own passes, of which nothing is captured. ``wrap_link`` puts another link in front of the one that moves
-        the bytes.
+        ``routing``. ``stock`` runs transformers' own passes, of which nothing is captured.
+        ``wrap_link`` puts another link in front of the one that moves the bytes.
 
         Raises what LoadedModel raises, whatever was taken until then being given back,
         CheckpointError where the model does not run on texts of so many tokens, and OffplanError

@@ -5,6 +5,7 @@ version is allowed.
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -80,6 +81,15 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     Source: transformers builds on the meta device too, and recomputes them in ``_init_weights``.
     """
     model._init_weights(module)
+
+
+def asks_for_decoders(auto_class: Any, config: Any) -> bool:
+    """Whether the class of a config sees both sides of a token unless ``is_decoder`` is true."""
+    modeling = sys.modules[auto_class._model_mapping[type(config)].__module__]
+    found = re.search(
+        r"(self|if config|not config|self\.config)\.is_decoder", inspect.getsource(modeling)
+    )
+    return found is not None
 
 
 def rescale_layers(model: PreTrainedModel) -> None:

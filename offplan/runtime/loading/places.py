@@ -41,7 +41,7 @@ def assign(places: Places, parameters: Mapping[str, nn.Parameter]) -> None:
 def materialise_buffers(
     skeleton: PreTrainedModel, device: torch.device, stored: Container[str]
 ) -> None:
-    """Give buffers their values on the device; those that are ``stored`` are loaded over them later.
+    """Give buffers their values on the device; ``stored`` ones are loaded over them later.
 
     Raises CheckpointError where the config does not let transformers compute them, or where
     transformers computes none.

@@ -44,11 +44,11 @@ def prepare(
 ) -> Prepared:
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
-    ``stock`` builds it for transformers' own passes. Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
-    run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
-    GPU is lacking.
+    ``stock`` builds it for transformers' own passes. Raises PlanError for rules that do not fit the
+    model, CheckpointError for a model that cannot run or files whose headers do not fit it,
+    MemoryLimitError where the host's memory or a second GPU is lacking.
     """
-    stage = hold(model, offload.packing)
+    stage = hold(model, offload.packing, stock=stock)
     placement = place(stage, offload)
     module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)

@@ -10,7 +10,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.transformers_config import build_config, cannot_build
 from offplan.runtime.loading.skeleton import keep_in_float32, name_layers
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import rename
+from offplan.runtime.transformers_private import asks_for_decoders, rename
 
 
 def build_stock(model: Model) -> PreTrainedModel:
@@ -25,8 +25,13 @@ def build_stock(model: Model) -> PreTrainedModel:
             "for models of text"
         )
     config = build_config(model.config, model.source)
-    if getattr(config, "is_decoder", True) is False and hasattr(config, "is_encoder_decoder"):
-        _check_decoder(config, model)
+    if getattr(config, "is_decoder", None) is False and asks_for_decoders(
+        AutoModelForCausalLM, config
+    ):
+        raise refuse(
+            f"{model.source} is an encoder (is_decoder is false in its config): it sees what "
+            "follows a token"
+        )
     if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = False
     try:
@@ -86,10 +91,3 @@ def _check_shared(layers: Sequence[nn.Module], model: Model) -> None:
                     f"{model.source}: layers {owner} and {index} share {name}, which cannot be "
                     "moved for both"
                 )
-
-
-def _check_decoder(config: object, model: Model) -> None:
-    raise refuse(
-        f"{model.source} is an encoder (its config's is_decoder is false), with which transformers "
-        "generates no text"
-    )

@@ -104,6 +104,21 @@ class StockGeneration:
         kept = {id(t): t for key in _CACHES for t in tensors_within(self._kwargs.get(key))}
         return sum(tensor.nbytes for tensor in kept.values())
 
+    def has_layers(self, num_layers: int) -> bool:
+        """Whether the cache has a part of its own for each of so many layers."""
+        return len(getattr(self._cache, "layers", ())) == num_layers
+
+    def layer_bytes(self, num_layers: int) -> list[int]:
+        """Bytes of the cache's part for each layer; what is not in parts is shared out evenly."""
+        if not self.has_layers(num_layers):
+            return [-(-self.cache_bytes // num_layers)] * num_layers
+        parts = [{id(t): t.nbytes for t in tensors_within(each)} for each in self._cache.layers]
+        return [sum(part.values()) for part in parts]
+
+    @property
+    def _cache(self) -> Any:
+        return next((self._kwargs[key] for key in _CACHES if self._kwargs.get(key)), None)
+
     def _update(self, made: Any) -> None:
         self._kwargs = self._model._update_model_kwargs_for_generation(
             made, self._kwargs, is_encoder_decoder=False
