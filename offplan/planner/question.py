@@ -58,7 +58,8 @@ class Question:
     @property
     def may_pack(self) -> bool:
         """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
-        return self.goal.packing and self.goal.engine is None and not self.machine.is_cpu
+        is_own = self.goal.engine is None and not self.goal.stock
+        return self.goal.packing and is_own and not self.machine.is_cpu
 
     @property
     def unpacked(self) -> Unpacked:

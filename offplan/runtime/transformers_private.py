@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,9 @@ def rename(
     prefix, state = skeleton.base_model_prefix, skeleton.state_dict()
     for name in names:
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            # DeepSeek-V4's mapping takes the last norm for a layer's where transformers saved it
+            renamed, pattern = name, None
         yield renamed, pattern, None if pattern is None else by_pattern[pattern]
 
 
@@ -90,6 +94,24 @@ def asks_for_decoders(auto_class: Any, config: Any) -> bool:
         r"(self|if config|not config|self\.config)\.is_decoder", inspect.getsource(modeling)
     )
     return found is not None
+
+
+@contextmanager
+def decoding_as_on_gpu(model: Any) -> Iterator[None]:
+    """Have a model on the CPU multiply its experts as transformers does in decode steps on a GPU.
+
+    Source: transformers 5.23, ``GenerationMixin._optimize_model_for_decode``.
+    """
+    own = model.get_experts_implementation()
+    names = {k: "batched_mm" if v == "grouped_mm" else v for k, v in own.items()}
+    if names == own:
+        yield
+        return
+    model.set_experts_implementation(names)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(own)
 
 
 def rescale_layers(model: PreTrainedModel) -> None:

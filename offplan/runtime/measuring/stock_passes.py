@@ -36,6 +36,7 @@ from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.model.calls import LayerCalls
 from offplan.runtime.model.generation import StockGeneration
 from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import decoding_as_on_gpu
 
 TOKENS = (64, 256, 1024, 4096)
 """Tokens of the prompts that are run without values: a window of more is taken for none."""
@@ -68,6 +69,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, and count what it makes."""
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):  # a weight's was there before
+                self._seen.setdefault(value.untyped_storage(), None)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             made = args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])  # it knows no other
         else:
@@ -195,7 +199,7 @@ def _run(
     is_alike = text.has_layers(len(layers))
     try:
         with torch.no_grad(), _running_once(layers, kinds, is_alike), live:
-            for phase, forward in _passes(text, num_tokens):
+            for phase, forward in _passes(skeleton, text, num_tokens):
                 live.begin()
                 logits = forward()
                 kept = text.cache_bytes
@@ -220,10 +224,11 @@ def _run(
 
 
 def _passes(
-    text: StockGeneration, num_tokens: int
+    skeleton: Any, text: StockGeneration, num_tokens: int
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     yield "prefill", lambda: text.prefill(0, num_tokens)
-    yield "decode", lambda: text.decode(torch.zeros(1, 1, dtype=torch.int64))
+    with decoding_as_on_gpu(skeleton):
+        yield "decode", lambda: text.decode(torch.zeros(1, 1, dtype=torch.int64))
 
 
 @contextmanager

@@ -226,13 +226,12 @@ class StockRunner:
                 self._loaded.enter_stored()
                 rescale_layers(self._module)
             text = self._begin(torch.arange(2)[None])
-            order = {
+            return {
                 Phase.PREFILL: self._record_pass(Phase.PREFILL, partial(text.prefill, 0, 2)),
                 Phase.DECODE: self._record_pass(
                     Phase.DECODE, partial(text.decode, text.text[:, -1:])
                 ),
             }
-        return order
 
     def _record_pass(self, phase: Phase, forward: Callable[[], object]) -> tuple[int, ...]:
         loaded, placement, order = self._loaded, self._loaded.placement, list[int]()
