@@ -68,7 +68,7 @@ def hold_stock(model: Model) -> Stage:
     layers = [
         replace(layer, kv_cache=cache) for layer, cache in zip(stage.layers, caches, strict=True)
     ]
-    return replace(stage, layers=tuple(layers), passes=passes)
+    return replace(stage, layers=tuple(layers), passes=passes).pin({*passes.pinned})
 
 
 def hold_whole(model: Model, runner: Runner) -> Stage:

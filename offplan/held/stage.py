@@ -2,15 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import resize
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo
 from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stock import StockPasses
@@ -44,6 +44,21 @@ class Stage:
     """The packing by which weights are held."""
     passes: StockPasses | None = field(default=None, compare=False)
     """What transformers' own passes take, where they run and that was asked for."""
+
+    def pin(self, names: Set[str]) -> "Stage":
+        """Return the same where no rule takes the parameters of these stored tensors."""
+
+        def pinned(parameter: Parameter) -> Parameter:
+            if parameter.resized is not None or not names & {t.name for t in parameter.tensors}:
+                return parameter
+            return replace(parameter, resized=DTYPE_BITS[parameter.tensors[0].dtype])
+
+        if not names:
+            return self
+        layers = (
+            replace(layer, parameters=tuple(map(pinned, layer.parameters))) for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def dtype(self) -> str:

@@ -31,6 +31,8 @@ class StockPasses:
     """Temporaries of a prompt: bytes for any, for each token, and for each pair of tokens."""
     step_bytes: tuple[float, float]
     """Temporaries of a decode step: bytes for any, and for each token of its context."""
+    pinned: Sequence[str]
+    """Stored tensors of layers that loading splits or joins: no rule takes them."""
     operators: Mapping[str, Sequence[int]]
     """Operators that a call of each layer launches, by phase; then those outside the layers."""
 

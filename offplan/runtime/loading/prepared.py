@@ -13,7 +13,7 @@ from offplan.placement import Placement, place
 from offplan.plan import Offload
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.offloaded import find_offloaded
+from offplan.runtime.loading.offloaded import find_offloaded, pin_split
 from offplan.runtime.loading.skeleton import build_skeleton
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Target
@@ -49,13 +49,14 @@ def prepare(
     MemoryLimitError where the host's memory or a second GPU is lacking.
     """
     stage = hold(model, offload.packing, stock=stock)
-    placement = place(stage, offload)
     module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)
     hold_codes(module, targets)
     _check_types(stage, device)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
+    stage = pin_split(stage, targets, wanted) if stock else stage
+    placement = place(stage, offload)
     offloaded = find_offloaded(placement, targets, wanted)
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))

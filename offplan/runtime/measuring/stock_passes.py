@@ -29,7 +29,10 @@ from torch.utils._pytree import tree_leaves
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
 from offplan.errors import CheckpointError
+from offplan.held.held import hold
 from offplan.held.stock import StockPasses
+from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.loading.stock import build_stock
@@ -116,6 +119,7 @@ def count_passes(model: Model) -> StockPasses:
 
 def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
     skeleton = build_stock(model)
+    pinned = _find_pinned(skeleton, model)
     places, state = find_places(skeleton), skeleton.state_dict()
     materialise_buffers(skeleton, torch.device("cpu"), state)
     parameters = dict(skeleton.named_parameters())
@@ -146,7 +150,25 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
         ],
         prompt_bytes=_fit_square(sizes[-3:], [each.prompt_bytes for each in counted[-3:]]),
         step_bytes=_fit_line(sizes[-2:], [each.step_bytes for each in counted[-2:]]),
+        pinned=pinned,
         operators=first.operators,
+    )
+
+
+def _find_pinned(skeleton: Any, model: Model) -> list[str]:
+    """List the stored tensors of layers that no rule takes; raises CheckpointError."""
+    stage = hold(model, stock=True)
+    targets, state = map_tensors(skeleton, stage), skeleton.state_dict()
+    values = {name: target for name, target in targets.items() if target.codes is None}
+    if any(not p.form.is_raw for p in stage.parameters):  # codes are held as they are stored
+        return []
+    held = pin_split(stage, values, state)
+    return sorted(
+        tensor.name
+        for before, after in zip(stage.layers, held.layers, strict=True)
+        for p, q in zip(before.parameters, after.parameters, strict=True)
+        if p is not q
+        for tensor in p.tensors
     )
 
 

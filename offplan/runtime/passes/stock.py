@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from offplan.checkpoint.model_types import STOCK_CHUNKS
 from offplan.errors import InputError
 from offplan.placement import Phase, Placement
 from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
@@ -77,13 +78,21 @@ class StockRunner:
         """Begin new sequences with a prompt, int64 of shape [batch, tokens].
 
         Returns logits, [batch, vocabulary]. Raises InputError for a prompt that is empty or beyond
-        the context.
+        the context, and for one of more tokens than a chunk where the family's are read whole.
         """
         batch, num_tokens = prompt.shape
         if not batch or not 0 < num_tokens <= self._context:
             raise InputError(
                 f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
                 f"context is {self._context}"
+            )
+        model = self._loaded.model
+        if num_tokens > self._chunk and model.architecture.model_type not in STOCK_CHUNKS:
+            raise InputError(
+                f"the prompt has {num_tokens} tokens, and the plan's passes have room for "
+                f"{self._chunk} (prefill_chunk); prompts of {model.model_type} are read whole, "
+                "since transformers gives other results in chunks or that is not known: plan with "
+                f"--prompt-tokens {num_tokens} or more"
             )
         with self._whole_or_afresh():
             self._forget()
