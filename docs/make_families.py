@@ -8,13 +8,15 @@ Needs the tests' helpers, so it runs from a clone's root; ten minutes on two cor
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.runtime.families import TEXT_PARTS, Outcome, compare
+from offplan.checkpoint.model_types import STOCK_CHUNKS
+from tests.runtime.families import TEXT_PARTS, Outcome, compare, compare_stock
 
 VARIANTS = ("plain", "windows")
 INTRODUCTION = f"""\
@@ -22,8 +24,20 @@ INTRODUCTION = f"""\
 
 What `offplan run` does with each family of causal language models that transformers has, as
 `python docs/make_families.py` found with transformers {transformers.__version__}: tiny models of
-random float32 weights, every second layer offloaded, prompts whole and in chunks, past a sliding
-window where the family knows one, each compared with stock transformers token by token.
+random float32 weights on the CPU, every second layer offloaded, copies at the latest legal moment.
+
+offplan runs a model in one of two ways, and the plan, the answer and `--json` say which
+(`goal: {{stock: true}}` is the second one):
+
+- **offplan's own passes**: its caches and attention, captured as CUDA graphs. The page compares
+  them with stock transformers token by token, prompts whole and in chunks, past a sliding window
+  where the family knows one.
+- **Transformers' own passes**, which `generate` runs with its own cache, masks and positions:
+  offplan moves the weights around each layer's call, and replaces nothing but products with
+  weights that are held as codes. Nothing is captured. `plan`, `analyze`, `run` and `bench` take
+  this way with `--stock`, and `plan` and `analyze` wherever the first way refuses a model. The page
+  compares logits with stock's `generate` (gradients off) to the last bit, with one and with two
+  slots in the ring. **This way has not run on a GPU yet.**
 
 Stored types that run: BF16, F16 and F32, and quantised checkpoints as they are stored (FP8, MXFP4,
 NVFP4, compressed-tensors, GPTQ, AWQ, bitsandbytes: [stored forms](stored-forms.md) has the table).
@@ -34,13 +48,21 @@ families that have them, at any length, as transformers' `generate` has them: ke
 frequencies of the pass that they were made in, and Phi-3 and Phi-3.5-MoE read a text again once it
 outgrows `original_max_position_embeddings`.
 
-Layers may have full or sliding attention, attention within chunks of the text (Llama 4), or the
-linear attention of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). Other linear attentions,
-state spaces and convolutions are refused.
+In offplan's own passes layers may have full or sliding attention, attention within chunks of the
+text (Llama 4), or the linear attention of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). Other
+linear attentions, state spaces and convolutions run by transformers' own passes.
 
-Sparse attention whose indexers choose the tokens that each one sees (DeepSeek-V3.2, GLM-5) runs on
-texts of no more tokens than they choose (`index_topk`, 2,048 unless the config says another
-number): of such a text they choose all. Plans of a longer context are made, and `run` refuses them.
+Sparse attention whose indexers choose the tokens that each one sees (DeepSeek-V3.2, GLM-5) runs by
+offplan's own passes on texts of no more tokens than they choose (`index_topk`, 2,048 unless the
+config says another number): of such a text they choose all. Plans of a longer context are for
+transformers' own passes.
+
+Transformers' own passes read a prompt whole: a plan's chunk is at least its prompt. `run` refuses
+a longer prompt. In transformers {transformers.__version__} only these families give the same in
+chunks: {", ".join(sorted(STOCK_CHUNKS))}. For them a longer prompt is read in chunks, and the
+weights cross the link once for each. Refused by name are weights that are packed without loss, a
+layer that calls another, weights that are read outside their layer or shared by two,
+`--record-routing`, and exports to engines of a plan for this way.
 
 Stock transformers changes a weight of Youtu where the config has a `pad_token_id`. It zeroes the
 padding token's row of the input embedding after loading, whatever the checkpoint stores there.
@@ -83,27 +105,58 @@ def _print_text_parts(outcomes: dict[tuple[str, str], Outcome]) -> None:
         print(f"{kind.capitalize()}: {', '.join(named)}\n")
 
 
-def main() -> None:
-    """Print the page."""
+def _judge_stock(family: str) -> Outcome:
+    """Return the worst outcome of transformers' own passes, with one slot and with two."""
+    outcomes = [compare_stock(family, each, slots=n) for each in VARIANTS for n in (1, 2)]
+    order = ("wrong", "refused", "not built", "exact")
+    return min(outcomes, key=lambda outcome: order.index(outcome.kind))
+
+
+Found = dict[tuple[str, str], list[str]]
+"""Families by the kind of their outcome, and by why they are refused."""
+
+
+def _sort(families: list[str], outcomes: Iterable[Outcome]) -> Found:
     found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for family, outcome in zip(families, pool.map(_judge, families), strict=True):
-            why = _shorten(family, outcome.why) if outcome.kind == "refused" else ""
-            found[outcome.kind, why].append(family)
-        judged = pool.map(_judge, *zip(*TEXT_PARTS, strict=True))
-        text_parts = dict(zip(TEXT_PARTS, judged, strict=True))
-    exact = found["exact", ""]
-    print(f"{INTRODUCTION}\n## Exact: {len(exact)} families\n\n{', '.join(exact)}\n")
-    _print_text_parts(text_parts)
-    print("## Refused before anything is loaded\n\n| families | why |\n|---|---|")
+    for family, outcome in zip(families, outcomes, strict=True):
+        why = _shorten(family, outcome.why) if outcome.kind == "refused" else ""
+        found[outcome.kind, why].append(family)
+    return found
+
+
+def _print_refused(found: Found) -> None:
+    print("| families | why |\n|---|---|")
     for (kind, why), families in sorted(found.items()):
         if kind == "refused":
             print(f"| {', '.join(families)} | {why.replace('|', '/')} |")
+
+
+def main() -> None:
+    """Print the page."""
+    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        own = _sort(families, pool.map(_judge, families))
+        stock = _sort(families, pool.map(_judge_stock, families))
+        judged = pool.map(_judge, *zip(*TEXT_PARTS, strict=True))
+        text_parts = dict(zip(TEXT_PARTS, judged, strict=True))
+    by_own, by_stock = own.get(("exact", ""), []), stock.get(("exact", ""), [])
+    added = [family for family in by_stock if family not in by_own]
+    print(f"{INTRODUCTION}\n## Exact: {len(by_own) + len(added)} families\n")
+    print(f"By offplan's own passes, {len(by_own)}:\n{', '.join(by_own)}\n")
+    print(f"By transformers' own passes alone, {len(added)} more:\n{', '.join(added)}\n")
+    others = [family for family in by_own if family not in by_stock]
+    both = len(by_stock) - len(added)
+    print(f"By both, {both}: all of the first list but {', '.join(others) or 'none'}.\n")
+    _print_text_parts(text_parts)
+    print("## Refused by offplan's own passes\n")
+    _print_refused(own)
+    print("\n## Refused by transformers' own passes\n")
+    _print_refused(stock)
     print("\n## Not tried\n\nTransformers itself builds or runs no tiny one of these here:")
-    print(f"{', '.join(found['not built', ''])}")
-    if wrong := found["wrong", ""]:
-        print(f"\n## Wrong\n\n{', '.join(wrong)}")
+    print(f"{', '.join(own.get(('not built', ''), []))}")
+    for way, found in (("offplan's own", own), ("transformers' own", stock)):
+        if wrong := found.get(("wrong", "")):
+            print(f"\n## Wrong by {way} passes\n\n{', '.join(wrong)}")
 
 
 if __name__ == "__main__":
