@@ -1,6 +1,6 @@
 """A model's calls of its layers, as they happen: who is called when, and what reads weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ See = Callable[[int, torch.Tensor, torch.Tensor], None]
 class LayerCalls:
     """Tells of each call that a model makes of its layers, by hooks, until it is closed."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.enter: Callable[[int], None] = lambda index: None
         """Told the index of a layer that is about to run."""
         self.leave: Callable[[int], None] = lambda index: None
