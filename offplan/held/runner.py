@@ -144,8 +144,12 @@ class StockRuntime(OwnRuntime):
     is_stock = True
 
     def note_memory(self, plan: Plan, held: "Held") -> list[str]:
-        """Say by which passes the model runs."""
-        return ["transformers' own passes run this model, uncaptured; offplan moves its weights"]
+        """Say by which passes the model runs, and what is not priced of them."""
+        notes = ["transformers' own passes run this model, uncaptured; offplan moves its weights"]
+        passes = held.stage.passes
+        if passes is not None and (calls := passes.describe_calls()) is not None:
+            notes.append(calls)
+        return notes
 
 
 OWN_RUNTIME: Runner = OwnRuntime()

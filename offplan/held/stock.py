@@ -43,6 +43,16 @@ class StockPasses:
         fixed, of_token = self.step_bytes
         return ceil(prompt), ceil(batch * (fixed + of_token * context))
 
+    def describe_calls(self) -> str | None:
+        """Say that a pass calls layers several times, which the link is not priced for."""
+        called = self.calls["decode"]
+        if len(called) == len({*called}):
+            return None
+        return (
+            f"a pass makes {len(called)} calls of {len({*called})} layers: copies are predicted as "
+            "if each were called once"
+        )
+
 
 def _encode(answer: StockPasses) -> bytes:
     return json.dumps(asdict(answer)).encode()
@@ -90,14 +100,3 @@ def _ask_process(model: Model) -> StockPasses:
     if isinstance(told, str):
         raise CheckpointError(told)
     return StockPasses(**told)
-
-
-def describe_calls(passes: StockPasses) -> str | None:
-    """Say that a pass calls layers several times, which no time is priced for; None where not."""
-    called = passes.calls["decode"]
-    if len(called) == len({*called}):
-        return None
-    return (
-        f"a pass makes {len(called)} calls of {len({*called})} layers: times are predicted as if "
-        "each were called once"
-    )

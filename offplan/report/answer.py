@@ -28,7 +28,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
         return [Group(*head, Text(f"{why[0].upper()}{why[1:]}"))]
     if analysis.result is None or analysis.machine is None:
-        told = describe_running(model, analysis.why_not_run)
+        told = describe_running(model, analysis.why_not_run, stock=held.runner.is_stock)
         answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
@@ -58,7 +58,9 @@ def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> 
         *describe_ranks(plan, analysis.held, machine),
         describe_speed(plan),
         *describe_advice(analysis, plan),
-        describe_running(analysis.held.model, analysis.why_not_run),
+        describe_running(
+            analysis.held.model, analysis.why_not_run, stock=analysis.held.runner.is_stock
+        ),
     ]
 
 

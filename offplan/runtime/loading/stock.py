@@ -32,6 +32,10 @@ def build_stock(model: Model) -> PreTrainedModel:
             f"{model.source} is an encoder (is_decoder is false in its config): it sees what "
             "follows a token"
         )
+    text = config.get_text_config()
+    both = getattr(text, "use_bidirectional_attention", None)
+    if both in (True, "all") or getattr(text, "is_causal", None) is False:
+        raise refuse(f"{model.source} attends to both sides by its config: it is an encoder")
     if model.stores_head:  # it is used, whatever the config says
         config.tie_word_embeddings = False
     try:
