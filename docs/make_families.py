@@ -8,13 +8,15 @@ Needs the tests' helpers, so it runs from a clone's root; ten minutes on two cor
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.runtime.families import TEXT_PARTS, Outcome, compare
+from offplan.checkpoint.model_types import STOCK_CHUNKS
+from tests.runtime.families import TEXT_PARTS, Outcome, compare, compare_stock
 
 VARIANTS = ("plain", "windows")
 INTRODUCTION = f"""\
@@ -22,9 +24,21 @@ INTRODUCTION = f"""\
 
 This page lists what `offplan run` does with each family of causal language models that transformers
 has. `python docs/make_families.py` made this page with transformers {transformers.__version__}. It
-builds tiny models of random float32 weights with every second layer offloaded. Prompts run whole
-and in chunks, and past a sliding window where the family has one. Each model is compared with stock
-transformers token by token.
+builds tiny models of random float32 weights on the CPU, with every second layer offloaded and
+copies at the latest legal moment.
+
+offplan runs a model in one of two ways. The plan, the answer and `--json` name the way
+(`goal: {{stock: true}}` is the second one):
+
+- **offplan's own passes**: its caches and attention, captured as CUDA graphs. The page compares
+  them with stock transformers token by token: whole prompts, prompts in chunks, and texts past a
+  sliding window where the family has one.
+- **Transformers' own passes**: the passes that `generate` runs, with its own cache, masks and
+  positions. offplan moves the weights around each layer's call. It replaces only products with
+  weights that are held as codes, and captures nothing. `plan`, `analyze`, `run` and `bench` take
+  this way with `--stock`; `plan` and `analyze` also take it wherever the first way refuses a model.
+  The page compares logits with stock's `generate` to the last bit, with one and with two slots in
+  the ring. **This way has not run on a GPU yet.**
 
 `offplan analyze` reports in one line whether `run` can execute a model, or the reason why not.
 Weights may be BF16, F16, F32 or [quantised](stored-forms.md).
@@ -34,14 +48,23 @@ families that have them, at any length, as in transformers' `generate`. Keys kee
 the pass that made them. Phi-3 and Phi-3.5-MoE read a text again once it outgrows
 `original_max_position_embeddings`.
 
-**Attention** may be full, sliding, within chunks of the text (Llama 4), or the linear attention of
-Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). `run` refuses other linear attentions, state
-spaces and convolutions.
+**Attention** in offplan's own passes may be full, sliding, within chunks of the text (Llama 4), or
+the linear attention of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid). Other linear attentions,
+state spaces and convolutions run by transformers' own passes.
 
 **Sparse attention** whose indexers choose the tokens that each token sees (DeepSeek-V3.2, GLM-5)
-runs on texts of at most `index_topk` tokens (2,048 unless the config gives another number): of such
-a text the indexers choose all tokens. offplan makes plans of a longer context, and `run` refuses
-them.
+runs by offplan's own passes on texts of at most `index_topk` tokens (2,048 unless the config gives
+another number): of such a text the indexers choose all tokens. Plans of a longer context are for
+transformers' own passes.
+
+**Prompts** run whole in transformers' own passes: a plan's chunk is at least its prompt, and `run`
+refuses a longer prompt. In transformers {transformers.__version__} only these families give the
+same result in chunks: {", ".join(sorted(STOCK_CHUNKS))}. They read a longer prompt in chunks, and
+the weights cross the link once for each chunk.
+
+**Refused** in transformers' own passes are weights that are packed without loss, a layer that calls
+another layer, weights that are read outside their layer or shared by two layers,
+`--record-routing`, `--cached-experts`, and exports to engines.
 
 **Youtu**: where the config has a `pad_token_id`, stock transformers zeroes the padding token's row
 of the input embedding after loading, whatever the checkpoint stores there. offplan keeps the row as
@@ -84,27 +107,58 @@ def _print_text_parts(outcomes: dict[tuple[str, str], Outcome]) -> None:
         print(f"{kind.capitalize()}: {', '.join(named)}\n")
 
 
-def main() -> None:
-    """Print the page."""
+def _judge_stock(family: str) -> Outcome:
+    """Return the worst outcome of transformers' own passes, with one slot and with two."""
+    outcomes = [compare_stock(family, each, slots=n) for each in VARIANTS for n in (1, 2)]
+    order = ("wrong", "refused", "not built", "exact")
+    return min(outcomes, key=lambda outcome: order.index(outcome.kind))
+
+
+Found = dict[tuple[str, str], list[str]]
+"""Families by the kind of their outcome, and by why they are refused."""
+
+
+def _sort(families: list[str], outcomes: Iterable[Outcome]) -> Found:
     found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for family, outcome in zip(families, pool.map(_judge, families), strict=True):
-            why = _shorten(family, outcome.why) if outcome.kind == "refused" else ""
-            found[outcome.kind, why].append(family)
-        judged = pool.map(_judge, *zip(*TEXT_PARTS, strict=True))
-        text_parts = dict(zip(TEXT_PARTS, judged, strict=True))
-    exact = found["exact", ""]
-    print(f"{INTRODUCTION}\n## Exact: {len(exact)} families\n\n{', '.join(exact)}\n")
-    _print_text_parts(text_parts)
-    print("## Refused before anything is loaded\n\n| families | why |\n|---|---|")
+    for family, outcome in zip(families, outcomes, strict=True):
+        why = _shorten(family, outcome.why) if outcome.kind == "refused" else ""
+        found[outcome.kind, why].append(family)
+    return found
+
+
+def _print_refused(found: Found) -> None:
+    print("| families | why |\n|---|---|")
     for (kind, why), families in sorted(found.items()):
         if kind == "refused":
             print(f"| {', '.join(families)} | {why.replace('|', '/')} |")
+
+
+def main() -> None:
+    """Print the page."""
+    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        own = _sort(families, pool.map(_judge, families))
+        stock = _sort(families, pool.map(_judge_stock, families))
+        judged = pool.map(_judge, *zip(*TEXT_PARTS, strict=True))
+        text_parts = dict(zip(TEXT_PARTS, judged, strict=True))
+    by_own, by_stock = own.get(("exact", ""), []), stock.get(("exact", ""), [])
+    added = [family for family in by_stock if family not in by_own]
+    print(f"{INTRODUCTION}\n## Exact: {len(by_own) + len(added)} families\n")
+    print(f"By offplan's own passes, {len(by_own)}:\n{', '.join(by_own)}\n")
+    print(f"By transformers' own passes alone, {len(added)} more:\n{', '.join(added)}\n")
+    others = [family for family in by_own if family not in by_stock]
+    both = len(by_stock) - len(added)
+    print(f"By both, {both}: all of the first list but {', '.join(others) or 'none'}.\n")
+    _print_text_parts(text_parts)
+    print("## Refused by offplan's own passes\n")
+    _print_refused(own)
+    print("\n## Refused by transformers' own passes\n")
+    _print_refused(stock)
     print("\n## Not tried\n\nTransformers itself builds or runs no tiny one of these here:")
-    print(f"{', '.join(found['not built', ''])}")
-    if wrong := found["wrong", ""]:
-        print(f"\n## Wrong\n\n{', '.join(wrong)}")
+    print(f"{', '.join(own.get(('not built', ''), []))}")
+    for way, found in (("offplan's own", own), ("transformers' own", stock)):
+        if wrong := found.get(("wrong", "")):
+            print(f"\n## Wrong by {way} passes\n\n{', '.join(wrong)}")
 
 
 if __name__ == "__main__":

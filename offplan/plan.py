@@ -145,6 +145,8 @@ class Goal(Record):
     """Seconds of a decode step, at most; null where any time will do."""
     engine: str | None = None
     """The engine whose flags must be able to say the plan; null for offplan's own runtime."""
+    stock: bool = False
+    """Whether transformers' own passes run the model, not offplan's."""
     packing: bool = True
     """Whether weights may be packed; no engine's flags can say that."""
     leave_unpacked: tuple[UnpackedName, ...] = ()
@@ -166,6 +168,11 @@ class Goal(Record):
             raise ValueError(
                 f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
                 "name the engine that is to run the plan, --for vllm or --for sglang"
+            )
+        if self.stock and self.engine is not None:
+            raise ValueError(
+                f"stock beside the engine {self.engine}, which runs no passes of transformers: "
+                "leave one of them out"
             )
         if self.pipeline_parallel > 1 and self.objective != "latency":
             raise ValueError(
@@ -552,6 +559,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("embeddings", "device"),
         ("store", "host"),
         ("peer_memory", "0 B"),
+        ("stock", False),
         ("packing", True),
         ("leave_unpacked", []),
         ("cached_experts", "off"),

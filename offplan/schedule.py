@@ -9,10 +9,12 @@ The ring: the layers that stream in a pass take turns. Turn t uses slot t mod K,
 number of slots, or of turns where there are fewer. As soon as its layer has run, the slot is
 refilled for whoever uses it next: turn t + K of the same pass or, after the slot's last turn of the
 pass, turn t mod K of the next one. What the slot already holds is not copied again, so a layer that
-has a slot of its own is never copied twice. Where decode streams nothing, it finds in the ring what
+has a slot of its own is never copied twice. A layer that a pass calls several times has one slot
+for all its calls, and takes a turn in each. Where decode streams nothing, it finds in the ring what
 the last turns of prefill left there.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offplan.backends import Backend
@@ -52,6 +54,10 @@ class Compute:
 
 
 Operation = Copy | Wait | Serve | Compute
+
+Calls = Mapping[Phase, Sequence[int]]
+"""The layers in the order in which a pass of each phase calls them, by index; a layer may come
+several times."""
 
 Ring = tuple[Span | None, ...]
 """What each slot holds, or is being filled with; None for a slot never used."""
@@ -133,17 +139,20 @@ def build_pass(
     ring: Ring,
     next_phase: Phase,
     *,
+    calls: Calls | None = None,
     copies_again: bool = False,
     in_order: bool = False,
 ) -> Schedule:
     """Order the operations of one pass that is followed by a pass of ``next_phase``.
 
+    A pass calls the layers as ``calls`` says, each once and in order where that is left out.
     With ``copies_again`` every layer that streams is followed by a copy, also of what its slot
     already holds; with ``in_order`` the last ones by the next pass's first in their order.
     """
-    spans, following = placement.spans(phase), placement.spans(next_phase)[: placement.num_slots]
-    num_slots = min(placement.num_slots, len(spans))
-    turn_of = {span.layer: turn for turn, span in enumerate(spans)}
+    order = calls or dict.fromkeys(Phase, range(num_layers))
+    slots = slots_of(placement, phase)
+    turns = [layer for layer in order[phase] if layer in slots]
+    following = _first_turns(placement, next_phase, order[next_phase])
     contents = list(ring)
     operations: list[Operation] = []
     served = {
@@ -156,22 +165,44 @@ def build_pass(
             operations.append(Copy(slot, span))
             contents[slot] = span
 
-    for turn in range(num_slots):  # what the previous pass did not leave ready
-        fill(turn, spans[turn])
-    for layer in range(num_layers):
+    for slot, span in _first_turns(placement, phase, order[phase]).items():
+        fill(slot, span)  # what the previous pass did not leave ready
+    # of each turn the next one of its slot, found from the last turn back to the first
+    later: list[int | None] = [None] * len(turns)
+    upcoming: dict[int, int] = {}
+    for turn in reversed(range(len(turns))):
+        slot, _ = slots[turns[turn]]
+        later[turn] = upcoming.get(slot)
+        upcoming[slot] = turn
+    left, num_slots = [*following.values()], len(upcoming)
+    turn = -1
+    for layer in order[phase]:
         work: list[Operation] = [Serve(phase, layer, backend) for backend in served.get(layer, ())]
         work.append(Compute(layer))
-        if layer not in turn_of:
+        if layer not in slots:
             operations += work
             continue
-        turn = turn_of[layer]
-        slot, later = turn % num_slots, turn + num_slots
-        operations += [Wait(slot, spans[turn]), *work]
-        if later < len(spans):
-            fill(slot, spans[later], again=copies_again)
-        elif (first := later - len(spans) if in_order else slot) < len(following):
-            fill(slot, following[first], again=copies_again)
+        turn += 1
+        slot, span = slots[layer]
+        operations += [Wait(slot, span), *work]
+        if (next_turn := later[turn]) is not None:
+            fill(slot, slots[turns[next_turn]][1], again=copies_again)
+        elif in_order:
+            if (first := turn + num_slots - len(turns)) < len(left):
+                fill(slot, left[first], again=copies_again)
+        elif slot in following:
+            fill(slot, following[slot], again=copies_again)
     return Schedule(phase, tuple(operations), ring, tuple(contents))
+
+
+def _first_turns(placement: Placement, phase: Phase, order: Sequence[int]) -> dict[int, Span]:
+    """Return what each slot holds first in a pass, by slot, in the order of the calls."""
+    slots = slots_of(placement, phase)
+    first: dict[int, Span] = {}
+    for layer in order:
+        if layer in slots:
+            first.setdefault(*slots[layer])
+    return first
 
 
 def build_repeated_pass(

@@ -35,9 +35,9 @@ def assemble(source: str, stored: Stored) -> Model:
     parameters = [
         tuple(
             resize(parameter, architecture, dtype)
-            for parameter in group_parameters(f"{split.prefix}.{index}", tensors, architecture)
+            for parameter in group_parameters(prefix, tensors, architecture)
         )
-        for index, tensors in enumerate(split.layers)
+        for prefix, tensors in zip(split.prefixes, split.layers, strict=True)
     ]
     element_bytes = FLOAT_BYTES[dtype]
     caches, cache_notes = describe_kv_caches(architecture, parameters, element_bytes)
@@ -45,7 +45,7 @@ def assemble(source: str, stored: Stored) -> Model:
         Layer(
             index=index,
             kind="moe" if any(parameter.is_expert for parameter in of_layer) else "dense",
-            prefix=f"{split.prefix}.{index}",
+            prefix=split.prefixes[index],
             parameters=of_layer,
             kv_cache=caches[index],
         )

@@ -40,8 +40,8 @@ _MAX_DEPTH = 3
 class Split:
     """The tensors of a checkpoint, told apart."""
 
-    prefix: str
-    """The start of the layers' names, before the index: ``model.layers``."""
+    prefixes: tuple[str, ...]
+    """The start of each layer's names: ``model.layers.3``."""
     layers: tuple[Tensors, ...]
     """The tensors of each decoder layer."""
     outside: Tensors
@@ -63,7 +63,10 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
     num_layers = architecture.num_layers
     towers = _find_towers(tensors) if architecture.runs_text_alone else frozenset()
     of_text = tuple(tensor for tensor in tensors if tensor.name not in towers)
-    prefix, num_stacked = _choose_stack(of_text, architecture)
+    stacks = _find_stacks(of_text)
+    if looped := _find_looped(stacks, num_layers):
+        return _split_looped(tensors, looped, towers)
+    prefix, num_stacked = _choose_stack(stacks, architecture)
     notes = []
     if num_layers is None:
         num_layers = min(num_stacked, MAX_LAYERS)
@@ -87,13 +90,42 @@ def split_layers(architecture: Architecture, tensors: Iterable[TensorInfo]) -> S
         extra = f"{prefix}.{num_layers}"
         notes.append(f"layers from {extra} on predict further tokens and are not loaded")
     by_layer, outside = tuple(map(tuple, layers)), sorted(outside)
-    return Split(prefix, by_layer, tuple(outside), towers | not_loaded, towers, tuple(notes))
+    prefixes = tuple(f"{prefix}.{index}" for index in range(num_layers))
+    return Split(prefixes, by_layer, tuple(outside), towers | not_loaded, towers, tuple(notes))
 
 
-def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, int]:
+def _find_looped(stacks: "Stacks", num_layers: int | None) -> list[tuple[str, int]]:
+    """Return several equal stacks whose layers a pass calls again and again, with their sizes.
+
+    The config then counts calls: a multiple of the layers, where no stack has as many.
+    """
+    counts = {count for count, _ in stacks.values()}
+    if num_layers is None or len(stacks) < 2 or len(counts) > 1 or max(counts) >= num_layers:
+        return []
+    (count,) = counts
+    nested = any(one.startswith(f"{other}.") for one in stacks for other in stacks)
+    is_multiple = num_layers % (count * len(stacks)) == 0
+    return [(prefix, count) for prefix in sorted(stacks)] if is_multiple and not nested else []
+
+
+def _split_looped(tensors: Tensors, looped: list[tuple[str, int]], towers: frozenset[str]) -> Split:
+    """Split the layers of several stacks, one stack after the other."""
+    prefixes = tuple(f"{prefix}.{index}" for prefix, count in looped for index in range(count))
+    numbers = {prefix: number for number, prefix in enumerate(prefixes)}
+    layers: list[list[TensorInfo]] = [[] for _ in prefixes]
+    outside: list[TensorInfo] = []
+    in_stacks = re.compile(rf"((?:{'|'.join(re.escape(each) for each, _ in looped)})\.{INDEX})\..")
+    for tensor in tensors:
+        found = in_stacks.match(tensor.name)
+        (outside if found is None else layers[numbers[found[1]]]).append(tensor)
+    note = f"a pass calls the layers of {' and '.join(each for each, _ in looped)} several times"
+    by_layer = tuple(map(tuple, layers))
+    return Split(prefixes, by_layer, tuple(sorted(outside)), towers, towers, (note,))
+
+
+def _choose_stack(stacks: "Stacks", architecture: Architecture) -> tuple[str, int]:
     """Return the prefix of the decoder's stack and the number of layers stored under it."""
     num_layers = architecture.num_layers
-    stacks = _find_stacks(tensors)
     num_extra = architecture.num_prediction_layers
     fitting = [
         # An exact count before one with layers to spare, then the most bytes.
@@ -119,7 +151,11 @@ def _choose_stack(tensors: Tensors, architecture: Architecture) -> tuple[str, in
     )
 
 
-def _find_stacks(tensors: Tensors) -> dict[str, tuple[int, int]]:
+Stacks = dict[str, tuple[int, int]]
+"""Layers and bytes of each stack, by the start of its layers' names before the index."""
+
+
+def _find_stacks(tensors: Tensors) -> Stacks:
     """Count the layers and the bytes under every ``<prefix>.<N>.`` of the names without a gap.
 
     Routed experts are none, however many.

@@ -16,7 +16,7 @@ def analyze(query: Query) -> None:
     from offplan.held.held import Held, hold
     from offplan.library.analysis import Analysis, analyze_question
     from offplan.library.machines import why_unmeasured
-    from offplan.library.runnable import why_not_run
+    from offplan.library.runnable import needs_stock, why_not_run
     from offplan.report.analysis import render_analysis
     from offplan.report.answer import render_answer
     from offplan.report.payload import analyze_payload
@@ -31,7 +31,7 @@ def analyze(query: Query) -> None:
         return
     with waiting("planning"):
         if question is None:
-            held = hold(model)
+            held = hold(model, stock=query.stock or needs_stock(model, 1))
             found = Held((held,)), why_not_run(held)
             analysis = Analysis(*found, None, unmeasured=why_unmeasured())
         else:

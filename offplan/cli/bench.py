@@ -20,6 +20,7 @@ def bench(
         typer.Option(min=1, help="Decode steps timed in each request. [default: 20 if they fit]"),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Requests timed.")] = 5,
+    stock: options.Stock = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,
     json: options.Json = False,
@@ -29,7 +30,7 @@ def bench(
 
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()
-    loaded, found = open_plan_to_run(plan, model)
+    loaded, found = open_plan_to_run(plan, model, stock=stock)
 
     with waiting("starting torch"):
         from offplan.cli.threads import settle_threads

@@ -102,7 +102,7 @@ def _open_local(
 ) -> Iterator["LocalSpeaker"]:
     from offplan.cli.planning import open_plan_to_run
 
-    plan, found = open_plan_to_run(path, model)
+    plan, found = open_plan_to_run(path, model, stock=False)
     with waiting("starting torch"):
         from offplan.cli.request import read_sampling
         from offplan.cli.speakers import LocalSpeaker

@@ -109,6 +109,13 @@ Device = Annotated[
         help="cuda, cuda:1 or cpu. [default: a GPU if there is one]",
     ),
 ]
+Stock = Annotated[
+    bool,
+    typer.Option(
+        "--stock",
+        help="Run transformers' own passes, as is done anyway where offplan's cannot.",
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the result to this file; - is stdout.")
 ]

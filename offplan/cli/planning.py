@@ -47,15 +47,19 @@ def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
     return priced, found
 
 
-def open_plan_to_run(path: Path, model: str | None) -> tuple[Plan, Model]:
+def open_plan_to_run(path: Path, model: str | None, *, stock: bool) -> tuple[Plan, Model]:
     """Do what ``open_plan`` does, with the prediction that offplan's own runtime has.
+
+    ``stock`` asks for transformers' own passes.
 
     Raises PlanError for a plan of several GPUs.
     """
     plan, found = open_plan(path, model)
     plan.require_one_gpu()
-    own = price_as_run(plan, found)
-    if own is not plan:
+    own = price_as_run(plan, found, stock=stock)
+    if own.goal.stock and not plan.goal.stock:
+        print_note(f"{path} is for other passes: predicted and run by transformers' own")
+    elif own is not plan:
         print_note(f"{path} is for {plan.goal.engine}: predicted and run by offplan's own runtime")
     return own, found
 

@@ -97,6 +97,7 @@ class Query:
             "vllm, vllm-worker, sglang, vllm==0.31.",
         ),
     ] = None
+    stock: options.Stock = False
     tensor_parallel: Annotated[int, options.ranks("--tp", "--for")] = 1
     pipeline_parallel: Annotated[int, options.ranks("--pp", "--for")] = 1
     expert_parallel: Annotated[int, options.ranks("--ep", "--for")] = 1
@@ -184,6 +185,7 @@ class Query:
             max_ttft_s=self.max_ttft,
             max_tpot_s=self.max_tpot,
             engine=self.engine,
+            stock=self.stock,
             packing=self.packing,
             leave_unpacked=self.leave_unpacked or (),
             cached_experts=self.cached_experts,

@@ -26,9 +26,9 @@ def run(given: RunOptions) -> None:
     given.check()
     check_writable(given.record_routing, force=given.force)
     lines = given.read_lines()
-    plan, model = open_plan_to_run(given.plan, given.model)
+    plan, model = open_plan_to_run(given.plan, given.model, stock=given.stock)
     if given.record_routing is not None:
-        require_routing(model)
+        require_routing(model, stock=plan.goal.stock)
 
     with waiting("starting torch"):
         from offplan.cli.generating import generate_request

@@ -77,6 +77,7 @@ class RunOptions:
         Path | None,
         typer.Option(help="File for how soon tokens choose the same experts again, as JSON."),
     ] = None
+    stock: options.Stock = False
     dummy_weights: options.DummyWeights = False
     device: options.Device = None
     json: options.Json = False

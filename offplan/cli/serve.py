@@ -72,7 +72,7 @@ def serve(
 
     check_exposure(host, api_key, insecure=insecure)
     bound = bind(host, port)  # before minutes of loading
-    loaded, found = open_plan_to_run(plan, model)
+    loaded, found = open_plan_to_run(plan, model, stock=False)
     with waiting("starting torch"):
         from offplan.library.sessions import load_session
         from offplan.library.settling import settle_by

@@ -158,6 +158,14 @@ def activation_parts(stage: Stage, workload: Workload, prefill_chunk: int) -> di
     Captured graphs keep a step's temporaries beside an uncaptured prompt. Source:
     ``runtime.session.Session``, ``runtime.passes.captured.Passes``.
     """
+    if stage.passes is not None:
+        batch, context = workload.batch, workload.context
+        prompt, step = stage.passes.activation_bytes(batch, prefill_chunk, context)
+        return {
+            "temporaries of transformers' passes": max(prompt, step),
+            "scratch": scratch_bytes(stage),
+            "experts stored as codes": coded_experts_bytes(stage),
+        }
     prompt, step = phase_bytes(stage, workload, prefill_chunk)
     return {
         "temporaries of the larger phase": max(prompt, step),

@@ -155,6 +155,8 @@ class LayerWork:
     mixer: Mixer
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
+    operators: Mapping[Phase, int] | None = None
+    """Operators that transformers' own pass launches, by phase; None where offplan's passes run."""
     unpacked: "LayerWork | None" = None
     """The work of the same layer as the checkpoint stores it; None where nothing is packed."""
 
@@ -282,6 +284,9 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         mixer=stage.architecture.mixers[layer.index],
         attention={phase: attention_dims(stage.architecture, phase) for phase in Phase},
         experts=experts,
+        operators=None
+        if stage.passes is None
+        else {phase: stage.passes.operators[phase.value][layer.index] for phase in Phase},
         unpacked=layer_work(stage, unpack_layer(layer)) if is_any_packed else None,
     )
 

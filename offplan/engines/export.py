@@ -82,6 +82,11 @@ def export_plan(
         file = plan if file is None else file
         plan = load_plan(plan)
     chosen, version = find_engine(engine)
+    if plan.goal.stock:
+        raise ExportError(
+            "the plan is for transformers' own passes (stock: true), which no engine runs: plan "
+            f"with --for {engine}"
+        )
     if plan.model.dtype not in DTYPES:
         raise ExportError(
             f"{chosen.title} computes in none but {', '.join(DTYPES)}; the plan's "

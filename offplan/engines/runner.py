@@ -24,7 +24,7 @@ from offplan.engines.ranks import Divider
 from offplan.engines.registry import find_engine
 from offplan.engines.taken import demand_of_worker
 from offplan.errors import ExportError
-from offplan.held.held import Held, hold_whole
+from offplan.held.held import Held, hold_stock, hold_whole
 from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, PassRules, Runner
 from offplan.held.stage import Stage
@@ -41,6 +41,7 @@ class EngineRunner:
     engine: Engine
     version: Version
 
+    is_stock = False
     takes_one_rule = True
     backends = BACKENDS
 
@@ -158,8 +159,11 @@ def find_runner(engine: str | None) -> Runner:
 def lower(model: Model, goal: Goal, workload: Workload) -> Held:
     """Lower a model to what the ranks hold that a goal names.
 
-    Raises ExportError for a model that the engine cannot divide so, or of which that is not known.
+    Raises ExportError for a model that the engine cannot divide so, or of which that is not known,
+    and CheckpointError for one that transformers' own passes cannot be counted of.
     """
+    if goal.stock:
+        return Held((hold_stock(model),))
     runner = find_runner(goal.engine)
     if goal.engine is None or goal.ranks.num_gpus == 1:
         return Held((hold_whole(model, runner),))

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from offplan.checkpoint.model import Layer, Model
+from offplan.checkpoint.model import KVCache, Layer, Model
 from offplan.held.packing import pack_stage
-from offplan.held.runner import OWN_RUNTIME, Runner
+from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
+from offplan.held.stock import find_passes
 from offplan.plan import Packing, Workload
 from offplan.ranks import Ranks
 from offplan.routing.profile import RoutingProfile
@@ -54,9 +55,25 @@ class Held:
         return replace(self, stages=tuple(pack_stage(stage, packing) for stage in self.stages))
 
 
-def hold(model: Model, packing: Packing | None = None) -> Stage:
-    """Lower a model to what offplan's own runtime holds of it; raises PlanError for the packing."""
-    return pack_stage(hold_whole(model, OWN_RUNTIME), packing)
+def hold(model: Model, packing: Packing | None = None, *, stock: bool = False) -> Stage:
+    """Lower a model to what offplan's own runtime holds of it; raises PlanError for the packing.
+
+    ``stock`` is for transformers' own passes.
+    """
+    return pack_stage(hold_whole(model, STOCK_RUNTIME if stock else OWN_RUNTIME), packing)
+
+
+def hold_stock(model: Model) -> Stage:
+    """Lower a model to what offplan's runtime holds of it for transformers' own passes.
+
+    Raises CheckpointError where what these passes take cannot be counted.
+    """
+    stage, passes = hold_whole(model, STOCK_RUNTIME), find_passes(model)
+    caches = [KVCache(of_token, window, state) for of_token, window, state in passes.caches]
+    layers = [
+        replace(layer, kv_cache=cache) for layer, cache in zip(stage.layers, caches, strict=True)
+    ]
+    return replace(stage, layers=tuple(layers), passes=passes).pin({*passes.pinned})
 
 
 def hold_whole(model: Model, runner: Runner) -> Stage:

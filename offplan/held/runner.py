@@ -63,6 +63,10 @@ class Runner(Protocol):
         """How an engine runs a pass; None where the plan's own schedule is executed."""
 
     @property
+    def is_stock(self) -> bool:
+        """Whether offplan's runtime runs transformers' own passes by the plan's schedule."""
+
+    @property
     def takes_one_rule(self) -> bool:
         """Whether a plan has one rule at most, with one backend in both phases."""
 
@@ -105,6 +109,7 @@ class OwnRuntime:
 
     name = None
     pass_rules = None
+    is_stock = False
     takes_one_rule = False
     places_embedding = True
     max_bytes_unit = 1
@@ -133,4 +138,19 @@ class OwnRuntime:
         return []
 
 
+class StockRuntime(OwnRuntime):
+    """offplan's own runtime where it runs transformers' own passes: it moves weights, no more."""
+
+    is_stock = True
+
+    def note_memory(self, plan: Plan, held: "Held") -> list[str]:
+        """Say by which passes the model runs, and what is not priced of them."""
+        notes = ["transformers' own passes run this model, uncaptured; offplan moves its weights"]
+        passes = held.stage.passes
+        if passes is not None and (calls := passes.describe_calls()) is not None:
+            notes.append(calls)
+        return notes
+
+
 OWN_RUNTIME: Runner = OwnRuntime()
+STOCK_RUNTIME: Runner = StockRuntime()

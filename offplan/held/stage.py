@@ -2,17 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.group import resize
 from offplan.checkpoint.model import Experts, Layer, Model
 from offplan.checkpoint.parameter import Parameter
-from offplan.checkpoint.tensors import TensorInfo
+from offplan.checkpoint.tensors import DTYPE_BITS, TensorInfo
 from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, Runner
+from offplan.held.stock import StockPasses
 from offplan.plan import Packing, Workload
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.routing.profile import BatchReuse, RoutingProfile
@@ -44,6 +45,23 @@ class Stage:
     """The packing by which weights are held."""
     routing: RoutingProfile | None = field(default=None, compare=False)
     """How soon experts are chosen again; None where tokens are taken to choose all alike."""
+    passes: StockPasses | None = field(default=None, compare=False)
+    """What transformers' own passes take, where they run and that was asked for."""
+
+    def pin(self, names: Set[str]) -> "Stage":
+        """Return the same where no rule takes the parameters of these stored tensors."""
+
+        def pinned(parameter: Parameter) -> Parameter:
+            if parameter.resized is not None or not names & {t.name for t in parameter.tensors}:
+                return parameter
+            return replace(parameter, resized=DTYPE_BITS[parameter.tensors[0].dtype])
+
+        if not names:
+            return self
+        layers = (
+            replace(layer, parameters=tuple(map(pinned, layer.parameters))) for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     def reuse(self, batch: int) -> BatchReuse | None:
         """Return how decode steps of a batch choose experts; None where that is not known."""
@@ -95,8 +113,12 @@ class Stage:
     def cache_bytes(self, workload: Workload) -> int:
         """Bytes of the static cache: batch x context tokens of each layer's keys and values.
 
-        Layers with a window keep the whole context as well: the runtime gives all one shape.
+        Layers with a window keep the whole context as well: the runtime gives all one shape. What
+        transformers' own caches keep was counted.
         """
+        if self.passes is not None:
+            caches = (layer.kv_cache for layer in self.layers)
+            return sum(cache.nbytes(workload.batch, workload.context) for cache in caches)
         return workload.batch * sum(
             workload.context * layer.kv_cache.bytes_per_token + layer.kv_cache.state_bytes
             for layer in self.layers

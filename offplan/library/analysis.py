@@ -74,7 +74,8 @@ def analyze_question(question: Question) -> Analysis:
     try:
         return analyze_result(question, make_plan(question))
     except InfeasibleError as error:
-        why_not = why_not_run(hold(question.model), question.workload.context)
+        stage = hold(question.model, stock=question.goal.stock)
+        why_not = why_not_run(stage, question.workload.context)
         others = find_alternatives(question, None)
         return Analysis(
             question.held, why_not, question.machine, alternatives=others, infeasible=error
@@ -102,4 +103,5 @@ def why_not_plan(model: Model, plan: Plan) -> str | None:
         plan.require_one_gpu()
     except PlanError as error:
         return str(error)
-    return why_not_run(hold(model, plan.offload.packing), plan.workload.context)
+    stage = hold(model, plan.offload.packing, stock=plan.goal.stock)
+    return why_not_run(stage, plan.workload.context)

@@ -14,6 +14,7 @@ from offplan.errors import ExportError, InputError
 from offplan.files import StrPath
 from offplan.library.machines import Machine
 from offplan.library.planned import open_planned_model, open_planned_profile, read_planned_model
+from offplan.library.runnable import needs_stock
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Goal, Plan, Workload, take_plan
 from offplan.planner.question import Question, why_not_keep
@@ -35,6 +36,7 @@ def ask(
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
     engine: str | None = None,
+    stock: bool = False,
     packing: bool = True,
     leave_unpacked: Sequence[str] = (),
     cached_experts: int | Literal["off", "auto"] | None = None,
@@ -51,12 +53,14 @@ def ask(
     ``max_ttft_s`` and ``max_tpot_s`` are seconds, of the first token and of each further one, at
     most. ``engine`` (``vllm``, ``vllm==0.31``) limits the search to plans that its flags can say,
     and ``ranks`` are the GPUs that it divides the model among: ``gpu_memory`` is then each one's,
-    ``host_memory`` that of all together. With ``packing`` bfloat16 weights are packed without loss
-    where that is faster; ``leave_unpacked`` names weights that stay as they are stored: ``7``,
-    ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``. With ``cached_experts`` rules may keep
-    routed experts on the GPU one by one: as many of each layer, or as many as suit (``auto``); left
-    out, as DEFAULT_CACHED_EXPERTS says where experts can be kept.
-    ``routing`` is the file of a routing profile, which says how soon experts are chosen again.
+    ``host_memory`` that of all together. ``stock`` asks for transformers' own passes, which are
+    planned for anyway where offplan's own cannot run a model and they can. With ``packing``
+    bfloat16 weights are packed without loss where that is faster; ``leave_unpacked`` names weights
+    that stay as they are stored: ``7``, ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``.
+    With ``cached_experts`` rules may keep routed experts on the GPU one by one: as many of each
+    layer, or as many as suit (``auto``); left out, as DEFAULT_CACHED_EXPERTS says where experts can
+    be kept. ``routing`` is the file of a routing profile, which says how soon experts are chosen
+    again.
 
     Raises InputError for a routing profile that cannot be read or is not of the model and the
     batch, for experts that cannot be kept, for a limit below zero, for a name that no weight has
@@ -66,7 +70,8 @@ def ask(
     workload = workload or Workload()
     if cached_experts is None:
         cached_experts = DEFAULT_CACHED_EXPERTS
-        if engine is not None or why_not_keep(model, workload.batch, store) is not None:
+        by_others = engine is not None or stock
+        if by_others or why_not_keep(model, workload.batch, store) is not None:
             cached_experts = "off"
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
@@ -76,6 +81,7 @@ def ask(
             max_ttft=max_ttft_s,
             max_tpot=max_tpot_s,
             engine=engine,
+            stock=stock,
             packing=packing,
             leave_unpacked=tuple(leave_unpacked),
             cached_experts=cached_experts,
@@ -162,6 +168,8 @@ def pose(
     does not serve, for a routing profile that is not of the model, and what Question raises.
     """
     goal = goal or Goal()
+    if goal.engine is None and not goal.stock and needs_stock(model, workload.context):
+        goal = goal.model_copy(update={"stock": True})
     try:
         find_runner(goal.engine).require_served(model, workload.context)
         held = lower(model, goal, workload)

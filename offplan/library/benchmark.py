@@ -93,7 +93,8 @@ def bench_plan(
     _check_ways(others)
     chosen = find_device(device)
     if not dummy_weights:
-        check_before_fetching(found, plan.offload, workload.context, chosen)
+        context, stock = workload.context, plan.goal.stock
+        check_before_fetching(found, plan.offload, context, chosen, stock=stock)
         if tell is not None:
             plan = settle_packing(plan, found, settle_by(tell))
     setup = Bench(
@@ -106,6 +107,7 @@ def bench_plan(
         num_steps=num_steps,
         num_repeats=num_repeats,
         used_before=bytes_in_use(chosen),
+        stock=plan.goal.stock,
     )
     # first, so that the peaks that only grow are the plan's own
     plan, measured = load_settled(

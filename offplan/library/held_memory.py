@@ -11,16 +11,19 @@ def count_held(plan: Plan, model: Model) -> Plan:
     """Return a plan that predicts the bytes which offplan's own runtime holds by its decision.
 
     Weights, ring, store and KV cache are counted. Activations, overhead and all times are those
-    that the plan records. ``model`` is the plan's. Raises PlanError for a decision that does not
-    fit the model.
+    that the plan records, and so is transformers' own cache. ``model`` is the plan's. Raises
+    PlanError for a decision that does not fit the model.
     """
-    stage = hold(model, plan.offload.packing)
+    stage = hold(model, plan.offload.packing, stock=plan.goal.stock)
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {
         "resident": placement.resident_bytes + placement.expert_slots_bytes,
         "ring": placement.ring_bytes,
-        "kv_cache": stage.cache_bytes(plan.workload),
+        # what transformers' own caches keep takes seconds to count
+        "kv_cache": recorded.kv_cache_bytes
+        if plan.goal.stock
+        else stage.cache_bytes(plan.workload),
         "activations": recorded.activation_bytes,
         "overhead": recorded.overhead_bytes,
     }

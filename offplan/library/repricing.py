@@ -45,17 +45,23 @@ def price_again(plan: Plan, model: Model) -> Plan:
     return priced
 
 
-def price_as_run(plan: Plan, model: Model) -> Plan:
+def price_as_run(plan: Plan, model: Model, *, stock: bool = False) -> Plan:
     """Return a plan as offplan's own runtime runs it, which is what can be measured here.
 
-    A plan made for an engine loses that engine, and gets the prediction that its decision has
-    without. It comes back as it is where the profile that it was made from is not there any more.
+    A plan made for an engine loses that engine, one for offplan's own passes is run by
+    transformers' with ``stock``, and both get the prediction that the decision then has. A plan
+    for an engine comes back as it is where the profile that it was made from is not there any more;
+    ``stock`` then keeps the prediction.
     """
-    machine = None if plan.goal.engine is None else find_planned_machine(plan)
-    if machine is None:
+    stock = stock or plan.goal.stock
+    if plan.goal.engine is None and stock == plan.goal.stock:
         return plan
-    own = plan.model_copy(update={"goal": plan.goal.model_copy(update={"engine": None})})
-    return price_on(own, model, machine)
+    machine = find_planned_machine(plan)
+    own = plan.goal.model_copy(update={"engine": None, "stock": stock})
+    moved = plan.model_copy(update={"goal": own})
+    if machine is None:
+        return moved if stock else plan
+    return price_on(moved, model, machine)
 
 
 def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction | None:

@@ -15,7 +15,7 @@ from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.kept import KeptAnswers, installed_versions
 from offplan.plan import Offload
-from offplan.runtime.refusal import refuse_long_texts
+from offplan.runtime.refusal import is_long, refuse_long_texts
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ def _decode(content: bytes) -> str:
 
 
 _RUNNABLE = KeptAnswers("runnable", len(_RUNS), str.encode, _decode)
+_NEEDS_STOCK = KeptAnswers("needs_stock", len(_RUNS), str.encode, _decode)
 
 
 def why_not_run(stage: Stage, context: int = 1) -> str | None:
@@ -46,11 +47,14 @@ def why_not_run(stage: Stage, context: int = 1) -> str | None:
     under all that it depends on.
     """
     model = stage.model
+    is_stock = stage.runner.is_stock
     try:
-        refuse_long_texts(model, context)
+        if not is_stock:
+            refuse_long_texts(model, context)
     except CheckpointError as error:
         return str(error)
     key = {
+        "stock": is_stock,
         "model": [model.source, model.headers_sha256, model.config_sha256],
         # a plan may have some of it packed
         "held": [stage.outside_key, *(layer.key for layer in stage.layers)],
@@ -64,20 +68,42 @@ def why_not_run(stage: Stage, context: int = 1) -> str | None:
     return reason
 
 
+def needs_stock(model: Model, context: int) -> bool:
+    """Whether transformers' own passes alone can run a model on texts of so many tokens.
+
+    That they can is kept on disk.
+    """
+    key = {
+        "model": [model.source, model.headers_sha256, model.config_sha256],
+        "is_long": is_long(model, context),
+        **installed_versions(),
+    }
+    if _NEEDS_STOCK.find(key) is not None:
+        return True
+    if why_not_run(hold(model), context) is None:
+        return False
+    if why_not_run(hold(model, stock=True), context) is not None:
+        return False
+    _NEEDS_STOCK.keep(key, _RUNS)
+    return True
+
+
 def find_obstacle(stage: Stage) -> str | None:
     """Say what keeps ``run`` from executing a model, None if nothing does; imports torch."""
     from offplan.runtime.loading.mapping import map_tensors
     from offplan.runtime.loading.skeleton import build_skeleton
+    from offplan.runtime.loading.stock import build_stock
 
+    build = build_stock if stage.runner.is_stock else build_skeleton
     try:
-        map_tensors(build_skeleton(stage.model), stage)
+        map_tensors(build(stage.model), stage)
     except CheckpointError as error:
         return str(error)
     return None
 
 
 def check_before_fetching(
-    model: Model, offload: Offload, context: int, device: "torch.device"
+    model: Model, offload: Offload, context: int, device: "torch.device", *, stock: bool = False
 ) -> None:
     """Raise what a session would, where weights may be on the Hub still: what needs none to tell.
 
@@ -90,16 +116,17 @@ def check_before_fetching(
     from offplan.runtime.loading.prepared import prepare
     from offplan.runtime.model.layers import require_triton
 
-    refuse_long_texts(model, context)
-    if device.type == "cuda":
-        require_triton()
-    prepare(model, offload, device)
+    if not stock:
+        refuse_long_texts(model, context)
+        if device.type == "cuda":
+            require_triton()
+    prepare(model, offload, device, stock=stock)
 
 
 def _ask_process(stage: Stage) -> str | None:
     command = [sys.executable, "-c", "from offplan.library.runnable import answer; answer()"]
     # without what was worked out of its config, which may hold functions that cannot be pickled
-    asked = pickle.dumps((replace(stage.model), stage.packing))
+    asked = pickle.dumps((replace(stage.model), stage.packing, stage.runner.is_stock))
     try:
         done = subprocess.run(
             command, input=asked, capture_output=True, timeout=_PATIENCE_S, check=True
@@ -113,6 +140,6 @@ def _ask_process(stage: Stage) -> str | None:
 def answer() -> None:
     """Read a model of our own making from stdin, and print what keeps ``run`` from executing it."""
     gc.disable()  # a process of one question: there is no garbage worth the time
-    model, packing = pickle.load(sys.stdin.buffer)
-    print(json.dumps(find_obstacle(hold(model, packing))))
+    model, packing, stock = pickle.load(sys.stdin.buffer)
+    print(json.dumps(find_obstacle(hold(model, packing, stock=stock))))
     gc.freeze()

@@ -71,7 +71,9 @@ def load_session(
     are stored where the plan has room for them. ``record_routing`` is Session's.
     """
     if not dummy_weights:
-        check_before_fetching(model, plan.offload, plan.workload.context, device)
+        check_before_fetching(
+            model, plan.offload, plan.workload.context, device, stock=plan.goal.stock
+        )
         if settle is not None:
             plan = settle_packing(plan, model, settle)
 
@@ -83,6 +85,7 @@ def load_session(
             device=device,
             folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
             record_routing=record_routing,
+            stock=plan.goal.stock,
             on_progress=on_stage("loading"),
         )
 

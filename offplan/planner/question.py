@@ -77,7 +77,8 @@ class Question:
     @property
     def may_pack(self) -> bool:
         """Whether weights may be packed: in GPU memory there are kernels that multiply them."""
-        return self.goal.packing and self.goal.engine is None and not self.machine.is_cpu
+        is_own = self.goal.engine is None and not self.goal.stock
+        return self.goal.packing and is_own and not self.machine.is_cpu
 
     @property
     def unpacked(self) -> Unpacked:
@@ -123,6 +124,11 @@ def require_keeping(question: Question) -> None:
     """Raise InputError for a question none of whose plans can keep experts, or not as many."""
     kept, experts = question.goal.cached_experts, question.model.experts
     asked = f"--cached-experts {kept}"
+    if question.goal.stock:
+        raise InputError(
+            f"{asked}: transformers' own passes are to run {question.model.source}, and kept "
+            "experts need offplan's: leave --cached-experts out"
+        )
     # a plan for throughput chooses its batch
     batch = question.workload.batch if question.goal.objective == "latency" else 1
     if (why := why_not_keep(question.model, batch, question.store)) is not None:

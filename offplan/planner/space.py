@@ -302,6 +302,8 @@ class Space:
         if stage.input_embedding is not None and self.runner.places_embedding:
             places = (None, stage.input_embedding)
         sizes = prefill_chunks(self.question.workload.prompt_tokens)
+        if stage.passes is not None:  # each chunk would have the weights cross again
+            sizes = sizes[:1]
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
         pairs = zip(sizes, prompts, strict=True)
         return tuple(self.setting(*pair, place) for pair in pairs for place in places)

@@ -11,10 +11,15 @@ from offplan.report.ranks import render_shares
 from offplan.units import format_bytes
 
 
-def describe_running(model: Model, why_not: str | None) -> str:
-    """Say in a line whether ``run`` can execute a model, or the text part of it."""
+def describe_running(model: Model, why_not: str | None, *, stock: bool = False) -> str:
+    """Say in a line whether ``run`` can execute a model, or the text part of it, and in which way.
+
+    ``stock`` is transformers' own passes.
+    """
     if why_not is not None:
         return f"Plans only: {why_not}"
+    if stock:
+        return "`offplan run` can execute this model, by transformers' own passes."
     if not model.towers:
         return "`offplan run` can execute this model."
     left = format_bytes(model.tower_bytes)

@@ -36,7 +36,7 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
         lines = [f"{why[0].upper()}{why[1:]}", *describe_alternatives(analysis)]
         return [Group(*head, *map(Text, lines))]
     if analysis.result is None or analysis.machine is None:
-        told = describe_running(model, analysis.why_not_run)
+        told = describe_running(model, analysis.why_not_run, stock=held.runner.is_stock)
         answer = Group(*head, Text(told), Text(f"Not planned: {analysis.unmeasured}"))
         return [answer, *render_model(model)[1:]]
     plan = analysis.result.plan
@@ -74,7 +74,8 @@ def _describe_running(analysis: Analysis, plan: Plan) -> list[str]:
     """Say whether ``run`` can execute the model, unless the plan is for an engine to run."""
     if plan.goal.engine is not None and analysis.why_not_run is None:
         return []
-    return [describe_running(analysis.held.model, analysis.why_not_run)]
+    held = analysis.held
+    return [describe_running(held.model, analysis.why_not_run, stock=held.runner.is_stock)]
 
 
 def describe_model(model: Model) -> str:

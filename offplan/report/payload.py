@@ -42,7 +42,7 @@ def analyze_payload(analysis: Analysis) -> dict[str, Any]:
     return {
         **model_payload(analysis.held.model),
         "ranks": dump([*analysis.shares]),
-        **running_payload(analysis.why_not_run),
+        **running_payload(analysis.why_not_run, stock=analysis.held.runner.is_stock),
         "machine": None if machine is None else machine_payload(machine),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "unpackable": [*analysis.unpackable],
@@ -60,7 +60,8 @@ def plan_payload(plan: Plan, why_not_run: str | None) -> dict[str, Any]:
 
     ``plan --json`` adds those of ``shortage_payload``.
     """
-    return {**plan.model_dump(mode="json"), **running_payload(why_not_run)}
+    way = running_payload(why_not_run, stock=plan.goal.stock)
+    return {**plan.model_dump(mode="json"), **way}
 
 
 def shortage_payload(analysis: Analysis) -> dict[str, Any]:
@@ -72,9 +73,13 @@ def shortage_payload(analysis: Analysis) -> dict[str, Any]:
     return {"rereads": dump(analysis.rereads), "unused": dump(analysis.unused)}
 
 
-def running_payload(why_not: str | None) -> dict[str, Any]:
-    """Return its key ``run``: whether ``run`` can execute the model, and why not."""
-    return {"run": {"can_execute": why_not is None, "why_not": why_not}}
+def running_payload(why_not: str | None, *, stock: bool) -> dict[str, Any]:
+    """Return its key ``run``: whether ``run`` can execute the model, why not, and by whose passes.
+
+    ``way`` is ``own``, or ``stock`` for transformers' own passes.
+    """
+    way = "stock" if stock else "own"
+    return {"run": {"can_execute": why_not is None, "why_not": why_not, "way": way}}
 
 
 def model_payload(model: Model) -> dict[str, Any]:
@@ -137,6 +142,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
     memory = {"total_bytes": result.gpu_bytes}
     return {
         **dump(result, include={"device", "batch", "prompt_tokens"}),
+        "way": "stock" if plan.goal.stock else "own",
         "output_tokens": max((text.num_made for text in texts), default=len(measured.step_s) + 1),
         "text": texts[0].made if texts else None,
         "texts": [text_payload(text) for text in texts],
@@ -157,6 +163,7 @@ def bench_payload(plan: Plan, result: "BenchResult") -> dict[str, Any]:
     """Return what ``bench --json`` prints; ``vs`` has other ways, or why one was not measured."""
     return {
         **dump(result, exclude={"plan", "host_bytes", "others", "experts", "ran"}),
+        "way": "stock" if plan.goal.stock else "own",
         "plan": Ran.of(plan).model_dump(mode="json"),
         "runtime": {"predicted": plan.goal.engine or OWN_RUNTIME, "measured": OWN_RUNTIME},
         "predicted": {

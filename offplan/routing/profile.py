@@ -144,8 +144,16 @@ class RoutingProfile(Record):
         )
 
 
-def require_routing(model: Model, option: str = "--record-routing") -> None:
-    """Raise InputError, which names an option, for a model without routed experts."""
+def require_routing(model: Model, option: str = "--record-routing", *, stock: bool = False) -> None:
+    """Raise InputError, which names an option, for a model without routed experts.
+
+    Raise it too where transformers' own passes run the model (``stock``).
+    """
+    if stock:
+        raise InputError(
+            f"{option} is about offplan's own passes, and transformers' own run this model: leave "
+            "that option out"
+        )
     if model.experts is None:
         raise InputError(
             f"{model.source} has no routed experts, which {option} is about: leave that option out"

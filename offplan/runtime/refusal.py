@@ -10,10 +10,16 @@ def refuse(why: str) -> CheckpointError:
     return CheckpointError(f"{why}; `run` cannot run it. Its plan can still be made and exported")
 
 
+def is_long(model: Model, context: int) -> bool:
+    """Whether indexers choose what is seen of texts of so many tokens."""
+    most = model.architecture.index_topk
+    return most is not None and context > most
+
+
 def refuse_long_texts(model: Model, context: int) -> None:
     """Raise CheckpointError where ``run`` cannot run texts of so many tokens."""
     most = model.architecture.index_topk
-    if most is not None and context > most:
+    if is_long(model, context):
         raise CheckpointError(
             f"{model.source} has sparse attention, whose indexers choose what is seen of texts of "
             f"more than {most} tokens; `run` knows no longer ones (found a context of {context}): "

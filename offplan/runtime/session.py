@@ -24,6 +24,7 @@ from offplan.runtime.model.layers import require_triton
 from offplan.runtime.passes.link import CpuLink, CudaLink, Link
 from offplan.runtime.passes.routing import RoutingRecorder
 from offplan.runtime.passes.runner import ModelRunner
+from offplan.runtime.passes.stock import StockRunner
 from offplan.runtime.refusal import refuse_long_texts
 
 NUM_WARMUP_STEPS = 2
@@ -49,6 +50,7 @@ class Session:
         folder: Path | None = None,
         capture: bool = True,
         record_routing: bool = False,
+        stock: bool = False,
         on_progress: Progress | None = None,
         wrap_link: Callable[[Link], Link] = lambda link: link,
     ) -> None:
@@ -56,25 +58,26 @@ class Session:
 
         ``folder`` holds the model's files, None for random weights. ``capture`` (CUDA only)
         captures what is captured. ``record_routing`` notes which experts steps choose, under
-        ``routing``. ``wrap_link`` puts another link in front of the one that moves
-        the bytes.
+        ``routing``. ``stock`` runs transformers' own passes, of which nothing is captured.
+        ``wrap_link`` puts another link in front of the one that moves the bytes.
 
         Raises what LoadedModel raises, whatever was taken until then being given back,
         CheckpointError where the model does not run on texts of so many tokens, and OffplanError
         where the GPU's compiler is missing.
         """
-        refuse_long_texts(model, context)
+        if not stock:
+            refuse_long_texts(model, context)
         if record_routing:
-            require_routing(model)
+            require_routing(model, stock=stock)
         self.device = torch.device(device)
-        capture = capture and self.device.type == "cuda"
+        capture = capture and self.device.type == "cuda" and not stock
         if capture:
             require_triton()  # before minutes of loading
         self.context = context
         self.memory = PeakMemory(self.device)
         self._closed = False
         with on_device(self.device):
-            self.loaded = LoadedModel(model, offload, self.device, folder, on_progress)
+            self.loaded = LoadedModel(model, offload, self.device, folder, on_progress, stock=stock)
             try:
                 # loading ran on the default stream
                 self._stream = open_stream(self.device)
@@ -82,14 +85,7 @@ class Session:
                 link_type = CudaLink if self.device.type == "cuda" else CpuLink
                 self.routing = self._watch_routing() if record_routing else None
                 self.link = wrap_link(link_type(store.slots, store.slabs))
-                self.runner = ModelRunner(
-                    self.loaded,
-                    self.link,
-                    self.memory,
-                    context=context,
-                    chunk=offload.prefill_chunk,
-                    capture=capture,
-                )
+                self.runner: Any = self._make_runner(offload.prefill_chunk, capture, stock)
             except BaseException:
                 let_go(self.device)
                 self.loaded.close()
@@ -271,6 +267,13 @@ class Session:
                 return self.runner.find_nan(tokens, rows)
         except (torch.OutOfMemoryError, MemoryError):
             return "memory ran out when offplan read the text once more to find the layer"
+
+    def _make_runner(self, chunk: int, capture: bool, stock: bool) -> ModelRunner | StockRunner:
+        given, context = (self.loaded, self.link, self.memory), self.context
+        if not stock:
+            return ModelRunner(*given, context=context, chunk=chunk, capture=capture)
+        with self.stream():
+            return StockRunner(*given, context=context, chunk=chunk)
 
     def _watch_routing(self) -> RoutingRecorder:
         model = self.loaded.model

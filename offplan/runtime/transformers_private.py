@@ -5,8 +5,10 @@ version is allowed.
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -57,6 +59,9 @@ def rename(
     prefix, state = skeleton.base_model_prefix, skeleton.state_dict()
     for name in names:
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            # DeepSeek-V4's mapping takes the last norm for a layer's where transformers saved it
+            renamed, pattern = name, None
         yield renamed, pattern, None if pattern is None else by_pattern[pattern]
 
 
@@ -80,6 +85,51 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     Source: transformers builds on the meta device too, and recomputes them in ``_init_weights``.
     """
     model._init_weights(module)
+
+
+def asks_for_decoders(auto_class: Any, config: Any) -> bool:
+    """Whether the class of a config sees both sides of a token unless ``is_decoder`` is true."""
+    modeling = sys.modules[auto_class._model_mapping[type(config)].__module__]
+    found = re.search(
+        r"(self|if config|not config|self\.config)\.is_decoder", inspect.getsource(modeling)
+    )
+    return found is not None
+
+
+@contextmanager
+def decoding_as_on_gpu(model: Any) -> Iterator[None]:
+    """Have a model on the CPU multiply its experts as transformers does in decode steps on a GPU.
+
+    Source: transformers 5.23, ``GenerationMixin._optimize_model_for_decode``.
+    """
+    own = model.get_experts_implementation()
+    names = {k: "batched_mm" if v == "grouped_mm" else v for k, v in own.items()}
+    if names == own:
+        yield
+        return
+    model.set_experts_implementation(names)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(own)
+
+
+def rescale_layers(model: PreTrainedModel) -> None:
+    """Have RWKV divide its weights for inference now, not in its first pass, wherever they lie.
+
+    Source: transformers 5.23, ``RwkvModel._rescale_layers``.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_rescale_layers"):
+            module._rescale_layers()
+
+
+def forget_states(model: PreTrainedModel) -> None:
+    """Have RecurrentGemma forget the text before, whose states its modules keep, not its cache."""
+    for module in model.modules():
+        if "recurrent_states" in vars(module):
+            vars(module)["recurrent_states"] = None
 
 
 def choose_attention(model: PreTrainedModel, name: str) -> None:

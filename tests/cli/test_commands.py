@@ -252,7 +252,7 @@ def test_plan_prints_yaml_or_json_of_the_same_plan(cli: CLI) -> None:
         "context": 256,
     }
     data = json.loads(cli("plan", "plans/tiny-moe", *OFFLOADING, "--json").out)
-    assert data["run"] == {"can_execute": True, "why_not": None}
+    assert data["run"] == {"can_execute": True, "why_not": None, "way": "own"}
     assert data["offload"]["prefetch_step"] == written["offload"]["prefetch_step"]
     memory = data["prediction"]["gpu_memory"]
     assert sum(memory.values()) == 2 * memory["total_bytes"]

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -17,7 +19,9 @@ from transformers import (
 )
 
 from offplan.checkpoint import model_types
+from offplan.checkpoint.model_types import STOCK_CHUNKS
 from offplan.errors import OffplanError
+from offplan.plan import Offload
 from offplan.runtime.model.frequencies import RENEWING
 from tests.runtime.plans import group, offload, open_session
 
@@ -82,6 +86,8 @@ MROPE = {
     "partial_rotary_factor": 1.0,
     "mrope_section": [2, 1, 1],
 }
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_d_ssm": 64}
+_MAMBA |= {"ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     **{family: {"num_key_value_heads": 4} for family in _WHOLE_HEADS.split()},
     "falcon": {"head_dim": None},
@@ -98,6 +104,22 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     # stock zeroes the padding's row of the embedding, whatever is stored: docs/families.md
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     **{family: {"rope_parameters": MROPE} for family in _MROPES.split()},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        **_MAMBA,
+    },
+    "granitemoehybrid": {"layer_types": [*["mamba", "attention"] * 2, "mamba"], **_MAMBA},
+    "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
+    "falcon_h1": _MAMBA,
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "bailing_hybrid": {
+        "layer_group_size": 2,
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "num_key_value_heads": 4,
+    },
+    "gpt_neo": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
+    "minicpm3": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a family insists on; None leaves a size out."""
@@ -233,7 +255,7 @@ def compare(
             return Outcome("not built", f"{type(error).__name__}: {error}")
         try:
             got = [
-                run_planned(folder, each, chunk)
+                run_planned(folder, each, offload(group(2, 1), prefill_chunk=chunk))
                 for each, (_, chunk) in zip(tokens, REQUESTS, strict=True)
             ]
         except OffplanError as error:
@@ -244,6 +266,65 @@ def compare(
     ours, wanted = _join(got), _join(expected)
     difference = float((ours - wanted).abs().max() / wanted.abs().max())
     return Outcome("exact" if difference < TOLERANCE else "wrong", f"{difference:.1e}")
+
+
+def compare_stock(
+    family: str,
+    variant: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    *,
+    slots: int = 2,
+    change: Callable[[Path], object] = lambda folder: None,
+) -> Outcome:
+    """Run a tiny model by transformers' own passes, and compare it with stock's own ``generate``.
+
+    Every second layer is offloaded, and copies are made at the latest legal moment. Logits must be
+    the same to the last bit. ``why`` of an exact outcome says whether prompts in chunks give what
+    whole ones do: ``chunks`` or ``whole``.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            config = make_config(family, VARIANTS[variant])
+            _save_model(config, AutoModelForCausalLM, dtype, 0, folder)
+            _PUBLISHED.get(family, change)(folder)
+            stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            # torch folds products of three dimensions where weights ask for gradients
+            stock.requires_grad_(False)
+            whole = [run_stock(stock, prompt, cached=True) for prompt in (PROMPT, BATCH)]
+        except Exception as error:
+            return Outcome("not built", f"{type(error).__name__}: {error}")
+        texts = [extend(each, logits) for each, logits in zip((PROMPT, BATCH), whole, strict=True)]
+        decision = offload(group(2, 1), prefetch_step=slots)
+        try:
+            got = [run_planned(folder, each, decision, stock=True) for each in texts]
+            if not torch.equal(_join(got), _join(whole)):
+                difference = (_join(got) - _join(whole)).abs().max()
+                return Outcome("wrong", f"{float(difference):.1e}")
+        except OffplanError as error:
+            return Outcome("refused", str(error).replace(name, family))
+        reads_chunks = _reads_chunks(folder)
+        if family in STOCK_CHUNKS and not reads_chunks:
+            return Outcome("wrong", "in chunks")
+        return Outcome("exact", "chunks" if reads_chunks else "whole")
+
+
+class _Everything(frozenset[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _reads_chunks(folder: Path) -> bool:
+    """Whether transformers' own passes give of a prompt in chunks what they give of the whole."""
+    long = torch.randint(3, 60, (1, 40 + NUM_STEPS), generator=torch.Generator().manual_seed(0))
+    whole = run_planned(folder, long, offload(group(2, 1)), stock=True)
+    try:
+        with patch("offplan.runtime.passes.stock.STOCK_CHUNKS", _Everything()):
+            parts = run_planned(folder, long, offload(group(2, 1), prefill_chunk=7), stock=True)
+    except Exception:  # whatever transformers does with a chunk
+        return False
+    difference = (_join([parts]) - _join([whole])).abs().max() / _join([whole]).abs().max()
+    return float(difference) < TOLERANCE
 
 
 def compare_rounding(family: str, variant: str) -> Outcome:
@@ -280,6 +361,20 @@ def _save_model(config: Any, auto_class: Any, dtype: torch.dtype, seed: int, fol
         raise ValueError("its config has no sizes for tests")
     model = auto_class.from_config(config, dtype=torch.float32)
     draw_weights(model, seed).to(dtype).save_pretrained(folder)
+
+
+def _save_as_published(folder: Path) -> None:
+    """Name tensors as DeepSeek-V4's own files do, which transformers 5.23 reads and never writes.
+
+    What it writes, ``model.norm.weight``, it does not find again: its mapping takes it for a norm
+    of a layer's.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, path)
+
+
+_PUBLISHED: dict[str, Callable[[Path], object]] = {"deepseek_v4": _save_as_published}
 
 
 def make_config(family: str, changes: dict[str, Any], text: str | None = None) -> Any:
@@ -357,10 +452,12 @@ def _score_stock(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
     return list(logits[:, -NUM_STEPS - 1 :].unbind(1))
 
 
-def run_planned(folder: Path, tokens: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-    """The same by a plan that offloads every second layer, for the second of two requests."""
+def run_planned(
+    folder: Path, tokens: torch.Tensor, decision: Offload, **options: Any
+) -> list[torch.Tensor]:
+    """The same by a plan's decision, for the second of two requests."""
     prompt, steps = tokens[:, :-NUM_STEPS], tokens[:, -NUM_STEPS:].split(1, 1)
-    session = open_session(folder, offload(group(2, 1), prefill_chunk=chunk))
+    session = open_session(folder, decision, late_copies=True, **options)
     with session, session.stream():
         session.prefill(BATCH)
         return [session.prefill(prompt).clone(), *(session.decode(step).clone() for step in steps)]

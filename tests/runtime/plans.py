@@ -82,6 +82,7 @@ def open_session(
     *,
     late_copies: bool = False,
     capture: bool = True,
+    stock: bool = False,
 ) -> Session:
     return Session(
         open_model(str(folder)),
@@ -90,6 +91,7 @@ def open_session(
         device=device,
         folder=folder,
         capture=capture,
+        stock=stock,
         wrap_link=LateLink if late_copies else lambda link: link,
     )
 

@@ -164,7 +164,7 @@ def test_keys_that_are_stored_and_shared_are_not_loaded(tmp_path: Path) -> None:
     assert kept == [2 * 2 * 8 * 4] * 2 + [0] * 3
     assert [layer.kv_cache.window for layer in found.layers] == [512, None, 512, None, None]
     expected = run_stock(load_stock(tmp_path), PROMPT)
-    got = run_planned(tmp_path, extend(PROMPT, expected), 3)
+    got = run_planned(tmp_path, extend(PROMPT, expected), offload(group(2, 1), prefill_chunk=3))
     torch.testing.assert_close(torch.stack(got), torch.stack(expected))
 
 

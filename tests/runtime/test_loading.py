@@ -20,6 +20,7 @@ from offplan.errors import CheckpointError, PlanError
 from offplan.held.held import hold
 from offplan.placement import Phase, Placement, Span
 from offplan.plan import Rule
+from offplan.progress import Progress
 from offplan.runtime import transformers_private
 from offplan.runtime.loading import loader, staging
 from offplan.runtime.loading.loaded import LoadedModel
@@ -47,9 +48,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def load(folder: Path, *rules: Rule, **options: Callable[[int, int], None]) -> LoadedModel:
+def load(folder: Path, *rules: Rule, on_progress: Progress | None = None) -> LoadedModel:
     device = torch.device("cpu")
-    return LoadedModel(open_model(str(folder)), offload(*rules), device, folder, **options)
+    return LoadedModel(open_model(str(folder)), offload(*rules), device, folder, on_progress)
 
 
 def loaded_values(loaded: LoadedModel) -> Mapping[str, torch.Tensor]:

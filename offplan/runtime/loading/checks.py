@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from offplan.checkpoint.tensors import FLOATS
 from offplan.errors import CheckpointError
 from offplan.held.stage import Stage
-from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.loading.skeleton import decoder_layers, has_named_layers
 from offplan.runtime.loading.target import Source, Target
 from offplan.runtime.refusal import refuse
 
@@ -49,10 +49,12 @@ def check_layers(
         for index, layer in enumerate(decoder_layers(skeleton))
         for value in layer.state_dict(keep_vars=True).values()
     }
+    # where blocks are found by the checkpoint's layers, what is stored for none stays on the GPU
+    resident = (None,) if has_named_layers(skeleton) else ()
     for name, target in targets.items():
         owner = owners.get(id(state[target.built_name(name)]))
         for piece in target.pieces:
-            if piece.source.layer != owner:
+            if piece.source.layer not in (owner, *resident):
                 raise refuse(
                     f"{stage.model.source} keeps its layers where `run` does not look ({name} is "
                     f"not of the layer that {piece.tensor.name} is stored for)"

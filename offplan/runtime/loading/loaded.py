@@ -36,22 +36,26 @@ class LoadedModel:
         device: torch.device,
         folder: Path | None,
         on_progress: Progress | None = None,
+        *,
+        stock: bool = False,
     ) -> None:
         """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
+
+        ``stock`` loads it for transformers' own passes.
 
         Raises what ``prepare`` raises, CheckpointError for files that cannot be read or have
         changed, UnpackableError for weights that the plan packs and that have more patches than
         room, MemoryLimitError when memory runs out.
         """
         with bringing_kernels(device) if offload.packing else nullcontext():
-            prepared = prepare(model, offload, device)
+            prepared = prepare(model, offload, device, stock=stock)
         self.model, self.stage, self.placement = model, prepared.stage, prepared.placement
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
         self._places = find_places(self.module)
         self._phase: Phase | None = None
         """The phase whose parameters are in place; None where they may be mixed."""
-        materialise_buffers(self.module, device)
+        materialise_buffers(self.module, device, targets)
         self.store = WeightStore(
             self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer
         )
@@ -88,6 +92,11 @@ class LoadedModel:
         mark_in_place(self.module, self.store.in_place[phase])
         self.cached.enter(phase)
         self._phase = phase
+
+    def enter_stored(self) -> None:
+        """Point the offloaded parameters at where they are stored, until a phase is entered."""
+        self._phase = None
+        assign(self._places, self.store.offloaded)
 
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""

@@ -6,7 +6,8 @@ import torch
 
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
-from offplan.held.unit import Unit
+from offplan.held.stage import Stage
+from offplan.held.unit import Unit, group_units
 from offplan.placement import Placement
 from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.store import HOST_EMBEDDING, Offloaded
@@ -31,6 +32,21 @@ def find_offloaded(
     if placement.host_embedding is not None:
         found[owners[placement.host_embedding]] = HOST_EMBEDDING, 0
     return found
+
+
+def pin_split(
+    stage: Stage, targets: Mapping[str, Target], wanted: Mapping[str, torch.Tensor]
+) -> Stage:
+    """Return a stage of whose layers no rule takes what is split or joined when it is loaded."""
+    owners = {piece.tensor: name for name, target in targets.items() for piece in target.pieces}
+    pinned: set[str] = set()
+    for layer in stage.layers:
+        for unit in group_units(layer):
+            try:
+                _check_size(unit, wanted[_parameter_of(unit, owners, targets)].nbytes)
+            except PlanError:
+                pinned.update(tensor.name for tensor in unit.tensors)
+    return stage.pin(pinned)
 
 
 def _parameter_of(

@@ -1,13 +1,14 @@
 """The places in a model that hold its tensors, and what is put there."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from offplan.runtime.refusal import refuse_config
+from offplan.runtime.refusal import refuse, refuse_config
 from offplan.runtime.transformers_private import compute_buffers
 
 Places = dict[str, list[tuple[dict[str, Any], str]]]
@@ -37,23 +38,49 @@ def assign(places: Places, parameters: Mapping[str, nn.Parameter]) -> None:
             holder[attribute] = parameter if is_parameter else parameter.data
 
 
-def materialise_buffers(skeleton: PreTrainedModel, device: torch.device) -> None:
-    """Give buffers their values on the device; those that are stored are loaded over them later.
+def materialise_buffers(
+    skeleton: PreTrainedModel, device: torch.device, stored: Container[str]
+) -> None:
+    """Give buffers their values on the device; ``stored`` ones are loaded over them later.
 
-    Raises CheckpointError where the config does not let transformers compute them.
+    Raises CheckpointError where the config does not let transformers compute them, or where
+    transformers computes none.
     """
-    models = (part for part in skeleton.modules() if isinstance(part, PreTrainedModel))
+    models = [part for part in skeleton.modules() if isinstance(part, PreTrainedModel)]
     # a model within comes later, and knows its own
     owners = {module: model for model in models for module in model.modules()}
-    for module, model in owners.items():
+    made: dict[str, tuple[dict[str, Any], str]] = {}
+    with_buffers: dict[torch.nn.Module, None] = {}
+    for path, module in skeleton.named_modules():
         buffers: dict[str, Any] = module._buffers
-        own = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        if any(buffer.is_meta for buffer in own.values()):
-            for name, buffer in own.items():
-                buffers[name] = torch.empty_like(buffer, device="cpu")
-            try:
-                compute_buffers(model, module)
-            except Exception as error:  # whatever transformers raises
-                raise refuse_config(model, error) from error
-            for name in own:
-                buffers[name] = buffers[name].to(device)
+        if any(buffer is not None and buffer.is_meta for buffer in buffers.values()):
+            with_buffers[module] = None
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
+                    made[f"{path}.{name}".lstrip(".")] = buffers, name
+    # a model may compute those of its layers (Falcon-H1), as the last, as where it is initialised
+    with_buffers |= dict.fromkeys(reversed(models)) if made else {}
+    for module in with_buffers:
+        try:
+            compute_buffers(owners[module], module)
+        except Exception as error:  # whatever transformers raises
+            raise refuse_config(owners[module], error) from error
+    for path, (buffers, name) in made.items():
+        if path not in stored and buffers[name].numel() and _is_unset(buffers[name]):
+            raise refuse(f"{path} of {type(skeleton).__name__} is neither stored nor computed")
+        buffers[name] = buffers[name].to(device)
+
+
+def _unset(dtype: torch.dtype) -> float:
+    """Return a value that no buffer of numbers has all over."""
+    if dtype.is_floating_point:
+        return math.nan
+    return -(2**7) if dtype.is_signed and not dtype.is_complex else 0
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    if buffer.dtype.is_floating_point:
+        return bool(buffer.isnan().all())
+    unset = _unset(buffer.dtype)
+    return unset != 0 and bool((buffer == unset).all())

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
+from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
@@ -14,8 +15,9 @@ from offplan.plan import Offload
 from offplan.runtime.loading.cached import find_parts
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
-from offplan.runtime.loading.offloaded import find_offloaded
+from offplan.runtime.loading.offloaded import find_offloaded, pin_split
 from offplan.runtime.loading.skeleton import build_skeleton
+from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.loading.target import Target
 from offplan.runtime.memory.peer import find_peer
 from offplan.runtime.memory.store import Offloaded
@@ -41,21 +43,29 @@ class Prepared:
     """Names of the parameters of experts that are kept one by one, by layer."""
 
 
-def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
+def prepare(
+    model: Model, offload: Offload, device: torch.device, *, stock: bool = False
+) -> Prepared:
     """Build a model without weights, and find out whether ``device`` and host can take a plan's.
 
-    Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
-    run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
-    GPU is lacking.
+    ``stock`` builds it for transformers' own passes. Raises PlanError for rules that do not fit the
+    model, CheckpointError for a model that cannot run or files whose headers do not fit it,
+    MemoryLimitError where the host's memory or a second GPU is lacking.
     """
-    stage = hold(model, offload.packing)
-    placement = place(stage, offload)
-    module = build_skeleton(model)
+    stage = hold(model, offload.packing, stock=stock)
+    module = build_stock(model) if stock else build_skeleton(model)
     targets = map_tensors(module, stage)
     hold_codes(module, targets)
     _check_types(stage, device)
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
+    stage = pin_split(stage, targets, wanted) if stock else stage
+    placement = place(stage, offload)
+    if stock and placement.expert_slots:
+        raise PlanError(
+            "a rule has cached_experts, and transformers' own passes are to run the model: kept "
+            "experts need offplan's own passes, so leave cached_experts out"
+        )
     offloaded = find_offloaded(placement, targets, wanted)
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))

@@ -1,6 +1,6 @@
 """The transformers model without its weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,9 @@ from offplan.runtime.transformers_private import choose_attention, cut_by_consta
 LAYER_LISTS = ("layers", "h")
 """Names of the list of a decoder's layers. Where encoders keep theirs, ``layer``, positions count
 from the padding's (RoBERTa)."""
+
+
+_LAYERS = "offplan_layers"
 
 
 def build_skeleton(model: Model) -> PreTrainedModel:
@@ -58,7 +61,7 @@ def build_skeleton(model: Model) -> PreTrainedModel:
     take_in_spans(layers)
     route(skeleton)
     hand_over(skeleton)
-    _keep_in_float32(skeleton, model)
+    keep_in_float32(skeleton, model)
     with _experts_without_weights(skeleton, model):
         for module, asked in probe_attention(skeleton, layers).items():
             vars(module)["asked"] = asked
@@ -89,7 +92,7 @@ def _remove_towers(skeleton: PreTrainedModel) -> None:
         delattr(skeleton.base_model, name)
 
 
-def _keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
+def keep_in_float32(skeleton: PreTrainedModel, model: Model) -> None:
     """Widen what stays in float32 in a model that is computed in a shorter type.
 
     Source: transformers 5.23, ``_keep_in_fp32_modules_strict`` and ``_keep_in_fp32_modules``.
@@ -151,8 +154,21 @@ def _experts_without_weights(skeleton: PreTrainedModel, model: Model) -> Iterato
     decoder.set_experts_implementation("grouped_mm")
 
 
+def name_layers(skeleton: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    """Note which modules are the layers of a model where they are found by the checkpoint's."""
+    vars(skeleton)[_LAYERS] = nn.ModuleList(layers)  # not registered: it would name them anew
+
+
+def has_named_layers(skeleton: PreTrainedModel) -> bool:
+    """Whether ``name_layers`` has said which modules are the layers."""
+    return _LAYERS in vars(skeleton)
+
+
 def decoder_layers(skeleton: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder's layers, in order; raises CheckpointError where they are elsewhere."""
+    named: nn.ModuleList | None = vars(skeleton).get(_LAYERS)
+    if named is not None:
+        return named
     lists = [
         part
         for name, part in skeleton.get_decoder().named_modules()

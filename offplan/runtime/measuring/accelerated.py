@@ -87,7 +87,7 @@ def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
         parameters[name] = nn.Parameter(value, requires_grad=False)
         if is_offloaded:
             offloaded.add(parameters[name])
-    materialise_buffers(module, bench.device)
+    materialise_buffers(module, bench.device, targets)
     load_weights(bench.folder, targets, parameters, on_progress)
     assign(find_places(module), parameters)
     return module, offloaded

@@ -94,6 +94,8 @@ class Bench:
     """Requests that are timed."""
     used_before: int
     """Bytes in use on the card before the process took any."""
+    stock: bool = False
+    """Whether transformers' own passes run the model."""
 
     def gpu_bytes(self, peak_in_use: int) -> int | None:
         """Count the bytes in use on the card at the peak that were not in use before."""

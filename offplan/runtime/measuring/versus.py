@@ -58,6 +58,7 @@ def _measure(
         context=bench.context,
         device=bench.device,
         folder=bench.folder,
+        stock=bench.stock,
         on_progress=on_stage("loading"),
         wrap_link=lambda link: link_type(link, bench.device),
     ) as session:

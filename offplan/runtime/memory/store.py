@@ -167,6 +167,10 @@ class WeightStore:
         """Have a layer's weights fetched that it reads at use, on the current stream."""
         self.servers[op.backend].serve(op.phase, op.layer)
 
+    def layer_of(self, name: str) -> int:
+        """Return the layer of a parameter off the device, HOST_EMBEDDING for that table."""
+        return self._places[name][0]
+
     @property
     def bytes_served(self) -> int:
         """Bytes that servers had cross the link so far."""

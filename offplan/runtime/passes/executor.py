@@ -8,27 +8,25 @@ from typing import Any
 import torch
 
 from offplan.placement import Phase
-from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Operation, Schedule, Serve, Wait
 
 
 class Executor:
-    """Interleaves the operations of a schedule with the layers of a model.
+    """Interleaves the operations of a schedule with a model's calls of its layers.
 
-    Layers are taken over once; between passes nothing is carried out around them.
+    Between passes nothing is carried out around them.
     """
 
     def __init__(
         self,
-        layers: DecoderLayers,
         link: Link,
         serve: Callable[[Serve], None],
-        settle: Callable[[int], None],
+        settle: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Ask ``link`` for copies and waits, and ``serve`` for what layers read at use.
 
-        ``settle`` is told of each layer that a prompt has passed, before its slot is filled again.
+        ``settle`` is told of each call of a prompt, before its layer's slot is filled again.
         """
         self._settle = settle
         self._is_prompt = False
@@ -36,13 +34,11 @@ class Executor:
         self._after: dict[int, list[Operation]] = {}
         self._carry_out = partial(carry_out, link, serve)
         self._apply: Callable[[list[Operation]], None] = self._carry_out
-        self._layers = layers
-        layers.call = self._step
 
     def run(self, schedule: Schedule, forward: Callable[[], Any]) -> Any:
-        """Call ``forward``, which must run every layer in order, by the schedule.
+        """Call ``forward``, which must call the layers as the schedule says.
 
-        A layer is run by the model, or between calls of ``before`` and ``after``.
+        Each call is made between ``before`` and ``after``.
         """
         self._is_prompt = schedule.phase is Phase.PREFILL
         try:
@@ -68,42 +64,35 @@ class Executor:
             self._apply = self._carry_out
         return captured
 
-    def before(self, index: int) -> None:
-        """Carry out what precedes a layer."""
-        if operations := self._before.pop(index, None):
+    def before(self, number: int) -> None:
+        """Carry out what precedes a call of a layer, counted from 0 on in each pass."""
+        if operations := self._before.pop(number, None):
             self._apply(operations)
 
-    def after(self, index: int) -> None:
-        """Carry out what follows a layer."""
+    def after(self, number: int) -> None:
+        """Carry out what follows a call of a layer."""
         if self._is_prompt:
-            self._settle(index)
-        if operations := self._after.pop(index, None):
+            self._settle(number)
+        if operations := self._after.pop(number, None):
             self._apply(operations)
-
-    def _step(self, index: int, call: Call) -> torch.Tensor:
-        self.before(index)
-        hidden = self._layers.step(index, call)
-        self.after(index)
-        return hidden
 
     def _split(self, schedule: Schedule) -> list[Operation]:
-        """Sort operations by the layer they precede or follow; return the copies before any layer.
+        """Sort operations by the call they precede or follow; return the copies before any call.
 
-        A copy belongs right behind the layer that freed its slot, a wait right before the layer
-        that needs it, and so does what the layer is served. Between two layers all copies come
+        A copy belongs right behind the call that freed its slot, a wait right before the call
+        that needs it, and so does what the layer is served. Between two calls all copies come
         before all waits.
         """
         start: list[Operation] = []
-        copies = start
+        copies, number = start, 0
         for op in schedule.operations:
             if isinstance(op, Copy):
                 copies.append(op)
-            elif isinstance(op, Wait):
-                self._before.setdefault(op.span.layer, []).append(op)
-            elif isinstance(op, Serve):
-                self._before.setdefault(op.layer, []).append(op)
+            elif isinstance(op, Wait | Serve):
+                self._before.setdefault(number, []).append(op)
             else:
-                copies = self._after.setdefault(op.layer, [])
+                copies = self._after.setdefault(number, [])
+                number += 1
         return start
 
 

@@ -19,7 +19,7 @@ from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
 from offplan.runtime.model.latent import keep_latents
-from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.model.linear import find_linear
 from offplan.runtime.passes.captured import MakeLogits, Passes
 from offplan.runtime.passes.chunks import ChunkedTexts, Reading, as_compiled_for
@@ -80,7 +80,8 @@ class ModelRunner:
         """Indices of the layers that have linear attention, whose states cannot go back."""
         self.layers = DecoderLayers(layers, compiled=capture)
         self._cached = loaded.cached
-        self._executor = Executor(self.layers, link, loaded.store.serve, self._cached.settle)
+        self._executor = Executor(link, loaded.store.serve, self._cached.settle)
+        self.layers.call = self._step
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
             module, self.layers, self._position, context, find, bool(self.linear)
@@ -361,6 +362,12 @@ class ModelRunner:
             return forward(tokens)
 
         return run
+
+    def _step(self, index: int, call: Call) -> torch.Tensor:
+        self._executor.before(index)
+        hidden = self.layers.step(index, call)
+        self._executor.after(index)
+        return hidden
 
     def _forward_texts(self, readings: Sequence[Reading], tokens: torch.Tensor) -> torch.Tensor:
         """Read texts; ``tokens`` stand for the first one's, for a captured pass has its own."""

@@ -1,0 +1,102 @@
+"""What transformers' own passes of a model take: counted once, in a process, and kept on disk."""
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+
+from offplan.checkpoint.model import Model
+from offplan.errors import CheckpointError
+from offplan.kept import KeptAnswers, installed_versions
+
+_PATIENCE_S = 600
+"""Seconds after which counting is given up."""
+_MAX_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class StockPasses:
+    """What the passes of a model take, for one sequence unless they say otherwise."""
+
+    is_estimated: bool
+    """Whether small passes were measured, where passes without values fail."""
+    calls: Mapping[str, Sequence[int]]
+    """The layers in the order in which a pass of each phase calls them."""
+    caches: Sequence[tuple[int, int | None, int]]
+    """Of each layer the bytes of a token, the tokens kept at most, and the bytes of a state."""
+    prompt_bytes: tuple[float, float, float]
+    """Temporaries of a prompt: bytes for any, for each token, and for each pair of tokens."""
+    step_bytes: tuple[float, float]
+    """Temporaries of a decode step: bytes for any, and for each token of its context."""
+    pinned: Sequence[str]
+    """Stored tensors of layers that loading splits or joins: no rule takes them."""
+    operators: Mapping[str, Sequence[int]]
+    """Operators that a call of each layer launches, by phase; then those outside the layers."""
+
+    def activation_bytes(self, batch: int, chunk: int, context: int) -> tuple[int, int]:
+        """Bytes of the temporaries of a prompt of ``chunk`` tokens, and of a decode step."""
+        fixed, of_token, of_pair = self.prompt_bytes
+        prompt = fixed + batch * (of_token * chunk + of_pair * chunk * chunk)
+        fixed, of_token = self.step_bytes
+        return ceil(prompt), ceil(batch * (fixed + of_token * context))
+
+    def describe_calls(self) -> str | None:
+        """Say that a pass calls layers several times, which the link is not priced for."""
+        called = self.calls["decode"]
+        if len(called) == len({*called}):
+            return None
+        return (
+            f"a pass makes {len(called)} calls of {len({*called})} layers: copies are predicted as "
+            "if each were called once"
+        )
+
+
+def _encode(answer: StockPasses) -> bytes:
+    return json.dumps(asdict(answer)).encode()
+
+
+def _decode(content: bytes) -> StockPasses:
+    return StockPasses(**json.loads(content))
+
+
+_PASSES = KeptAnswers("stock", _MAX_BYTES, _encode, _decode)
+
+
+def find_passes(model: Model) -> StockPasses:
+    """Find what transformers' own passes of a model take.
+
+    No weight is read. Raises CheckpointError where they cannot be counted.
+    """
+    key = {
+        "model": [model.headers_sha256, model.config_sha256, model.dtype],
+        **installed_versions(),
+    }
+    found = _PASSES.find(key)
+    if found is None:
+        found = _ask_process(model)
+        _PASSES.keep(key, found)
+    return found
+
+
+def _ask_process(model: Model) -> StockPasses:
+    command = "from offplan.runtime.measuring.stock_passes import answer; answer()"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", command],
+            input=pickle.dumps(replace(model)),
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=True,
+        )
+        told = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise CheckpointError(
+            f"{model.source}: what transformers' own passes take could not be counted "
+            f"({type(error).__name__})"
+        ) from None
+    if isinstance(told, str):
+        raise CheckpointError(told)
+    return StockPasses(**told)

@@ -1,0 +1,97 @@
+"""The transformers model as it is, without its weights, for transformers' own passes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.transformers_config import build_config, cannot_build
+from offplan.runtime.loading.skeleton import keep_in_float32, name_layers
+from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import asks_for_decoders, rename
+
+
+def build_stock(model: Model) -> PreTrainedModel:
+    """Build the model as transformers does, with every tensor on the meta device.
+
+    Nothing in it is replaced. Raises CheckpointError for an architecture that transformers does not
+    generate with from a prompt of text alone, and for layers that weights cannot be moved for.
+    """
+    if model.architecture.is_multimodal:
+        raise refuse(
+            f"{model.source} is multimodal ({model.model_type}): transformers' own passes are run "
+            "for models of text"
+        )
+    config = build_config(model.config, model.source)
+    if getattr(config, "is_decoder", None) is False and asks_for_decoders(
+        AutoModelForCausalLM, config
+    ):
+        raise refuse(
+            f"{model.source} is an encoder (is_decoder is false in its config): it sees what "
+            "follows a token"
+        )
+    text = config.get_text_config()
+    both = getattr(text, "use_bidirectional_attention", None)
+    if both in (True, "all") or getattr(text, "is_causal", None) is False:
+        raise refuse(f"{model.source} attends to both sides by its config: it is an encoder")
+    if model.stores_head:  # it is used, whatever the config says
+        config.tie_word_embeddings = False
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+    except Exception as error:
+        raise cannot_build(model.source, error) from error
+    name_layers(skeleton, find_layers(skeleton, model))
+    keep_in_float32(skeleton, model)
+    return skeleton.eval().requires_grad_(False)
+
+
+def find_layers(skeleton: PreTrainedModel, model: Model) -> list[nn.Module]:
+    """Find the block of each of the checkpoint's layers: where its first tensor goes.
+
+    A block is an element of an outermost module list. Raises CheckpointError where a layer has
+    none, and for a tensor that two layers share, which could not be moved for both.
+    """
+    names = [
+        f"{layer.prefix}.{layer.parameters[0].tensors[0].name[len(layer.prefix) + 1 :]}"
+        for layer in model.layers
+    ]
+    renamed = [name for name, _, _ in rename(skeleton, names)]
+    layers = [
+        _find_block(skeleton, path, stored, model)
+        for path, stored in zip(renamed, names, strict=True)
+    ]
+    if len(set(map(id, layers))) < len(layers):
+        raise refuse(f"{model.source} stores several layers that are one in {type(skeleton)}")
+    _check_shared(layers, model)
+    return layers
+
+
+def _find_block(skeleton: PreTrainedModel, path: str, stored: str, model: Model) -> nn.Module:
+    module: nn.Module = skeleton
+    for part in path.split("."):
+        is_list = isinstance(module, nn.ModuleList)
+        found = getattr(module, part, None) if not is_list else module._modules.get(part)
+        if not isinstance(found, nn.Module):
+            break
+        module = found
+        if is_list:
+            return module
+    raise refuse(
+        f"{model.source}: {stored} belongs to no block of a module list in "
+        f"{type(skeleton).__name__}, so that no weights can be moved around its calls"
+    )
+
+
+def _check_shared(layers: Sequence[nn.Module], model: Model) -> None:
+    owners: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for name, value in layer.state_dict(keep_vars=True).items():
+            owner = owners.setdefault(id(value), index)
+            if owner != index:
+                raise refuse(
+                    f"{model.source}: layers {owner} and {index} share {name}, which cannot be "
+                    "moved for both"
+                )

@@ -1,0 +1,326 @@
+"""Counts what transformers' own passes take, by running them without weights.
+
+Parameters are fake: they have shapes and no values, and so has all that is computed with them.
+Where values decide shapes that fails, and small passes run on weights of zeros that take no memory.
+
+Source: torch's ``FakeTensorMode``; its memory tracker, ``torch.distributed._tools.mem_tracker``,
+counts storages as they come and go as ``LiveBytes`` does.
+"""
+
+import json
+import logging
+import pickle
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offplan.checkpoint.jsontext import describe
+from offplan.checkpoint.model import Model
+from offplan.errors import CheckpointError
+from offplan.held.held import hold
+from offplan.held.stock import StockPasses
+from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.offloaded import pin_split
+from offplan.runtime.loading.places import assign, find_places, materialise_buffers
+from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.loading.stock import build_stock
+from offplan.runtime.model.calls import LayerCalls
+from offplan.runtime.model.generation import StockGeneration
+from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import decoding_as_on_gpu
+
+TOKENS = (64, 256, 1024, 4096)
+"""Tokens of the prompts that are run without values: a window of more is taken for none."""
+FEW_TOKENS = (8, 16, 32, 64)
+"""Tokens of those that are run on zeros."""
+LEAST_SIZES, LONG_S = 3, 1.5
+"""Sizes that a fit needs, and seconds of a prompt after which no longer one is run."""
+BLOCK_BYTES = 512
+"""What the CUDA allocator rounds sizes up to. Source: c10/cuda/CUDACachingAllocator.cpp."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operators make, while they live, and the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        """Bytes that live, and the most since ``begin``."""
+        self.operators = Counter[int | None]()
+        """Operators that launch something, by the layer that runs."""
+        self.layer: int | None = None
+        self._seen = weakref.WeakKeyDictionary[Any, None]()
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self.peak = self.now
+        self.operators.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and count what it makes."""
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):  # a weight's was there before
+                self._seen.setdefault(value.untyped_storage(), None)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            made = args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])  # it knows no other
+        else:
+            made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operators[self.layer] += 1
+        for value in tree_leaves(made):
+            if isinstance(value, torch.Tensor):
+                self._note(value.untyped_storage())
+        return made
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        self._seen[storage] = None
+        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, size)
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+def count_passes(model: Model) -> StockPasses:
+    """Count what the passes of a model take; raises CheckpointError for one that cannot be run."""
+    try:
+        return _count(model, TOKENS, is_fake=True)
+    except CheckpointError:
+        raise
+    except Exception as fake:  # whatever a model does with values
+        try:
+            return _count(model, FEW_TOKENS, is_fake=False)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise refuse(
+                f"{model.source}: transformers' own passes fail without weights "
+                f"({describe(fake, 150)}; {describe(error, 150)})"
+            ) from error
+
+
+def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
+    skeleton = build_stock(model)
+    pinned = _find_pinned(skeleton, model)
+    places, state = find_places(skeleton), skeleton.state_dict()
+    materialise_buffers(skeleton, torch.device("cpu"), state)
+    parameters = dict(skeleton.named_parameters())
+    with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else nullcontext():
+        assign(
+            places,
+            {
+                name: nn.Parameter(_make(value, is_fake=is_fake), requires_grad=False)
+                for name, value in parameters.items()
+            },
+        )
+    layers = decoder_layers(skeleton)
+    kinds = _list_kinds(skeleton, model)
+    counted: list[_Counted] = []
+    for num_tokens in sizes:
+        began = time.perf_counter()
+        counted.append(_run(skeleton, layers, kinds, num_tokens))
+        if len(counted) >= LEAST_SIZES and time.perf_counter() - began > LONG_S:
+            break  # some read a prompt token by token
+    first, sizes = counted[0], sizes[: len(counted)]
+    kept = [num_tokens + 1 for num_tokens in sizes]  # the step's token is kept, too
+    return StockPasses(
+        is_estimated=not is_fake,
+        calls=first.calls,
+        caches=[
+            _fit_cache(kept, [each.cache_bytes[index] for each in counted])
+            for index in range(len(layers))
+        ],
+        prompt_bytes=_fit_square(sizes[-3:], [each.prompt_bytes for each in counted[-3:]]),
+        step_bytes=_fit_line(sizes[-2:], [each.step_bytes for each in counted[-2:]]),
+        pinned=pinned,
+        operators=first.operators,
+    )
+
+
+def _find_pinned(skeleton: Any, model: Model) -> list[str]:
+    """List the stored tensors of layers that no rule takes; raises CheckpointError."""
+    stage = hold(model, stock=True)
+    targets, state = map_tensors(skeleton, stage), skeleton.state_dict()
+    values = {name: target for name, target in targets.items() if target.codes is None}
+    if any(not p.form.is_raw for p in stage.parameters):  # codes are held as they are stored
+        return []
+    held = pin_split(stage, values, state)
+    return sorted(
+        tensor.name
+        for before, after in zip(stage.layers, held.layers, strict=True)
+        for p, q in zip(before.parameters, after.parameters, strict=True)
+        if p is not q
+        for tensor in p.tensors
+    )
+
+
+def _make(value: torch.Tensor, *, is_fake: bool) -> torch.Tensor:
+    if is_fake:
+        return torch.empty(value.shape, dtype=value.dtype)
+    return torch.zeros((), dtype=value.dtype).expand(value.shape)
+
+
+def _list_kinds(skeleton: Any, model: Model) -> list[object]:
+    """Name what makes two layers run alike: their parameters, and what the config lists of each."""
+    config = skeleton.config.get_text_config().to_dict()
+    count = len(model.layers)
+    lists = [v for v in config.values() if isinstance(v, (list, tuple)) and len(v) == count]
+    if len({len(layer.prefix.rpartition(".")[0]) for layer in model.layers}) > 1:
+        return [*range(count)]
+    return [
+        (layer.key, *(json.dumps(each[layer.index], default=str) for each in lists))
+        for layer in model.layers
+    ]
+
+
+class _Counted:
+    """What a prompt of so many tokens and a step behind it took."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.calls: dict[str, list[int]] = {"prefill": [], "decode": []}
+        self.operators: dict[str, list[int]] = {}
+        self.cache_bytes = [0] * num_layers
+        self.prompt_bytes = self.step_bytes = 0
+
+
+def _run(
+    skeleton: Any, layers: nn.ModuleList, kinds: Sequence[object], num_tokens: int
+) -> _Counted:
+    """Run a prompt and a step; of equal layers the first one runs, and others give its output."""
+    counted, live, calls = _Counted(len(layers)), LiveBytes(), LayerCalls(layers)
+    phase = "prefill"
+
+    def enter(index: int) -> None:
+        live.layer = index
+        counted.calls[phase].append(index)
+
+    def leave(index: int) -> None:
+        live.layer = None
+
+    calls.enter, calls.leave = enter, leave
+    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
+    text = StockGeneration(skeleton, torch.zeros(1, num_tokens, dtype=torch.int64), 2**30)
+    is_alike = text.has_layers(len(layers))
+    try:
+        with torch.no_grad(), _running_once(layers, kinds, is_alike), live:
+            for phase, forward in _passes(skeleton, text, num_tokens):
+                live.begin()
+                logits = forward()
+                kept = text.cache_bytes
+                taken = live.peak - kept
+                del logits
+                if phase == "prefill":
+                    counted.prompt_bytes = taken
+                else:
+                    counted.step_bytes = taken
+                counted.operators[phase] = [
+                    live.operators[first[kind] if is_alike else index]
+                    for index, kind in enumerate(kinds)
+                ]
+                counted.operators[phase].append(live.operators[None])
+    finally:
+        calls.close()
+    of_layers = text.layer_bytes(len(layers))
+    counted.cache_bytes = [
+        of_layers[first[kind] if is_alike else index] for index, kind in enumerate(kinds)
+    ]
+    return counted
+
+
+def _passes(
+    skeleton: Any, text: StockGeneration, num_tokens: int
+) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    yield "prefill", lambda: text.prefill(0, num_tokens)
+    with decoding_as_on_gpu(skeleton):
+        yield "decode", lambda: text.decode(torch.zeros(1, 1, dtype=torch.int64))
+
+
+@contextmanager
+def _running_once(layers: nn.ModuleList, kinds: Sequence[object], is_alike: bool) -> Iterator[None]:
+    """Have layers of one kind give what the first of them gave in the same pass."""
+    made: dict[object, Any] = {}
+
+    def replace(index: int, kind: object, own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            owner, output = made.get(kind, (index, None))
+            if owner == index:
+                output = own(*args, **kwargs)
+                made[kind] = index, output
+            return output
+
+        return forward
+
+    if is_alike:
+        for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+            layer.forward = replace(index, kind, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers if is_alike else ():
+            del layer.forward  # its class has it
+
+
+def _fit_cache(sizes: Sequence[int], found: Sequence[int]) -> tuple[int, int | None, int]:
+    """Fit a layer's cache of texts of so many tokens: bytes a token, a window, a state's bytes."""
+    slopes = [
+        (after - before) / (more - fewer)
+        for fewer, more, before, after in zip(sizes, sizes[1:], found, found[1:], strict=False)
+    ]
+    if slopes[-1] > 0:
+        of_token = ceil(slopes[-1])
+        state = max(size - of_token * num for num, size in zip(sizes, found, strict=True))
+        return of_token, None, max(0, state)
+    growing = [slope for slope in slopes if slope > 0]
+    if not growing:
+        return 0, None, found[-1]
+    return ceil(growing[0]), ceil(found[-1] / growing[0]), 0
+
+
+def _fit_square(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float, float]:
+    """Fit bytes for any prompt, for each token and for each pair, none of them below zero."""
+    points = torch.tensor([[1.0, n, n * n] for n in sizes], dtype=torch.float64)
+    fixed, of_token, of_pair = torch.linalg.solve(
+        points, torch.tensor(found, dtype=torch.float64)
+    ).tolist()
+    if of_pair < 0:  # it grows more slowly: a line above all that was found
+        of_pair, of_token = 0.0, max(0.0, (found[-1] - found[0]) / (sizes[-1] - sizes[0]))
+    of_token = max(0.0, of_token)
+    fixed = max(each - of_token * n - of_pair * n * n for n, each in zip(sizes, found, strict=True))
+    return max(0.0, fixed), of_token, of_pair
+
+
+def _fit_line(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float]:
+    of_token = max(0.0, (found[-1] - found[0]) / (sizes[-1] - sizes[0]))
+    return max(0.0, max(f - of_token * n for n, f in zip(sizes, found, strict=True))), of_token
+
+
+def answer() -> None:
+    """Read a model of our own making from stdin, and print what its passes take, or why not."""
+    import transformers
+
+    logging.disable(logging.ERROR)  # torch tells of fakes that fail
+    transformers.logging.set_verbosity_error()
+    model = pickle.load(sys.stdin.buffer)
+    try:
+        told: Any = asdict(count_passes(model))
+    except CheckpointError as error:
+        told = str(error)
+    print(json.dumps(told))

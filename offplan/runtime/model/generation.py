@@ -1,0 +1,143 @@
+"""A model called as transformers' own ``generate`` calls it.
+
+What it uses of transformers is private there, and was tried with transformers 5.17 and 5.23.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import forget_states
+
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
+"""Names under which models return their caches. Source: ``ALL_CACHE_NAMES`` of generation/utils."""
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+
+
+class StockGeneration:
+    """Calls a model as its ``generate`` does: with its own cache, masks and positions.
+
+    Source: transformers 5.23, ``GenerationMixin.generate``, ``_prefill`` and ``_sample``.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, max_tokens: int) -> None:
+        """Begin texts of up to ``max_tokens`` with a prompt, int64 of [batch, tokens]."""
+        self._model: Any = model
+        self._kwargs: dict[str, Any] = {}
+        forget_states(model)
+        self.text = prompt
+        """The tokens so far, int64 of [batch, tokens], on the model's device."""
+        mask = {}
+        if "attention_mask" in inspect.signature(model.forward).parameters:
+            mask = {"attention_mask": torch.ones_like(prompt)}
+        self._model.generate(
+            prompt,
+            custom_generate=self._take,
+            max_length=max_tokens,
+            do_sample=False,
+            use_cache=True,
+            num_beams=1,
+            **mask,
+        )
+
+    def _take(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        """Take what ``generate`` would begin its own loop with."""
+        self.text, self._kwargs = input_ids, model_kwargs
+        return input_ids
+
+    def prefill(self, start: int, stop: int) -> torch.Tensor:
+        """Read a chunk of the prompt; returns the logits of its last token, [batch, vocabulary]."""
+        kwargs, is_whole = self._kwargs, (start, stop) == (0, self.text.shape[1])
+        given = dict(kwargs)
+        if not is_whole:
+            if kwargs.get("attention_mask") is not None:
+                given["attention_mask"] = kwargs["attention_mask"][:, :stop]
+            if kwargs.get("position_ids") is not None:
+                given["position_ids"] = kwargs["position_ids"][..., start:stop]
+            for key in _TOKEN_TYPES & kwargs.keys():
+                given[key] = kwargs[key][..., :stop]
+        inputs = self._model.prepare_inputs_for_generation(
+            self.text[:, start:stop],
+            next_sequence_length=stop if is_whole else None,
+            is_first_iteration=True,
+            **given,
+        )
+        made = self._model(**inputs, return_dict=True)
+        if stop < self.text.shape[1]:
+            for key in _CACHES:
+                if key in made:
+                    self._kwargs[key] = made[key]
+        else:
+            self._update(made)
+        return _last_logits(made)
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Extend each text by a token, int64 of [batch, 1]; returns logits, [batch, vocabulary]."""
+        self.text = torch.cat([self.text, tokens], dim=-1)
+        with self._model._optimize_model_for_decode():
+            inputs = self._model.prepare_inputs_for_generation(
+                self.text, next_sequence_length=1, **self._kwargs
+            )
+            if inputs["input_ids"].shape[1] < self.text.shape[1] and not self.cache_bytes:
+                raise refuse(
+                    f"{type(self._model).__name__} keeps nothing of the tokens that it has read, "
+                    "and transformers gives it the last one alone"
+                )
+            made = self._model(**inputs, return_dict=True)
+        self._update(made)
+        return _last_logits(made)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of what the model keeps of its texts."""
+        kept = {id(t): t for key in _CACHES for t in tensors_within(self._kwargs.get(key))}
+        return sum(tensor.nbytes for tensor in kept.values())
+
+    def has_layers(self, num_layers: int) -> bool:
+        """Whether the cache has a part of its own for each of so many layers."""
+        return len(getattr(self._cache, "layers", ())) == num_layers
+
+    def layer_bytes(self, num_layers: int) -> list[int]:
+        """Bytes of the cache's part for each layer; what is not in parts is shared out evenly."""
+        if not self.has_layers(num_layers):
+            return [-(-self.cache_bytes // num_layers)] * num_layers
+        parts = [{id(t): t.nbytes for t in tensors_within(each)} for each in self._cache.layers]
+        return [sum(part.values()) for part in parts]
+
+    @property
+    def _cache(self) -> Any:
+        return next((self._kwargs[key] for key in _CACHES if self._kwargs.get(key)), None)
+
+    def _update(self, made: Any) -> None:
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            made, self._kwargs, is_encoder_decoder=False
+        )
+
+
+def _last_logits(made: Any) -> torch.Tensor:
+    logits: torch.Tensor = made.logits
+    # a view would keep those of all the prompt's tokens
+    return logits[:, -1].clone() if logits.shape[1] > 1 else logits[:, -1]
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """List the tensors that a cache holds, in whatever lists and objects of transformers."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return tensors_within([*value.values()])
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in tensors_within(each)]
+    is_cache = type(value).__module__.startswith("transformers.")
+    return tensors_within(vars(value)) if is_cache and hasattr(value, "__dict__") else []

@@ -1,0 +1,298 @@
+"""The passes of requests by transformers' own code: offplan moves the weights around its layers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from offplan.checkpoint.model_types import STOCK_CHUNKS
+from offplan.errors import InputError
+from offplan.placement import Phase, Placement
+from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
+from offplan.runtime.loading.loaded import LoadedModel
+from offplan.runtime.loading.skeleton import decoder_layers
+from offplan.runtime.memory.gpu_memory import PeakMemory
+from offplan.runtime.model.calls import LayerCalls, WeightWatch
+from offplan.runtime.model.generation import StockGeneration
+from offplan.runtime.passes.executor import Executor
+from offplan.runtime.passes.link import Link
+from offplan.runtime.passes.nan import NanFoundError, NanWatch
+from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import rescale_layers
+from offplan.schedule import (
+    Copy,
+    Schedule,
+    Serve,
+    Wait,
+    build_pass,
+    empty_ring,
+    kept_after_prefill,
+    read_at_use,
+    slots_read,
+)
+
+
+class StockRunner:
+    """Runs a loaded model as ``generate`` does, on the current stream, in inference mode.
+
+    It serves a session as ``ModelRunner`` does. Nothing is captured or compiled.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, link: Link, memory: PeakMemory, *, context: int, chunk: int
+    ) -> None:
+        """Take the model over, and record in which order its passes call the layers.
+
+        Prompts are read in chunks of ``chunk`` tokens, texts reach ``context`` tokens. Runs a
+        prompt of two tokens and a step of one. Raises CheckpointError for a model whose weights
+        cannot be moved around its layers' calls.
+        """
+        self._loaded, self._link, self._memory = loaded, link, memory
+        self._module: Any = loaded.module
+        self._context, self._chunk = context, chunk
+        self.length = 0
+        """Tokens of each sequence; 0 where none is begun."""
+        self._batch = 0
+        self._text: StockGeneration | None = None
+        self._rows_read = 0
+        """Rows of the input embedding that passes have read."""
+        self._ring = empty_ring(loaded.placement)
+        self._executor = Executor(link, loaded.store.serve)
+        if any(holds_codes(part) for part in self._module.modules()):
+            _choose_stored_experts(self._module)
+        self._calls = LayerCalls(decoder_layers(self._module))
+        self._order: dict[Phase, tuple[int, ...]] = {}
+        self._expected: tuple[int, ...] = ()
+        self._num_called = 0
+        """Calls of layers in the pass that runs."""
+        self._order = self._record()
+        _check_kept(loaded.placement, self._order)
+        self._calls.enter, self._calls.leave = self._enter, self._leave
+        self._build = cache(
+            partial(build_pass, loaded.placement, self._num_layers, calls=self._order)
+        )
+
+    def prefill(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Begin new sequences with a prompt, int64 of shape [batch, tokens].
+
+        Returns logits, [batch, vocabulary]. Raises InputError for a prompt that is empty or beyond
+        the context, and for one of more tokens than a chunk where the family's are read whole.
+        """
+        batch, num_tokens = prompt.shape
+        if not batch or not 0 < num_tokens <= self._context:
+            raise InputError(
+                f"the prompt has {num_tokens} tokens in each of {batch} sequences; the plan's "
+                f"context is {self._context}"
+            )
+        model = self._loaded.model
+        if num_tokens > self._chunk and model.architecture.model_type not in STOCK_CHUNKS:
+            raise InputError(
+                f"the prompt has {num_tokens} tokens, and the plan's passes have room for "
+                f"{self._chunk} (prefill_chunk); prompts of {model.model_type} are read whole, "
+                "since transformers gives other results in chunks or that is not known: plan with "
+                f"--prompt-tokens {num_tokens} or more"
+            )
+        with self._whole_or_afresh():
+            self._forget()
+            self._text = self._begin(prompt)
+            self._rows_read += prompt.numel()
+            ends = [*range(self._chunk, num_tokens, self._chunk), num_tokens]
+            for start, stop in zip([0, *ends], ends, strict=False):
+                following = Phase.DECODE if stop == num_tokens else Phase.PREFILL
+                read = partial(self._text.prefill, start, stop)
+                logits = self._run(Phase.PREFILL, following, read)
+            self.length, self._batch = num_tokens, batch
+        return logits
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Extend each sequence by one token, int64 of shape [batch, 1] on the device.
+
+        Returns logits, [batch, vocabulary]. Raises InputError for tokens that are not one for each
+        sequence, or beyond the context, ValueError where no sequence is begun.
+        """
+        if not self.length or self._text is None:
+            raise ValueError("decode before prefill")
+        if self.length >= self._context:
+            raise InputError(f"the sequences have reached the context of {self._context} tokens")
+        if tokens.shape != (self._batch, 1):
+            raise InputError(
+                f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
+            )
+        with self._whole_or_afresh():
+            self._rows_read += self._batch
+            logits = self._run(Phase.DECODE, Phase.DECODE, partial(self._text.decode, tokens))
+            self.length += 1
+        return logits
+
+    def find_nan(self, tokens: torch.Tensor, rows: slice) -> str:
+        """Read texts, int64 of [batch, tokens], once more; say what gives the first NaN.
+
+        ``rows`` are all there are. What is beyond a chunk is read token by token, and the host
+        waits for every layer. No sequence is begun afterwards.
+        """
+        watch, read = NanWatch(), min(tokens.shape[1], self._chunk)
+        self._calls.see = watch.see
+        try:
+            logits = self.prefill(tokens[:, :read])
+            for number in range(read, tokens.shape[1]):
+                logits = self.decode(tokens[:, number : number + 1].to(self._loaded.store.device))
+            return watch.describe_rest(logits)
+        except NanFoundError as found:
+            return str(found)
+        finally:
+            self._calls.see = None
+            self._forget()
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes that passes have read of an input embedding on the host; 0 without one."""
+        table = self._loaded.placement.host_embedding
+        return 0 if table is None else self._rows_read * (table.nbytes // table.shape[0])
+
+    @property
+    def changes_with_length(self) -> bool:
+        """Whether the rotary embeddings change with the length of the text."""
+        changing = {"dynamic", "longrope"}
+        for part in self._module.modules():
+            kinds = getattr(part, "rope_type", None)
+            if {kinds} & changing if not isinstance(kinds, dict) else changing & {*kinds.values()}:
+                return True
+        return False
+
+    def captures_prompt(self, batch: int, num_tokens: int) -> bool:
+        """Say that nothing is captured."""
+        return False
+
+    def close(self) -> None:
+        """Give back caches and hooks; the device must be idle."""
+        self._forget()
+        self._calls.close()
+
+    @property
+    def _num_layers(self) -> int:
+        return len(self._loaded.stage.layers)
+
+    def _begin(self, prompt: torch.Tensor) -> StockGeneration:
+        device = self._loaded.store.device
+        # one more than fit: generate refuses a prompt that leaves no room for a token
+        return StockGeneration(self._module, prompt.to(device), self._context + 1)
+
+    def _forget(self) -> None:
+        if self._text is not None:
+            self._memory.release(self._drop)  # or its cache would lie beside the next one
+
+    def _drop(self) -> None:
+        self._text, self.length = None, 0
+
+    @contextmanager
+    def _whole_or_afresh(self) -> Iterator[None]:
+        """After a pass that did not end, believe nothing: neither the ring nor the sequences."""
+        try:
+            yield
+        except BaseException:
+            self._ring = empty_ring(self._loaded.placement)
+            self._calls.current = None
+            self._drop()
+            raise
+
+    def _run(
+        self, phase: Phase, following: Phase, forward: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Run a pass of a phase, which one of the phase ``following`` follows."""
+        schedule: Schedule = self._build(phase, self._ring, following)
+        self._ring = schedule.after
+        self._loaded.enter_phase(phase)
+        self._expected, self._num_called = self._order[phase], 0
+        made: torch.Tensor = self._executor.run(schedule, forward)
+        if self._num_called != len(self._expected):
+            raise self._unlike("ends")
+        return made
+
+    def _enter(self, index: int) -> None:
+        number = self._num_called
+        if self._expected[number : number + 1] != (index,):
+            raise self._unlike(f"calls layer {index}")
+        self._executor.before(number)
+
+    def _leave(self, index: int) -> None:
+        self._executor.after(self._num_called)
+        self._num_called += 1
+
+    def _unlike(self, what: str) -> Exception:
+        return refuse(
+            f"a pass of {type(self._module).__name__} {what} after {self._num_called} calls of "
+            f"layers, unlike the pass that was recorded, which makes {len(self._expected)}"
+        )
+
+    def _record(self) -> dict[Phase, tuple[int, ...]]:
+        """Run a short text, fetching what each call needs, and note the calls of each phase."""
+        with torch.inference_mode():
+            if any(hasattr(part, "_rescale_layers") for part in self._module.modules()):
+                self._loaded.enter_stored()
+                rescale_layers(self._module)
+            text = self._begin(torch.arange(2)[None])
+            return {
+                Phase.PREFILL: self._record_pass(Phase.PREFILL, partial(text.prefill, 0, 2)),
+                Phase.DECODE: self._record_pass(
+                    Phase.DECODE, partial(text.decode, text.text[:, -1:])
+                ),
+            }
+
+    def _record_pass(self, phase: Phase, forward: Callable[[], object]) -> tuple[int, ...]:
+        loaded, placement, order = self._loaded, self._loaded.placement, list[int]()
+        loaded.enter_phase(phase)
+        slots, at_use = slots_read(placement, phase), read_at_use(placement, phase)
+
+        def enter(index: int) -> None:
+            order.append(index)
+            watch.is_watching = False
+            if index in slots:
+                self._link.copy(Copy(*slots[index]))
+                self._link.wait(Wait(*slots[index]))
+            for backend in {entry.backend(phase) for entry in at_use.get(index, ())}:
+                if backend.is_served:
+                    loaded.store.serve(Serve(phase, index, backend))
+            watch.is_watching = True
+
+        self._calls.enter = enter
+        owners = {
+            id(value): (loaded.store.layer_of(name), name)
+            for name, value in loaded.store.by_phase[phase].items()
+            if loaded.store.layer_of(name) >= 0
+        }
+        slot_of = {layer: slot for layer, (slot, _) in slots.items()}
+        watch = WeightWatch(self._calls, owners, loaded.store.slots, slot_of)
+        with watch:
+            forward()
+        uncalled = {slab.layer for slab in placement.slabs} - {*order}
+        if uncalled:
+            raise refuse(
+                f"a {phase.value} pass of {type(self._module).__name__} does not call layer "
+                f"{min(uncalled)}, whose weights are to be moved"
+            )
+        return tuple(order)
+
+
+def _choose_stored_experts(module: Any) -> None:
+    """Have experts that are held as codes multiplied by our products."""
+    experts = [part for part in module.modules() if hasattr(part, "has_gate")]
+    coded = [holds_codes(part) for part in experts]
+    if any(coded) and not all(coded):
+        raise refuse(f"{type(module).__name__} has experts of values beside experts of codes")
+    if any(coded):
+        module.set_experts_implementation(STORED_EXPERTS_NAME)
+
+
+def _check_kept(placement: Placement, order: dict[Phase, tuple[int, ...]]) -> None:
+    """Refuse what prefill leaves in the ring for decode where calls are not in the layers' order.
+
+    The store takes the last layer of each slot, in their order, to be what is left there.
+    """
+    called = order[Phase.PREFILL]
+    if kept_after_prefill(placement) and called != tuple(sorted({*called})):
+        raise refuse(
+            "the plan streams weights for prompts alone, and a pass calls layers several times or "
+            "out of their order"
+        )

@@ -1,0 +1,208 @@
+"""Transformers' own passes with offplan's movement of weights: the same bits, or a refusal."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from offplan.checkpoint.open import open_model
+from offplan.engines.export import export_plan
+from offplan.errors import CheckpointError, ExportError, InputError
+from offplan.held.held import hold, hold_stock
+from offplan.library.asking import ask
+from offplan.library.machines import load_machine
+from offplan.library.sessions import open_session as open_planned
+from offplan.plan import Workload, dump_plan
+from offplan.planner.make import make_plan
+from offplan.runtime.loading.stock import build_stock
+from offplan.runtime.measuring.stock_passes import LiveBytes, count_passes
+from offplan.runtime.model.calls import LayerCalls, WeightWatch
+from offplan.runtime.model.generation import StockGeneration
+from tests.runtime.families import (
+    BATCH,
+    PROMPT,
+    VARIANTS,
+    compare_stock,
+    draw_weights,
+    make_config,
+)
+from tests.runtime.plans import group, offload, open_session, run_greedily
+
+EXACT = """
+bamba bloom deepseek_v4 falcon falcon_h1 granitemoehybrid hrm_text jamba jetmoe kimi_linear lfm3
+longcat_flash mamba minimax mpt nemotron_h openai-gpt recurrent_gemma rwkv zaya
+"""
+"""Families that offplan's own passes refuse; HRM's call its layers several times."""
+BOTH = "deepseek_v32 gpt_neox llama qwen3_next"
+"""Families that run in both ways, one of them an encoder by its config."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*EXACT.split(), *BOTH.split()])
+def test_a_family_gives_the_same_bits(family: str) -> None:
+    outcome = compare_stock(family, slots=1)
+    assert outcome.kind == "exact", outcome.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["falcon", "nemotron_h", "deepseek_v4"])
+def test_a_family_gives_the_same_bits_in_bfloat16(family: str) -> None:
+    outcome = compare_stock(family, dtype=torch.bfloat16)
+    assert outcome.kind == "exact", outcome.why
+
+
+@pytest.fixture(scope="module")
+def falcon(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("falcon", tmp_path_factory.mktemp("falcon"))
+
+
+def save(family: str, folder: Path, variant: str = "plain") -> Path:
+    config = make_config(family, VARIANTS[variant])
+    draw_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+    return folder
+
+
+def test_offloading_moves_bytes_and_changes_nothing(falcon: Path) -> None:
+    resident = run_greedily(falcon, offload(), PROMPT, stock=True)
+    for rule in (
+        group(2, 1),
+        group(1, 1, decode="uva"),
+        group(2, 1, "mlp", prefill="uva", decode="uva"),
+    ):
+        for slots in (1, 2, 4):
+            moved = run_greedily(
+                falcon, offload(rule, prefetch_step=slots), PROMPT, stock=True, late_copies=True
+            )
+            assert all(map(torch.equal, moved, resident))
+    with open_session(falcon, offload(group(1, 1), prefetch_step=1), stock=True) as session:
+        session.prefill(PROMPT)
+        before = session.link_bytes
+        with session.stream():
+            session.decode(PROMPT[:, :1])
+        slabs = session.loaded.placement.slabs
+        assert session.link_bytes - before == sum(slab.nbytes for slab in slabs)
+
+
+def test_a_longer_prompt_than_the_plan_has_room_for_is_refused(falcon: Path) -> None:
+    decision = offload(group(2, 1), prefill_chunk=8)
+    with (
+        open_session(falcon, decision, stock=True) as session,
+        pytest.raises(InputError, match=r"14 tokens.*room for 8.*--prompt-tokens 14"),
+    ):
+        session.prefill(PROMPT)
+
+
+def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:
+    # beside passes without values: real ones, their storages counted as they come and go
+    for family in ("falcon", "nemotron_h", "gemma2"):
+        folder = save(family, tmp_path / family)
+        passes = count_passes(open_model(str(folder)))
+        assert not passes.is_estimated
+        model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+        live, prompt = LiveBytes(), torch.arange(1, 60)[None]
+        with torch.no_grad(), live:
+            text = StockGeneration(model, prompt, 128)
+            live.begin()
+            text.prefill(0, prompt.shape[1])
+            taken = live.peak - text.cache_bytes
+        tokens = prompt.shape[1]
+        predicted = sum(tokens * each + state for each, _, state in passes.caches)
+        assert text.cache_bytes <= predicted <= 1.1 * text.cache_bytes + 4096
+        of_prompt, _ = passes.activation_bytes(1, tokens, 128)
+        assert taken <= 1.1 * of_prompt + 16384
+
+
+def test_a_plan_is_for_transformers_passes_where_ours_refuse(falcon: Path) -> None:
+    machine, model = load_machine("h200-pcie5"), open_model(str(falcon))
+    workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
+    plan = make_plan(ask(model, machine, workload)).plan
+    assert plan.goal.stock
+    assert "stock: true" in dump_plan(plan)
+    assert plan.prediction.basis == "estimated"
+    assert plan.offload.packing is None
+    with open_planned(plan, device="cpu") as session:
+        assert session.prefill(PROMPT).shape == (1, 64)
+    with pytest.raises(ExportError, match="transformers' own passes"):
+        export_plan(plan, model, "vllm")
+
+
+def test_stock_can_be_asked_for(tmp_path: Path) -> None:
+    model = open_model(str(save("llama", tmp_path)))
+    machine, workload = load_machine("h200-pcie5"), Workload(prompt_tokens=14, output_tokens=8)
+    assert not make_plan(ask(model, machine, workload)).plan.goal.stock
+    plan = make_plan(ask(model, machine, workload, stock=True)).plan
+    assert plan.goal.stock
+    with pytest.raises(InputError, match="leave one of them out"):
+        ask(model, machine, workload, stock=True, engine="vllm")
+
+
+def test_choices_of_experts_are_not_recorded(falcon: Path) -> None:
+    from offplan.routing.profile import require_routing
+
+    with pytest.raises(InputError, match="transformers' own"):
+        require_routing(open_model(str(falcon)), stock=True)
+
+
+def test_encoders_are_refused_before_loading(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    with pytest.raises(CheckpointError, match="is an encoder"):
+        build_stock(open_model(str(tmp_path)))
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x)
+        return made
+
+
+def test_a_layer_that_calls_another_is_refused() -> None:
+    outer = _Nested()
+    calls = LayerCalls([outer, outer.inner])
+    with pytest.raises(CheckpointError, match="layer 0 calls layer 1"):
+        outer(torch.zeros(1, 2))
+    calls.close()
+    outer(torch.zeros(1, 2))
+
+
+def test_weights_that_are_read_outside_their_layer_are_refused() -> None:
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    calls = LayerCalls([layer, other])
+    owners = {id(layer.weight): (0, "weight of 0")}
+    with torch.inference_mode(), WeightWatch(calls, owners, [], {}):
+        layer(torch.zeros(1, 2))
+        with pytest.raises(CheckpointError, match="weight of 0 is read outside layer 0"):
+            torch.nn.functional.linear(torch.zeros(1, 2), layer.weight)
+
+
+def test_a_view_of_a_slot_is_read_by_its_layers_alone() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    calls, slot = LayerCalls(layers), torch.zeros(64, dtype=torch.uint8)
+    view = slot[:16].view(torch.float32)
+    with (
+        torch.inference_mode(),
+        WeightWatch(calls, {}, [slot], {0: 0}),
+        pytest.raises(CheckpointError, match="read outside the layers"),
+    ):
+        view.sum()
+
+
+def test_caches_of_a_stage_are_those_that_were_counted(falcon: Path) -> None:
+    model = open_model(str(falcon))
+    workload = Workload(batch=2, prompt_tokens=14, output_tokens=8, context=48)
+    stage = hold_stock(model)
+    session = open_session(falcon, offload(), stock=True)
+    with session:
+        session.prefill(BATCH)
+        text = session.runner._text
+        assert text is not None
+        tokens = BATCH.shape[1]
+        assert text.cache_bytes * workload.context // tokens == stage.cache_bytes(workload)
+    assert replace(stage, passes=None).cache_bytes(workload) > 0
+    assert hold(model, stock=True).passes is None
