@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from offplan.runtime.loading.skeleton import has_named_layers
 from offplan.runtime.refusal import refuse, refuse_config
 from offplan.runtime.transformers_private import compute_buffers
 
@@ -60,7 +61,8 @@ def materialise_buffers(
                     buffers[name] = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
                     made[f"{path}.{name}".lstrip(".")] = buffers, name
     # a model may compute those of its layers (Falcon-H1), as the last, as where it is initialised
-    with_buffers |= dict.fromkeys(reversed(models)) if made else {}
+    if made and has_named_layers(skeleton):  # whole, as transformers builds it
+        with_buffers |= dict.fromkeys(reversed(models))
     for module in with_buffers:
         try:
             compute_buffers(owners[module], module)
