@@ -21,6 +21,7 @@ ARROWS = {
     "choices": [],
     "hostmem": ["errors", "units"],
     "forms": ["errors"],
+    "hostcores": ["errors", "forms"],
     "checkpoint": ["errors", "units", "progress", "kept", "forms"],
     "machine": ["records", "progress", "kept", "hostmem", "choices", "ranks"],
     "segments": [],
@@ -44,6 +45,7 @@ ARROWS = {
     "runtime.transformers_private": [],
     "runtime.forms": [
         "kernel_sizes",
+        "hostcores",
         "runtime.gpu_limits",
         "runtime.transformers_private",
         "runtime.refusal",
