@@ -91,7 +91,8 @@ class Matrix(Structure):
             (name, c_int64)
             for name in (
                 *("num_out", "num_in", "kind", "scale_type", "zero_type", "scale_rows"),
-                *("scale_columns", "row_scales", "whole_rows", "whole_divides", "unsigned_codes"),
+                *("scale_columns", "row_scales", "whole_rows", "whole_divides", "rows_ahead"),
+                "unsigned_codes",
             )
         ),
         ("factor", c_double),

@@ -11,7 +11,9 @@ namespace {
 typedef __m256i Bits;
 typedef __m256 Floats;
 
-INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T1); }
+INLINE void prefetch(const uint8_t* p, int64_t ahead) {
+  _mm_prefetch((const char*)p + ahead, _MM_HINT_T1);
+}
 INLINE Bits load(const void* p) { return _mm256_loadu_si256((const Bits*)p); }
 INLINE __m128i load_half(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
 INLINE float total(Floats v) {
@@ -36,7 +38,7 @@ struct Raw {
   INLINE Run run(const Matrix& a, int64_t r, int64_t c) {
     return {a.part[CODES] + (r * a.num_in + 32 * c) * 2, nullptr, nullptr, 0};
   }
-  INLINE void fetch(const Run& p, int64_t) { prefetch(p.codes); }
+  INLINE void fetch(const Run& p, int64_t, int64_t ahead) { prefetch(p.codes, ahead); }
   INLINE Run pad(const Run& p, int64_t left, uint8_t* to) {
     memcpy(to, p.codes, 2 * left);
     return {to, nullptr, nullptr, 0};
@@ -56,8 +58,8 @@ struct Fp8 {  // by way of a half, which is a 256th of the value
   INLINE Run run(const Matrix& a, int64_t r, int64_t c) {
     return {a.part[CODES] + r * a.num_in + 32 * c, nullptr, nullptr, 0};
   }
-  INLINE void fetch(const Run& p, int64_t c) {
-    if (!(c & 1)) prefetch(p.codes);
+  INLINE void fetch(const Run& p, int64_t c, int64_t ahead) {
+    if (!(c & 1)) prefetch(p.codes, ahead);
   }
   INLINE Run pad(const Run& p, int64_t left, uint8_t* to) {
     memcpy(to, p.codes, left);
@@ -83,10 +85,9 @@ struct Packed {
     return {codes, codes + half, a.part[EXPONENTS] + r * half + 16 * c,
             a.part[BASES][(r / BLOCK * blocks + 16 * c / BASE_BYTES) * BLOCK + r % BLOCK]};
   }
-  INLINE void fetch(const Run& p, int64_t c) {
+  INLINE void fetch(const Run& p, int64_t c, int64_t ahead) {
     if (c & 3) return;
-    prefetch(p.codes), prefetch(p.second);
-    _mm_prefetch((const char*)p.exponents + AHEAD / 2, _MM_HINT_T1);
+    prefetch(p.codes, ahead), prefetch(p.second, ahead), prefetch(p.exponents, ahead / 2);
   }
   INLINE Run pad(const Run& p, int64_t left, uint8_t* to) {
     memcpy(to, p.codes, left), memcpy(to + 16, p.second, left);
@@ -118,6 +119,7 @@ static void multiply_floats(const Matrix& a, const uint8_t* const* x, float* con
                             int64_t first, int64_t stop, int64_t out) {
   const int64_t width = Form::IN_HALVES ? 16 : 32, end = Form::IN_HALVES ? a.num_in / 2 : a.num_in;
   const int64_t whole = end / width, chunks = a.chunks();
+  const Ahead ahead = look_ahead(a.row_bytes(), chunks, a.run_bytes(), ROWS);
   float scales[Form::HAS_SCALES ? ROWS : 1][Form::HAS_SCALES ? MOST_COLUMNS / CHUNK : 1];
   for (int64_t r = first; r < stop; r += ROWS) {
     Floats sums[ROWS][INPUTS];
@@ -142,12 +144,12 @@ static void multiply_floats(const Matrix& a, const uint8_t* const* x, float* con
         Floats part[INPUTS];
         for (int m = 0; m < INPUTS; m++)
           part[m] = Form::HAS_SCALES ? _mm256_setzero_ps() : sums[i][m];
-        const int64_t stop_c = std::min((g + 1) * PER, whole);
+        const int64_t stop_c = std::min((g + 1) * PER, whole), further = ahead.of(g);
         if (g * PER + PER <= whole) {
 #pragma GCC unroll 4
           for (int64_t d = 0; d < PER; d++) {
             const Run p = Form::run(a, r + i, g * PER + d);
-            Form::fetch(p, g * PER + d);
+            Form::fetch(p, g * PER + d, further);
             step(p, g * PER + d, part);
           }
         } else {
@@ -241,6 +243,7 @@ static void multiply_words(const Matrix& a, const uint8_t* const* x, float* cons
                            int64_t first, int64_t stop, int64_t out) {
   const int64_t chunks = a.chunks(), whole = a.num_in / CHUNK, row_bytes = a.row_bytes();
   const int64_t chunk_bytes = IS_BYTES ? CHUNK : CHUNK / 2;
+  const Ahead ahead = look_ahead(row_bytes, chunks, chunk_bytes, ROWS);
   const Bits low_half = _mm256_set1_epi8(15), none = _mm256_setzero_si256();
   const Bits table = load(IS_FLOAT ? FP4_TABLE : INT4_TABLE);
   const Bits flip = _mm256_set1_epi8(a.unsigned_codes ? -128 : 0);
@@ -320,8 +323,8 @@ static void multiply_words(const Matrix& a, const uint8_t* const* x, float* cons
 #pragma GCC unroll 4
       for (int i = 0; i < ROWS; i++) {
         const uint8_t* p = a.part[CODES] + (r + i) * row_bytes + c * chunk_bytes;
-        prefetch(p);
-        if (IS_BYTES) prefetch(p + 64);
+        prefetch(p, ahead.of(c));
+        if (IS_BYTES) prefetch(p + 64, ahead.of(c));
         step(p, i, c);
       }
     if (whole < chunks)
@@ -419,8 +422,7 @@ static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, 
 
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                  int64_t first, int64_t stop) {
-  const char* codes = (const char*)a.part[CODES] + first * a.row_bytes();
-  for (int64_t at = 0; at < AHEAD; at += 64) _mm_prefetch(codes + at, _MM_HINT_T1);
+  fetch_first(a, first);
   choose(a, [&](auto form) { all_rows<decltype(form)>(a, x, y, num, first, stop); });
   if (a.kind != PACKED) return;
   const int32_t *patches = (const int32_t*)a.part[PATCHES],

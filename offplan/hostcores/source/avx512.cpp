@@ -9,7 +9,9 @@ namespace {
 typedef __m512i Bits;
 typedef __m512 Floats;
 
-INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p + AHEAD, _MM_HINT_T1); }
+INLINE void prefetch(const uint8_t* p, int64_t ahead) {
+  _mm_prefetch((const char*)p + ahead, _MM_HINT_T1);
+}
 INLINE Floats add_products(Floats sum, Bits weights, Bits inputs) {
   return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)inputs);
 }
@@ -36,10 +38,10 @@ struct Raw {
     return {a.part[CODES] + r * 2 * a.num_in, 2 * a.num_in};
   }
   template <bool TAIL>
-  INLINE void decode(const Row& r, int64_t c, Bits v[4]) {
+  INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     for (int i = 0; i < 4; i++) {
       const int64_t at = c * 256 + i * 64;
-      if (!TAIL) prefetch(r.codes + at);
+      if (!TAIL) prefetch(r.codes + at, ahead);
       v[i] = load<TAIL>(r.codes + at, r.bytes - at);
     }
   }
@@ -61,13 +63,13 @@ struct Fp8 : Bytes {
   static const int SCALES = 1;
   static const bool ZERO = false;
   template <bool TAIL>
-  INLINE void decode(const Row& r, int64_t c, Bits v[4]) {
+  INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits h0 = _mm512_load_si512(FP8_HIGH), h1 = _mm512_load_si512(FP8_HIGH + 64);
     const Bits l0 = _mm512_load_si512(FP8_LOW), l1 = _mm512_load_si512(FP8_LOW + 64);
     const Bits sign = _mm512_set1_epi8(-128);
     for (int h = 0; h < 2; h++) {
       const int64_t at = c * CHUNK + h * 64;
-      if (!TAIL) prefetch(r.codes + at);
+      if (!TAIL) prefetch(r.codes + at, ahead);
       Bits w = load<TAIL>(r.codes + at, r.bytes - at);
       Bits high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(h0, w, h1), w, sign, 0xF8);
       Bits low = _mm512_permutex2var_epi8(l0, w, l1);
@@ -82,13 +84,13 @@ struct Int8 : Bytes {
   static const int SCALES = 1;
   static const bool ZERO = WITH_ZERO;
   template <bool TAIL>
-  INLINE void decode(const Row& r, int64_t c, Bits v[4]) {
+  INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits h0 = _mm512_load_si512(INT8_HIGH), h1 = _mm512_load_si512(INT8_HIGH + 64);
     const Bits l0 = _mm512_load_si512(INT8_LOW), l1 = _mm512_load_si512(INT8_LOW + 64);
     const Bits sign = _mm512_set1_epi8(-128);
     for (int h = 0; h < 2; h++) {
       const int64_t at = c * CHUNK + h * 64;
-      if (!TAIL) prefetch(r.codes + at);
+      if (!TAIL) prefetch(r.codes + at, ahead);
       Bits w = _mm512_xor_si512(load<TAIL>(r.codes + at, r.bytes - at), r.flip);
       Bits size = _mm512_abs_epi8(w);
       const __mmask64 is_128 = _mm512_movepi8_mask(size);  // of which the table has no entry
@@ -116,9 +118,9 @@ struct Halves {
     return {a.part[CODES] + r * (a.num_in / 2), a.num_in / 2};
   }
   template <bool TAIL>
-  INLINE void decode(const Row& r, int64_t c, Bits v[4]) {
+  INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits table = _mm512_load_si512(IS_FLOAT ? FP4_TABLE : INT4_TABLE);
-    if (!TAIL) prefetch(r.codes + c * 64);
+    if (!TAIL) prefetch(r.codes + c * 64, ahead);
     Bits w = load<TAIL>(r.codes + c * 64, r.bytes - c * 64);  // what is beyond meets zeros
     v[0] = _mm512_permutexvar_epi16(w, table);
     v[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 4), table);
@@ -135,23 +137,25 @@ struct Packed {
   struct Row {
     const uint8_t *codes, *exponents, *bases;
     int64_t half;
+    Ahead exponents_ahead;
   };
   INLINE Row row(const Matrix& a, int64_t r) {
     const int64_t half = a.num_in / 2, blocks = (half + BASE_BYTES - 1) / BASE_BYTES;
     return {a.part[CODES] + r * a.num_in, a.part[EXPONENTS] + r * half,
-            a.part[BASES] + r / BLOCK * blocks * BLOCK + r % BLOCK, half};
+            a.part[BASES] + r / BLOCK * blocks * BLOCK + r % BLOCK, half,
+            look_ahead(half, a.chunks(), 64, 4)};
   }
   template <bool TAIL>
-  INLINE void decode(const Row& r, int64_t c, Bits v[4]) {
+  INLINE void decode(const Row& r, int64_t c, Bits v[4], int64_t ahead) {
     const Bits low_half = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
     const Bits base = _mm512_set1_epi8((char)r.bases[c / 2 * BLOCK]);
-    if (!TAIL) _mm_prefetch((const char*)r.exponents + 64 * c + AHEAD / 2, _MM_HINT_T1);
+    if (!TAIL) prefetch(r.exponents + 64 * c, r.exponents_ahead.of(c));
     Bits both = load<TAIL>(r.exponents + 64 * c, r.half - 64 * c);
     Bits codes[2] = {_mm512_and_si512(both, low_half),
                      _mm512_and_si512(_mm512_srli_epi16(both, 4), low_half)};
     for (int h = 0; h < 2; h++) {
       const uint8_t* p = r.codes + h * r.half + 64 * c;
-      if (!TAIL) prefetch(p);
+      if (!TAIL) prefetch(p, ahead);
       Bits w = load<TAIL>(p, r.half - 64 * c);
       const __mmask64 is_code = _mm512_test_epi8_mask(codes[h], codes[h]);
       Bits exponent = _mm512_maskz_add_epi8(is_code, codes[h], base);
@@ -191,6 +195,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
                      int64_t stop, int64_t out) {
   const int64_t chunks = a.chunks(), whole = a.num_in / CHUNK;
   constexpr int G = Form::SCALES;
+  const Ahead ahead = look_ahead(a.row_bytes(), chunks, a.run_bytes(), ROWS);
   alignas(64) float scales[G ? ROWS : 1][G ? MOST_COLUMNS / CHUNK * G : 1];
   alignas(64) float zeros[Form::ZERO ? ROWS : 1][Form::ZERO ? MOST_COLUMNS / CHUNK * G : 1];
   for (int64_t r = first; r < stop; r += ROWS) {
@@ -204,9 +209,10 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
     }
     auto step = [&](auto tail, int64_t c) __attribute__((always_inline)) {
       constexpr bool TAIL = decltype(tail)::value;
+      const int64_t further = ahead.of(c);
       Bits v[ROWS][4];
 #pragma GCC unroll 4
-      for (int i = 0; i < ROWS; i++) Form::template decode<TAIL>(rows[i], c, v[i]);
+      for (int i = 0; i < ROWS; i++) Form::template decode<TAIL>(rows[i], c, v[i], further);
 #pragma GCC unroll 8
       for (int m = 0; m < INPUTS; m++) {
         const uint8_t* inputs = x[m] + c * CHUNK * 2;
@@ -357,13 +363,7 @@ static void prepare(const Matrix& a, const uint16_t* x, uint8_t* prepared) {
 
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                  int64_t first, int64_t stop) {
-  // what the loops below only read ahead of themselves
-  const char* codes = (const char*)a.part[CODES] + first * a.row_bytes();
-  for (int64_t at = 0; at < AHEAD; at += 64) _mm_prefetch(codes + at, _MM_HINT_T1);
-  if (a.kind == PACKED) {
-    const char* exponents = (const char*)a.part[EXPONENTS] + first * a.num_in / 2;
-    for (int64_t at = 0; at < AHEAD / 2; at += 64) _mm_prefetch(exponents + at, _MM_HINT_T1);
-  }
+  fetch_first(a, first);
   choose(a, [&](auto form) { all_rows<decltype(form)>(a, x, y, num, first, stop); });
   if (a.kind == PACKED) patch(a, x, y, num, first, stop);
 }

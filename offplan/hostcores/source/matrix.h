@@ -32,6 +32,7 @@ struct Matrix {
   int64_t row_scales;                 // scales of a row
   int64_t whole_rows;                 // rows that share one of the scales of scales
   int64_t whole_divides;              // whether these divide
+  int64_t rows_ahead;                 // rows that loops are to read ahead of themselves
   int64_t unsigned_codes;             // whether the codes of whole numbers are moved up by half
   double factor;                      // what all values are multiplied by
 
@@ -47,7 +48,28 @@ struct Matrix {
   __attribute__((always_inline)) inline int64_t row_bytes() const {
     return kind == RAW ? 2 * num_in : kind == FP4 || kind == INT4 ? num_in / 2 : num_in;
   }
+  // Bytes of a chunk that lie in a run.
+  __attribute__((always_inline)) inline int64_t run_bytes() const {
+    return kind == RAW ? 2 * CHUNK : kind == FP8 || kind == INT8 ? CHUNK : CHUNK / 2;
+  }
 };
+
+// How far ahead of a chunk loops are to read, which take so many rows at a time: into the rest of
+// the same rows, or beyond their end into the rows that come next.
+struct Ahead {
+  int64_t last, within, beyond;
+  __attribute__((always_inline)) inline int64_t of(int64_t chunk) const {
+    return chunk < last ? within : beyond;
+  }
+};
+// Of rows of so many bytes and chunks, where `width` bytes of a chunk lie in a run.
+static inline Ahead look_ahead(int64_t row_bytes, int64_t chunks, int64_t width, int64_t rows) {
+  const int64_t distance = AHEAD / (rows * width);
+  if (distance < chunks)
+    return {chunks - distance, distance * width, rows * row_bytes - (chunks - distance) * width};
+  const int64_t groups = (distance + chunks / 2) / chunks;
+  return {0, 0, groups * rows * row_bytes};
+}
 
 // The products of one instruction set.
 struct Kernels {

@@ -29,27 +29,49 @@ INLINE void convert(const uint8_t* from, int64_t size, int64_t count, float* to,
 // Repeat what groups have for each chunk, where a group has several, and pad the last one.
 INLINE void spread(const Matrix& a, float* to) {
   const int64_t chunks = a.chunks(), groups = a.row_scales;
+  if (a.scale_columns == CHUNK) return;
   if (scales_of_chunk(a) == 1)
     for (int64_t c = chunks - 1; c >= 0; c--) {
-      int64_t group = groups == 1 ? 0 : c * CHUNK / a.scale_columns;
+      const int64_t group = groups == 1 ? 0 : c * CHUNK / a.scale_columns;
       to[c] = to[group];
     }
   else
     for (int64_t i = groups; i < chunks * scales_of_chunk(a); i++) to[i] = 0;
 }
 
+// Fetch what loops that begin at row `first` only read ahead of themselves.
+static inline void fetch_first(const Matrix& a, int64_t first) {
+  const int64_t rows = 4, row_bytes = a.row_bytes();
+  const int64_t each = row_bytes < AHEAD / rows ? row_bytes : AHEAD / rows;
+  for (int64_t i = 0; i < rows; i++) {
+    const char* codes = (const char*)a.part[CODES] + (first + i) * row_bytes;
+    for (int64_t at = 0; at < each; at += 64) _mm_prefetch(codes + at, _MM_HINT_T1);
+    if (a.kind != PACKED) continue;
+    const char* exponents = (const char*)a.part[EXPONENTS] + (first + i) * row_bytes / 2;
+    for (int64_t at = 0; at < each / 2; at += 64) {
+      _mm_prefetch(codes + row_bytes / 2 + at, _MM_HINT_T1);
+      _mm_prefetch(exponents + at, _MM_HINT_T1);
+    }
+  }
+}
+
+// Divide without the instruction, which takes as long as a hundred weights, where that can be.
+INLINE int64_t shared_row(int64_t r, int64_t rows) {
+  return rows == 1 ? r : rows == 128 ? r / 128 : (int64_t)((uint32_t)r / (uint32_t)rows);
+}
+
 // Make the scales of row `r`, for each chunk of the row scales_of_chunk(a) of them.
 static inline void row_scales(const Matrix& a, int64_t r, float* to) {
   static const int64_t SIZES[] = {0, 4, 2, 2, 1, 1};
   const int64_t groups = a.row_scales, size = SIZES[a.scale_type];
-  const uint8_t* from = a.part[SCALES] + r / a.scale_rows * groups * size;
-  // those of rows that the loops are about to come to
-  const int64_t rows_ahead = 4 + AHEAD / a.row_bytes();
-  for (int64_t at = 0; at < groups * size; at += 64)
-    _mm_prefetch((const char*)from + rows_ahead * groups * size / a.scale_rows + at, _MM_HINT_T1);
+  const uint8_t* from = a.part[SCALES] + shared_row(r, a.scale_rows) * groups * size;
+  if (a.scale_rows == 1) {  // those of rows that the loops are about to come to
+    const char* next = (const char*)from + a.rows_ahead * groups * size;
+    for (int64_t at = 0; at < groups * size; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+  }
   float whole = (float)a.factor;
   if (a.part[WHOLE]) {
-    float said = ((const float*)a.part[WHOLE])[r / a.whole_rows];
+    float said = ((const float*)a.part[WHOLE])[shared_row(r, a.whole_rows)];
     whole = a.whole_divides ? whole / said : whole * said;
   }
   const __m256 by = _mm256_set1_ps(whole);
@@ -90,7 +112,7 @@ static inline void row_scales(const Matrix& a, int64_t r, float* to) {
 static inline void row_zeros(const Matrix& a, int64_t r, float* to) {
   const int64_t groups = a.row_scales, bits = a.kind == INT4 ? 4 : 8, per = 32 / bits;
   if (a.zero_type == BYTES) {
-    const int8_t* from = (const int8_t*)a.part[ZEROS] + r / a.scale_rows * groups;
+    const int8_t* from = (const int8_t*)a.part[ZEROS] + shared_row(r, a.scale_rows) * groups;
     for (int64_t g = 0; g < groups; g++) to[g] = from[g];
   } else {
     const uint32_t* from = (const uint32_t*)a.part[ZEROS] + r / per * groups;
