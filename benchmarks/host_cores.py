@@ -65,7 +65,16 @@ def main() -> None:
         "mib": options.mib,
     }
     made = {name: bench.time_form(name, options.mib << 20) for name in options.form}
-    print(json.dumps({**facts, "read_gb_per_s": round(statistics.median(bench.reads) / 1e9, 2), "forms": made}, indent=2))
+    print(
+        json.dumps(
+            {
+                **facts,
+                "read_gb_per_s": round(statistics.median(bench.reads) / 1e9, 2),
+                "forms": made,
+            },
+            indent=2,
+        )
+    )
 
 
 class Bench:

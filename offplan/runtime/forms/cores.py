@@ -136,9 +136,7 @@ def multiply(
     x = x.contiguous()
     out = x.new_empty(len(x), weight.num_out, dtype=torch.float32 if precise else x.dtype)
     assert x.shape[1] == weight.num_in and x.dtype == torch.bfloat16
-    team.multiply(
-        cores.Dense(kernels, weight, len(x), x.data_ptr(), out.data_ptr(), int(precise))
-    )
+    team.multiply(cores.Dense(kernels, weight, len(x), x.data_ptr(), out.data_ptr(), int(precise)))
     return out
 
 
