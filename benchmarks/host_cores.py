@@ -3,10 +3,10 @@
     python -m benchmarks.host_cores [--threads N] [--instructions avx2] [--form fp8 ...] [--mib 192]
 
 Each sample lies between two reads of as many bytes by the same threads, and its ratio is to their
-mean: 1 is what the memory gives. Samples whose two reads differ by more than 15 % are left out.
-One thread is timed by its own clock, which stands while others have the core. A matrix of ``--mib`` is multiplied by 1, 2, 4 and 8 rows; eight
-experts of one token are sent through gate and up, SiLU and down as one region; so are 8 tokens of
-two experts each that share eight. No GPU is needed. Other load on the machine shows in the spread.
+mean: 1 is what the memory gives. Samples whose two reads differ by more than 15 % are left out. One
+thread is timed by its own clock, which stands while others have the core. A matrix of ``--mib`` is
+multiplied by 1, 2, 4 and 8 rows; eight experts of one token are sent through gate and up, SiLU and
+down as one region; so are 8 tokens of two experts each that share eight. No GPU is needed.
 """
 
 import argparse
@@ -87,6 +87,7 @@ class Bench:
         self.reads: list[float] = []
 
     def time_form(self, name: str, num_bytes: int) -> dict[str, object]:
+        """Time the products of a form; returns what is printed of them."""
         rows = int(num_bytes / BYTES_OF_WEIGHT.get(name, 0.5) / COLUMNS) // 64 * 64
         parts = make_parts(name, (rows, COLUMNS))
         weight = cores.describe(FORMS[name], parts)
@@ -99,7 +100,6 @@ class Bench:
                 return cores.multiply(self._team, self._kernels, weight, x)
 
             made[f"{num} rows"] = self._time(run, taken)
-        del parts, weight
         made |= self._time_experts(name)
         return made
 

@@ -211,7 +211,8 @@ class Rule(Record):
             if self.group_size is not None or self.num_in_group is not None:
                 raise ValueError("a rule has either max_bytes or group_size and num_in_group")
             if self.prefill is not self.decode or self.decode.streams:
-                names = " or ".join(b.name for b in BACKENDS.values() if not b.streams)
+                both = (b for b in BACKENDS.values() if not b.streams and len(b.phases) == 2)
+                names = " or ".join(b.name for b in both)
                 raise ValueError(
                     f"a max_bytes rule is read in place: prefill and decode are {names}"
                 )

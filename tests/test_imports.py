@@ -51,7 +51,7 @@ ARROWS = {
         "runtime.refusal",
         "checkpoint",
     ],
-    "runtime.memory": ["runtime.device", "hostmem", "schedule"],
+    "runtime.memory": ["runtime.device", "runtime.forms", "hostmem", "schedule"],
     "runtime.model": ["runtime.forms", "placement"],
     "runtime.loading": ["runtime.memory", "runtime.model"],
     "runtime.passes": ["runtime.loading", "routing"],

@@ -44,7 +44,7 @@ def find_floor(
     routing). ``resident_ps`` are the fastest prompt and decode step with everything resident;
     ``elsewhere_ps`` the same of a pipeline's other stages, which come on top.
     """
-    rate = max(backend.rate(machine).value for backend in BACKENDS.values())
+    rate = max(backend.rate(machine).value for backend in BACKENDS.values() if backend.is_usual)
     tokens = workload.batch * workload.prompt_tokens, workload.batch
     prefill_bytes, decode_bytes = (
         min(_least_read(stage, missing, each) for stage, missing in ways) for each in tokens

@@ -165,6 +165,9 @@ class MachineProfile(Record):
     """NUMA nodes of the host that have cores; absent where the kernel lists none."""
     gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
+    cores: Figure[LinkRate] | None = None
+    """The host's memory as its cores read weights that they multiply by one row; absent is as a
+    desktop's two channels of DDR5 have it."""
     peer: Figure[LinkRate] | None = None
     """Device memory of a second GPU to this one, one large DMA."""
     peer_latency: Figure[ShortTime] | None = None
@@ -186,6 +189,11 @@ class MachineProfile(Record):
         # the fingerprints that plans name; host memory is older, and always counted
         content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def cores_rate(self) -> Figure[float]:
+        """``cores``, or what is assumed in its place."""
+        return self.cores if self.cores is not None else ASSUMED_CORES
 
     @cached_property
     def timed_layers(self) -> frozenset[str]:
@@ -271,6 +279,16 @@ class MachineProfile(Record):
         reads = self.in_place_reads or ()
         found = (each.factor for each in reads if (each.shape, each.tokens) == (shape, tokens))
         return next(found, None)
+
+
+ASSUMED_CORES = Figure[LinkRate].model_validate(
+    {
+        "value": 60e9,
+        "basis": "estimated",
+        "source": "two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds",
+    }
+)
+"""What the host's cores are taken to read where a profile does not say."""
 
 
 class PeerStoreProfile(MachineProfile):

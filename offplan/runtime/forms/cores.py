@@ -4,7 +4,7 @@ What the C++ library is told of a weight: addresses and sizes, no copy. Inputs a
 bfloat16. Weights, biases and whatever else a product reads lie in memory of the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,11 +13,12 @@ import torch
 
 from offplan.forms.form import BITS, FP4_GROUPS, RAW, Form, Kind, Part, WordOrder
 from offplan.hostcores import library as cores
-from offplan.hostcores.build import refuse
-from offplan.hostcores.library import Activation, Experts, Matrix, Place, ScaleType, ZeroType
+from offplan.hostcores.build import refuse as refuse
+from offplan.hostcores.library import Activation, Place, ScaleType, ZeroType
+from offplan.hostcores.library import Experts as Experts
+from offplan.hostcores.library import Matrix as Matrix
 from offplan.runtime.forms.operands import is_stacked
 from offplan.runtime.forms.reference import E2M1, PER_127, Parts, block_of, codes_of
-from offplan.runtime.forms.stored import StoredWeight
 from offplan.runtime.transformers_private import apply_gate
 
 _KINDS = {
@@ -135,7 +136,8 @@ def multiply(
     """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out], or float32."""
     x = x.contiguous()
     out = x.new_empty(len(x), weight.num_out, dtype=torch.float32 if precise else x.dtype)
-    assert x.shape[1] == weight.num_in and x.dtype == torch.bfloat16
+    assert x.shape[1] == weight.num_in, x.shape
+    assert x.dtype == torch.bfloat16, x.dtype
     team.multiply(cores.Dense(kernels, weight, len(x), x.data_ptr(), out.data_ptr(), int(precise)))
     return out
 
@@ -214,31 +216,21 @@ def _is_number(experts: Any, name: str) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def describe_experts(experts: Any) -> Experts:
-    """Describe a layer's experts, whose weights the cores multiply; raises OffplanError.
+def describe_experts(
+    experts: Any, up: Matrix, down: Matrix, biases: Sequence[torch.Tensor] | None
+) -> Experts:
+    """Describe a layer's experts by their weights, and biases of bfloat16; raises OffplanError.
 
-    The description is of use while their weights and biases stay where they are.
+    The description is of use while weights and biases stay where they are.
     """
     gate = find_gate(experts)
-    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    up, down = (describe(*form_and_parts(experts, name)) for name in names)
     made = Experts(up=up, down=down, num_experts=experts.num_experts)
     made.is_gated, made.activation = gate.is_gated, gate.activation
     made.is_interleaved, made.offset = gate.is_interleaved, gate.offset
     made.alpha, made.limit = gate.alpha, gate.limit
-    if experts.has_bias:
-        biases = [getattr(experts, f"{name}_bias") for name in names]
+    if biases is not None:
         made.up_bias, made.down_bias = (each.data_ptr() for each in biases)
     return made
-
-
-def form_and_parts(module: Any, name: str) -> tuple[Form, Parts]:
-    """Return the stored form of a module's weight, and its parts."""
-    own = vars(module)
-    stored: StoredWeight | None = own.get("stored_experts", {}).get(name, own.get("stored"))
-    if stored is None:
-        return RAW, {Part.WEIGHT: getattr(module, name)}
-    return stored.form, stored.of(module)
 
 
 def send(
@@ -259,7 +251,8 @@ def send(
     x, chosen = hidden_states.contiguous(), top_k_index.long().contiguous()
     factors = top_k_weights.float().contiguous()
     out = torch.empty_like(x, dtype=torch.float32 if precise else x.dtype)
-    assert x.dtype == torch.bfloat16 and x.shape[1] == experts.up.num_in
+    assert x.shape[1] == experts.up.num_in, x.shape
+    assert x.dtype == torch.bfloat16, x.dtype
     task = Experts.from_buffer_copy(experts)
     task.kernels, task.precise = kernels, int(precise)
     task.num_tokens, task.num_chosen = chosen.shape

@@ -14,6 +14,7 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
+from offplan.runtime.loading.by_cores import ByCoresModule, give_to_cores, let_compute
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
@@ -48,6 +49,8 @@ class LoadedModel:
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
         self._places = find_places(self.module)
+        self._by_cores: list[ByCoresModule] = []
+        """Modules that the host's cores compute in decode."""
         self._phase: Phase | None = None
         """The phase whose parameters are in place; None where they may be mixed."""
         materialise_buffers(self.module, device)
@@ -69,6 +72,8 @@ class LoadedModel:
             heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident)
             self._check(targets)
+            self._by_cores = give_to_cores(self.module, self.store, loaded)
+            self._phase = None
         except BaseException:
             self.close()
             raise
@@ -80,6 +85,7 @@ class LoadedModel:
         self._phase = None  # until all of them are
         assign(self._places, self.store.by_phase[phase])
         mark_in_place(self.module, self.store.in_place[phase])
+        let_compute(self._by_cores, phase)
         self._phase = phase
 
     def close(self) -> None:

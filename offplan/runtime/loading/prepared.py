@@ -11,6 +11,7 @@ from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
 from offplan.placement import Placement, place
 from offplan.plan import Offload
+from offplan.runtime.loading.by_cores import check_cores
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded
@@ -43,7 +44,7 @@ def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
 
     Raises PlanError for rules that do not fit the model, CheckpointError for a model that cannot
     run or files whose headers do not fit it, MemoryLimitError where the host's memory or a second
-    GPU is lacking.
+    GPU is lacking, OffplanError where the host's cores cannot compute what the plan gives them.
     """
     stage = hold(model, offload.packing)
     placement = place(stage, offload)
@@ -54,6 +55,7 @@ def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
     state = module.state_dict()
     wanted = {name: state[name] for name in targets}
     offloaded = find_offloaded(placement, targets, wanted)
+    check_cores(module, placement, offloaded, wanted, getattr(torch, model.dtype))
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))
     return Prepared(stage, placement, module, targets, wanted, offloaded, peer)

@@ -8,6 +8,7 @@ from torch import nn
 
 from offplan.backends import Backend
 from offplan.placement import Phase
+from offplan.runtime.forms import cores
 
 
 class Server(Protocol):
@@ -50,5 +51,27 @@ class InPlace:
         """Do nothing: it took no memory."""
 
 
-SERVERS: dict[Backend, Callable[[torch.device], Server]] = {Backend.UVA: InPlace}
+class ByCores(InPlace):
+    """Has the host's cores multiply weights where they lie; what is no matrix is read in place.
+
+    Which modules these are is found by ``runtime.loading.by_cores``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Load the library, compiled first where it is not there yet; raises OffplanError."""
+        if device.type != "cpu":
+            raise cores.refuse(f"runs on the CPU device alone as yet, found {device}")
+        library = cores.load()
+        self.kernels = library.kernels()
+        self.team = library.team_of_caller(torch.get_num_threads())
+
+    def close(self) -> None:
+        """End the threads."""
+        self.team.close()
+
+
+SERVERS: dict[Backend, Callable[[torch.device], Server]] = {
+    Backend.UVA: InPlace,
+    Backend.HOST: ByCores,
+}
 """What serves each backend that reads at use on a device; the ring serves those that stream."""

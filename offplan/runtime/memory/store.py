@@ -83,6 +83,8 @@ class WeightStore:
         """Views that each phase computes with, by parameter name, once all is page-locked."""
         self.in_place: dict[Phase, set[str]] = {phase: set() for phase in Phase}
         """Names of the parameters that each phase reads where they lie off the device."""
+        self.by_cores: dict[Phase, set[str]] = {phase: set() for phase in Phase}
+        """Names of the parameters that the host's cores read where they lie."""
         self.servers: dict[Backend, Server] = {}
         """What serves each backend that reads at use."""
         self.fetched: dict[tuple[Phase, int, int], nn.Parameter] = {}
@@ -149,6 +151,8 @@ class WeightStore:
                     views[name] = self._server(backend).view(phase, layer, stored)
                 if views[name] is stored:
                     self.in_place[phase].add(name)
+                    if backend.is_by_cores:
+                        self.by_cores[phase].add(name)
                 else:
                     self.fetched[phase, layer, offset] = views[name]
         return views
