@@ -25,6 +25,7 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=of
 _DEFINES = (f"-DPATCH_ROWS={PATCH_ROWS}", f"-DBASE_BYTES={BASE_BYTES}")
 _FILES = {
     "library.cpp": ("-march=x86-64",),
+    "coordinator.cpp": ("-march=x86-64",),
     "products.cpp": ("-march=x86-64",),
     "avx2.cpp": ("-march=x86-64-v3",),
     "avx512.cpp": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"),

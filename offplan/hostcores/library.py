@@ -6,7 +6,17 @@ Nothing here knows tensors: whoever calls sees to it that what addresses point t
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_double,
+    c_float,
+    c_int64,
+    c_uint8,
+    c_uint32,
+    c_void_p,
+)
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -138,6 +148,17 @@ class Experts(Structure):
     )
 
 
+class Words(Structure):
+    """The words by which a stream and the coordinator tell each other; see ``coordinator.h``."""
+
+    _fields_ = (
+        ("bell", c_uint32),
+        ("_", c_uint8 * 60),
+        ("answer", c_uint32),
+        ("_end", c_uint8 * 60),
+    )
+
+
 class Team:
     """Threads that compute one product at a time, all of them together."""
 
@@ -191,7 +212,13 @@ class Library:
         calls.offplan_multiply_experts.argtypes = [c_void_p, c_void_p]
         calls.offplan_multiply.restype = calls.offplan_multiply_experts.restype = c_int64
         calls.offplan_read.argtypes = [c_void_p, c_void_p, c_int64]
-        for which, structure in enumerate((Matrix, Dense, Experts)):
+        calls.offplan_coordinator.argtypes = [c_void_p, c_void_p, c_int64]
+        calls.offplan_coordinator.restype = c_void_p
+        calls.offplan_add_job.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
+        calls.offplan_trouble.argtypes = calls.offplan_end_coordinator.argtypes = [c_void_p]
+        for name in ("add_job", "trouble", "end_coordinator"):
+            getattr(calls, f"offplan_{name}").restype = c_int64
+        for which, structure in enumerate((Matrix, Dense, Experts, Words)):
             assert calls.offplan_sizes(which) == ctypes.sizeof(structure), structure
         bits = calls.offplan_instruction_sets()
         self.instruction_sets = [each for each in InstructionSet if bits >> each & 1]

@@ -33,7 +33,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_built_once(cache: Path, fake: Path) -> None:
     first = build.find_library()
     num_calls = len(fake.read_text().splitlines())
-    assert num_calls == 5  # four files and the link
+    assert num_calls == 6  # five files and the link
     assert build.find_library() == first
     assert len(fake.read_text().splitlines()) == num_calls
     assert [each.name for each in cache.iterdir()] == [first.name]

@@ -1,7 +1,7 @@
 // What Python calls. Calls of one thread at a time use a team.
 #include <pthread.h>
 #include <new>
-#include "products.h"
+#include "coordinator.h"
 
 // The calling thread's own OpenMP workers: libgomp's functions, which torch has loaded.
 struct OpenMp : Team {
@@ -125,7 +125,8 @@ EXPORT void offplan_tables(const float* fp4, const float* fp8) {
 }
 
 EXPORT int64_t offplan_sizes(int64_t which) {
-  return which == 0 ? sizeof(Matrix) : which == 1 ? sizeof(Dense) : sizeof(Experts);
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Dense), sizeof(::Experts), sizeof(Words)};
+  return sizes[which];
 }
 
 EXPORT void* offplan_openmp(int64_t num_workers, void* parallel, void* number, void* count) {
@@ -154,5 +155,36 @@ EXPORT int64_t offplan_multiply_experts(void* team, const Experts* experts) {
 }
 EXPORT void offplan_read(void* team, const uint8_t* bytes, int64_t num_bytes) {
   read(*(Team*)team, bytes, num_bytes);
+}
+
+// What a host function of a stream is given: it rings, and waits for the answer.
+struct Call {
+  Coordinator* coordinator;
+  int64_t job;
+};
+EXPORT void offplan_call(void* call) {
+  ((Call*)call)->coordinator->exchange((uint32_t)((Call*)call)->job);
+}
+
+EXPORT void* offplan_coordinator(void* team, void* words, int64_t core) {
+  Coordinator* made = new (std::nothrow) Coordinator;
+  if (made && !made->start((Team*)team, (Words*)words, (int)core)) {
+    delete made;
+    made = nullptr;
+  }
+  return made;
+}
+EXPORT int64_t offplan_add_job(void* coordinator, int64_t kind, const void* task, int64_t limit) {
+  return ((Coordinator*)coordinator)->add(kind, task, limit);
+}
+EXPORT int64_t offplan_trouble(void* coordinator) {
+  return ((Coordinator*)coordinator)->trouble();
+}
+// Where a worker hangs the coordinator is left to it.
+EXPORT int64_t offplan_end_coordinator(void* coordinator) {
+  Coordinator* ended = (Coordinator*)coordinator;
+  const bool all = ended->end();
+  if (all) delete ended;
+  return all;
 }
 }
