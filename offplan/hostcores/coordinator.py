@@ -77,8 +77,10 @@ class Coordinator:
 
         The task must stay as it is. Raises OffplanError where there are too many.
         """
-        kind = {Dense: JobKind.DENSE, Experts: JobKind.EXPERTS}.get(type(task), JobKind.NOTHING)
-        address = 0 if task is None else ctypes.addressof(task)
+        if task is None:
+            return self._add(JobKind.NOTHING, 0, LEAST_LIMIT_S, None)
+        kind = JobKind.DENSE if isinstance(task, Dense) else JobKind.EXPERTS
+        address = ctypes.addressof(task)
         return self._add(kind, address, max(LEAST_LIMIT_S, TIMES_PRICE * price_s), task)
 
     def add_sleep(self, seconds: float, limit_s: float) -> int:

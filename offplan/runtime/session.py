@@ -189,6 +189,13 @@ class Session:
                 self.routing.note_step()
             return logits
 
+    def check(self) -> None:
+        """Raise OffplanError where the passes whose logits are there may be wrong.
+
+        The host's cores may have failed; on the device nothing shows it.
+        """
+        self.loaded.store.check()
+
     def find_nan(self, prompt: torch.Tensor, fed: torch.Tensor) -> str:
         """Say which layer gave the first NaN of the last pass, by running that pass once more.
 

@@ -4,8 +4,9 @@ Their classes are exchanged once the weights are there, before layers are compil
 the cores do not serve they compute as they would have.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -135,7 +136,7 @@ def give_to_cores(
     if server is None:
         return []
     assert isinstance(server, ByCores)
-    given: list[Any] = []
+    given: list[ByCoresModule] = []
     for path, part, weights in [*_list_modules(module)]:
         if not all(name in names for weight in weights for name in weight.parts.values()):
             continue
@@ -145,19 +146,28 @@ def give_to_cores(
         ]
         if held[0][0] is RAW and held[0][1][Part.WEIGHT].dtype is torch.float32:
             continue
+        task: LinearTask | ExpertsTask
+        if hasattr(part, "has_gate"):
+            task = _make_experts(server, path, part, held, biases)
+        else:
+            task = _make_linear(server, held[0], store.device)
         part.__class__ = _class_by_cores(cast(Any, type(part)))
-        is_experts = hasattr(part, "has_gate")
-        make = _make_experts if is_experts else _make_linear
-        vars(part)["cores"] = None
-        vars(part)["task"] = make(server, path, part, held, biases)
+        vars(part).update(cores=None, task=_number(task))
         given.append(part)
     return given
 
 
-def let_compute(given: list["ByCoresModule"], phase: Phase) -> None:
+def let_compute(given: Iterable["ByCoresModule"], phase: Phase) -> None:
     """Have the cores compute these modules in decode, and the device in prefill."""
     for module in given:
         vars(module)["cores"] = vars(module)["task"] if phase is Phase.DECODE else None
+
+
+def take_from_cores(given: Iterable["ByCoresModule"]) -> None:
+    """Have these modules computed by nobody any more: their weights are given back."""
+    for module in given:
+        _TASKS.pop(int(vars(module)["task"]), None)
+        vars(module)["cores"] = None
 
 
 class LinearTask(NamedTuple):
@@ -175,8 +185,7 @@ class LinearTask(NamedTuple):
         rows = x.flatten(0, -2)
         if self.order is not None:
             rows = rows.index_select(-1, self.order)
-        made = cores.multiply(self.server.team, self.server.kernels, self.weight, rows)
-        return made.unflatten(0, x.shape[:-1])
+        return self.server.multiply(self.weight, rows).unflatten(0, x.shape[:-1])
 
 
 class ExpertsTask(NamedTuple):
@@ -189,15 +198,13 @@ class ExpertsTask(NamedTuple):
 
     def compute(self, *arguments: torch.Tensor) -> torch.Tensor:
         """Send tokens, as ``cores.send`` does."""
-        return cores.send(self.server.team, self.server.kernels, self.experts, *arguments)
+        return self.server.send(self.experts, *arguments)
 
 
-def _make_linear(
-    server: ByCores, path: str, module: Any, held: list[tuple[Form, Parts]], _: object
-) -> LinearTask:
-    ((form, parts),) = held
+def _make_linear(server: ByCores, held: tuple[Form, Parts], device: torch.device) -> LinearTask:
+    form, parts = held
     order = parts.get(Part.GROUP_INDEX)
-    flat = None if order is None else order.flatten().long()
+    flat = None if order is None else order.flatten().long().to(device)
     return LinearTask(server, cores.describe(form, parts), flat, parts)
 
 
@@ -218,20 +225,53 @@ def _make_experts(
     return ExpertsTask(server, experts, [held, own])
 
 
+_TASKS: dict[int, LinearTask | ExpertsTask] = {}
+"""Tasks by the numbers that modules have, in sessions that are open: an operator of torch's is
+given tensors and numbers, no objects."""
+_numbers = count(1)
+
+
+def _number(task: LinearTask | ExpertsTask) -> torch.Tensor:
+    """Give a task a number: a tensor, since torch.compile guards on every integer of a module."""
+    number = next(_numbers)
+    _TASKS[number] = task
+    return torch.tensor(number)
+
+
+def _compute(task: torch.Tensor, inputs: list[torch.Tensor], num_out: int) -> torch.Tensor:
+    return _TASKS[int(task)].compute(*inputs)
+
+
+_operator = torch.library.custom_op(
+    "offplan::by_cores",
+    _compute,
+    mutates_args=(),
+    schema="(Tensor task, Tensor[] inputs, int num_out) -> Tensor",
+)
+_operator.register_fake(
+    lambda task, inputs, num_out: inputs[0].new_empty(*inputs[0].shape[:-1], num_out)
+)
+
+
 class ByCoresModule(nn.Module):
     """Stands before the class of a module whose products the host's cores may compute."""
 
-    cores: LinearTask | ExpertsTask | None
-    """What computes them in this phase; None where the module does so itself."""
+    cores: torch.Tensor | None
+    """The number of what computes them in this phase; None where the module does so itself."""
 
     def forward(self, *arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """Compute as the module does."""
-        if self.cores is None:
+        task = self.cores
+        if task is None:
             made: torch.Tensor = super().forward(*arguments, **named)
             return made
-        out = self.cores.compute(*arguments, *named.values())
-        bias = getattr(self, "bias", None)
-        return out if bias is None else out + bias
+        inputs = [*arguments, *named.values()]
+        is_linear = len(inputs) == 1
+        own: Any = self
+        num_out = own.out_features if is_linear else inputs[0].shape[-1]
+        compute = _operator if torch.compiler.is_compiling() else _compute
+        out: torch.Tensor = compute(task, inputs, num_out)
+        return out + own.bias if is_linear and own.bias is not None else out
 
 
 @cache  # layers of two classes would be compiled twice

@@ -14,7 +14,12 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
-from offplan.runtime.loading.by_cores import ByCoresModule, give_to_cores, let_compute
+from offplan.runtime.loading.by_cores import (
+    ByCoresModule,
+    give_to_cores,
+    let_compute,
+    take_from_cores,
+)
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
@@ -91,6 +96,7 @@ class LoadedModel:
     def close(self) -> None:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
         drop_scratch(self.module)
+        take_from_cores(self._by_cores)
         self.module.to_empty(device="meta")
         self.store.close()
 

@@ -166,6 +166,11 @@ class WeightStore:
         """Have a layer's weights fetched that it reads at use, on the current stream."""
         self.servers[op.backend].serve(op.phase, op.layer)
 
+    def check(self) -> None:
+        """Raise OffplanError where what servers did may be wrong, once its tokens are read."""
+        for server in self.servers.values():
+            server.check()
+
     @property
     def bytes_served(self) -> int:
         """Bytes that servers had cross the link so far."""
