@@ -21,6 +21,8 @@ They are more than in GPU memory, since crossing again takes longer than any pro
 experts of DeepSeek-V2-Lite, packed, in host memory, 512 tokens on an H200: 10.9 ms by 64 and 11.2
 by 128 where experts are chosen alike, 15.8 and 12.1 where some are chosen more often.
 """
+MAX_PAIRS = 1024
+"""Pairs of a token and an expert that a kernel sorts: a program holds all of them."""
 EXPERT_MULTIPLE = 16
 """Number of which rows and columns of an expert are multiples where our kernels multiply it."""
 LATENT_HEADS = 16

@@ -5,14 +5,15 @@ carries it out.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
 from offplan.backends import Backend
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.errors import PlanError
+from offplan.expert_slots import ExpertSlots, find_expert_slots
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.plan import Offload, Rule
@@ -44,10 +45,17 @@ class SlabEntry:
     """Bytes from the start of the slab; a multiple of ALIGNMENT_BYTES."""
     prefill: Backend
     decode: Backend
+    keeps_experts: bool = False
+    """Whether some of its experts are in GPU memory as well, in slots of their own."""
 
     def backend(self, phase: Phase) -> Backend:
         """How this phase reads it."""
         return self.prefill if phase is Phase.PREFILL else self.decode
+
+    def reads_ring(self, phase: Phase) -> bool:
+        """Whether this phase reads it in the ring, where the ring holds it: decode steps read
+        experts that are kept one by one from their own slots."""
+        return phase is Phase.PREFILL or not self.keeps_experts
 
     @property
     def off_gpu_bytes(self) -> int:
@@ -105,9 +113,11 @@ class Placement:
     slot_bytes: int
     """Size of each slot: the largest span of either phase."""
     resident_bytes: int
-    """Weights on the GPU outside the ring, those outside the layers included."""
+    """Weights on the GPU outside the ring and ``expert_slots``; also those outside the layers."""
     host_embedding: TensorInfo | None = None
     """The input embedding, if it lies on the host and is read by row."""
+    expert_slots: Mapping[int, ExpertSlots] = field(default_factory=dict)
+    """The experts that layers keep in GPU memory one by one, by layer index."""
 
     @property
     def entries(self) -> Iterator[SlabEntry]:
@@ -129,6 +139,11 @@ class Placement:
         """Memory of the slabs."""
         return sum(slab.nbytes for slab in self.slabs)
 
+    @cached_property
+    def expert_slots_bytes(self) -> int:
+        """GPU memory of the experts that layers keep one by one, tables included."""
+        return sum(slots.nbytes for slots in self.expert_slots.values())
+
     @property
     def ring_bytes(self) -> int:
         """GPU memory of the ring."""
@@ -147,13 +162,16 @@ def place(stage: Stage, offload: Offload) -> Placement:
     """Carry a plan's decision over to a stage; the first rule that takes a parameter wins.
 
     The stage is held by the decision's packing. Raises PlanError for a rule that takes nothing, for
-    one that splits what the runtime fuses, and for an embedding that cannot lie on the host.
+    one that splits what the runtime fuses, for one that cannot keep experts, and for an embedding
+    that cannot lie on the host.
     """
     assert stage.packing == offload.packing, "a stage is lowered with the plan's packing"
     rules = offload.rules
     left = [math.inf if rule.max_bytes is None else rule.max_bytes for rule in rules]
     unused = set(range(len(rules)))
     slabs: list[Slab] = []
+    keeping = [number for number, rule in enumerate(rules) if rule.cached_experts is not None]
+    slots: dict[int, dict[int, ExpertSlots]] = {number: {} for number in keeping}
     for layer in stage.layers:
         chosen: list[tuple[Unit, Rule]] = []
         for unit in group_units(layer):
@@ -164,6 +182,12 @@ def place(stage: Stage, offload: Offload) -> Placement:
                 chosen.append((unit, rules[number]))
         if chosen:
             slabs.append(build_slab(chosen))
+        for number in keeping:
+            rule = rules[number]
+            if units := [unit for unit, taker in chosen if taker is rule]:
+                slots[number][layer.index] = find_expert_slots(
+                    stage, layer, number + 1, rule, units, len(slots[number])
+                )
     if unused:
         raise PlanError(_describe_unused(min(unused), rules[min(unused)], stage))
     streamed = [_spans(slabs, phase) for phase in Phase]
@@ -181,6 +205,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
         slot_bytes=max((span.nbytes for spans in streamed for span in spans), default=0),
         resident_bytes=weights - sum(e.off_gpu_bytes for slab in slabs for e in slab.entries),
         host_embedding=embedding,
+        expert_slots={layer: of for by_layer in slots.values() for layer, of in by_layer.items()},
     )
 
 
@@ -212,7 +237,8 @@ def build_slab(chosen: Iterable[tuple[Unit, Rule]]) -> Slab:
     entries: list[SlabEntry] = []
     offset = 0
     for unit, rule in ranked:
-        entries.append(SlabEntry(unit, offset, rule.prefill, rule.decode))
+        keeps = rule.cached_experts is not None
+        entries.append(SlabEntry(unit, offset, rule.prefill, rule.decode, keeps))
         offset = align(offset + unit.nbytes)
     return Slab(entries[0].unit.layer, tuple(entries))
 

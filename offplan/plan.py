@@ -125,6 +125,9 @@ class Goal(Record):
     leave_unpacked: tuple[UnpackedName, ...] = ()
     """Weights that stay as they are stored, whatever is packed: ``7``, ``7.mlp.down_proj``,
     ``mlp.down_proj``, ``output_head``."""
+    cached_experts: Literal["off", "auto"] | Count = "off"
+    """Whether rules may keep experts on the GPU one by one: ``auto`` chooses how many; a number is
+    how many of each layer."""
     tensor_parallel: Count = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel: Count = 1
@@ -149,6 +152,11 @@ class Goal(Record):
             raise ValueError(
                 f"--ep {self.expert_parallel} does not divide --tp {self.tensor_parallel}: groups "
                 "of experts are groups of the ranks that divide a layer"
+            )
+        if self.cached_experts != "off" and self.engine is not None:
+            raise ValueError(
+                f"--cached-experts {self.cached_experts} with --for {self.engine}: no engine keeps "
+                "experts one by one; leave one of them out"
             )
         return self
 
@@ -180,6 +188,15 @@ class MachineRef(Record):
     """SHA-256 of the machine profile."""
 
 
+class RoutingRef(Record):
+    """The routing profile that the plan was made from."""
+
+    file: str
+    """The profile's file, as ``--routing`` takes it."""
+    fingerprint: str
+    """SHA-256 of the profile."""
+
+
 def _check_group(group_size: int, num_in_group: int) -> None:
     if num_in_group > group_size:
         raise ValueError(f"num_in_group {num_in_group} is more than group_size {group_size}")
@@ -204,6 +221,32 @@ class Rule(Record):
     max_bytes: ExactBytes | None = Field(default=None, gt=0)
     prefill: Backend
     decode: Backend
+    cached_experts: Count | None = None
+    """Routed experts of each layer that are in GPU memory as well: those used last. Decode steps
+    read the others over the link, in place of those unused longest. Null keeps none."""
+    cached_experts_more: Count | None = None
+    """The first layers that the rule takes, so many of them, keep one expert more."""
+
+    @model_validator(mode="after")
+    def _keeps_experts(self) -> "Rule":
+        if self.cached_experts is None:
+            if self.cached_experts_more is not None:
+                raise ValueError(
+                    "cached_experts_more has layers keep one expert more than cached_experts, "
+                    "which is missing: add it, or take cached_experts_more out"
+                )
+            return self
+        if self.max_bytes is not None:
+            raise ValueError(
+                "a max_bytes rule takes whole parameters, and cached_experts keeps single experts "
+                "of layers: give the rule group_size and num_in_group"
+            )
+        if self.decode.streams or self.decode.is_served or self.decode.is_by_cores:
+            raise ValueError(
+                f"found decode: {self.decode.name} with cached_experts, expected decode: uva: "
+                "steps read the experts that are not in GPU memory over the link, one by one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_form(self) -> "Rule":
@@ -296,6 +339,11 @@ class Offload(Record):
     def _reads_its_store(self) -> "Offload":
         known = " or ".join(b.name for b in BACKENDS.values() if self.store in b.stores)
         for number, rule in enumerate(self.rules, 1):
+            if rule.cached_experts is not None and self.store != "host":
+                raise ValueError(
+                    f"rule {number} has cached_experts, whose misses are read out of host memory: "
+                    f"found `store: {self.store}`, expected `store: host`"
+                )
             for backend in (rule.prefill, rule.decode):
                 if self.store not in backend.stores:
                     raise ValueError(
@@ -358,6 +406,8 @@ class Plan(Record):
     budget: Budget
     goal: Goal = Goal()
     machine: MachineRef
+    routing: RoutingRef | None = None
+    """Left out where tokens were taken to choose all experts alike."""
     offload: Offload
     prediction: Prediction
 
@@ -444,6 +494,8 @@ def dump_plan(plan: Plan) -> str:
     data = plan.dump_with_units()
     if plan.model.generation_config_sha256 is None:
         del data["model"]["generation_config_sha256"]
+    if plan.routing is None:
+        del data["routing"]
     for key in ("goal", "offload", "prediction"):
         data[key] = leave_out_usual(data[key])
     if (packing := data["offload"].get("packing")) is not None:
@@ -463,6 +515,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("peer_memory", "0 B"),
         ("packing", True),
         ("leave_unpacked", []),
+        ("cached_experts", "off"),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),
         ("expert_parallel", 1),

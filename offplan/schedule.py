@@ -67,9 +67,14 @@ class Schedule:
     after: Ring
 
     @property
+    def copied_spans(self) -> list[Span]:
+        """What its copies move, in their order."""
+        return [op.span for op in self.operations if isinstance(op, Copy)]
+
+    @property
     def link_bytes(self) -> int:
         """Bytes that its copies move."""
-        return sum(op.span.nbytes for op in self.operations if isinstance(op, Copy))
+        return sum(span.nbytes for span in self.copied_spans)
 
 
 def empty_ring(placement: Placement) -> Ring:
@@ -106,7 +111,8 @@ def slots_read(placement: Placement, phase: Phase) -> dict[int, tuple[int, Span]
 def read_at_use(placement: Placement, phase: Phase) -> dict[int, list[SlabEntry]]:
     """Return what each layer reads neither from the GPU nor from the ring, by layer index.
 
-    What prefill streamed and left in the ring decode finds there, whatever decode's backend is.
+    What prefill streamed and left in the ring decode finds there, whatever decode's backend is,
+    but for experts that are kept one by one: decode reads these from their slots, or at use.
     """
     kept = kept_after_prefill(placement) if phase is Phase.DECODE else {}
     return {
@@ -114,7 +120,7 @@ def read_at_use(placement: Placement, phase: Phase) -> dict[int, list[SlabEntry]
             entry
             for entry in slab.entries
             if not entry.backend(phase).streams
-            and not (slab.layer in kept and entry.prefill.streams)
+            and not (slab.layer in kept and entry.prefill.streams and entry.reads_ring(phase))
         ]
         for slab in placement.slabs
     }

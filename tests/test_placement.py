@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
+from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
 from offplan.held.unit import group_units
 from offplan.placement import ALIGNMENT_BYTES, Phase
-from offplan.plan import Backend, Rule
+from offplan.plan import Backend, Offload, Rule
+from offplan.schedule import read_at_use
 from tests.costs.builders import DENSE, dense_model, make_model, moe_model, place_rules, rule
 from tests.costs.strategies import odd_models, place_or_skip, rule_lists
 
@@ -127,3 +129,72 @@ def test_convolutions_that_are_one_once_loaded_are_placed_as_one() -> None:
     assert {parameter.name for parameter in unit.parameters} == convolutions.keys()
     with pytest.raises(PlanError, match="name all of them or none"):
         place_rules(model, [rule("q_conv1d")], 1)
+
+
+EXPERTS = {"prefill": "prefetch", "decode": "uva", "group_size": 2, "num_in_group": 1}
+
+
+def keeping(num: int, segment: str = "experts", **more: object) -> Rule:
+    fields = {"cpu_offload_params": [segment], "cached_experts": num, **EXPERTS, **more}
+    return Rule.model_validate(fields)
+
+
+def test_experts_kept_one_by_one_take_slots_of_their_layers() -> None:
+    model = moe_model(4)
+    plain = place_rules(model, [keeping(1).model_copy(update={"cached_experts": None})], 2)
+    placement = place_rules(model, [keeping(1, cached_experts_more=1)], 2)
+    assert not plain.expert_slots
+    assert plain.expert_slots_bytes == 0
+    assert [slab.nbytes for slab in plain.slabs] == [slab.nbytes for slab in placement.slabs]
+    assert placement.resident_bytes == plain.resident_bytes
+    assert all(entry.keeps_experts for entry in placement.entries)
+    kept = placement.expert_slots
+    assert {layer: slots.num_slots for layer, slots in kept.items()} == {1: 2, 3: 1}
+    for layer, slots in kept.items():
+        units = [entry.unit for entry in placement.entries if entry.unit.layer == layer]
+        assert slots.expert_bytes * slots.num_experts == sum(unit.nbytes for unit in units)
+        assert 0 <= slots.slots_bytes - slots.num_slots * slots.expert_bytes < 256 * len(units)
+        assert slots.nbytes > slots.slots_bytes
+    assert placement.expert_slots_bytes == sum(slots.nbytes for slots in kept.values())
+
+
+def test_decode_reads_kept_experts_at_use_and_not_what_the_ring_has_left() -> None:
+    placement = place_rules(moe_model(4), [keeping(1)], 2)
+    assert {k: len(v) > 0 for k, v in read_at_use(placement, Phase.DECODE).items()} == {
+        1: True,
+        3: True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("segment", "num", "found"),
+    [
+        ("self_attn", 1, "is no routed expert"),
+        ("mlp", 1, "is no routed expert"),
+        ("experts.down_proj", 1, "leaves .* of layer 1 out"),
+        ("experts", 99, "has 8 experts: keep 8 at most"),
+    ],
+)
+def test_rules_that_cannot_keep_experts(segment: str, num: int, found: str) -> None:
+    with pytest.raises(PlanError, match=found):
+        place_rules(moe_model(4), [keeping(num, segment)], 2)
+
+
+def test_one_more_than_there_are_experts() -> None:
+    with pytest.raises(PlanError, match="8 and one more, and layer 1"):
+        place_rules(moe_model(4), [keeping(8, cached_experts_more=1)], 2)
+
+
+def test_a_dense_layer_has_no_experts_to_keep() -> None:
+    with pytest.raises(PlanError, match="is no routed expert: name the routed experts alone"):
+        place_rules(dense_model(4), [keeping(1, "mlp")], 2)
+
+
+def test_steps_of_more_pairs_than_kernels_sort() -> None:
+    stage = hold(moe_model(4))
+    chosen = stage.experts.num_experts_per_token
+    decision = Offload(prefill_chunk=8, rules=(keeping(1),))
+    require_few_pairs(stage, decision, 1024 // chosen)
+    require_few_pairs(stage, Offload(prefill_chunk=8), 4096)
+    with pytest.raises(PlanError, match=f"lower --batch to {1024 // chosen}"):
+        require_few_pairs(stage, decision, 1024 // chosen + 1)

@@ -308,6 +308,42 @@ def test_rules_have_one_form(fields: dict[str, object], message: str) -> None:
         Rule.model_validate({"prefill": "uva", "decode": "uva", **fields})
 
 
+GROUP = {"group_size": 1, "num_in_group": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**GROUP, "decode": "prefetch"}, "found decode: prefetch with cached_experts"),
+        ({"max_bytes": 5}, "keeps single experts"),
+        ({**GROUP, "cached_experts": 0}, "greater than or equal to 1"),
+        ({**GROUP, "cached_experts_more": 0}, "greater than or equal to 1"),
+        ({**GROUP, "cached_experts": None, "cached_experts_more": 1}, "which is missing"),
+    ],
+)
+def test_rules_that_cannot_keep_experts(fields: dict[str, object], message: str) -> None:
+    usual: dict[str, object] = {"prefill": "uva", "decode": "uva", "cached_experts": 2}
+    with pytest.raises(ValueError, match=message):
+        Rule.model_validate({**usual, **fields})
+
+
+def test_experts_are_kept_out_of_host_memory_alone() -> None:
+    keeps = {"prefill": "prefetch", "decode": "uva", "cached_experts": 2, **GROUP}
+    with pytest.raises(ValueError, match=r"rule 1 has cached_experts.*expected `store: host`"):
+        Offload.model_validate({"prefill_chunk": 8, "store": "peer", "rules": [keeps]})
+
+
+def test_what_a_rule_keeps_is_in_the_file() -> None:
+    keeps = rule("mlp", group=(1, 1), prefill=Backend.PREFETCH, decode=Backend.UVA)
+    for changed in ({}, {"cached_experts": 48}, {"cached_experts": 48, "cached_experts_more": 3}):
+        written = keeps.model_copy(update=changed)
+        offload = example_plan.offload.model_copy(update={"rules": (written,)})
+        plan = example_plan.model_copy(update={"offload": offload})
+        text = dump_plan(plan)
+        assert text.count("cached_experts") == len(changed)
+        assert parse_plan(yaml.safe_load(text), "a plan").offload == offload
+
+
 def test_packing_takes_the_last_layers_of_each_group() -> None:
     packing = Packing(group_size=3, num_in_group=2)
     assert [packing.selects_layer(index) for index in range(6)] == [False, True, True] * 2

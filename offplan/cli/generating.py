@@ -8,7 +8,7 @@ from offplan.cli.output import waiting
 from offplan.cli.request import GenerationRequest
 from offplan.cli.told import Teller
 from offplan.errors import NotANumberError
-from offplan.library.repricing import predict_workload
+from offplan.library.repricing import compare_experts, predict_workload
 from offplan.plan import Plan
 from offplan.report.run import RunResult
 from offplan.runtime.device import device_name
@@ -65,6 +65,7 @@ def generate_request(
         session.gpu_bytes or None,
         measured,
         None if is_same else predict_workload(plan, model, ran),
+        compare_experts(plan, model, session.find_experts(measured.num_decodes)),
     )
 
 

@@ -112,6 +112,36 @@ def read_names(text: str) -> tuple[str, ...]:
     return tuple(name for each in text.split(",") if (name := each.strip()))
 
 
+def read_cached_experts(argument: str | int) -> str | int:
+    """Read a number of experts, ``auto`` or ``off``; raises InputError for the rest."""
+    text = str(argument).lower()
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal() or not 0 < int(text) < 2**24:
+        raise InputError(
+            f"--cached-experts {text!r}: write a number of experts of a layer, 1 or more, auto or "
+            "off"
+        )
+    return int(text)
+
+
+CachedExperts = Annotated[
+    Any,
+    typer.Option(
+        "--cached-experts",
+        parser=read_cached_experts,
+        metavar="N, auto or off",
+        help="Keep so many experts of a layer on the GPU, those used last.",
+    ),
+]
+Routing = Annotated[
+    Path | None,
+    typer.Option(
+        "--routing",
+        metavar="FILE",
+        help="How soon experts are chosen again, as `run --record-routing` saved it.",
+    ),
+]
 LeaveUnpacked = Annotated[
     Any,
     typer.Option(

@@ -15,7 +15,7 @@ from offplan.machine.name import parse_name
 from offplan.plan import Plan, Workload, dump_plan, load_plan
 from offplan.planner.context import find_longest_context
 from offplan.planner.question import Question
-from offplan.records import explain
+from offplan.records import Record, explain
 from offplan.units import format_budget, format_bytes
 
 
@@ -82,10 +82,13 @@ def relocate_plan(plan: Plan, old: Path, new: Path) -> Plan:
         source = relocate_path(source, old, new)
     if profile is not None:
         profile = relocate_profile(profile, old, new)
-    moved = {
+    moved: dict[str, Record] = {
         "model": model.model_copy(update={"source": source}),
         "machine": machine.model_copy(update={"profile": profile}),
     }
+    if plan.routing is not None:
+        file = relocate_path(plan.routing.file, old, new)
+        moved["routing"] = plan.routing.model_copy(update={"file": file})
     return plan.model_copy(update=moved)
 
 

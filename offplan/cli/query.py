@@ -102,6 +102,8 @@ class Query:
     expert_parallel: Annotated[int, options.ranks("--ep", "--for")] = 1
     packing: options.Packing = True
     leave_unpacked: options.LeaveUnpacked = None
+    cached_experts: options.CachedExperts = choices.DEFAULT_CACHED_EXPERTS
+    routing: options.Routing = None
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
     ] = False
@@ -138,7 +140,7 @@ class Query:
         """Read the model, and ask what is asked; None where there is no machine to ask about."""
         from offplan.checkpoint.open import open_model
         from offplan.cli.planning import note_budget, read_workload, settle_context
-        from offplan.library.asking import ask
+        from offplan.library.asking import ask, read_routing
         from offplan.library.machines import find_machine
 
         tokens = self.prompt_tokens, self.output_tokens, self.context
@@ -149,6 +151,8 @@ class Query:
             name=self.source,
             on_progress=ProgressBar("reading headers"),
         )
+        if self.routing is not None:  # before anything is measured
+            read_routing(str(self.routing), model, self.engine)
         machine = find_machine(
             self.machine,
             model,
@@ -174,6 +178,8 @@ class Query:
             engine=self.engine,
             packing=self.packing,
             leave_unpacked=self.leave_unpacked or (),
+            cached_experts=self.cached_experts,
+            routing=None if self.routing is None else str(self.routing),
             ranks=self.ranks,
         )
         note_budget(question, self.gpu_memory)

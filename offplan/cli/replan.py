@@ -29,6 +29,7 @@ def replan(
         typer.Option("--accept-drift", help="Plan for the model as it is, if it is another one."),
     ] = False,
     leave_unpacked: options.LeaveUnpacked = None,
+    routing: options.Routing = None,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -39,7 +40,12 @@ def replan(
     file; comments inside a list of rules that gets longer or shorter are lost. Plans of a machine
     that was measured are made from this one's figures, measured again.
     """
-    from offplan.cli.planning import note_budget, relocate_plan, relocate_profile
+    from offplan.cli.planning import (
+        note_budget,
+        relocate_path,
+        relocate_plan,
+        relocate_profile,
+    )
     from offplan.library.analysis import why_not_plan
     from offplan.library.asking import ask_again
     from offplan.library.machines import find_machine
@@ -80,7 +86,11 @@ def replan(
         machine=chosen,
         accept_drift=accept_drift,
         leave_unpacked=leave_unpacked,
+        routing=None if routing is None else str(routing),
     )
+    if routing is not None:
+        file = relocate_path(str(routing), Path(), plan.resolve().parent)
+        question = replace(question, routing_file=file)
     note_budget(question, old.budget.gpu_memory)
     with waiting("planning"):
         made = make_plan(question).plan

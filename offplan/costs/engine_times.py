@@ -31,7 +31,7 @@ import numpy as np
 
 from offplan.costs.compute import PassCompute
 from offplan.costs.pass_times import pass_times
-from offplan.costs.timeline import PassTimes, PhaseTimes, Time, add_up, run_step, to_ps
+from offplan.costs.timeline import PassTimes, PhaseTimes, add_up, to_ps
 from offplan.held.runner import PassRules
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -39,51 +39,35 @@ from offplan.placement import Phase, Placement
 from offplan.schedule import Schedule, build_repeated_pass
 
 
-def price_engine_prompt(
+def add_up_engine(
     engine: PassRules,
     placement: Placement,
-    stage: Stage,
-    machine: MachineProfile,
-    prompt: PassCompute,
+    phase: Phase,
+    times: PassTimes,
+    step_ps: Fraction | int,
+    num_passes: int,
 ) -> PhaseTimes:
-    """Price a prompt: a pass for each chunk, which are taken to be alike.
+    """Add up the link's work of a prompt of so many passes, taken to be alike, or of a step.
 
-    ``model`` is as the engine loads it.
+    ``times`` are those of ``engine_pass_times``.
     """
-    times = engine_pass_times(engine, placement, stage, machine, prompt)
-    schedule = build_engine_pass(engine, placement, len(stage.layers), Phase.PREFILL)
-    num_passes, step_ps = len(prompt.shapes), times.resident_ps + sum(times.uva_ps)
-    if schedule.link_bytes:
-        of_one = replace(
-            times,
-            compute_ps=tuple(-(-each // num_passes) for each in times.compute_ps),
-            uva_ps=tuple(-(-each // num_passes) for each in times.uva_ps),
-            outside_ps=0,
-        )
-        state: list[Time] = [0] * (2 + len(schedule.before))
-        run_step(schedule, of_one, state)
-        step_ps = num_passes * int(max(state[:2])) + times.outside_ps
+    schedule = build_engine_pass(engine, placement, len(times.compute_ps), phase)
     waiting = "waits in the timeline: a pass for each chunk, which its copies end"
+    if phase is Phase.DECODE:
+        waiting = "link: captured steps copy and compute in turns"
+        waiting += ", and copy the first layers twice" if engine.copies_first_again else ""
     taken = add_up(schedule, times, step_ps, waiting, num_passes)
-    return _count_copies(engine, placement, Phase.PREFILL, num_passes, taken)
-
-
-def price_engine_step(
-    engine: PassRules,
-    placement: Placement,
-    stage: Stage,
-    machine: MachineProfile,
-    step: PassCompute,
-) -> PhaseTimes:
-    """Price a decode step, in which copies and compute take turns."""
-    times = engine_pass_times(engine, placement, stage, machine, step)
-    schedule = build_engine_pass(engine, placement, len(stage.layers), Phase.DECODE)
-    waiting = "link: captured steps copy and compute in turns"
-    if engine.copies_first_again:
-        waiting += ", and copy the first layers twice"
-    taken = add_up(schedule, times, 0, waiting)
-    taken = replace(taken, step_ps=Fraction(taken.compute_ps + taken.link_ps))
-    return _count_copies(engine, placement, Phase.DECODE, 1, taken)
+    if not engine.copies_in_place:
+        return taken
+    # what is copied before each use, and so priced as read in place, counts as copies
+    num_copies = num_passes * sum(slab.span(phase) is None for slab in placement.slabs)
+    return replace(
+        taken,
+        times=replace(taken.times, uva_ps=(), uva_bytes=0),
+        num_copies=taken.num_copies + num_copies,
+        copied_bytes=taken.link_bytes,
+        copied_ps=taken.link_ps,
+    )
 
 
 def build_engine_pass(
@@ -117,19 +101,3 @@ def engine_pass_times(
     for layer, num_bytes in copied.items():
         copies_ps[layer] = num_passes * to_ps(machine.copy_seconds(num_bytes))
     return replace(times, uva_ps=tuple(copies_ps), uva_bytes=num_passes * sum(copied.values()))
-
-
-def _count_copies(
-    engine: PassRules, placement: Placement, phase: Phase, num_passes: int, taken: PhaseTimes
-) -> PhaseTimes:
-    """Count what is copied before each use, and so priced as read in place, as copies."""
-    if not engine.copies_in_place:
-        return taken
-    num_copies = num_passes * sum(slab.span(phase) is None for slab in placement.slabs)
-    return replace(
-        taken,
-        times=replace(taken.times, uva_ps=(), uva_bytes=0),
-        num_copies=taken.num_copies + num_copies,
-        copied_bytes=taken.link_bytes,
-        copied_ps=taken.link_ps,
-    )

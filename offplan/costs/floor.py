@@ -8,6 +8,7 @@ from offplan.costs.timeline import to_seconds
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Workload
+from offplan.routing.profile import BatchReuse
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,16 @@ def find_floor(
 
     ``ways`` are the stage as plans may hold it, each with the bytes of its weights that have no
     room. What is not on the GPU when a pass starts must cross before it ends, if the pass reads it.
-    What is read least is missing first: rows of the input embedding, then routed experts (uniform
-    routing). ``resident_ps`` are the fastest prompt and decode step with everything resident;
-    ``elsewhere_ps`` the same of a pipeline's other stages, which come on top.
+    What is read least is missing first: rows of the input embedding, then routed experts: by
+    uniform routing, or those that caches of the best sizes miss by a profile. ``resident_ps`` are
+    the fastest prompt and decode step with everything resident; ``elsewhere_ps`` the same of a
+    pipeline's other stages, which come on top.
     """
     rate = max(backend.rate(machine).value for backend in BACKENDS.values() if backend.is_usual)
     tokens = workload.batch * workload.prompt_tokens, workload.batch
     prefill_bytes, decode_bytes = (
-        min(_least_read(stage, missing, each) for stage, missing in ways) for each in tokens
+        min(_least_read(stage, missing, each, reuse) for stage, missing in ways)
+        for each, reuse in zip(tokens, (None, ways[0][0].reuse(workload.batch)), strict=True)
     )
     others_s = [to_seconds(each) for each in elsewhere_ps]
     prefill_s = max(to_seconds(resident_ps[0]), prefill_bytes / rate) + others_s[0]
@@ -62,7 +65,7 @@ def find_floor(
     )
 
 
-def _least_read(stage: Stage, missing_bytes: int, num_tokens: int) -> int:
+def _least_read(stage: Stage, missing_bytes: int, num_tokens: int, reuse: BatchReuse | None) -> int:
     """Return bytes of the missing ones that a pass reads, if those read least are missing."""
     read, left = 0.0, missing_bytes
     embedding, experts = stage.input_embedding, stage.experts
@@ -71,7 +74,13 @@ def _least_read(stage: Stage, missing_bytes: int, num_tokens: int) -> int:
         read += rows * min(1.0, num_tokens / embedding.shape[0])
         left -= rows
     if experts is not None:
-        routed = min(left, sum(layer.expert_bytes for layer in stage.layers))
-        read += routed * experts.touched(num_tokens) / experts.num_experts
+        in_all = sum(layer.expert_bytes for layer in stage.layers)
+        routed = min(left, in_all)
+        if reuse is None:
+            read += routed * experts.touched(num_tokens) / experts.num_experts
+        elif in_all:
+            num_experts = experts.num_experts * len(reuse.layers)
+            kept = num_experts * (1 - routed / in_all)
+            read += in_all / num_experts * reuse.least_missed(kept)
         left -= routed
     return int(read) + left

@@ -9,12 +9,14 @@ from math import erfc, exp, log, prod, sqrt
 from offplan.backends import Backend
 from offplan.checkpoint.model import Experts
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.costs.kept_experts import hit_rate, left_bytes
 from offplan.costs.work import PassShape, gathers_codes
 from offplan.held.unit import Unit
 from offplan.kernel_sizes import IN_PLACE_ROWS
 from offplan.machine.curve import Reread
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Placement
+from offplan.placement import Phase, Placement
+from offplan.routing.profile import BatchReuse
 from offplan.schedule import read_at_use
 
 REREADS = tuple(
@@ -97,6 +99,10 @@ class UnitUse:
     num_tokens: int
     experts: Experts | None
     machine: MachineProfile
+    reuse: BatchReuse | None = None
+    """How the tokens of a decode step choose experts; None where they choose all alike."""
+    num_kept: int = 0
+    """Experts of the layer that are in slots on the GPU as well."""
 
     @property
     def nbytes(self) -> int:
@@ -105,17 +111,28 @@ class UnitUse:
 
     @property
     def touched(self) -> float:
-        """Part of the unit that the tokens are sent to, by uniform routing."""
+        """Part of the unit that the tokens are sent to, by a profile or uniform routing."""
         if not self.unit.is_expert or self.experts is None:
             return 1.0
-        return self.experts.touched(self.num_tokens) / self.experts.num_experts
+        chosen = self.reuse.touched if self.reuse else self.experts.touched(self.num_tokens)
+        return chosen / self.experts.num_experts
+
+    @property
+    def missed(self) -> float:
+        """Part of the unit that the tokens are sent to and that no slot holds."""
+        if not self.num_kept or self.experts is None:
+            return self.touched
+        return self.touched * (1 - hit_rate(self.experts, self.reuse, self.num_kept))
 
     @property
     def num_reads(self) -> float:
         """How often each byte is read: measured for just such products, or as other ones did.
 
-        Routed experts are read by uniform routing, each for its share of the tokens.
+        Routed experts are read by uniform routing, each for its share of the tokens; those that
+        are missed are copied into slots, once.
         """
+        if self.num_kept:
+            return 1.0
         unit, experts, machine = self.unit, self.experts, self.machine
         is_coded = not unit.parameters[0].form.is_raw
         # codes are read once, whether they are multiplied or expanded
@@ -135,9 +152,11 @@ def use_bytes(
     units: Iterable[Unit],
     experts: Experts | None,
     num_tokens: int,
+    reuse: BatchReuse | None = None,
+    num_kept: int = 0,
 ) -> int:
     """Bytes that cross when a pass of so many tokens gets at units of one layer by a backend."""
-    uses = (UnitUse(unit, num_tokens, experts, machine) for unit in units)
+    uses = (UnitUse(unit, num_tokens, experts, machine, reuse, num_kept) for unit in units)
     return round(sum(map(backend.link_bytes, uses)))
 
 
@@ -194,20 +213,34 @@ def read_bytes_by_layer(
     experts: Experts | None,
     num_layers: int,
     shapes: Sequence[PassShape],
+    reuse: BatchReuse | None = None,
 ) -> tuple[Mapping[Backend, int], ...]:
     """Bytes that each layer reads at use in a pass of these chunks, by backend, re-reads included.
 
-    Decode reads what prefill left in the ring from there.
+    Decode reads what prefill left in the ring from there. Experts that are kept on the GPU one by
+    one cross in decode where they are missed, and once more to be left there by a prompt.
     """
     phase, tokens = shapes[0].phase, [shape.num_tokens for shape in shapes]
+    is_step = phase is Phase.DECODE
+    by_step = reuse if is_step else None
     by_layer: list[Mapping[Backend, int]] = [{} for _ in range(num_layers)]
     for layer, entries in read_at_use(placement, phase).items():
-        served = group_by_backend((entry.unit, entry.backend(phase)) for entry in entries)
-        by_layer[layer] = {
+        whole = (each for each in entries if not (is_step and each.keeps_experts))
+        served = group_by_backend((each.unit, each.backend(phase)) for each in whole)
+        read = {
             backend: sum(
-                count * use_bytes(backend, machine, units, experts, num_tokens)
+                count * use_bytes(backend, machine, units, experts, num_tokens, by_step)
                 for num_tokens, count in times_read(backend, tokens).items()
             )
             for backend, units in served.items()
         }
+        keeping = next((each.backend(phase) for each in entries if each.keeps_experts), None)
+        if keeping is not None and experts is not None:
+            slots = placement.expert_slots[layer]
+            more = left_bytes(slots, experts, shapes)
+            if is_step:
+                given = slots.units, experts, tokens[0], reuse, slots.num_slots
+                more = use_bytes(keeping, machine, *given)
+            read[keeping] = read.get(keeping, 0) + more
+        by_layer[layer] = read
     return tuple(by_layer)

@@ -53,6 +53,7 @@ def list_gpu_memory(
     weights = {
         "weights": stage.loaded_bytes + saved,
         "what packing saves": -saved,
+        "experts kept one by one": placement.expert_slots_bytes,
         "what rules take": placement.resident_bytes + embedding - stage.loaded_bytes,
         "embedding on the host": -embedding,
     }

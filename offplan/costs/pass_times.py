@@ -4,6 +4,7 @@ from collections import Counter
 
 from offplan.backends import Backend
 from offplan.costs.compute import PassCompute
+from offplan.costs.kept_experts import keeping_by_layer
 from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
@@ -19,8 +20,10 @@ def pass_times(
     def copy_ps(span: Span) -> int:
         return to_ps(machine.copy_seconds(span.nbytes))
 
-    read = read_bytes_by_layer(placement, machine, stage.experts, len(stage.layers), priced.shapes)
-    rows = embedding_bytes(placement.host_embedding, priced.shapes)
+    shapes, num_layers = priced.shapes, len(stage.layers)
+    reuse = stage.reuse(shapes[0].batch)
+    read = read_bytes_by_layer(placement, machine, stage.experts, num_layers, shapes, reuse)
+    rows = embedding_bytes(placement.host_embedding, shapes)
     first_ps, *rest_ps = (
         sum(read_ps(backend, machine, num_bytes) for backend, num_bytes in layer.items())
         for layer in read
@@ -37,6 +40,7 @@ def pass_times(
         uva_bytes=read_bytes.total(),
         copy_ps=copy_ps,
         read_by=read_bytes,
+        keeping_ps=keeping_by_layer(placement, stage.experts, machine, num_layers, shapes),
     )
 
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from offplan.backends import Backend
 from offplan.costs.compute import MATMUL_EFFICIENCY, PassCompute
+from offplan.costs.kept_experts import KeptUse, list_use
 from offplan.costs.term import Input, Term, list_figures, list_sizes, show_figure
 from offplan.costs.timeline import PhaseTimes, to_seconds
 from offplan.held.packing import is_packed
@@ -13,9 +14,16 @@ from offplan.machine.profile import MachineProfile
 
 
 def list_phase(
-    stage: Stage, machine: MachineProfile, priced: PassCompute, taken: PhaseTimes
+    stage: Stage,
+    machine: MachineProfile,
+    priced: PassCompute,
+    taken: PhaseTimes,
+    use: KeptUse | None = None,
 ) -> Iterator[Term]:
-    """List the terms of a phase: its step is what it computes and what it waits."""
+    """List the terms of a phase: its step is what it computes and what it waits.
+
+    ``use`` is what it finds of experts that are kept one by one, if any are.
+    """
 
     phase = priced.shapes[0].phase.value
 
@@ -37,7 +45,10 @@ def list_phase(
     read = {b.words.noun: size if reads else 0 for b, size in read_by.items()}
     crossing = list_sizes({"streamed": taken.copied_bytes, **read})
     formula = f"streamed + {' + '.join(read)}, re-reads included"
-    yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, crossing)
+    if use is not None:
+        formula += ", and experts missed x bytes of an expert"
+    inputs = (*crossing, *list_use(use))
+    yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, inputs)
     copies = Input("copies", taken.num_copies, "count")
     formula = "copies x copy_latency + streamed / h2d + "
     formula += " + ".join(f"{b.words.noun} / {b.rate_name}" for b in read_by)
@@ -46,7 +57,9 @@ def list_phase(
     yield seconds("link", taken.link_ps, formula, copies, *rates)
     awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
+    keeping = sum(taken.times.keeping_ps)
+    kept = (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
     slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")
     waited_ps = taken.step_ps - taken.compute_ps
-    yield seconds("stall", waited_ps, taken.waiting, *((slowdown,) if reads else ()))
+    yield seconds("stall", waited_ps, taken.waiting, *kept, *((slowdown,) if reads else ()))
     yield seconds("step", taken.step_ps, "compute + stall")

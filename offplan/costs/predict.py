@@ -6,17 +6,19 @@ from fractions import Fraction
 from typing import Any
 
 from offplan.costs.compute import ModelCompute, PassCompute
-from offplan.costs.engine_times import price_engine_prompt, price_engine_step
+from offplan.costs.engine_times import add_up_engine, engine_pass_times
+from offplan.costs.kept_experts import predict_use
 from offplan.costs.memory import list_gpu_memory, list_stores
 from offplan.costs.pass_times import pass_times
 from offplan.costs.phase_terms import list_phase
+from offplan.costs.steady import OnePlan
 from offplan.costs.term import Input, Term
-from offplan.costs.timeline import PhaseTimes, price_decode, price_prefill, to_seconds
+from offplan.costs.timeline import WAITING, PhaseTimes, add_up, add_up_prompt, to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import Held
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Placement, place
+from offplan.placement import Phase, Placement, place
 from offplan.plan import Budget, Offload, Plan, Prediction, Workload
 from offplan.schedule import build_steady_request
 
@@ -40,17 +42,21 @@ def price_request(
     prefill: PassCompute,
     decode: PassCompute,
 ) -> RequestTimes:
-    """Price one request among many like it, by what runs the model."""
-    engine = stage.runner.pass_rules
+    """Price one request among many like it, by what runs the model: a batch of one plan."""
+    engine, num_passes = stage.runner.pass_rules, len(prefill.shapes)
     if engine is not None:
-        return RequestTimes(
-            price_engine_prompt(engine, placement, stage, machine, prefill),
-            price_engine_step(engine, placement, stage, machine, decode),
-        )
+        times = [
+            engine_pass_times(engine, placement, stage, machine, each) for each in (prefill, decode)
+        ]
+        took = OnePlan.of(placement, times[0], times[1], num_passes).price(engine)
+        phases = zip(Phase, times, took, (num_passes, 1), strict=True)
+        return RequestTimes(*(add_up_engine(engine, placement, *phase) for phase in phases))
+    prompt, step = (pass_times(placement, stage, machine, each) for each in (prefill, decode))
+    took = OnePlan.of(placement, prompt, step, num_passes).price(None)
     request = build_steady_request(placement, len(stage.layers))
     return RequestTimes(
-        price_prefill(request.prefill, pass_times(placement, stage, machine, prefill)),
-        price_decode(request.decode, pass_times(placement, stage, machine, decode)),
+        add_up_prompt(request.prefill, prompt, took[0]),
+        add_up(request.decode, step, took[1], WAITING),
     )
 
 
@@ -114,6 +120,7 @@ def derive_stage(
     prompt = compute.price(*prefill_shapes(workload, chunk))
     step = compute.price(decode_shape(workload))
     times = price_request(placement, stage, machine, prompt, step)
+    batch = workload.batch
     request_s = to_seconds(times.objective_ps(workload))
     steps = Input("steps after it", workload.num_steps, "count")
     formula = "prefill.step + steps after it x decode.step"
@@ -121,7 +128,7 @@ def derive_stage(
         *list_gpu_memory(placement, stage, machine, workload, budget, chunk),
         *list_stores(placement, offload, stage.ranks.tensor),
         *list_phase(stage, machine, prompt, times.prefill),
-        *list_phase(stage, machine, step, times.decode),
+        *list_phase(stage, machine, step, times.decode, predict_use(placement, stage, batch)),
         Term("objective", request_s, "s", formula, (steps,)),
     )
     return Derivation(terms, prompt.measured and step.measured)

@@ -1,18 +1,21 @@
-"""The timeline of many plans at once, in arrays: what the search prices its candidates with.
+"""What passes take, of many plans at once, in arrays: the pricer of the search and of one plan.
 
-It gives exactly what ``costs.timeline`` gives for the schedules of the same plans, without building
-placements or schedules; the plan that is chosen is priced by its schedule again. Every array has a
-row for each candidate; times are whole picoseconds, int64.
+It gives exactly what the schedules of the same plans give in ``costs.timeline``, which tests hold
+it to, without building them. Every array has a row for each candidate; times are whole
+picoseconds, int64.
 """
 
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
-from math import lcm
+from math import ceil, lcm
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offplan.costs.timeline import PassTimes
 from offplan.held.runner import PassRules
+from offplan.placement import Phase, Placement
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -22,6 +25,8 @@ NUM_STEPS = 12
 
 Walks of 6 steps are added up, and their means are counted in sixtieths, by up to 4 slots.
 """
+MOST = 2**60
+"""The most picoseconds (13 days) or bytes that are added up, which leaves room to add some more."""
 _NEVER = -(2**60)
 """A moment before all others; the times of passes added to it stay in int64."""
 
@@ -97,6 +102,69 @@ class PassTable:
         return np.take_along_axis(self.layer_of, np.clip(turn, 0, last), axis=1)
 
 
+@dataclass(frozen=True)
+class OnePlan:
+    """The tables of one plan: a batch of one.
+
+    What int64 could not add up is counted in so many picoseconds that it can.
+    """
+
+    prompt: PassTable
+    step: PassTable
+    slowdown: float
+    num_passes: int
+    unit_ps: int
+
+    @classmethod
+    def of(
+        cls, placement: Placement, prompt: PassTimes, step: PassTimes, num_passes: int
+    ) -> "OnePlan":
+        """Write the tables of what is placed, from what operations of both phases take.
+
+        An engine reads the prompt in so many passes.
+        """
+        phases = tuple(zip(Phase, (prompt, step), strict=True))
+        spans = {phase: placement.spans(phase) for phase in Phase}
+        most = sum(
+            2 * times.resident_ps
+            + sum(times.busy_ps)
+            + 2 * num_passes * sum(map(times.copy_ps, spans[phase]))
+            + ceil(times.uva_slowdown) * sum(times.uva_ps)
+            for phase, times in phases
+        )
+        unit_ps = -(-NUM_STEPS * most // MOST) or 1
+        tables = []
+        for phase, times in phases:
+            layers = {span.layer: span for span in spans[phase]}
+            num_layers = range(len(times.compute_ps))
+            copies = (times.copy_ps(layers[n]) if n in layers else 0 for n in num_layers)
+            sizes = (layers[n].nbytes if n in layers else 0 for n in num_layers)
+            in_units = [each // unit_ps for each in (*times.busy_ps, *times.uva_ps, *copies)]
+            in_layers = np.array(in_units, dtype=np.int64).reshape(3, 1, -1)
+            tables.append(
+                PassTable(
+                    compute_ps=in_layers[0],
+                    read_ps=in_layers[1],
+                    span_bytes=np.array([[*sizes]], dtype=np.int64),
+                    copy_ps=in_layers[2],
+                    outside_ps=np.array([times.outside_ps // unit_ps]),
+                    prefetch_step=np.array([placement.num_slots]),
+                )
+            )
+        return cls(tables[0], tables[1], prompt.uva_slowdown, num_passes, unit_ps)
+
+    def price(self, engine: PassRules | None) -> tuple[Fraction, Fraction]:
+        """Picoseconds of the prompt and of a decode step, on an engine or not."""
+        if engine is not None:
+            prompts = engine_prompt_ps(engine, self.prompt, np.array([self.num_passes]))
+            over, under = engine_step_ps(engine, self.step), np.array([1])
+        else:
+            prompts = prompt_ps(self.prompt, self.step, self.slowdown)
+            over, under = step_ps(self.step, self.slowdown)
+        step = Fraction(int(over[0]), int(under[0]))
+        return Fraction(self.unit_ps * int(prompts[0])), self.unit_ps * step
+
+
 def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
     """Time of prompts that find the ring as decode left it after an earlier, equal request.
 
@@ -124,7 +192,7 @@ def prompt_ps(prompt: PassTable, step: PassTable, slowdown: float) -> Ints:
 
 
 def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> Ints:
-    """Time of prompts on an engine, of so many passes each: as ``price_engine_prompt`` has it.
+    """Time of prompts on an engine, of so many passes each: as ``costs.engine_times`` has it.
 
     What a candidate streams it does not read in place. Returns picoseconds, [candidates].
     """
@@ -150,7 +218,7 @@ def engine_prompt_ps(engine: PassRules, prompt: PassTable, num_passes: Ints) -> 
 
 
 def engine_step_ps(engine: PassRules, step: PassTable) -> Ints:
-    """Time of decode steps on an engine: as ``price_engine_step`` has it, [candidates]."""
+    """Time of decode steps on an engine: as ``costs.engine_times`` has it, [candidates]."""
     step = step.on_engine(engine)
     is_first = step.streams & (step.turn < step.num_slots)
     times_copied = step.streams.astype(np.int64) + (is_first & engine.copies_first_again)

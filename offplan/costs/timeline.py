@@ -1,4 +1,6 @@
-"""The timeline: prices the very schedule that the runtime executes.
+"""The timeline: runs the very schedule that the runtime executes, operation by operation.
+
+Traces show what it does at each moment; ``costs.steady`` has the same times of many plans at once.
 
 Two queues, as on the GPU: compute runs the operations in program order, and one FIFO link carries
 the copies. A copy starts when everything before it in the compute queue is done and the copy before
@@ -19,6 +21,8 @@ characterization of the minimum cycle mean in a digraph (1978).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
+from itertools import zip_longest
 from typing import Literal
 
 from offplan.backends import Backend
@@ -59,6 +63,14 @@ class PassTimes:
     """One DMA."""
     read_by: Mapping[Backend, int] = field(default_factory=dict)
     """``uva_bytes`` by the backend that reads them; rows of an embedding are ``uva``'s."""
+    keeping_ps: tuple[int, ...] = ()
+    """Picoseconds of each layer's kernels that keep experts on the GPU; empty where none do."""
+
+    @cached_property
+    def busy_ps(self) -> tuple[int, ...]:
+        """Picoseconds of each layer's kernels, those that keep experts included."""
+        pairs = zip_longest(self.compute_ps, self.keeping_ps, fillvalue=0)
+        return tuple(map(sum, pairs))
 
     @property
     def resident_ps(self) -> int:
@@ -123,11 +135,15 @@ def price_decode(schedule: Schedule, times: PassTimes) -> PhaseTimes:
 
 
 def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
-    """Price the pass that reads a prompt, from an idle link whose ring holds what it should.
+    """Price the pass that reads a prompt, from an idle link whose ring holds what it should."""
+    return add_up_prompt(schedule, times, int(run_prompt(schedule, times)[0]))
 
-    The step ends with the pass's compute. Copies that the pass queues for the step after it count
-    as link time and bytes, as they do when the runtime measures, but not in ``bound_ps``: nothing
-    in the prompt waits for them.
+
+def add_up_prompt(schedule: Schedule, times: PassTimes, step_ps: Fraction | int) -> PhaseTimes:
+    """Add up the link's work of a prompt, which ends with its compute after ``step_ps``.
+
+    Copies that it queues for the step after it count as link time and bytes, as they do when the
+    runtime measures, but not in ``bound_ps``: nothing in the prompt waits for them.
     """
     later: dict[int, int] = {}
     for op in schedule.operations:
@@ -135,7 +151,7 @@ def price_prefill(schedule: Schedule, times: PassTimes) -> PhaseTimes:
             later[op.slot] = times.copy_ps(op.span)
         elif isinstance(op, Wait):
             later.pop(op.slot, None)
-    taken = add_up(schedule, times, int(run_prompt(schedule, times)[0]), WAITING)
+    taken = add_up(schedule, times, step_ps, WAITING)
     return replace(taken, later_ps=sum(later.values()))
 
 
@@ -150,7 +166,7 @@ def add_up(
 
     ``times`` are those of all passes, the schedule is that of one.
     """
-    copies = [op.span for op in schedule.operations if isinstance(op, Copy)]
+    copies = schedule.copied_spans
     return PhaseTimes(
         step_ps=Fraction(step_ps),
         times=times,
@@ -232,7 +248,7 @@ def _run_pass(
                 link = max(link, compute) + reading
                 slots = [max(done, compute) + reading for done in slots]
                 compute += took
-            began, compute = compute, compute + times.compute_ps[op.layer]
+            began, compute = compute, compute + times.busy_ps[op.layer]
             record("compute", "compute", op.layer, began, compute)
     record("compute", "compute", None, compute, compute + times.outside_ps)
     state[:] = [compute + times.outside_ps, link, *slots]

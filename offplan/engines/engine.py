@@ -190,7 +190,7 @@ def join_flags(flags: Flags) -> list[str]:
 def require_stored_weights(offload: Offload, title: str) -> None:
     """Raise ExportError unless weights are as they are stored, in host memory where not resident.
 
-    It is also raised for a backend that no engine has.
+    It is also raised for a backend that no engine has, and for experts kept one by one.
     ``title`` is the engine's.
     """
     if offload.store == "peer" and offload.rules:
@@ -199,6 +199,11 @@ def require_stored_weights(offload: Offload, title: str) -> None:
             "store, whose faster link would be lost: plan again with `store: host`"
         )
     for number, rule in enumerate(offload.rules, 1):
+        if rule.cached_experts is not None:
+            raise ExportError(
+                f"rule {number} keeps {rule.cached_experts} experts of a layer on the GPU "
+                f"(cached_experts), which no flag of {title} says: plan again with --for"
+            )
         for backend in (rule.prefill, rule.decode):
             if backend not in BACKENDS:
                 known = " or ".join(each.name for each in BACKENDS)

@@ -8,6 +8,7 @@ from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.held.stage import Stage
 from offplan.plan import Packing, Workload
 from offplan.ranks import Ranks
+from offplan.routing.profile import RoutingProfile
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Held:
         """Return the same, planned for the stage of most weights and cache."""
         sizes = [stage.loaded_bytes + stage.cache_bytes(workload) for stage in self.stages]
         return replace(self, planned=sizes.index(max(sizes)))
+
+    def route(self, routing: RoutingProfile | None) -> "Held":
+        """Return the same with a profile of how experts are chosen."""
+        return replace(self, stages=tuple(replace(each, routing=routing) for each in self.stages))
 
     def pack(self, packing: Packing | None) -> "Held":
         """Return the same with the weights packed that a plan says; raises PlanError."""

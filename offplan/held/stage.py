@@ -15,6 +15,7 @@ from offplan.held.layout import Layout
 from offplan.held.runner import OWN_RUNTIME, Runner
 from offplan.plan import Packing, Workload
 from offplan.ranks import ONE_RANK, Ranks
+from offplan.routing.profile import BatchReuse, RoutingProfile
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Stage:
     """Bytes on the GPU that are made of weights when they are loaded, beside the weights."""
     packing: Packing | None = None
     """The packing by which weights are held."""
+    routing: RoutingProfile | None = field(default=None, compare=False)
+    """How soon experts are chosen again; None where tokens are taken to choose all alike."""
+
+    def reuse(self, batch: int) -> BatchReuse | None:
+        """Return how decode steps of a batch choose experts; None where that is not known."""
+        recorded = () if self.routing is None else self.routing.batches
+        return next((each for each in recorded if each.batch == batch), None)
 
     @property
     def dtype(self) -> str:

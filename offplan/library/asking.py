@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
 from offplan.checkpoint.model import Model
-from offplan.choices import ObjectiveName, Store
+from offplan.choices import DEFAULT_CACHED_EXPERTS, ObjectiveName, Store
 from offplan.engines.runner import find_runner, lower
 from offplan.errors import ExportError, InputError
 from offplan.library.machines import Machine
@@ -17,6 +19,7 @@ from offplan.planner.question import Question
 from offplan.progress import Progress
 from offplan.ranks import ONE_RANK, Ranks
 from offplan.records import explain
+from offplan.routing.profile import RoutingProfile, check_routing, load_routing
 
 
 def ask(
@@ -33,6 +36,8 @@ def ask(
     engine: str | None = None,
     packing: bool = True,
     leave_unpacked: Sequence[str] = (),
+    cached_experts: int | Literal["off", "auto"] = DEFAULT_CACHED_EXPERTS,
+    routing: str | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
@@ -47,10 +52,14 @@ def ask(
     and ``ranks`` are the GPUs that it divides the model among: ``gpu_memory`` is then each one's,
     ``host_memory`` that of all together. With ``packing`` bfloat16 weights are packed without loss
     where that is faster; ``leave_unpacked`` names weights that stay as they are stored: ``7``,
-    ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``.
+    ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``. With ``cached_experts`` rules may keep
+    routed experts on the GPU one by one: as many of each layer, or as many as suit (``auto``).
+    ``routing`` is the file of a routing profile, which says how soon experts are chosen again.
 
-    Raises InputError for a limit below zero, for a name that no weight has and for an engine beside
-    the store ``peer``, and ProfileError where the link to a second GPU is not known.
+    Raises InputError for a routing profile that cannot be read or is not of the model and the
+    batch, for experts that cannot be kept, for a limit below zero, for a name that no weight has
+    and for an engine beside the store ``peer``, and ProfileError where the link to a second GPU is
+    not known.
     """
     free = machine.free_gpu_bytes if gpu_memory is None else gpu_memory
     try:
@@ -62,6 +71,7 @@ def ask(
             engine=engine,
             packing=packing,
             leave_unpacked=tuple(leave_unpacked),
+            cached_experts=cached_experts,
             tensor_parallel=ranks.tensor,
             pipeline_parallel=ranks.pipeline,
             expert_parallel=ranks.expert,
@@ -70,7 +80,8 @@ def ask(
         wrong = (f"{where}: {why}" if where else why for where, why in explain(error))
         raise InputError("; ".join(wrong)) from None
     workload = workload or Workload()
-    return pose(model, machine.profile, workload, budget, goal, store, machine.profile_name)
+    asked = workload, budget, goal, store, machine.profile_name
+    return pose(model, machine.profile, *asked, routing_file=routing)
 
 
 def ask_again(
@@ -80,6 +91,7 @@ def ask_again(
     machine: Machine | None = None,
     accept_drift: bool = False,
     leave_unpacked: Sequence[str] | None = None,
+    routing: str | None = None,
     on_progress: Progress | None = None,
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
@@ -88,12 +100,13 @@ def ask_again(
     plan's model, opened already or where it is to be read instead of where the plan says;
     ``machine`` takes the place of the one that the plan names. With ``accept_drift`` the question
     is about the model as it is by now, though it is not the plan's. ``leave_unpacked`` takes the
-    place of the names that the plan records. ``on_progress`` hears (shards
-    read, shards in all).
+    place of the names that the plan records, and ``routing`` that of its routing profile's file.
+    ``on_progress`` hears (shards read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
     where the plan's profile is gone or not valid, and InputError for a plan whose machine was
-    measured and kept in no profile, unless ``machine`` is given.
+    measured and kept in no profile, unless ``machine`` is given, and where its routing profile
+    cannot be read.
     """
     if machine is not None:
         profile, name = machine.profile, machine.profile_name
@@ -115,7 +128,13 @@ def ask_again(
     if leave_unpacked is not None:
         goal = goal.model_copy(update={"leave_unpacked": tuple(leave_unpacked)})
     asked = plan.workload, plan.budget, goal, plan.offload.store
-    return pose(named, profile, *asked, name)
+    file = routing
+    if file is None and plan.routing is not None:
+        file = plan.locate(plan.routing.file)
+    question = pose(named, profile, *asked, name, routing_file=file)
+    if routing is None and plan.routing is not None:
+        return replace(question, routing_file=plan.routing.file)
+    return question
 
 
 def pose(
@@ -126,12 +145,14 @@ def pose(
     goal: Goal | None = None,
     store: Store = "host",
     profile: str | None = None,
+    *,
+    routing_file: str | None = None,
 ) -> Question:
     """Pose a question about a model that is lowered to what the goal's ranks hold.
 
     The budget is cut to what the machine has. Raises InputError for a goal that names an engine
     offplan does not export to, ranks that it cannot divide the model among, or a context that it
-    does not serve, and what Question raises.
+    does not serve, for a routing profile that is not of the model, and what Question raises.
     """
     goal = goal or Goal()
     try:
@@ -139,10 +160,24 @@ def pose(
         held = lower(model, goal, workload)
     except ExportError as error:
         raise InputError(f"--for {goal.engine}: {error}") from None
-    asked = Question(held, machine, workload, budget, goal, store, profile)
+    if routing_file is not None:
+        held = held.route(read_routing(routing_file, model, goal.engine))
+    asked = Question(held, machine, workload, budget, goal, store, profile, routing_file)
     planned, host = asked.planned_machine, budget.host_memory
     if planned.host_memory is not None:
         most = planned.host_memory.value
         host = most if host is None else min(host, most)
     gpu = min(budget.gpu_memory, planned.gpu_memory.value)
     return replace(asked, budget=Budget(gpu_memory=gpu, host_memory=host))
+
+
+def read_routing(file: str, model: Model, engine: str | None = None) -> RoutingProfile:
+    """Read a routing profile of a model; raises InputError for another model's, or an engine."""
+    if engine is not None:
+        raise InputError(
+            f"--routing with --for {engine}: no engine keeps experts by how soon they are "
+            "chosen again; leave one of them out"
+        )
+    profile = load_routing(Path(file))
+    check_routing(profile, model, file)
+    return profile

@@ -10,7 +10,7 @@ from offplan.checkpoint.weights import find_weights
 from offplan.errors import InputError, OffplanError
 from offplan.hostmem.limits import peak_host_bytes
 from offplan.library.planned import open_planned_model
-from offplan.library.repricing import price_again
+from offplan.library.repricing import ComparedExperts, compare_experts, price_again
 from offplan.library.runnable import check_before_fetching
 from offplan.library.settling import Tell, keep_priced, settle_by
 from offplan.library.unpackable import load_settled, settle_packing
@@ -45,6 +45,8 @@ class BenchResult:
     """Time and memory that the plan took."""
     host_bytes: int
     """Host memory of the process at its peak, libraries included, with the plan loaded."""
+    experts: ComparedExperts | None
+    """What steps found of kept experts; None where none are kept."""
     ran: Plan
     """The plan that was measured: another one where weights turned out not to pack."""
     others: Mapping[str, Measurement | str]
@@ -120,6 +122,7 @@ def bench_plan(
         num_repeats=num_repeats,
         plan=measured,
         host_bytes=host_bytes,
+        experts=compare_experts(plan, found, measured.experts),
         ran=plan,
         others={name: _measure_way(name, setup, on_stage) for name in others},
     )

@@ -60,6 +60,7 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
     # a plan for throughput has chosen its batch
     changes = {
         "engine": engine,
+        "cached_experts": "off",  # which no engine does
         "objective": "latency",
         "tensor_parallel": ranks.tensor,
         "pipeline_parallel": ranks.pipeline,

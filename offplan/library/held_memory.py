@@ -2,6 +2,7 @@
 
 from offplan.checkpoint.model import Model
 from offplan.errors import PlanError
+from offplan.expert_slots import require_few_pairs
 from offplan.held.held import hold
 from offplan.placement import place
 from offplan.plan import GPUMemoryPrediction, Plan
@@ -15,10 +16,11 @@ def count_held(plan: Plan, model: Model) -> Plan:
     fit the model.
     """
     stage = hold(model, plan.offload.packing)
+    require_few_pairs(stage, plan.offload, plan.workload.batch)
     placement = place(stage, plan.offload)
     recorded = plan.prediction.gpu_memory
     terms = {
-        "resident": placement.resident_bytes,
+        "resident": placement.resident_bytes + placement.expert_slots_bytes,
         "ring": placement.ring_bytes,
         "kv_cache": stage.cache_bytes(plan.workload),
         "activations": recorded.activation_bytes,

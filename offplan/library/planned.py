@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import DriftError
+from offplan.errors import DriftError, InputError
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.plan import Plan
 from offplan.progress import Progress
+from offplan.routing.profile import RoutingProfile, load_routing
 
 
 def read_planned_model(
@@ -91,6 +93,17 @@ def open_planned_machine(plan: Plan) -> MachineProfile | None:
     if profile is None:
         return None
     return profile.with_link(plan.offload.store, plan.goal.ranks)
+
+
+def find_planned_routing(plan: Plan) -> RoutingProfile | None:
+    """Return the routing profile that a plan was made from; None where it is gone, or another."""
+    if plan.routing is None:
+        return None
+    try:
+        profile = load_routing(Path(plan.locate(plan.routing.file)))
+    except InputError:
+        return None
+    return profile if profile.fingerprint == plan.routing.fingerprint else None
 
 
 def _locate(plan: Plan) -> str:

@@ -1,12 +1,17 @@
 """A plan held against its own decision, so that an edited one promises what it does."""
 
+from dataclasses import dataclass
+
 from offplan.checkpoint.model import Model
+from offplan.costs.kept_experts import predict_use
 from offplan.costs.predict import predict
 from offplan.engines.runner import lower
 from offplan.errors import PlanError, ProfileError
+from offplan.expert_slots import ExpertsFound
 from offplan.held.held import Held
-from offplan.library.planned import open_planned_machine
+from offplan.library.planned import find_planned_routing, open_planned_machine
 from offplan.machine.profile import MachineProfile, load_profile
+from offplan.placement import place
 from offplan.plan import Plan, Prediction, Workload
 
 STAND_IN = "h200-pcie5"
@@ -65,6 +70,27 @@ def predict_workload(plan: Plan, model: Model, workload: Workload) -> Prediction
     return price_on(changed, model, machine).prediction
 
 
+@dataclass(frozen=True)
+class ComparedExperts:
+    """What a decode step finds of the experts that are kept on the GPU one by one."""
+
+    predicted: ExpertsFound | None
+    """By the plan's routing profile, or by uniform routing where that is not there."""
+    counted: ExpertsFound
+    """The mean of the steps that ran."""
+
+
+def compare_experts(
+    plan: Plan, model: Model, counted: ExpertsFound | None
+) -> ComparedExperts | None:
+    """Put what a plan predicts of kept experts beside what was counted; None without."""
+    if counted is None:
+        return None
+    held = hold_planned(plan, model)
+    use = predict_use(place(held.stage, plan.offload), held.stage, plan.workload.batch)
+    return ComparedExperts(None if use is None else use.found, counted)
+
+
 def price_decision(plan: Plan, model: Model) -> Plan:
     """Do what ``price_again`` does, whether or not the budget is kept."""
     machine = find_planned_machine(plan)
@@ -89,10 +115,13 @@ def price_on(plan: Plan, model: Model, machine: MachineProfile) -> Plan:
 def hold_planned(plan: Plan, model: Model) -> Held:
     """Lower a plan's model to what the ranks hold that the plan is for, packed as it says.
 
+    It has the plan's routing profile, if that is there still.
+
     Raises ExportError for ranks that its engine cannot divide the model among, and PlanError for
     packing that does not fit it.
     """
-    return lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
+    held = lower(model, plan.goal, plan.workload).pack(plan.offload.packing)
+    return held.route(find_planned_routing(plan))
 
 
 def list_changes(before: Plan, after: Plan) -> list[str]:
@@ -102,7 +131,12 @@ def list_changes(before: Plan, after: Plan) -> list[str]:
 
 
 def find_planned_machine(plan: Plan) -> MachineProfile | None:
-    """Return the profile that a plan was made from; None where it is gone, or another by now."""
+    """Return the profile that a plan was made from; None where it is gone, or another by now.
+
+    None as well where that holds of the plan's routing profile.
+    """
+    if plan.routing is not None and find_planned_routing(plan) is None:
+        return None
     try:
         machine = open_planned_machine(plan)
     except ProfileError:

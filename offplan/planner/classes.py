@@ -49,6 +49,14 @@ def segment_classes(stage: Stage) -> tuple[SegmentClass, ...]:
     return _list_classes(tuple(roles.items()), has_experts=stage.experts is not None)
 
 
+def expert_class(stage: Stage) -> SegmentClass:
+    """Return the class of the routed experts alone, by the shortest names that mean it."""
+    names = {p.name: p.is_expert for layer in stage.layers for p in layer.parameters}
+    wanted = {name for name, is_expert in names.items() if is_expert}
+    runs = {run for name in wanted for run in _runs(name)}
+    return SegmentClass(tuple(cover_names(wanted, names.keys() - wanted, runs) or ()))
+
+
 @cache
 def _list_classes(
     named: tuple[tuple[str, Role], ...], *, has_experts: bool

@@ -40,6 +40,10 @@ class Loads(NamedTuple):
     step_read: Floats
     step_spared: Floats
     """Reading of one layer that a slot spares decode, at most: what prefill left there."""
+    kept_bytes: Floats
+    """Bytes of the experts of which some may be kept one by one."""
+    kept_read: Floats
+    """What a step reads of these with none kept."""
     slot_bytes: Floats
     """The largest span of a layer in either phase."""
     prompt_turns: Floats
@@ -126,7 +130,7 @@ def list_rules(space: Space, prices: Prices) -> Rules:
         )
     ]
     option = np.array([number for number, _ in found])
-    loads = _sum_up(space, prices, numbers[option], np.array([group.counts for _, group in found]))
+    loads = _sum_up(space, prices, option, numbers, np.array([group.counts for _, group in found]))
     patterns = [*(group.patterns for _, group in found), (NO_RULE,)]
     return Rules(
         np.append(option, NO_RULE),
@@ -136,8 +140,9 @@ def list_rules(space: Space, prices: Prices) -> Rules:
     )
 
 
-def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints) -> Loads:
-    """Add up contents, [rules, kinds] by number, of so many layers of each kind."""
+def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: Ints) -> Loads:
+    """Add up contents, [options, kinds] by number, of so many layers of each kind."""
+    layers, kept = numbers[option], prices.kept
     contents, prompt_reads = prices.contents
     example = [space.kind_of.index(kind) for kind in range(counts.shape[1])]
 
@@ -161,6 +166,8 @@ def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints) -> Loads:
         step_copy=most(step_ps),
         step_read=total(step_read),
         step_spared=most(step_read * streams),
+        kept_bytes=total(kept.num_experts * kept.expert_bytes[option]),
+        kept_read=total(kept.uncached_ps[option]),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
         prompt_turns=total(streams),
         prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),
@@ -172,8 +179,12 @@ def _sum_up(space: Space, prices: Prices, layers: Ints, counts: Ints) -> Loads:
     return Loads(*(np.broadcast_to(each.astype(np.float64), shape) for each in padded))
 
 
-def estimate(space: Space, loads: Loads, setting: Ints, num_slots: Ints) -> tuple[Floats, Floats]:
+def estimate(
+    space: Space, loads: Loads, setting: Ints, num_slots: Ints, spare: Floats | None = None
+) -> tuple[Floats, Floats]:
     """Estimate the picoseconds of each plan's prompt and decode step.
+
+    ``spare`` are the bytes that each has left for experts one by one.
 
     Of a prompt's copies decode has left as many as there are slots, where it streams; otherwise the
     layers that share a slot with none are not copied again: of n layers over K slots 2 K - n. That
@@ -192,6 +203,11 @@ def estimate(space: Space, loads: Loads, setting: Ints, num_slots: Ints) -> tupl
     copied_again = np.where(loads.step_turns > num_slots, copied_again, 0)
     kept = np.where(loads.step_turns > 0, 0, num_slots)
     read = np.maximum(0, loads.step_read - kept * loads.step_spared)
+    if spare is not None:
+        kept_share = np.maximum(0, spare) / np.maximum(1, loads.kept_bytes)
+        missed = space.missed_choices
+        in_slots = (len(missed) - 1) * np.minimum(1, kept_share)
+        read = read + loads.kept_read * np.interp(in_slots, np.arange(len(missed)), missed)
     resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
     in_turn = num_slots == 1
     if engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall

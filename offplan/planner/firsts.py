@@ -51,7 +51,7 @@ class Firsts:
 
 def list_firsts(space: Space, rules: Rules, in_place: InPlaceRules, room: Room) -> Firsts:
     """List what a budget leaves: of two rules one frees at least half of what both have to."""
-    every = list(in_place.plans(room))
+    every = in_place.plans(room)
     gpu_lacks = [np.array([each.gpu_lack for each in every])]
     host_lacks = [np.array([each.host_lack for each in every])]
     fitting = [each for each in every if each.gpu_lack <= 0 and each.host_lack <= 0]
@@ -76,7 +76,7 @@ def list_firsts(space: Space, rules: Rules, in_place: InPlaceRules, room: Room) 
         num_candidates += int(rules.num_patterns[first[fits]].sum())
         rows = np.flatnonzero(fits | (lacking < of_rule) & (on_host <= 0))
         first, setting, slots = first[rows], setting[rows], np.full(len(rows), num_slots)
-        times = estimate(space, rules.loads.at(setting, first), setting, slots)
+        times = estimate(space, rules.loads.at(setting, first), setting, slots, -lacking[rows])
         # what is no plan by itself leaves something
         left = np.where(fits[rows], lacking[rows], np.maximum(1, lacking[rows]))
         found.append(Rows(*times, setting, slots, first, np.full(len(rows), NO_RULE), left))

@@ -1,17 +1,16 @@
-"""Plans that copy nothing, so their times are sums: of no rule, and of one of ``max_bytes``."""
+"""Plans that copy nothing: of no rule, and of one of ``max_bytes``."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from offplan.placement import build_slab, off_gpu_bytes
+from offplan.placement import off_gpu_bytes
 from offplan.plan import Rule
+from offplan.planner.prices import Prices
 from offplan.planner.space import Option, Room, Space
 
 
@@ -20,114 +19,93 @@ class InPlace(NamedTuple):
 
     setting: int
     rules: tuple[Rule, ...]
-    rank: tuple[object, ...]
-    """What the rule takes, as ``Option.rank``; empty for a plan of no rule."""
-    times_ps: tuple[int, int]
+    times_ps: tuple[float, float]
     """Picoseconds of the prompt, and of a decode step."""
-    link_bytes: int
-    """Bytes of one request that cross the link."""
     gpu_lack: float
     """Bytes by which it exceeds the GPU's budget; at most 0 where it fits."""
     host_lack: float
-
-
-class LayerReads(NamedTuple):
-    """What the first parameters of a layer come to that an option takes."""
-
-    slab_bytes: int
-    host_bytes: int
-    """Bytes in host memory; on engines those that are page-locked at least."""
-    prompt: tuple[list[int], list[int]]
-    """Picoseconds and bytes that a prompt reads at use, for each setting."""
-    step: tuple[int, int]
-    """Picoseconds and bytes that a decode step reads."""
 
 
 @dataclass(frozen=True)
 class InPlaceRules:
     """The plans of a space that copy nothing, for any budget."""
 
-    space: Space
-    _reads: dict[tuple[Option, int, int], LayerReads] = field(default_factory=dict)
+    prices: Prices
 
-    def plans(self, room: Room) -> Iterator[InPlace]:
+    @property
+    def space(self) -> Space:
+        """The space."""
+        return self.prices.space
+
+    def plans(self, room: Room) -> list[InPlace]:
         """List the plan of no rule, and those of ``max_bytes`` that take as little as fits.
 
         More of it would only move more bytes, so no other ``max_bytes`` can be better.
         """
         padding_bytes = self.space.stage.layout.padding_bytes
-        for setting in range(len(self.space.settings)):
-            yield self._plan(room, setting, None)
-            for option in self._sums if room.lacking_bytes[setting] + padding_bytes > 0 else ():
-                yield self._plan(room, setting, option)
+        settings, rules, contents, lacks = [], [], [], []
+        for setting, lacking in enumerate((room.lacking_bytes + padding_bytes).tolist()):
+            for option in (None, *(self._sums if lacking > 0 else ())):
+                rule, num_units, lack = self._take(option, lacking)
+                settings.append(setting)
+                rules.append(rule)
+                contents.append(self._number(option, num_units))
+                lacks.append(lack)
+        numbers, of_plan = np.array(contents), np.array(settings)
+        slots = np.ones_like(of_plan)
+        times = self.prices.price_contents(numbers, of_plan, slots)
+        _, on_host, _ = self.prices.weigh_contents(numbers, slots)
+        columns = zip(*times, on_host - room.host_bytes[of_plan], strict=True)
+        return [
+            InPlace(setting, rule, (float(prompt_ps), float(step_ps)), float(lack), float(host))
+            for setting, rule, lack, (prompt_ps, step_ps, host) in zip(
+                settings, rules, lacks, columns, strict=True
+            )
+        ]
 
     @cached_property
-    def _sums(self) -> dict[Option, list[int]]:
+    def _sums(self) -> dict[int, list[int]]:
         """Bytes of an option's first parameters, in layer then name order: of one, of two, ..."""
         space = self.space
         return {
-            option: list(
+            number: list(
                 accumulate(
                     unit.nbytes
                     for kind in space.kind_of
                     for unit in space.taken[option.segment_class][kind]
                 )
             )
-            for option in space.options
-            if option.prefill is option.decode and not option.decode.streams
+            for number, option in enumerate(space.options)
+            if option.prefill is option.decode and not option.decode.streams and not option.keeps
         }
 
     @cached_property
-    def _off_gpu(self) -> dict[Option, list[int]]:
+    def _off_gpu(self) -> dict[int, list[int]]:
         """What of these bytes leaves the GPU."""
 
-        def leaving(option: Option, sums: list[int]) -> list[int]:
+        def leaving(number: int, sums: list[int]) -> list[int]:
+            option = self.space.options[number]
             if option.decode.gpu_bytes is None:
                 return sums
             sizes = (later - sooner for sooner, later in pairwise([0, *sums]))
             ways = option.prefill, option.decode
             return list(accumulate(off_gpu_bytes(size, *ways) for size in sizes))
 
-        return {option: leaving(option, sums) for option, sums in self._sums.items()}
+        return {number: leaving(number, sums) for number, sums in self._sums.items()}
 
-    def _plan(self, room: Room, setting: int, option: Option | None) -> InPlace:
-        space, table = self.space, self.space.table
-        times = (table.resident_ps[setting] + table.row_ps[setting]).tolist()
-        crossing = table.row_bytes[setting].tolist()
-        rules: tuple[Rule, ...] = ()
-        rank: tuple[object, ...] = ()
-        host_bytes = off_gpu = copied = 0
-        needed = int(room.lacking_bytes[setting]) + space.stage.layout.padding_bytes
-        if option is not None:
-            copied = self._copied_bytes(option)
-            rule, num_units = self._take(option, needed + copied)
-            rules, rank = (rule,), (*option.rank, rule.max_bytes)
-            off_gpu = self._off_gpu[option][num_units - 1]
-            for (kind, of_layer), count in self._layers(option, num_units).items():
-                reads = self._read(option, kind, of_layer)
-                host_bytes += count * reads.host_bytes
-                of_phases = [each[setting] for each in reads.prompt], reads.step
-                for phase, (read_ps, num_bytes) in enumerate(of_phases):
-                    if copied:
-                        passes = (int(table.num_chunks[setting]), 1)[phase]
-                        times[phase] += count * passes * space.copying_ps(reads.slab_bytes)
-                        crossing[phase] += count * passes * reads.slab_bytes
-                    else:
-                        times[phase] += count * read_ps
-                        crossing[phase] += count * num_bytes
-        return InPlace(
-            setting,
-            rules,
-            rank,
-            times_ps=(times[0], times[1]),
-            link_bytes=int(np.dot(space.weights, crossing)),
-            gpu_lack=float(needed + copied - off_gpu),
-            host_lack=float(host_bytes - room.host_bytes[setting]),
+    def _take(self, number: int | None, lacking: int) -> tuple[tuple[Rule, ...], int, int]:
+        """Take an option's first parameters until there is enough room.
+
+        Returns the rule, how many it takes, and the bytes that are lacking still.
+        """
+        if number is None:
+            return (), 0, lacking
+        option, sums, off_gpu = (
+            self.space.options[number],
+            self._sums[number],
+            self._off_gpu[number],
         )
-
-    def _take(self, option: Option, needed: int) -> tuple[Rule, int]:
-        """Take an option's first parameters until there are enough bytes; returns their number."""
-        sums, off_gpu = self._sums[option], self._off_gpu[option]
+        needed = lacking + self._copied_bytes(option)
         last = bisect_left(off_gpu, min(needed, off_gpu[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
         unit = self.space.runner.max_bytes_unit
@@ -135,7 +113,7 @@ class InPlaceRules:
             max_bytes = -(-max(max_bytes, needed) // unit) * unit
             last = bisect_left(sums, min(max_bytes, sums[-1]))
         rule = option.rule(1, 1).model_dump(exclude={"group_size", "num_in_group"})
-        return Rule(**{**rule, "max_bytes": max_bytes}), last + 1
+        return (Rule(**{**rule, "max_bytes": max_bytes}),), last + 1, needed - off_gpu[last]
 
     def _copied_bytes(self, option: Option) -> int:
         """Bytes of the copies of the largest layer that an option takes, on engines that copy."""
@@ -145,34 +123,18 @@ class InPlaceRules:
         taken = self.space.taken[option.segment_class]
         return engine.num_pools * max(sum(unit.nbytes for unit in units) for units in taken)
 
-    def _layers(self, option: Option, num_units: int) -> Counter[tuple[int, int]]:
-        """Count the layers of each kind of which so many parameters are among the first ones.
-
-        Equal layers are read alike: only the last one may be taken in part.
-        """
-        counts: Counter[tuple[int, int]] = Counter()
+    def _number(self, option: int | None, num_units: int) -> list[int]:
+        """Number the contents of all layers of which an option's first parameters are taken."""
+        numbers = []
         for kind in self.space.kind_of:
-            of_layer = min(num_units, len(self.space.taken[option.segment_class][kind]))
-            if of_layer:
-                counts[kind, of_layer] += 1
+            of_layer = 0
+            if option is not None:
+                taken = self.space.taken[self.space.options[option].segment_class][kind]
+                of_layer = min(num_units, len(taken))
+            options = () if option is None or not of_layer else (option,)
+            numbers.append(self.prices.number(kind, options, of_layer))
             num_units -= of_layer
-        return counts
-
-    def _read(self, option: Option, kind: int, num_units: int) -> LayerReads:
-        """What first parameters of a layer come to."""
-        key, space = (option, kind, num_units), self.space
-        if key not in self._reads:
-            units, rule = space.taken[option.segment_class][kind][:num_units], option.rule(1, 1)
-            slab_bytes = build_slab((unit, rule) for unit in units).nbytes
-            self._reads[key] = LayerReads(
-                slab_bytes,
-                space.stage.layout.host_bytes(
-                    (tensor for unit in units for tensor in unit.tensors), slab_bytes
-                ),
-                space.prompt_reads((unit, option.prefill) for unit in units),
-                space.step_reads((unit, option.decode) for unit in units),
-            )
-        return self._reads[key]
+        return numbers
 
 
 def _roundest(low: int, high: int) -> int:

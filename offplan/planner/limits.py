@@ -4,13 +4,10 @@ from collections import Counter
 from functools import partial
 from math import ceil
 
-from offplan.costs.steady import NUM_STEPS
+from offplan.costs.steady import MOST, NUM_STEPS
 from offplan.costs.timeline import to_ps
 from offplan.errors import InputError
 from offplan.planner.space import Space
-
-MOST = 2**60
-"""The most picoseconds (13 days) or bytes that are added up, which leaves room to add some more."""
 
 
 def check_range(space: Space) -> None:

@@ -92,6 +92,11 @@ def _rule_steps(rule: Rule, runner: Runner) -> Iterator[tuple[str, dict[str, obj
             yield told, {"max_bytes": size}
         return
     yield from _pattern_steps(rule)
+    if (kept := rule.cached_experts) is not None:
+        for number in (kept - 1, kept + 1):
+            yield f"cached_experts {kept} -> {number}", {"cached_experts": number}
+        none: dict[str, object] = {"cached_experts": None, "cached_experts_more": None}
+        yield "without cached_experts", none
     for phases in [("prefill", "decode")] if runner.takes_one_rule else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
         for other in runner.backends:

@@ -1,6 +1,6 @@
 """Exact memory and times of candidates, many at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,14 +14,19 @@ from offplan.costs.steady import (
     prompt_ps,
     step_ps,
 )
+from offplan.held.unit import Unit
 from offplan.placement import Phase, build_slab, off_gpu_bytes
+from offplan.plan import Rule
 from offplan.planner.aims import Floats
+from offplan.planner.kept import KeptExperts
 from offplan.planner.patterns import list_patterns
-from offplan.planner.space import Option, Space
+from offplan.planner.space import Space
 
 Ints = NDArray[np.int64]
 
 
+MOST = 2**30
+"""More units than a layer has."""
 NO_RULE = -1
 """Stands for a rule that a candidate does not have, and for its pattern."""
 
@@ -40,6 +45,19 @@ class Candidates(NamedTuple):
     def choose(self, rows: Ints) -> "Candidates":
         """Keep some of the candidates."""
         return Candidates(*(column[rows] for column in self))
+
+
+class Slots(NamedTuple):
+    """The experts that candidates keep one by one."""
+
+    option: Ints
+    """The option whose rule keeps them; NO_RULE where none does, [candidates]."""
+    experts: Ints
+    """Experts of each layer, [candidates, layers]."""
+
+    def choose(self, rows: Ints) -> "Slots":
+        """Keep those of some of the candidates."""
+        return Slots(self.option[rows], self.experts[rows])
 
 
 class Content(NamedTuple):
@@ -68,7 +86,7 @@ class Prices:
     space: Space
     _contents: list[Content] = field(default_factory=list)
     _prompt_reads: list[list[int]] = field(default_factory=list)
-    _numbers: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    _numbers: dict[tuple[int, tuple[int, ...], int], int] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Ints] = field(default_factory=dict)
     _arrays: tuple[Content, Ints] = (Content(), np.zeros(0, dtype=np.int64))
 
@@ -83,23 +101,28 @@ class Prices:
             self._arrays = Content(*columns), np.array(self._prompt_reads, dtype=np.int64)
         return self._arrays
 
-    def number(self, kind: int, options: tuple[int, ...]) -> int:
-        """Number the content of a layer of a kind, of which rules of these options take a part."""
-        if (kind, options) not in self._numbers:
-            self._numbers[kind, options] = len(self._contents)
-            content, reads = self._price(kind, [self.space.options[option] for option in options])
+    def number(self, kind: int, options: tuple[int, ...], most: int = MOST) -> int:
+        """Number the content of a layer of a kind, of which rules of these options take a part.
+
+        They take the ``most`` first units at most.
+        """
+        key = kind, options, most
+        if key not in self._numbers:
+            space = self.space
+            rules = {
+                id(unit): rule
+                for option, rule in ((each, space.options[each].rule(1, 1)) for each in options)
+                for unit in space.taken[space.options[option].segment_class][kind][:most]
+            }
+            units = (unit for unit in space.units[kind] if id(unit) in rules)
+            content, reads = self._price([(unit, rules[id(unit)]) for unit in units])
+            self._numbers[key] = len(self._contents)
             self._contents.append(content)
             self._prompt_reads.append(reads)
-        return self._numbers[kind, options]
+        return self._numbers[key]
 
-    def _price(self, kind: int, options: list[Option]) -> tuple[Content, list[int]]:
+    def _price(self, chosen: list[tuple[Unit, Rule]]) -> tuple[Content, list[int]]:
         space, layout = self.space, self.space.stage.layout
-        rules = {
-            id(unit): option.rule(1, 1)
-            for option in options
-            for unit in space.taken[option.segment_class][kind]
-        }
-        chosen = [(unit, rules[id(unit)]) for unit in space.units[kind] if id(unit) in rules]
         if not chosen:
             return Content(), [0] * len(space.settings)
         slab = build_slab(chosen)
@@ -107,8 +130,19 @@ class Prices:
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
         in_prefill = [(u, rule.prefill) for u, rule in chosen if not rule.prefill.streams]
-        in_decode = [(u, rule.decode) for u, rule in chosen if not rule.decode.streams]
-        never = [(u, rule.decode) for u, rule in chosen if not any(rule.streams)]
+        # experts that are kept one by one count by their number: ``planner.kept``
+        whole = [each for each in chosen if each[1].cached_experts is None]
+        in_decode = [(u, rule.decode) for u, rule in whole if not rule.decode.streams]
+        never = [(u, rule.decode) for u, rule in whole if not any(rule.streams)]
+        prompt_reads, step_read_ps = (
+            space.prompt_reads(in_prefill)[0],
+            space.step_reads(in_decode)[0],
+        )
+        engine = space.stage.runner.pass_rules
+        if engine is not None and engine.copies_in_place and not any(spans):
+            # it copies what it is told to read in place, for each chunk
+            step_read_ps = space.copying_ps(slab.nbytes)
+            prompt_reads = [int(count) * step_read_ps for count in space.table.num_chunks]
         content = Content(
             unit_bytes=sum(
                 off_gpu_bytes(layout.gpu_bytes(unit.tensors), rule.prefill, rule.decode)
@@ -121,10 +155,10 @@ class Prices:
             step_bytes=sizes[1],
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
-            step_read_ps=space.step_reads(in_decode)[0],
+            step_read_ps=step_read_ps,
             kept_read_ps=space.step_reads(never)[0],
         )
-        return content, space.prompt_reads(in_prefill)[0]
+        return content, prompt_reads
 
     def _table(self, first: int, second: int) -> Ints:
         """Numbers of contents, [kinds, 4]: by whether the first and the second rule take it."""
@@ -160,21 +194,54 @@ class Prices:
 
         Each is an array of shape [candidates].
         """
-        numbers = self._contents_of(candidates)
+        return self.weigh_contents(self._contents_of(candidates), candidates.prefetch_step)
+
+    def weigh_contents(self, numbers: Ints, prefetch_step: Ints) -> tuple[Ints, Ints, Ints]:
+        """Weigh plans by the numbers of their layers' contents, [plans, layers]."""
         contents, _ = self.contents
         spans = contents.prompt_bytes[numbers], contents.step_bytes[numbers]
         num_turns = np.maximum(*((each > 0).sum(axis=1) for each in spans))
-        ring = np.minimum(candidates.prefetch_step, num_turns) * np.maximum(*spans).max(axis=1)
+        ring = np.minimum(prefetch_step, num_turns) * np.maximum(*spans).max(axis=1)
         off_gpu = contents.unit_bytes[numbers].sum(axis=1) - ring
         return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
 
-    def price(self, candidates: Candidates) -> tuple[Floats, Floats]:
+    @cached_property
+    def kept(self) -> KeptExperts:
+        """What experts in slots take and cost."""
+        return KeptExperts(self.space)
+
+    def fill(self, candidates: Candidates, spare: Ints) -> tuple[Ints, Slots | None]:
+        """Spend the bytes that candidates leave on experts in slots.
+
+        Returns whether each has as many as it needs, [candidates], and the experts of each layer;
+        None where none keep any.
+        """
+        kept = self.kept
+        if not kept.is_any:
+            return np.ones_like(spare), None
+        is_first, is_second = kept.keeps[candidates.first], kept.keeps[candidates.second]
+        both = is_first, is_second
+        option = np.select(both, (candidates.first, candidates.second), NO_RULE)
+        patterns = candidates.first_pattern, candidates.second_pattern
+        pattern = np.select(both, patterns, NO_RULE)
+        takes = self._layers[pattern] * (kept.expert_bytes[option][:, self._kind_of] > 0)
+        slots = kept.fill(option, takes, spare)
+        return (slots.any(axis=1) | (option == NO_RULE)).astype(np.int64), Slots(option, slots)
+
+    def price(self, candidates: Candidates, slots: "Slots | None" = None) -> tuple[Floats, Floats]:
         """Price both phases as the candidates' schedules would be, on an engine or not.
 
-        Returns the picoseconds of each one's prompt and decode step, rounded to floats at the end.
+        ``slots`` are the experts that they keep. Returns the picoseconds of each one's prompt and
+        decode step, rounded to floats at the end.
         """
-        space, setting = self.space, candidates.setting
         numbers = self._contents_of(candidates)
+        return self.price_contents(numbers, candidates.setting, candidates.prefetch_step, slots)
+
+    def price_contents(
+        self, numbers: Ints, setting: Ints, prefetch_step: Ints, slots: "Slots | None" = None
+    ) -> tuple[Floats, Floats]:
+        """Price plans by the numbers of their layers' contents, [plans, layers]."""
+        space = self.space
         contents, prompt_reads = self.contents
         table, row_ps = space.table, space.table.row_ps[setting]
         prompt = PassTable(
@@ -183,7 +250,7 @@ class Prices:
             span_bytes=contents.prompt_bytes[numbers],
             copy_ps=contents.prompt_copy_ps[numbers],
             outside_ps=table.outside_ps[setting],
-            prefetch_step=candidates.prefetch_step,
+            prefetch_step=prefetch_step,
         )
         prompt.read_ps[:, 0] += row_ps[:, 0]  # rows are read just before the first layer
         streamed = contents.step_bytes[numbers]
@@ -194,9 +261,15 @@ class Prices:
             span_bytes=streamed,
             copy_ps=contents.step_copy_ps[numbers],
             outside_ps=np.full(len(numbers), space.decode.outside_ps),
-            prefetch_step=candidates.prefetch_step,
+            prefetch_step=prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
+        if slots is not None:
+            at = slots.option[:, None], self._kind_of, slots.experts
+            more = [each[at] for each in self.kept.times]
+            prompt.read_ps[:], step.read_ps[:] = prompt.read_ps + more[0], step.read_ps + more[2]
+            prompt = replace(prompt, compute_ps=prompt.compute_ps + more[1])
+            step = replace(step, compute_ps=step.compute_ps + more[3])
         if (engine := space.stage.runner.pass_rules) is not None:
             prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
             return prompts_ps.astype(float), engine_step_ps(engine, step).astype(float)

@@ -8,8 +8,20 @@ from offplan.choices import Store
 from offplan.errors import InputError
 from offplan.held.held import Held
 from offplan.held.packing import check_unpacked
+from offplan.kernel_sizes import MAX_PAIRS
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Goal, MachineRef, ModelRef, Offload, Plan, Prediction, Workload
+from offplan.plan import (
+    Budget,
+    Goal,
+    MachineRef,
+    ModelRef,
+    Offload,
+    Plan,
+    Prediction,
+    RoutingRef,
+    Workload,
+)
+from offplan.routing.profile import require_routing
 from offplan.unpacked import Unpacked
 
 
@@ -19,8 +31,9 @@ class Question:
 
     GPU memory is that of each rank, host memory that of all ranks together.
 
-    Raises InputError for an engine beside a second GPU's memory and for weights to leave unpacked
-    that the model does not have, and ProfileError where the link to that memory is not known.
+    Raises InputError for an engine beside a second GPU's memory, for weights to leave unpacked
+    that the model does not have, for experts that cannot be kept and for a batch that the routing
+    profile does not have, and ProfileError where the link to that memory is not known.
     """
 
     held: Held
@@ -34,6 +47,8 @@ class Question:
     """Where what is offloaded lies: in host memory, or in that of a second GPU."""
     profile: str | None = None
     """The name by which the machine's profile is found again; None where it was measured."""
+    routing_file: str | None = None
+    """The file of ``held``'s routing profile; None where tokens choose all experts alike."""
 
     def __post_init__(self) -> None:
         engine = self.goal.engine
@@ -43,6 +58,11 @@ class Question:
                 f"--for {engine} and --store {self.store}: no engine's flags reach a second GPU's "
                 "memory; leave one of them out"
             )
+        routing = self.held.stage.routing
+        if routing is not None and self.goal.objective == "latency":
+            routing.of_batch(self.workload.batch)
+        if self.goal.cached_experts != "off":
+            require_keeping(self)
         _ = self.planned_machine  # which refuses a link that is not known
 
     @property
@@ -77,7 +97,7 @@ class Question:
 
     def answer(self, offload: Offload, prediction: Prediction) -> Plan:
         """Write the plan that answers the question by a decision, with all that was asked."""
-        machine = self.planned_machine
+        machine, routing = self.planned_machine, self.held.stage.routing
         return Plan(
             model=ModelRef.model_validate(self.model, from_attributes=True),
             workload=self.workload,
@@ -92,6 +112,34 @@ class Question:
                 basis=machine.basis,
                 fingerprint=machine.fingerprint,
             ),
+            routing=None
+            if routing is None or self.routing_file is None
+            else RoutingRef(file=self.routing_file, fingerprint=routing.fingerprint),
             offload=offload,
             prediction=prediction,
+        )
+
+
+def require_keeping(question: Question) -> None:
+    """Raise InputError for a question none of whose plans can keep experts, or not as many."""
+    kept, experts = question.goal.cached_experts, question.model.experts
+    asked = f"--cached-experts {kept}"
+    require_routing(question.model, asked)
+    assert experts is not None
+    if question.store != "host":
+        raise InputError(
+            f"{asked} with --store {question.store}: experts that are missed are read out of host "
+            "memory; leave one of them out"
+        )
+    if isinstance(kept, int) and kept > experts.num_experts:
+        raise InputError(
+            f"{asked}: a layer of {question.model.source} has {experts.num_experts} experts; name "
+            "that many at most, or auto"
+        )
+    most = MAX_PAIRS // experts.num_experts_per_token
+    if question.goal.objective == "latency" and question.workload.batch > most:
+        raise InputError(
+            f"{asked} with a batch of {question.workload.batch}: steps of {MAX_PAIRS} pairs of a "
+            f"token and an expert are served at most, which is a batch of {most}; lower --batch, "
+            "or leave --cached-experts out"
         )

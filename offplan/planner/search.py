@@ -9,7 +9,7 @@ Estimates are low, so what is passed over is hardly ever better: more memory or 
 only add plans or make them faster, do not make the best plan found slower.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -135,7 +135,7 @@ class Searcher:
     @cached_property
     def in_place(self) -> InPlaceRules:
         """Plans that copy nothing."""
-        return InPlaceRules(self.space)
+        return InPlaceRules(self.prices)
 
     def firsts(self, budget: Budget) -> Firsts:
         """List what a budget leaves of the rules; the last list is kept for the next aim."""
@@ -222,7 +222,7 @@ class _Run:
         """Try the plans that copy nothing."""
         for each in firsts.in_place:
             write = partial(self._write, each.setting, 1, each.rules)
-            times: tuple[float, float] = each.times_ps
+            times = each.times_ps
             if self.stages is not None:
                 more = self.stages.price_offload(write(), each.setting)
                 if more is None:
@@ -233,8 +233,8 @@ class _Run:
 
     def list_pairs(self, firsts: Rows) -> Rows:
         """List the pairs of two rules whose estimates are better than the best plan so far."""
-        rules, slot_bytes = self.rules, self.rules.loads.slot_bytes[0]
-        rows = firsts.choose(self._gain(firsts))
+        rules, loads, slot_bytes = self.rules, self.rules.loads, self.rules.loads.slot_bytes[0]
+        rows = firsts.choose(self._gain(self._relieve(firsts)))
         # what each option's second rules have to free, and the smallest rule that does
         more = np.maximum(0, rules.least_slot - slot_bytes[rows.first][:, None])
         missing = np.maximum(1, rows.lacking_bytes[:, None] + rows.num_slots[:, None] * more)
@@ -246,7 +246,13 @@ class _Run:
         num_slots = rows.num_slots[row]
         streams = np.where(num_slots == 0, turns == 0, turns > num_slots)
         row, second = row[streams], second[streams]
-        row, second = self._better(rows, row, second)
+        # a larger second rule frees room for experts one by one: the smallest says nothing then
+        kept_bytes = loads.kept_bytes[0]
+        keeps = (kept_bytes[rows.first[row]] > 0) | (kept_bytes[second] > 0)
+        better = self._better(rows, row[~keeps], second[~keeps])
+        row, second = (
+            np.concatenate(each) for each in zip(better, (row[keeps], second[keeps]), strict=True)
+        )
         # every rule of the option from the smallest one on
         counts = rules.ends[rules.option[second]] - second
         following = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -258,9 +264,25 @@ class _Run:
     def _pair(self, rows: Rows, second: Ints) -> Rows:
         """Add second rules to first ones."""
         loads, setting, num_slots = self.rules.loads, rows.setting, rows.num_slots
-        both = loads.at(setting, rows.first).with_second(loads.at(setting, second))
-        prompt_ps, step_ps = estimate(self.space, both, setting, num_slots)
+        one, two = loads.at(setting, rows.first), loads.at(setting, second)
+        both = one.with_second(two)
+        more = num_slots * (both.slot_bytes - one.slot_bytes)
+        spare = two.unit_bytes - rows.lacking_bytes - more
+        prompt_ps, step_ps = estimate(self.space, both, setting, num_slots, spare)
         return rows._replace(prompt_ps=prompt_ps, step_ps=step_ps, second=second)
+
+    def _relieve(self, rows: Rows) -> Rows:
+        """Estimate first rules that keep experts as if a second one took all else."""
+        keeps = np.flatnonzero(self.rules.loads.kept_bytes[0, rows.first] > 0)
+        if not len(keeps):
+            return rows
+        some = rows.choose(keeps)
+        loads = self.rules.loads.at(some.setting, some.first)
+        spare = self.space.dense_bytes - some.lacking_bytes
+        prompt_ps, step_ps = rows.prompt_ps.copy(), rows.step_ps.copy()
+        times = estimate(self.space, loads, some.setting, some.num_slots, spare)
+        prompt_ps[keeps], step_ps[keeps] = times
+        return rows._replace(prompt_ps=prompt_ps, step_ps=step_ps)
 
     def _better(self, rows: Rows, row: Ints, second: Ints) -> tuple[Ints, Ints]:
         """Keep the pairs whose estimates are better than the best plan so far."""
@@ -300,14 +322,18 @@ class _Run:
         """Price candidates that fit, and keep those that may be chosen."""
         off_gpu, on_host, num_turns = self.prices.weigh(candidates)
         kept = self.space.padding_bytes[candidates.first]
-        fits = off_gpu >= self.room.lacking_bytes[candidates.setting] + kept
+        spare = off_gpu - self.room.lacking_bytes[candidates.setting] - kept
+        has_slots, slots = self.prices.fill(candidates, spare)
+        fits = (spare >= 0) & (has_slots > 0)
         fits &= on_host <= self.room.host_bytes[candidates.setting]
         fits &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
-        candidates, on_host = candidates.choose(np.flatnonzero(fits)), on_host[fits]
+        rows = np.flatnonzero(fits)
+        candidates, on_host = candidates.choose(rows), on_host[fits]
+        slots = None if slots is None else slots.choose(rows)
         if not fits.any():
             return
         self.search.num_priced += len(on_host)
-        prompt_ps, step_ps = self.prices.price(candidates)
+        prompt_ps, step_ps = self.prices.price(candidates, slots)
         if self.stages is not None:
             more = self.stages.price(candidates)
             fits = on_host + more.host_bytes <= self.room.host_bytes[candidates.setting]
@@ -319,7 +345,8 @@ class _Run:
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
-            write = partial(self._write_candidate, candidates, number)
+            experts = () if slots is None else slots.experts[number].tolist()
+            write = partial(self._write_candidate, candidates, number, experts)
             self.offer(tuple(ranks[number].tolist()), times, write)
 
     def _rank(self, candidates: Candidates, on_host: Ints) -> Ints:
@@ -337,12 +364,19 @@ class _Run:
             ]
         )
 
-    def _write_candidate(self, candidates: Candidates, number: int) -> Offload:
+    def _write_candidate(
+        self, candidates: Candidates, number: int, experts: Sequence[int]
+    ) -> Offload:
         setting, num_slots, *taken = (int(column[number]) for column in candidates)
         patterns = list_patterns(len(self.space.kind_of))
+        fewest = min((each for each in experts if each), default=1)
+        more = sum(each > fewest for each in experts)
         rules = tuple(
             self.space.options[option].rule(
-                int(patterns.group_size[pattern]), int(patterns.num_in_group[pattern])
+                int(patterns.group_size[pattern]),
+                int(patterns.num_in_group[pattern]),
+                fewest,
+                more,
             )
             for option, pattern in (taken[:2], taken[2:])
             if option != NO_RULE

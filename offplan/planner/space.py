@@ -15,6 +15,7 @@ A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -28,6 +29,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.choices import Store
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
+from offplan.costs.kept_experts import hit_rate
 from offplan.costs.link import (
     UnitUse,
     embedding_bytes,
@@ -39,14 +41,18 @@ from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
+from offplan.errors import PlanError
+from offplan.expert_slots import ExpertSlots, find_expert_slots
 from offplan.held.held import Held
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
+from offplan.kernel_sizes import MAX_PAIRS
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Budget, Packing, Rule
-from offplan.planner.classes import SegmentClass, segment_classes
+from offplan.planner.classes import SegmentClass, expert_class, segment_classes
 from offplan.planner.question import Question
+from offplan.routing.profile import BatchReuse
 
 PREFETCH_STEPS = (1, 2, 3, 4)
 """Ring sizes tried."""
@@ -90,21 +96,28 @@ class Option(NamedTuple):
     segment_class: SegmentClass
     prefill: Backend
     decode: Backend
+    keeps: bool = False
+    """Whether it keeps experts on the GPU one by one."""
 
     @property
     def rank(self) -> tuple[object, ...]:
         """Among equally good plans those of fewer segments come first, then in this order."""
         segments = self.segment_class.segments
-        return len(segments), segments, self.prefill.name, self.decode.name
+        return len(segments), segments, self.prefill.name, self.decode.name, self.keeps
 
-    def rule(self, group_size: int, num_in_group: int) -> Rule:
-        """Return the rule of a plan with this pattern."""
+    def rule(self, group_size: int, num_in_group: int, kept: int = 1, more: int = 0) -> Rule:
+        """Return the rule of a plan with this pattern, and with so many experts if it keeps any.
+
+        ``more`` layers keep one more.
+        """
         return Rule(
             cpu_offload_params=self.segment_class.segments,
             group_size=group_size,
             num_in_group=num_in_group,
             prefill=self.prefill,
             decode=self.decode,
+            cached_experts=kept if self.keeps else None,
+            cached_experts_more=(more or None) if self.keeps else None,
         )
 
 
@@ -128,7 +141,6 @@ class SettingTable(NamedTuple):
 
     row_ps: NDArray[np.int64]
     """Reading embedding rows in place, [settings, 2]: in a prompt, and in a decode step."""
-    row_bytes: NDArray[np.int64]
     layer_ps: NDArray[np.int64]
     """A prompt's compute in each layer, [settings, layers]."""
     outside_ps: NDArray[np.int64]
@@ -215,8 +227,18 @@ class Space:
         """What each class takes of a layer, by kind."""
         return {
             each: tuple(tuple(filter(each.takes, units)) for units in self.units)
-            for each in self.classes
+            for each in (*self.classes, *self.expert_classes)
         }
+
+    @cached_property
+    def expert_classes(self) -> tuple[SegmentClass, ...]:
+        """The class of the routed experts alone, where rules may keep some of them."""
+        question, experts = self.question, self.stage.experts
+        if question.goal.cached_experts == "off" or experts is None:
+            return ()
+        if question.workload.batch * experts.num_experts_per_token > MAX_PAIRS:
+            return ()
+        return (expert_class(self.stage),)
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
@@ -230,8 +252,47 @@ class Space:
             if not self.runner.takes_one_rule or prefill is decode
         ]
         filled = [each for each in self.classes if any(u.nbytes for u in chain(*self.taken[each]))]
-        found = (Option(each, *way) for each in filled for way in backends)
+        found = [Option(each, *way) for each in filled for way in backends]
+        if isinstance(self.question.goal.cached_experts, int):  # all that go are kept so
+            found = [each for each in found if not self._takes_experts(each.segment_class)]
+        found += [
+            Option(each, prefill, decode, keeps=True)
+            for each in self.expert_slots
+            for prefill, decode in backends
+            if not decode.streams and not decode.is_served
+        ]
         return tuple(sorted(found, key=lambda option: option.rank))
+
+    def _takes_experts(self, segment_class: SegmentClass) -> bool:
+        return any(unit.is_expert for unit in chain(*self.taken[segment_class]))
+
+    @cached_property
+    def expert_slots(self) -> dict[SegmentClass, tuple[ExpertSlots | None, ...]]:
+        """The classes whose rules may keep experts, with room for one of each kind of layer."""
+        found: dict[SegmentClass, tuple[ExpertSlots | None, ...]] = {}
+        layers = {layer.key: layer for layer in reversed(self.stage.layers)}
+        kinds = [layers[key] for key in self.compute.works]
+        for each in self.expert_classes:
+            taken = self.taken[each]
+            rule = Option(each, Backend.UVA, Backend.UVA, keeps=True).rule(1, 1)
+            with suppress(PlanError):  # its bytes are not those of whole experts
+                slots = [
+                    find_expert_slots(self.stage, layer, 1, rule, units, 0) if units else None
+                    for layer, units in zip(kinds, taken, strict=True)
+                ]
+                if any(slots):
+                    found[each] = tuple(slots)
+        return found
+
+    @cached_property
+    def dense_bytes(self) -> int:
+        """Bytes of the layers beside their routed experts."""
+        return sum(layer.nbytes - layer.expert_bytes for layer in self.stage.layers)
+
+    @cached_property
+    def reuse(self) -> BatchReuse | None:
+        """How a decode step's tokens choose experts; None where they choose all alike."""
+        return self.stage.reuse(self.question.workload.batch)
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -252,7 +313,6 @@ class Space:
         prompts, step_ps = [each.prefill for each in settings], self.decode.resident_ps
         return SettingTable(
             row_ps=np.array([[*map(self.reading_ps, each.row_bytes)] for each in settings]),
-            row_bytes=np.array([each.row_bytes for each in settings]),
             layer_ps=np.array([each.layer_ps for each in prompts]),
             outside_ps=np.array([each.outside_ps for each in prompts]),
             resident_ps=np.array([[each.resident_ps, step_ps] for each in prompts]),
@@ -291,6 +351,15 @@ class Space:
         units, grown = chain(*self.taken[option.segment_class]), self.stage.layout.gpu_growth
         return not any(tensor.name in grown for unit in units for tensor in unit.tensors)
 
+    @cached_property
+    def missed_choices(self) -> NDArray[np.float64]:
+        """Share of a step's choices that none, one, two ... experts in slots do not serve."""
+        experts = self.stage.experts
+        if experts is None:
+            return np.ones(1)
+        sizes = range(experts.num_experts + 1)
+        return 1 - np.array([hit_rate(experts, self.reuse, number) for number in sizes])
+
     def reading_ps(self, num_bytes: int, backend: Backend = Backend.UVA) -> int:
         """Picoseconds that a backend takes to read so many bytes at use."""
         return read_ps(backend, self.machine, num_bytes)
@@ -326,23 +395,32 @@ class Space:
         """Picoseconds and bytes that a decode step reads of one layer at use."""
         batch = self.question.workload.batch
         reads = [
-            (self._use_bytes(backend, units, batch), backend)
+            (self._use_bytes(backend, units, batch, self.reuse), backend)
             for backend, units in group_by_backend(served).items()
         ]
         return sum(self.reading_ps(*each) for each in reads), sum(size for size, _ in reads)
 
-    def _use_bytes(self, backend: Backend, units: Sequence[Unit], num_tokens: int) -> int:
-        return round(sum(self._link_bytes(backend, unit, num_tokens) for unit in units))
+    def _use_bytes(
+        self,
+        backend: Backend,
+        units: Sequence[Unit],
+        num_tokens: int,
+        reuse: BatchReuse | None = None,
+    ) -> int:
+        return round(sum(self._link_bytes(backend, unit, num_tokens, reuse) for unit in units))
 
-    def _link_bytes(self, backend: Backend, unit: Unit, num_tokens: int) -> float:
-        key = backend, id(unit), num_tokens  # units live as long as the space
+    def _link_bytes(
+        self, backend: Backend, unit: Unit, num_tokens: int, reuse: BatchReuse | None
+    ) -> float:
+        # units live as long as the space
+        key = backend, id(unit), num_tokens, reuse is None
         if key not in self._uses:
-            use = UnitUse(unit, num_tokens, self.stage.experts, self.machine)
+            use = UnitUse(unit, num_tokens, self.stage.experts, self.machine, reuse)
             self._uses[key] = backend.link_bytes(use)
         return self._uses[key]
 
     @cached_property
-    def _uses(self) -> dict[tuple[Backend, int, int], float]:
+    def _uses(self) -> dict[tuple[Backend, int, int, bool], float]:
         return {}
 
 

@@ -22,11 +22,14 @@ def plan_throughput(question: Question) -> PlanResult | None:
     """
     best: PlanResult | None = None
     tried: set[int] = set()
+    routing = question.held.stage.routing
 
     def attempt(batch: int) -> None:
         """Keep the plan of a batch if it is the best."""
         nonlocal best
         tried.add(batch)
+        if routing is not None and all(each.batch != batch for each in routing.batches):
+            return  # how such a batch chooses experts was not recorded
         sized = question.with_workload(batch=batch)
         below_s = NEVER if best is None else batch * best.best_s / best.plan.workload.batch
         searcher = Searcher(Space(sized))

@@ -1,5 +1,6 @@
 """What the answer adds to a plan's figures: a sooner first token, and where memory is too small."""
 
+from offplan.held.stage import Stage
 from offplan.library.analysis import Analysis
 from offplan.plan import Plan
 from offplan.planner.rereads import Rereads
@@ -19,6 +20,12 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
         lines.append(_describe_rereads(rereads, "" if has_more else " (on a larger GPU)"))
     if analysis.unused is not None:
         lines.append(_describe_unused(analysis.unused, plan))
+    if reads_experts(plan, analysis.held.stage) and plan.routing is None:
+        lines.append(
+            "Tokens are taken to choose all experts alike, the least that can be promised: "
+            "`offplan run PLAN --record-routing FILE` records how they do, and --cached-experts "
+            "auto --routing FILE plans by it."
+        )
     if analysis.unpackable:
         names = ",".join(analysis.unpackable)
         lines.append(
@@ -26,6 +33,19 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
             f"or plans again; --leave-unpacked {names} plans without packing them now."
         )
     return lines
+
+
+def reads_experts(plan: Plan, stage: Stage) -> bool:
+    """Whether decode steps of a plan for offplan's own runtime read some experts over the link."""
+    if plan.goal.engine is not None:
+        return False
+    experts = [(n.index, p.name) for n in stage.layers for p in n.parameters if p.is_expert]
+    return any(
+        rule.selects_layer(layer) and rule.matches(name)
+        for rule in plan.offload.rules
+        if not rule.decode.streams
+        for layer, name in experts
+    )
 
 
 def _describe_sooner(plan: Plan, sooner: Plan) -> str:

@@ -183,7 +183,12 @@ def _describe_rule_plainly(rule: Rule, held: Held, where: str) -> str:
     size = f"up to {format_bytes(rule.max_bytes)} of {what}" if rule.max_bytes is not None else what
     total = len(layers)
     told = f"all {total}" if len(taken) == total else f"{len(taken)} of {total}"
-    return f"{size} of {told} layers stay {where}{reads}"
+    kept = ""
+    if rule.cached_experts is not None:
+        most = rule.cached_experts + bool(rule.cached_experts_more)
+        number = f"{rule.cached_experts}" + f" or {most}" * (most > rule.cached_experts)
+        kept = f"; the {number} of a layer that were used last are on the GPU as well"
+    return f"{size} of {told} layers stay {where}{reads}{kept}"
 
 
 def _describe_reads(prefill: Backend, decode: Backend, few: str) -> str:

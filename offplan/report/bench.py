@@ -9,7 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from offplan.plan import PhasePrediction, Plan
-from offplan.report.run import add_comparison, format_ratio, list_differences, reads_in_place
+from offplan.report.run import (
+    add_comparison,
+    add_experts,
+    format_ratio,
+    list_differences,
+    reads_in_place,
+)
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_rate, format_seconds
 
@@ -75,6 +81,8 @@ def _render_phase(plan: Plan, result: "BenchResult", phase: str) -> Table:
     add("bound", predicted.bound_s, found.bound_s, format_seconds)
     add("waiting for the link", predicted.stall_s, found.stall_s, format_seconds)
     add("over the link", predicted.link_bytes, found.link_bytes, format_bytes)
+    if phase == "decode":
+        add_experts(table, result.experts)
     over = format_ratio(predicted.step_s, predicted.bound_s)
     table.add_row("time / bound", over, format_ratio(step.median_s, found.bound_s))
     return table

@@ -147,6 +147,7 @@ def run_payload(plan: Plan, result: RunResult, texts: Sequence["Text"]) -> dict[
         "predicted": _prediction_payload(plan.prediction),
         "predicted_as_run": None if other is None else _prediction_payload(other),
         "measured": {"decode": decode, "prefill": prefill, "gpu_memory": memory},
+        "experts": dump(result.experts),
         "left_unpacked": [*plan.goal.leave_unpacked],
     }
 

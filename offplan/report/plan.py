@@ -56,6 +56,7 @@ def describe_question(plan: Plan) -> list[str]:
         "{context}".format(**plan.workload.model_dump()),
         f"{format_budget(budget.gpu_memory)} of GPU memory, {STORES[plan.offload.store]} memory "
         f"{limit}",
+        *_describe_routing(plan),
         what[goal.objective]
         + (f" with {goal.targets}" if goal.targets else "")
         + (f", as {goal.engine} can run it" if goal.engine else "")
@@ -65,6 +66,16 @@ def describe_question(plan: Plan) -> list[str]:
             else ""
         ),
     ]
+
+
+def _describe_routing(plan: Plan) -> list[str]:
+    kept, told = plan.goal.cached_experts, []
+    if kept != "off":
+        how = "as many as suit" if kept == "auto" else f"{kept} of each layer"
+        told.append(f"experts may be kept on the GPU one by one, {how}")
+    if plan.routing is not None:
+        told.append(f"experts are chosen again as {plan.routing.file} has it")
+    return told
 
 
 def describe_request(plan: Plan) -> str:
@@ -134,7 +145,16 @@ def _describe_rule(rule: Rule, store: str) -> str:
     else:
         where = _describe_pattern(rule)
     how = f"prefill {rule.prefill.name}, decode {rule.decode.name}"
-    return f"on the {store}: {what} {where} ({how})"
+    return f"on the {store}: {what} {where} ({how}){describe_kept(rule)}"
+
+
+def describe_kept(rule: Rule) -> str:
+    """Say how many experts a rule keeps on the GPU; nothing where it keeps none."""
+    if rule.cached_experts is None:
+        return ""
+    more = rule.cached_experts_more
+    told = f", and one more of the first {more} of them" if more else ""
+    return f"; the {rule.cached_experts} experts of a layer used last are on the GPU, too{told}"
 
 
 def _describe_packing(packing: Packing) -> str:

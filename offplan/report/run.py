@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from offplan.library.repricing import ComparedExperts
 from offplan.plan import Plan, Prediction
 from offplan.report.table import make_table
 from offplan.units import format_bytes, format_seconds
@@ -35,6 +36,8 @@ class RunResult:
     """Times and bytes over the link, of the prompt and of each further token."""
     prediction: Prediction | None = None
     """What the plan predicts of this batch and these prompts, where they are not its workload's."""
+    experts: ComparedExperts | None = None
+    """What steps found of kept experts; None where none are kept."""
 
 
 def render_run(plan: Plan, result: RunResult) -> RenderableType:
@@ -50,11 +53,21 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     add("over the link, prompt", prefill.link_bytes, moved, format_bytes)
     moved = None if reads_in_place(plan, "decode") else measured.step_link_bytes
     add("over the link, a token", decode.link_bytes, moved, format_bytes)
+    add_experts(table, result.experts)
     lines = list_differences(plan, result)
     if (other := result.prediction) is not None:
         ttft, tpot = format_seconds(other.prefill.step_s), format_seconds(other.decode.step_s)
         lines.append(f"For what ran it predicts {ttft} to the first token and {tpot} a token.")
     return Group(table, Text(), *map(Text, lines))
+
+
+def add_experts(table: Table, experts: ComparedExperts | None) -> None:
+    """Add the experts that were hit and missed a token; nothing where none are kept."""
+    if experts is None:
+        return
+    for name, of in (("hit", "hits"), ("missed", "misses")):
+        predicted, counted = getattr(experts.predicted, of, None), getattr(experts.counted, of)
+        add_comparison(table, f"experts {name}, a token", predicted, counted, "{:.1f}".format)
 
 
 def add_comparison(

@@ -44,10 +44,14 @@ def make_layer_strip(stage: Stage, offload: Offload) -> LayerStrip:
     """Find where each layer's weights lie; the stage is packed as the plan says."""
     streams: list[bool | None] = [None] * len(stage.layers)
     shares = [1.0] * len(stage.layers)
-    for slab in place(stage, offload).slabs:
+    placement = place(stage, offload)
+    for slab in placement.slabs:
         streams[slab.layer] = all(entry.backend(Phase.DECODE).streams for entry in slab.entries)
         size = stage.layers[slab.layer].nbytes or 1
-        shares[slab.layer] -= sum(entry.unit.nbytes for entry in slab.entries) / size
+        off_gpu = sum(entry.unit.nbytes for entry in slab.entries)
+        if (slots := placement.expert_slots.get(slab.layer)) is not None:
+            off_gpu -= slots.num_slots * slots.expert_bytes
+        shares[slab.layer] -= off_gpu / size
     return LayerStrip(tuple(shares), tuple(streams))
 
 

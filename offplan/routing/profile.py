@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
+from itertools import accumulate
 from operator import add
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +18,7 @@ from offplan.plan import ModelRef
 from offplan.records import Record, read_text
 from offplan.routing.use_order import Reuse, Steps, measure_reuse
 
+ROUTING_VERSION: Literal[1] = 1
 MOST_FILE_BYTES = 64 * 2**20
 MOST_COUNTED = 2**53
 """No count is larger: JSON's readers keep whole numbers exact up to here."""
@@ -55,10 +58,35 @@ class BatchReuse(Record):
 
     def hit_rate(self, num_kept: int) -> float:
         """Share of the choices that a cache of ``num_kept`` experts a layer would have served."""
-        hits = sum(sum(layer.distances[:num_kept]) for layer in self.layers)
-        return hits / self._choices
+        return self._hits[num_kept] / self._choices
 
-    @property
+    def least_missed(self, num_kept: float) -> float:
+        """Experts that a step misses over all layers, at least, if so many are kept in all.
+
+        The best sizes take the places of the order of use that served most, of whichever layer; an
+        expert that is used for the first time is missed by none that keeps all.
+        """
+        served = sorted(
+            (
+                count + layer.first_uses / len(layer.distances)
+                for layer in self.layers
+                for count in layer.distances
+            ),
+            reverse=True,
+        )
+        whole = int(min(num_kept, len(served)))
+        hits = sum(served[:whole])
+        if whole < len(served):
+            hits += (num_kept - whole) * served[whole]
+        return max(0.0, self._choices - hits) / self.steps
+
+    @cached_property
+    def _hits(self) -> tuple[int, ...]:
+        """Choices that a cache of none, of one, of two ... experts a layer would have served."""
+        in_all = (sum(each) for each in zip(*(one.distances for one in self.layers), strict=True))
+        return tuple(accumulate(in_all, initial=0))
+
+    @cached_property
     def _choices(self) -> int:
         return sum(layer.choices for layer in self.layers)
 
@@ -66,7 +94,7 @@ class BatchReuse(Record):
 class RoutingProfile(Record):
     """Which experts a model's tokens chose, summed up; it holds nothing of the texts."""
 
-    offplan_routing: Literal[1] = 1
+    offplan_routing: Literal[1] = ROUTING_VERSION
     """Version of the format."""
     model: ModelRef
     """The model that chose."""
@@ -99,7 +127,7 @@ class RoutingProfile(Record):
                     raise ValueError(f"layer {layer.layer} of batch {each.batch} chose no expert")
         return self
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that the profile says."""
         return hashlib.sha256(dump_routing(self).encode()).hexdigest()
@@ -116,12 +144,41 @@ class RoutingProfile(Record):
         )
 
 
-def require_routing(model: Model) -> None:
-    """Raise InputError for a model without routed experts."""
+def require_routing(model: Model, option: str = "--record-routing") -> None:
+    """Raise InputError, which names an option, for a model without routed experts."""
     if model.experts is None:
         raise InputError(
-            f"{model.source} has no routed experts, whose choices --record-routing records: leave "
-            "that option out"
+            f"{model.source} has no routed experts, which {option} is about: leave that option out"
+        )
+
+
+def check_routing(profile: RoutingProfile, model: Model, name: str) -> None:
+    """Raise InputError, which says ``name``, for a profile that is not of a model."""
+    require_routing(model, "--routing")
+    experts, planned = model.experts, profile.model
+    assert experts is not None
+    again = "record a run of this model with --record-routing, or leave --routing out"
+    if planned.headers_sha256 != model.headers_sha256:
+        raise InputError(
+            f"{name} was recorded with {planned.source} (headers "
+            f"{planned.headers_sha256[:12]}); {model.source} has headers "
+            f"{model.headers_sha256[:12]}: {again}"
+        )
+    found = {each.layer for each in profile.batches[0].layers}
+    known = {layer.index for layer in model.layers if layer.expert_bytes}
+    if found != known:
+        wrong, told = sorted(found - known), "has"
+        if not wrong:
+            wrong, told = sorted(known - found), "lacks"
+        raise InputError(
+            f"{name} {told} layer {wrong[0]}: it is of {len(found)} layers, and {model.source} "
+            f"has routed experts in {len(known)}: {again}"
+        )
+    sizes = profile.num_experts, profile.num_experts_per_token
+    if sizes != (experts.num_experts, experts.num_experts_per_token):
+        raise InputError(
+            f"{name} is of {sizes[0]} experts a layer and {sizes[1]} a token; {model.source} has "
+            f"{experts.num_experts} and {experts.num_experts_per_token}: {again}"
         )
 
 
@@ -184,4 +241,10 @@ def load_routing(path: Path) -> RoutingProfile:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no routing profile, which is JSON: {error}") from None
+    version = data.get("offplan_routing") if isinstance(data, dict) else None
+    if version is not None and version != ROUTING_VERSION:
+        raise InputError(
+            f"{path} is a routing profile of version {reprlib.repr(version)}: offplan_routing is "
+            f"{ROUTING_VERSION} in those that this offplan reads; record it again"
+        )
     return RoutingProfile.check(data, str(path), "the routing profile", InputError)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from offplan.checkpoint.model import Model
+from offplan.expert_slots import ExpertsFound
 from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.routing.profile import require_routing
 from offplan.runtime.device import let_go, on_device, open_stream
 from offplan.runtime.faults import memory_limits
+from offplan.runtime.loading.cached import ExpertCounts
 from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
@@ -125,6 +127,30 @@ class Session:
         served = self.loaded.store.bytes_served
         return self.link.bytes_moved + served + self.runner.embedding_bytes
 
+    def count_experts(self) -> dict[int, ExpertCounts]:
+        """Return what decode steps found of kept experts since ``warm_up``, by layer index.
+
+        Empty where no rule keeps experts. Waits for the device.
+        """
+        with self.stream():
+            return self.loaded.cached.count()
+
+    def find_experts(
+        self, num_steps: int, before: ExpertsFound | None = None
+    ) -> ExpertsFound | None:
+        """Return what a decode step found of kept experts, as the mean of ``num_steps``.
+
+        Counted since ``warm_up``, less what the sums ``before`` have; with one step the sums
+        themselves. None where no rule keeps experts. Waits for the device.
+        """
+        counts = self.count_experts().values()
+        if not counts or not num_steps:
+            return None
+        hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
+        if before is not None:
+            hits, misses = hits - int(before.hits), misses - int(before.misses)
+        return ExpertsFound(hits / num_steps, misses / num_steps)
+
     @property
     def changes_with_length(self) -> bool:
         """Whether a text's first tokens are read otherwise where more of them follow at once."""
@@ -147,6 +173,9 @@ class Session:
                 with self.stream():
                     logits = self.decode(logits.argmax(-1, keepdim=True))
         self.runner.length = 0
+        with self.stream():
+            self.loaded.cached.empty()
+            self.loaded.cached.forget()
         if self.routing is not None:
             self.routing.forget()
         if self._stream is not None:

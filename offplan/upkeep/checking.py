@@ -3,17 +3,19 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from offplan.checkpoint.model import Model
-from offplan.errors import MemoryLimitError, PlanError, ProfileError
+from offplan.errors import InputError, MemoryLimitError, PlanError, ProfileError
 from offplan.hostmem.limits import check_host_room, lock_limit
 from offplan.library.machines import measure_here
 from offplan.library.planned import describe_drift, open_planned_machine, read_planned_model
 from offplan.library.repricing import list_changes, price_decision, price_on
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Plan
+from offplan.plan import Plan, RoutingRef
 from offplan.progress import Stages, silent
+from offplan.routing.profile import check_routing, load_routing
 from offplan.units import format_bytes, format_rate
 from offplan.upkeep.local_gpu import LocalGPU, find_local_gpu
 
@@ -57,6 +59,8 @@ def check_plan(
     found = read_planned_model(plan, model, on_stage("reading headers"))
     findings = [*_check_model(plan, found)]
     profile, finding = _check_profile(plan, found)
+    if plan.routing is not None:
+        findings.append(_check_routing(plan, plan.routing, found))
     findings += [finding, _check_prediction(plan, found, timed=finding.verdict == "holds")]
     if not with_machine:
         return tuple(findings)
@@ -108,6 +112,21 @@ def _check_profile(plan: Plan, model: Model) -> tuple[MachineProfile | None, Fin
     told = "; ".join(changes) or "none that this plan depends on"
     text = f"{name} has other figures by now ({told}): offplan replan makes the plan of those"
     return machine, Finding("profile", "drift", text)
+
+
+def _check_routing(plan: Plan, routing: RoutingRef, model: Model) -> Finding:
+    """Say whether the plan was made from its routing profile as it is by now."""
+    again = "offplan replan makes the plan of it"
+    try:
+        profile = load_routing(Path(plan.locate(routing.file)))
+        check_routing(profile, model, routing.file)
+    except InputError as error:
+        return Finding("routing", "unknown", f"it cannot be compared: {error}")
+    if profile.fingerprint == routing.fingerprint:
+        return Finding("routing", "holds", f"the reuse in {routing.file} is that of the plan")
+    was, now = routing.fingerprint[:12], profile.fingerprint[:12]
+    text = f"the plan was made from {routing.file} as {was}, which is {now} by now: {again}"
+    return Finding("routing", "drift", text)
 
 
 def _check_prediction(plan: Plan, model: Model, *, timed: bool) -> Finding:

@@ -11,7 +11,7 @@ from offplan.held.unit import Unit
 from offplan.placement import Placement, place
 from offplan.plan import Offload, Plan
 
-_ASKED = ("model", "workload", "budget", "goal", "machine")
+_ASKED = ("model", "workload", "budget", "goal", "machine", "routing")
 """Sections of a plan that say what was asked."""
 
 
@@ -62,6 +62,8 @@ def compare_plans(before: Plan, after: Plan, model: Model | None = None) -> Diff
     that do not fit it.
     """
     old, new = before.dump_with_units(), after.dump_with_units()
+    for each in (old, new):  # a section that may be left out
+        each["routing"] = each["routing"] or {"file": None, "fingerprint": None}
     asked = (_changes(old[key], new[key], f"{key}.") for key in _ASKED)
     return Difference(
         before,
@@ -122,7 +124,10 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
         key = entry.unit.layer, _name(entry.unit)
         # all parts of a parameter, its codes and its scales, have one name and one place
         num_bytes = places.get(key, (0,))[0] + entry.unit.nbytes
-        places[key] = num_bytes, f"{store} ({entry.prefill.name}, {entry.decode.name})"
+        ways = f"{entry.prefill.name}, {entry.decode.name}"
+        if entry.keeps_experts:
+            ways += f", {placement.expert_slots[entry.unit.layer].num_slots} experts kept"
+        places[key] = num_bytes, f"{store} ({ways})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")
     return places

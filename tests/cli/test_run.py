@@ -40,7 +40,7 @@ def test_the_shipped_plan_in_json(cli: CLI) -> None:
     assert code == 0
     assert f"Weights{data['text']}" == WEIGHTS
     facts = ["device", "batch", "prompt_tokens", "output_tokens"]
-    figures = ["predicted", "predicted_as_run", "measured", "left_unpacked"]
+    figures = ["predicted", "predicted_as_run", "measured", "experts", "left_unpacked"]
     assert list(data) == ["offplan", *facts, "text", "texts", *figures]
     ended = {"text": data["text"], "num_tokens": data["output_tokens"], "finish_reason": "stop"}
     assert data["texts"] == [ended]

@@ -12,7 +12,6 @@ from typing import Literal
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
-from offplan.costs.predict import price_request
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
@@ -24,6 +23,7 @@ from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.question import Question
 from offplan.planner.space import PREFETCH_STEPS, backend_pairs
 from tests.costs.builders import rule
+from tests.costs.exact import run_request
 
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
 
@@ -141,13 +141,9 @@ class BruteForce:
     def _time(self, offload: Offload, placement: Placement) -> Priced:
         prompt, step = self._passes[offload.prefill_chunk]
         stage, machine = self.question.held.stage, self.question.planned_machine
-        times = price_request(placement, stage, machine, prompt, step)
-        return Priced(
-            offload,
-            to_seconds(times.prefill.step_ps),
-            to_seconds(times.decode.step_ps),
-            to_seconds(times.objective_ps(self.question.workload)),
-        )
+        prompt_ps, step_ps = run_request(placement, stage, machine, prompt, step)
+        request_ps = prompt_ps + self.question.workload.num_steps * step_ps
+        return Priced(offload, *map(to_seconds, (prompt_ps, step_ps, request_ps)))
 
     @cached_property
     def _fixed_bytes(self) -> dict[int, int]:

@@ -9,17 +9,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from offplan.costs.compute import ModelCompute
 from offplan.costs.predict import price_request
+from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
+from offplan.held.held import hold
 from offplan.library.asking import pose
 from offplan.placement import Placement, place
-from offplan.plan import Backend, Goal, Offload, Workload
+from offplan.plan import Backend, Goal, Offload, Rule, Workload
 from offplan.planner.estimates import estimate
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
+from tests.costs.exact import run_request
 from tests.planner.cases import UNLIMITED, WORKLOAD, uneven_models
 
 FIXED = [dense_model(5), moe_model(5), make_model([DENSE, MOE] * 3)]
@@ -111,8 +115,11 @@ def test_the_search_prices_as_the_schedule_does(
     except PlanError:  # a rule that takes nothing
         assume(False)
     setting = space.settings[number]
-    times = price_request(placement, stage, machine, setting.prefill, space.decode)
-    assert price(searcher, case) == (times.prefill.step_ps, float(times.decode.step_ps))
+    request = placement, stage, machine, setting.prefill, space.decode
+    prompt_ps, step_ps = run_request(*request)
+    assert price(searcher, case) == (prompt_ps, float(step_ps))
+    alone = price_request(*request)
+    assert (alone.prefill.step_ps, alone.decode.step_ps) == (prompt_ps, step_ps)
 
     off_gpu, on_host, _ = searcher.prices.weigh(case.candidates())
     on_gpu = placement.resident_bytes + placement.ring_bytes
@@ -136,8 +143,8 @@ def test_copies_of_unlike_size_follow_an_engine_s_last_layers_in_its_order(engin
     for pattern, num_slots in product(range(len(list_patterns(5).group_size)), (2, 3, 4)):
         case = Case(0, num_slots, ((everything, pattern),))
         placement, prompt = case.place(space), space.settings[0].prefill
-        times = price_request(placement, space.stage, space.machine, prompt, space.decode)
-        assert price(searcher, case) == (times.prefill.step_ps, float(times.decode.step_ps))
+        times = run_request(placement, space.stage, space.machine, prompt, space.decode)
+        assert price(searcher, case) == (times[0], float(times[1]))
 
 
 @pytest.mark.slow
@@ -167,3 +174,18 @@ def test_a_plan_takes_no_less_than_its_estimate(data: st.DataObject, searcher: S
         estimate(space, both, where, np.array([num_slots])), exact_ps, strict=True
     ):
         assert least_ps[0] <= took_ps + rounded_ps
+
+
+def test_what_int64_cannot_add_up_is_priced_in_larger_units() -> None:
+    """A prompt of weeks, whose plan somebody wrote by hand."""
+    stage, machine = hold(dense_model(5)), make_machine(gpu=1e-3)
+    workload = Workload(batch=2**13, prompt_tokens=2**18, output_tokens=2, context=2**19)
+    way = {"group_size": 2, "num_in_group": 1, "prefill": "prefetch", "decode": "prefetch"}
+    offload = Offload(prefill_chunk=2**18, rules=(Rule.model_validate(way),))
+    placement, compute = place(stage, offload), ModelCompute(stage, machine)
+    prompt, step = compute.price(*prefill_shapes(workload, 2**18)), decode_shape(workload)
+    request = placement, stage, machine, prompt, compute.price(step)
+    alone, exact = price_request(*request), run_request(*request)
+    assert exact[0] > 2**60
+    assert float(alone.prefill.step_ps) == pytest.approx(float(exact[0]))
+    assert float(alone.decode.step_ps) == pytest.approx(float(exact[1]), rel=1e-3)

@@ -14,7 +14,7 @@ import pytest
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.compute import ModelCompute
-from offplan.costs.predict import predict, price_request
+from offplan.costs.predict import predict
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.engines.export import export_plan
 from offplan.engines.runner import find_runner
@@ -32,6 +32,7 @@ from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import PREFETCH_STEPS, Space, prefill_chunks
 from tests.costs.builders import make_machine, rule
+from tests.costs.exact import run_request
 from tests.engines.configs import DENSE, LATENT, MOE
 
 WORKLOAD = Workload(prompt_tokens=600, output_tokens=20, context=700)
@@ -226,7 +227,7 @@ def price_others(question: Question, offload: Offload) -> tuple[int, Fraction]:
         prompt = compute.price(*prefill_shapes(WORKLOAD, offload.prefill_chunk))
         step = compute.price(decode_shape(WORKLOAD))
         placement = place(stage, offload)
-        times = price_request(placement, stage, question.planned_machine, prompt, step)
-        prompt_ps += int(times.prefill.step_ps)
-        step_ps += times.decode.step_ps
+        times = run_request(placement, stage, question.planned_machine, prompt, step)
+        prompt_ps += int(times[0])
+        step_ps += times[1]
     return prompt_ps, step_ps

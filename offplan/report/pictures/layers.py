@@ -19,6 +19,7 @@ _WAYS = {(True, True): "copy", (True, False): "both", (False, True): "host", (Fa
 """Colours by whether prompts stream, and whether tokens do."""
 _NAMES = {
     "gpu": "on the GPU",
+    "work": "experts used last, on the GPU as well",
     "copy": "copied before their layer",
     "both": "prompts copy, tokens read it",
     "host": "prompts read, tokens copy it",
@@ -60,7 +61,16 @@ def pile_layers(stage: Stage, placement: Placement) -> list[Mapping[str, int]]:
         pile: Counter[str] = Counter()
         for entry in slabs[layer.index].entries if layer.index in slabs else ():
             pile[_WAYS[entry.prefill.streams, entry.decode.streams]] += entry.unit.nbytes
-        piles.append({"gpu": layer.nbytes - pile.total(), **pile})
+        resident = layer.nbytes - pile.total()
+        if (slots := placement.expert_slots.get(layer.index)) is not None:
+            way = next(
+                _WAYS[entry.prefill.streams, entry.decode.streams]
+                for entry in slabs[layer.index].entries
+                if entry.keeps_experts
+            )
+            pile["work"] = slots.num_slots * slots.expert_bytes
+            pile[way] -= pile["work"]
+        piles.append({"gpu": resident, **pile})
     embedding = placement.host_embedding.nbytes if placement.host_embedding else 0
     return [*piles, {"gpu": stage.outside_bytes - embedding, "cache": embedding}]
 

@@ -280,6 +280,9 @@ def multiply_each(  # type: ignore[no-untyped-def]
     Tensor cores want weights laid out anew; for one input, multiplying where they are is faster.
     """
     expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
+    if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
+        if expert >= num_experts:
+            return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = n < num_out
     pair = begin

@@ -29,6 +29,13 @@ def multiply(
     return _multiply_all(form, parts, [x, *pairs], in_place)
 
 
+def multiply_slots(
+    form: Form, parts: Parts, rest: Parts, x: torch.Tensor, *pairs: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows by the weights of experts in slots, as ``products.multiply_slots`` does."""
+    return _multiply_slots(form, parts, list(rest.values()), [x, *pairs])
+
+
 def _expand_and_multiply(
     form: Form,
     parts: Parts,
@@ -107,5 +114,16 @@ _multiply, _multiply_all = _operator(
     _product,
     lambda form, parts, inputs, _: inputs[0].new_empty(
         len(inputs[0]) if len(inputs) == 1 else inputs[1].numel(), operands_of(form, parts).num_out
+    ),
+)
+
+_slots_operator, _multiply_slots = _operator(
+    "multiply_slots",
+    "Tensor[] rest, Tensor[] inputs",
+    lambda form, parts, rest, inputs: products.multiply_slots(
+        form, parts, dict(zip(parts, rest, strict=False)), *inputs
+    ),
+    lambda form, parts, _, inputs: inputs[0].new_empty(
+        inputs[1].numel(), operands_of(form, parts).num_out
     ),
 )

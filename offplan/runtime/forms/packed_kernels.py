@@ -239,6 +239,9 @@ def multiply_each(  # type: ignore[no-untyped-def]
 ):
     """One program for BLOCK_N rows of a weight, times one input, without tensor cores."""
     expert, begin, _ = find_block(starts, num_pairs, num_experts, EXPERTS, 1)
+    if EXPERTS:  # noqa: SIM102 (a constant, apart from what is computed)
+        if expert >= num_experts:
+            return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = begin
     if EXPERTS:

@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_PAIRS = 1024
-"""Pairs of a token and an expert that a kernel sorts: a program holds all of them."""
+from offplan.kernel_sizes import MAX_PAIRS
 
 
 @triton.jit

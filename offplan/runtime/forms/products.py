@@ -1,5 +1,6 @@
 """Launches the kernels that multiply and expand weights in their stored form. CUDA only."""
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -124,6 +125,25 @@ def multiply_pairs(
     return made.view(num_pairs, -1)
 
 
+def multiply_slots(
+    form: Form, parts: Parts, rest: Parts, x: torch.Tensor, *pairs: torch.Tensor
+) -> torch.Tensor:
+    """Multiply each pair's row of ``x``, [rows, in], by its expert's weight: [pairs, out].
+
+    ``parts`` are those of slots, [slots, ...], and the first two of ``pairs`` list the pairs by
+    slot, and where each slot's begin, as of ``multiply_pairs`` with as many slots as experts.
+    ``rest`` are the parts of all experts, and the last two list the pairs that have no slot by
+    expert; without ``rest`` all have one. What comes out is bit for bit what ``multiply_pairs``
+    makes of all experts in GPU memory.
+    """
+    order, starts, *others = pairs
+    of_expert = 2 * order.numel() // (starts.numel() - 1)
+    block_m = max(MIN_ROWS, min(PAIR_ROWS, triton.next_power_of_2(of_expert)))
+    more = [(rest, (others[0], others[1]))] if rest else []
+    made = _multiply(form, parts, x, order.numel(), (order, starts), block_m, more)
+    return made.view(order.numel(), -1)
+
+
 def sort_inputs(x: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, Parts]:
     """Return rows, [..., in], with inputs in the order that a weight has them in, and its parts.
 
@@ -201,8 +221,15 @@ def _multiply(
     num_pairs: int,
     pairs: tuple[torch.Tensor, torch.Tensor] | None,
     block_m: int,
+    more: Sequence[tuple[Parts, tuple[torch.Tensor, torch.Tensor]]] = (),
 ) -> torch.Tensor:
+    """Multiply as ``multiply_rows`` and ``multiply_pairs`` do: [1, pairs, out], or [pairs, out].
+
+    ``more`` are the same experts' parts elsewhere, with the pairs that are multiplied by these.
+    """
     weight = operands_of(form, parts)
+    if pairs is not None:  # of which slots may hold fewer
+        weight = weight._replace(num_experts=pairs[1].numel() - 1)
     num_out, length = weight.num_out, weight.length
     block_k, num_stages = choose_tile(weight, block_m, gpu_limits(x.device.index)[0])
     num_blocks, block_n, splits = num_pairs, EACH_OUT, 1
@@ -220,17 +247,20 @@ def _multiply(
         options = {"maxnreg": EACH_REGISTERS} if form.kind is Kind.PACKED else {}
     split = triton.cdiv(triton.cdiv(length, splits), block_k) * block_k
     out = x.new_empty(splits, num_pairs, num_out, dtype=torch.float32 if splits > 1 else x.dtype)
-    multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](
-        _planes_of(form, weight, x), out, *(pairs or (None, None)),
-        num_pairs, num_out, length, split, num_pairs // len(x), weight.num_experts,
-        *weight.arguments,
-        **weight.constants,
-        EXPERTS=0 if pairs is None else triton.next_power_of_2(weight.num_experts),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=4,
-        num_stages=num_stages,
-        **options,
-    )  # fmt: skip
+    planes = _planes_of(form, weight, x)
+    sources = [(weight, pairs), *((operands_of(form, rest), of) for rest, of in more)]
+    for source, of_source in sources:
+        multiply[(triton.cdiv(num_out, block_n), num_blocks, splits)](
+            planes, out, *(of_source or (None, None)),
+            num_pairs, num_out, length, split, num_pairs // len(x), weight.num_experts,
+            *source.arguments,
+            **source.constants,
+            EXPERTS=0 if pairs is None else triton.next_power_of_2(weight.num_experts),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=4,
+            num_stages=num_stages,
+            **options,
+        )  # fmt: skip
     return out[0] if splits == 1 else out.sum(0).to(x.dtype)

@@ -20,6 +20,7 @@ from offplan.runtime.loading.by_cores import (
     let_compute,
     take_from_cores,
 )
+from offplan.runtime.loading.cached import CachedExperts
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
@@ -76,6 +77,9 @@ class LoadedModel:
             share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
             heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident)
+            self.cached = CachedExperts(
+                self.model, self.module, self.placement, prepared.cached, self.store
+            )
             self._check(targets)
             self._by_cores = give_to_cores(self.module, self.store, loaded)
             self._phase = None
@@ -91,6 +95,7 @@ class LoadedModel:
         assign(self._places, self.store.by_phase[phase])
         mark_in_place(self.module, self.store.in_place[phase])
         let_compute(self._by_cores, phase)
+        self.cached.enter(phase)
         self._phase = phase
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from offplan.hostmem.limits import check_host_room
 from offplan.placement import Placement, place
 from offplan.plan import Offload
 from offplan.runtime.loading.by_cores import check_cores
+from offplan.runtime.loading.cached import find_parts
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
 from offplan.runtime.loading.offloaded import find_offloaded
@@ -37,6 +38,8 @@ class Prepared:
     offloaded: Offloaded
     peer: torch.device | None
     """The GPU that holds the slabs; None for host memory."""
+    cached: dict[int, list[str]]
+    """Names of the parameters of experts that are kept one by one, by layer."""
 
 
 def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
@@ -58,7 +61,8 @@ def prepare(model: Model, offload: Offload, device: torch.device) -> Prepared:
     check_cores(module, placement, offloaded, wanted, getattr(torch, model.dtype))
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))
-    return Prepared(stage, placement, module, targets, wanted, offloaded, peer)
+    cached = find_parts(model, module, placement, offloaded, device)
+    return Prepared(stage, placement, module, targets, wanted, offloaded, peer, cached)
 
 
 def _check_types(stage: Stage, device: torch.device) -> None:
@@ -81,5 +85,5 @@ def _host_bytes(placement: Placement, device: torch.device, peer: torch.device |
     """Count the bytes that the weights will take on the host."""
     if peer is not None:
         return placement.offloaded_bytes - placement.slab_bytes
-    on_device = placement.resident_bytes + placement.ring_bytes
+    on_device = placement.resident_bytes + placement.ring_bytes + placement.expert_slots_bytes
     return placement.offloaded_bytes + (on_device if device.type == "cpu" else 0)

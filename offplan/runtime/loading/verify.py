@@ -87,7 +87,7 @@ def _expected_places(
     for slab in store.placement.slabs:
         slot, span = slots.get(slab.layer, (0, Span(slab.layer, 0, 0)))
         for entry in slab.entries:
-            if span.start <= entry.offset < span.stop:
+            if entry.reads_ring(phase) and span.start <= entry.offset < span.stop:
                 what, start = f"slot {slot}", store.slots[slot].data_ptr() - span.start
             elif (backend := entry.backend(phase)).is_served:
                 fetched = store.fetched[phase, slab.layer, entry.offset]

@@ -93,6 +93,8 @@ class WeightStore:
         """Bytes of all resident weights, on the device."""
         self.slots: list[torch.Tensor] = []
         """Slots of the ring, each of bytes on the device."""
+        self.expert_slots: dict[int, torch.Tensor] = {}
+        """Bytes on the device for the experts that layers keep one by one, by layer."""
         self.slabs: dict[int, torch.Tensor] = {}
         """Bytes of each slab by layer, and those of the input embedding if it is on the host."""
         sizes = {slab.layer: slab.nbytes for slab in placement.slabs}
@@ -103,6 +105,8 @@ class WeightStore:
             self.slots = [
                 allocate(placement.slot_bytes, device, "ring") for _ in range(placement.num_slots)
             ]
+            for layer, of in placement.expert_slots.items():
+                self.expert_slots[layer] = allocate(of.nbytes, device, "kept experts")
             for layer, num_bytes in sizes.items():
                 if peer is None or layer == HOST_EMBEDDING:
                     block = HostBlock(num_bytes, pin=False, remedy=_REMEDY)
@@ -140,11 +144,12 @@ class WeightStore:
         for name, (layer, offset) in self._places.items():
             wanted = self._wanted[name]
             slot, span = slots.get(layer, (0, Span(layer, 0, 0)))
-            if span.start <= offset and offset + wanted.nbytes <= span.stop:
+            entry = entries.get((layer, offset))
+            is_left = entry is not None and entry.reads_ring(phase)
+            if is_left and span.start <= offset and offset + wanted.nbytes <= span.stop:
                 views[name] = view_as(wanted, self.slots[slot], offset - span.start)
             else:
                 stored = view_as(wanted, in_place[layer], offset)
-                entry = entries.get((layer, offset))
                 backend = entry.backend(phase) if entry else Backend.UVA
                 views[name] = stored  # where it should be in a slot, ``verify_places`` says so
                 if not backend.streams:
@@ -185,6 +190,7 @@ class WeightStore:
             views.clear()
         self.fetched.clear()
         self.slots.clear()
+        self.expert_slots.clear()
         self.slabs.clear()
         for server in self.servers.values():
             server.close()

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from offplan.kernel_sizes import EXPERT_MULTIPLE
+from offplan.kernel_sizes import EXPERT_MULTIPLE, MAX_PAIRS
 from offplan.runtime.forms.experts import send
-from offplan.runtime.forms.pairs import MAX_PAIRS, Pairs, sort_pairs
+from offplan.runtime.forms.pairs import Pairs, sort_pairs
 from offplan.runtime.gpu_limits import gpu_limits
 from offplan.runtime.transformers_private import ExpertsInterface
 
@@ -105,21 +105,27 @@ def forward_experts(
 
 
 def multiply(
-    x: torch.Tensor, weight: torch.Tensor, pairs: Pairs, pairs_per_row: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    pairs: Pairs,
+    pairs_per_row: int,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each pair's row of ``x`` by its expert's weight, [experts, out, in].
 
     ``x`` is [rows, in]; row r serves the ``pairs_per_row`` pairs from r * ``pairs_per_row`` on.
-    Returns [pairs, out].
+    Returns [pairs, out]: ``into``, if it is given, whose other pairs are left as they are; pairs of
+    an expert beyond the last are left out.
     """
     num_experts, num_out, num_in = weight.shape
     num_pairs = pairs[0].numel()
-    out = x.new_empty(num_pairs, num_out)
+    by_pair = into is None and num_pairs <= num_experts
+    out = x.new_empty(num_pairs, num_out) if into is None else into
     shared_bytes, _ = gpu_limits(weight.device.index)
     block_n, block_k, num_stages = choose_blocks(num_out, num_in, weight.itemsize, shared_bytes)
-    _multiply[(num_out // block_n, min(num_pairs, num_experts))](
+    _multiply[(num_out // block_n, num_pairs if by_pair else num_experts)](
         x.contiguous(), weight, out, *pairs, num_out, num_in, pairs_per_row,
-        BY_PAIR=num_pairs <= num_experts,
+        BY_PAIR=by_pair,
         BLOCK_M=ROWS,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

@@ -6,9 +6,10 @@ import torch
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.kernel_sizes import KERNEL_TYPES, is_power
+from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS, is_power
 from offplan.placement import Phase
 from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
+from offplan.runtime.model.cached import CACHED_NAME, has_slots
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
 from offplan.runtime.transformers_private import ExpertsInterface
 
@@ -25,8 +26,13 @@ class ExpertKernels:
         self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
         experts = [part for part in module.modules() if hasattr(part, "has_gate")]
         plain = [part for part in experts if not holds_codes(part)]
-        self._plain = plain if len(plain) < len(experts) else []
-        """Experts held by their values, in a model of which others are stored as codes."""
+        self._shared_name = STORED_EXPERTS_NAME if len(plain) < len(experts) else ""
+        if any(map(has_slots, experts)):
+            self._shared_name = CACHED_NAME
+        """The name under which all layers are multiplied where they differ; empty elsewhere."""
+        self._plain = plain if self._shared_name else []
+        """Experts held by their values, in a model of which others are not, or are kept one by
+        one."""
         self._groups_freely = groups_freely(model.dtype, device)
         self._current = ""
         self.choose(Phase.DECODE, 1)  # what transformers would take need not know what is stored
@@ -45,8 +51,8 @@ class ExpertKernels:
             return
         for experts in self._plain:
             vars(experts)[PLAIN_WAY] = ExpertsInterface()[name]
-        if not (self._plain and self._current):
-            self._decoder.set_experts_implementation(STORED_EXPERTS_NAME if self._plain else name)
+        if not (self._shared_name and self._current):
+            self._decoder.set_experts_implementation(self._shared_name or name)
         self._current = name
 
     def can_capture(self, num_tokens: int) -> bool:
@@ -82,7 +88,6 @@ def find_own_experts(
     if coded and not experts:
         return STORED_EXPERTS_NAME, sys.maxsize
     if with_kernels and experts and model.dtype in KERNEL_TYPES:
-        from offplan.runtime.forms.pairs import MAX_PAIRS
         from offplan.runtime.model.experts import EXPERTS_NAME, ROWS, serves
 
         if all(map(serves, experts)):

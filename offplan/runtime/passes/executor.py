@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from offplan.placement import Phase
 from offplan.runtime.model.layers import Call, DecoderLayers
 from offplan.runtime.passes.link import Link
 from offplan.schedule import Copy, Operation, Schedule, Serve, Wait
@@ -18,8 +19,19 @@ class Executor:
     Layers are taken over once; between passes nothing is carried out around them.
     """
 
-    def __init__(self, layers: DecoderLayers, link: Link, serve: Callable[[Serve], None]) -> None:
-        """Ask ``link`` for copies and waits, and ``serve`` for what layers read at use."""
+    def __init__(
+        self,
+        layers: DecoderLayers,
+        link: Link,
+        serve: Callable[[Serve], None],
+        settle: Callable[[int], None],
+    ) -> None:
+        """Ask ``link`` for copies and waits, and ``serve`` for what layers read at use.
+
+        ``settle`` is told of each layer that a prompt has passed, before its slot is filled again.
+        """
+        self._settle = settle
+        self._is_prompt = False
         self._before: dict[int, list[Operation]] = {}
         self._after: dict[int, list[Operation]] = {}
         self._carry_out = partial(carry_out, link, serve)
@@ -32,12 +44,13 @@ class Executor:
 
         A layer is run by the model, or between calls of ``before`` and ``after``.
         """
+        self._is_prompt = schedule.phase is Phase.PREFILL
         try:
             if start := self._split(schedule):
                 self._apply(start)
             return forward()
         finally:
-            self._before, self._after = {}, {}
+            self._before, self._after, self._is_prompt = {}, {}, False
 
     def capture(self, schedule: Schedule, forward: Callable[[], Any], pool: Any) -> "CapturedPass":
         """Capture ``forward`` as CUDA graph segments, cut wherever the schedule acts.
@@ -62,6 +75,8 @@ class Executor:
 
     def after(self, index: int) -> None:
         """Carry out what follows a layer."""
+        if self._is_prompt:
+            self._settle(index)
         if operations := self._after.pop(index, None):
             self._apply(operations)
 

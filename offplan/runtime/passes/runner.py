@@ -76,7 +76,8 @@ class ModelRunner:
         self._linear = [index for index, part in enumerate(find_linear(layers)) if part]
         """Indices of the layers that have linear attention."""
         self.layers = DecoderLayers(layers, compiled=capture)
-        self._executor = Executor(self.layers, link, loaded.store.serve)
+        self._cached = loaded.cached
+        self._executor = Executor(self.layers, link, loaded.store.serve, self._cached.settle)
         find = find_filled(model, module, context) if capture else filled_mask
         self.forward = Forward(
             module, self.layers, self._position, context, find, bool(self._linear)
@@ -101,7 +102,9 @@ class ModelRunner:
             )
         with self._whole_or_afresh():
             prompt = prompt.to(self._loaded.store.device)
+            self._cached.require_few_pairs(batch)
             self._allocate_cache(batch)
+            self._cached.begin(batch)
             self.layers.forget_from(num_tokens)
             self._frequencies.set_length(num_tokens)
             self._rows_read += prompt.numel()
@@ -240,6 +243,7 @@ class ModelRunner:
         except BaseException:
             self._ring = empty_ring(self._loaded.placement)
             self._forget_passes()
+            self._cached.abort()
             self.length = 0
             raise
 
@@ -287,6 +291,7 @@ class ModelRunner:
         self.layers.cache = LayerCaches(
             len(self.layers), num_keeping, self._context, self._position, self._linear
         )
+        self._cached.ignore()
         with torch.compiler.set_stance("force_eager"):
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.

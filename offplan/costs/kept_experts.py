@@ -1,0 +1,131 @@
+"""What it takes that rules keep experts on the GPU one by one, beside the memory of the slots.
+
+A decode step has the experts cross that it chooses and that no slot holds. Their share follows from
+a routing profile, or from uniform routing: of n experts in slots, n / E of the choices are served.
+Kernels of the step keep the order of use. A prompt leaves the experts of its last tokens in the
+slots: from the ring, if its layers stream, or else over the link.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offplan.checkpoint.model import Experts
+from offplan.costs.term import Input
+from offplan.costs.timeline import to_ps
+from offplan.costs.work import PassShape
+from offplan.expert_slots import ExpertsFound, ExpertSlots
+from offplan.held.stage import Stage
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase, Placement
+from offplan.routing.profile import BatchReuse
+
+KEEPING_S = 3e-6
+"""Seconds of a layer's kernels that find the experts of a step and make room for those missed.
+
+Source: estimated, as two launches within a captured step; not measured yet.
+"""
+LAST_TOKENS = 64
+"""Tokens of each prompt whose experts are in the slots when it ends, as if they had been steps."""
+
+
+def hit_rate(experts: Experts, reuse: BatchReuse | None, num_kept: int) -> float:
+    """Share of a step's choices that so many experts in slots serve."""
+    return num_kept / experts.num_experts if reuse is None else reuse.hit_rate(num_kept)
+
+
+@dataclass(frozen=True)
+class KeptUse:
+    """What a decode step is predicted to find of experts in slots, in all layers that have any."""
+
+    num_layers: int
+    """Layers that keep experts."""
+    num_kept: int
+    """Experts in slots."""
+    found: ExpertsFound
+    """Hits and misses of a step."""
+    expert_bytes: int
+    """Bytes of an expert; the largest where layers differ."""
+    source: str
+    """What tells the hits: a profile, by its fingerprint, or uniform routing."""
+
+    @property
+    def chosen(self) -> float:
+        """Experts that a step chooses."""
+        return self.found.hits + self.found.misses
+
+
+def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | None:
+    """Predict the hits and misses of a decode step; None where no experts are kept."""
+    experts, reuse = stage.experts, stage.reuse(batch)
+    if experts is None or not placement.expert_slots:
+        return None
+    layers = placement.expert_slots.values()
+    chosen = experts.touched(batch) if reuse is None else reuse.touched
+    hits = sum(chosen * hit_rate(experts, reuse, each.num_slots) for each in layers)
+    source = "uniform routing: kept / experts of a layer"
+    if reuse is not None and stage.routing is not None:
+        source = f"routing profile {stage.routing.fingerprint[:12]}, batch {batch}"
+    return KeptUse(
+        num_layers=len(layers),
+        num_kept=sum(each.num_slots for each in layers),
+        found=ExpertsFound(hits, len(layers) * chosen - hits),
+        expert_bytes=max(each.expert_bytes for each in layers),
+        source=source,
+    )
+
+
+def list_use(use: KeptUse | None) -> tuple[Input, ...]:
+    """List what the miss rate of a decode step follows from; nothing where no experts are kept."""
+    if use is None or not use.chosen:
+        return ()
+    return (
+        Input("layers that keep experts", use.num_layers, "count"),
+        Input("experts kept in all", use.num_kept, "count"),
+        Input("experts that a step chooses in these layers", use.chosen, "count"),
+        Input("hit rate", use.found.hits / use.chosen, "count", use.source),
+        Input("experts missed", use.found.misses, "count"),
+        Input("bytes of an expert", use.expert_bytes, "bytes"),
+    )
+
+
+def left_bytes(slots: ExpertSlots, experts: Experts, shapes: Sequence[PassShape]) -> int:
+    """Bytes of the experts that a prompt of these chunks leaves in a layer's slots."""
+    tokens = min(LAST_TOKENS, sum(shape.tokens for shape in shapes))
+    filled = min(slots.num_slots, experts.touched(shapes[0].batch * tokens))
+    return round(filled * slots.expert_bytes)
+
+
+def keeping_ps(
+    slots: ExpertSlots,
+    experts: Experts,
+    machine: MachineProfile,
+    shapes: Sequence[PassShape],
+    *,
+    streams: bool,
+) -> int:
+    """Picoseconds that a layer's kernels take to keep its experts in a pass of these chunks.
+
+    ``streams`` says whether a prompt copies what it leaves from the ring, in GPU memory.
+    """
+    moved = 2 * left_bytes(slots, experts, shapes) if streams else 0
+    return to_ps(KEEPING_S + moved / machine.hbm.value)
+
+
+def keeping_by_layer(
+    placement: Placement,
+    experts: Experts | None,
+    machine: MachineProfile,
+    num_layers: int,
+    shapes: Sequence[PassShape],
+) -> tuple[int, ...]:
+    """Picoseconds of each layer's kernels that keep experts, in a pass of these chunks."""
+    found = [0] * num_layers
+    if experts is None:
+        return tuple(found)
+    is_prompt = shapes[0].phase is Phase.PREFILL
+    kept = (entry for entry in placement.entries if entry.keeps_experts)
+    streams = {entry.unit.layer: entry.prefill.streams for entry in kept}
+    for layer, slots in placement.expert_slots.items():
+        in_ring = is_prompt and streams[layer]
+        found[layer] = keeping_ps(slots, experts, machine, shapes, streams=in_ring)
+    return tuple(found)

@@ -1,0 +1,144 @@
+"""GPU memory of the experts that a rule keeps there one by one: their slots, and a table a layer.
+
+Costs, planner and runtime ask here for the bytes. No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offplan.checkpoint.model import Layer
+from offplan.errors import PlanError
+from offplan.held.stage import Stage
+from offplan.held.unit import Unit
+from offplan.kernel_sizes import MAX_PAIRS
+from offplan.plan import Offload, Rule
+
+BOUNDARY_BYTES = 256
+"""Every part of the slots, and the table, starts on such a boundary."""
+COUNTERS = 32
+"""Numbers of a table beside those of its lists."""
+LISTS = 5
+"""Numbers that a table has for each expert of its layer."""
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """The slots of one layer: room in GPU memory for some of its experts, all parts of each."""
+
+    num_slots: int
+    """Experts that there is room for."""
+    num_experts: int
+    """Experts of the layer."""
+    units: tuple[Unit, ...]
+    """Everything that is stored of the layer's experts, in the slab's order."""
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert: what each miss has cross the link."""
+        return sum(unit.nbytes for unit in self.units) // self.num_experts
+
+    @cached_property
+    def slots_bytes(self) -> int:
+        """Bytes of the slots, each part on a boundary."""
+        of_each = (unit.nbytes // self.num_experts * self.num_slots for unit in self.units)
+        return sum(map(_align, of_each))
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table that says which expert is in which slot, in the order of use."""
+        return table_bytes(self.num_experts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory that the layer's slots and table take."""
+        return self.slots_bytes + self.table_bytes
+
+
+@dataclass(frozen=True)
+class ExpertsFound:
+    """What a decode step finds of the experts that it chooses, over all layers that keep some.
+
+    An expert counts once a step and layer, however many tokens chose it.
+    """
+
+    hits: float
+    """Experts that were in GPU memory, or are predicted to be."""
+    misses: float
+    """Experts that were read over the link."""
+
+
+def table_bytes(num_experts: int) -> int:
+    """Bytes of a layer's table: numbers of 4 bytes."""
+    return _align(4 * (LISTS * num_experts + COUNTERS))
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // BOUNDARY_BYTES) * BOUNDARY_BYTES
+
+
+def find_expert_slots(
+    stage: Stage, layer: Layer, number: int, rule: Rule, units: Sequence[Unit], num_before: int
+) -> ExpertSlots:
+    """Return the slots of a layer of which rule ``number``, from 1 on, takes ``units``.
+
+    The rule took ``num_before`` layers ahead of this one. Raises PlanError for a rule that takes
+    anything but the routed experts of the layer, all of them, and for more slots than experts.
+    """
+    assert rule.cached_experts is not None
+    other = next((unit.name for unit in units if not unit.is_expert), None)
+    if other is not None:
+        raise PlanError(
+            f"rule {number} has cached_experts and takes {other} of layer {layer.index}, which is "
+            "no routed expert: name the routed experts alone, cpu_offload_params: [experts]"
+        )
+    taken = {parameter.name for unit in units for parameter in unit.parameters}
+    left = next((p.name for p in layer.parameters if p.is_expert and p.name not in taken), None)
+    if left is not None:
+        raise PlanError(
+            f"rule {number} has cached_experts and leaves {left} of layer {layer.index} out: the "
+            "parts of an expert are kept together, so name all of them, cpu_offload_params: "
+            "[experts]"
+        )
+    num_experts = _count_experts(stage, units)
+    more = num_before < (rule.cached_experts_more or 0)
+    num_slots = rule.cached_experts + more
+    if num_slots > num_experts:
+        asked = f"{rule.cached_experts} and one more" if more else str(rule.cached_experts)
+        raise PlanError(
+            f"rule {number} has cached_experts: {asked}, and layer {layer.index} of "
+            f"{stage.model.source} has {num_experts} experts: keep {num_experts} at most, or leave "
+            "them resident"
+        )
+    for unit in units:
+        if unit.nbytes % num_experts:
+            raise PlanError(
+                f"rule {number} has cached_experts, and {unit.name} of layer {layer.index} has "
+                f"{unit.nbytes} bytes, which {num_experts} experts do not divide: leave "
+                "cached_experts out"
+            )
+    return ExpertSlots(num_slots, num_experts, tuple(units))
+
+
+def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:
+    """Count the experts of a layer, of which ``units`` are stored."""
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    if not parameters[0].is_fused:
+        return min(len(parameter.tensors) for parameter in parameters)
+    rows = min(parameter.tensors[0].shape[0] for parameter in parameters)
+    stated = stage.experts.num_experts if stage.experts else rows
+    return rows if rows % stated else stated
+
+
+def require_few_pairs(stage: Stage, offload: Offload, batch: int) -> None:
+    """Raise PlanError where a step sends ``batch`` tokens to more experts than kernels sort."""
+    keeps = any(rule.cached_experts is not None for rule in offload.rules)
+    if not keeps or stage.experts is None:
+        return
+    num_chosen = stage.experts.num_experts_per_token
+    if batch * num_chosen > MAX_PAIRS:
+        raise PlanError(
+            f"cached_experts serves steps of {MAX_PAIRS} pairs of a token and an expert at most; "
+            f"{batch} sequences x {num_chosen} experts a token are {batch * num_chosen}: lower "
+            f"--batch to {MAX_PAIRS // num_chosen}, or leave cached_experts out"
+        )

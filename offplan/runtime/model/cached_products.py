@@ -1,0 +1,61 @@
+"""Products of experts that lie in slots, by kernels. CUDA only."""
+
+from typing import Any
+
+import torch
+
+from offplan.runtime.forms import operators
+from offplan.runtime.forms.experts import holds_codes, send
+from offplan.runtime.forms.pairs import sort_pairs
+from offplan.runtime.forms.stored import StoredWeight, part_name
+from offplan.runtime.forms.table_kernels import read_slots
+from offplan.runtime.model.experts import multiply
+
+
+def forward_slots(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Do what ``cached.forward_cached`` does in a step, on a GPU: two launches, then the products.
+
+    Only a step of more pairs than slots may choose experts that have none: it multiplies twice,
+    what is in slots and what is read in place, each pair once.
+    """
+    own = vars(experts)
+    slots, table, num_slots = own["slots"], own["slot_memory"], own["num_slots"]
+    chosen = top_k_index.reshape(-1)
+    num_pairs, num_experts = chosen.numel(), experts.num_experts
+    slot_of_pair, order, starts, rest = read_slots(
+        chosen, table, own["slot_sources"], num_slots, num_experts
+    )
+    all_fit = num_pairs <= num_slots
+    others = None if all_fit else sort_pairs(rest, num_experts)
+
+    def add_bias(name: str, made: torch.Tensor) -> torch.Tensor:
+        own_bias = slots[name][slot_of_pair if all_fit else slot_of_pair.clamp(max=num_slots - 1)]
+        if all_fit:
+            return made + own_bias
+        has_slot = (slot_of_pair < num_slots).unsqueeze(-1)
+        return made + torch.where(has_slot, own_bias, getattr(experts, name)[chosen])
+
+    def multiply_codes(name: str, x: torch.Tensor) -> torch.Tensor:
+        stored: StoredWeight = experts.stored_experts[name]
+        in_slots = {part: slots[part_name(name, part)] for part in stored.parts}
+        rest_parts = {} if others is None else stored.of(experts)
+        rest_pairs = () if others is None else others[1:]
+        made = operators.multiply_slots(
+            stored.form, in_slots, rest_parts, x, order, starts, *rest_pairs
+        )
+        return add_bias(f"{name}_bias", made) if experts.has_bias else made
+
+    def multiply_values(name: str, x: torch.Tensor) -> torch.Tensor:
+        pairs, of_row = (slot_of_pair, order, starts), num_pairs // len(x)
+        made = multiply(x, slots[name], pairs, of_row)
+        if others is not None:
+            multiply(x, getattr(experts, name), others, of_row, into=made)
+        return made
+
+    by = multiply_codes if holds_codes(experts) else multiply_values
+    return send(experts, hidden_states, top_k_weights, by)

@@ -1,0 +1,155 @@
+"""Experts kept on the GPU one by one: what comes out, what is there, and what is counted."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offplan.errors import PlanError
+from offplan.plan import Packing
+from offplan.routing.use_order import UseOrder
+from offplan.runtime.model import cached
+from tests.runtime.cached import Trace, check_slots, keeping, prompts, run_hostile
+from tests.runtime.conftest import save_tiny
+from tests.runtime.plans import offload, open_session
+from tests.runtime.quantise import FORMS, save_stored
+
+NUM_EXPERTS = 4
+NAMES = ["qwen3_moe_tied", "deepseek_v2", "sinks", "chunked", "linear_experts", "deepseek_v3"]
+"""With shared experts beside, biases, transposed weights, and none of these."""
+
+
+@functools.cache
+def saved(name: str, folder: Path) -> Path:
+    return save_tiny(name, folder / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cached")
+
+
+@functools.cache
+def run_resident(folder: Path, chunk: int) -> list[torch.Tensor]:
+    with open_session(folder, offload(prefill_chunk=chunk)) as session:
+        return run_hostile(session)
+
+
+@pytest.mark.parametrize("num", range(1, NUM_EXPERTS + 1))
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_resident(folder: Path, name: str, num: int) -> None:
+    checkpoint = saved(name, folder)
+    for prefill, chunk in (("prefetch", 64), ("prefetch", 3), ("uva", 7)):
+        expected = run_resident(checkpoint, chunk)
+        rule = keeping(num, 1 if num < NUM_EXPERTS else None, prefill)
+        with open_session(checkpoint, offload(rule, prefill_chunk=chunk)) as session:
+            got = run_hostile(session)
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
+@pytest.mark.parametrize("name", ["qwen3_moe_tied", "deepseek_v2"])
+def test_counts_are_those_of_a_list_of_the_trace(
+    folder: Path, name: str, prefill: str, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = count_copied_bytes(monkeypatch)
+    rule = keeping(num, 1 if num == 2 else None, prefill)
+    with open_session(saved(name, folder), offload(rule, prefill_chunk=7)) as session:
+        session.warm_up(1, 7)
+        trace = Trace(session, 2)
+        orders = {index: UseOrder(1, NUM_EXPERTS) for index in trace.calls}
+        total = np.zeros((len(orders), 2, NUM_EXPERTS + 1), np.int64)
+        step_bytes = 0
+        for prompt in prompts(1):
+            logits = session.prefill(prompt)
+            trace.drop_allocating_pass(prompt.numel())
+            trace.pass_over(orders, len(prompt), is_step=False)
+            check_slots(session, orders)
+            copied.clear()
+            for _ in range(6):
+                logits = session.decode(logits.argmax(-1, keepdim=True))
+                total += trace.pass_over(orders, len(prompt), is_step=True)
+                check_slots(session, orders)
+            step_bytes += sum(copied)
+        counts = session.count_experts()
+        slots = session.loaded.placement.expert_slots
+        assert list(counts) == list(orders)
+        for row, (index, found) in enumerate(counts.items()):
+            assert found.hits == total[row, 0, slots[index].num_slots]
+            assert found.hits + found.misses == total[row, 1, 0]
+            assert found.copied_bytes == found.copied * slots[index].expert_bytes
+        assert sum(found.copied_bytes for found in counts.values()) == step_bytes
+        session.warm_up(1, 7)
+        assert all(not (c.hits or c.misses) for c in session.count_experts().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*(("qwen3_moe", form) for form in FORMS), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")],
+)
+def test_stored_forms_equal_resident(family: str, form: str, tmp_path: Path) -> None:
+    stored, _ = save_stored(family, form, tmp_path, num_experts_per_tok=2)
+    expected = run_resident(stored, 7)
+    for num, prefill in ((1, "prefetch"), (3, "uva")):
+        decision = offload(keeping(num, prefill=prefill), prefill_chunk=7)
+        with open_session(stored, decision) as session:
+            assert all(map(torch.equal, run_hostile(session), expected))
+            assert any(count.hits for count in session.count_experts().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_packed_experts_equal_resident(family: str, tmp_path: Path) -> None:
+    _, plain = save_stored(family, "fp8_block", tmp_path, torch.bfloat16, num_experts_per_tok=2)
+    packing = {"packing": Packing(group_size=2, num_in_group=2)}
+    with open_session(plain, offload(prefill_chunk=7).model_copy(update=packing)) as session:
+        expected = run_hostile(session)
+    for num in (1, 3):
+        decision = offload(keeping(num), prefill_chunk=7).model_copy(update=packing)
+        with open_session(plain, decision) as session:
+            assert all(map(torch.equal, run_hostile(session), expected))
+            assert any(count.hits for count in session.count_experts().values())
+
+
+def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the bytes of each copy into slots, as the tensors have them."""
+    copied: list[int] = []
+
+    def copy(table: Any, sources: Any, slots: Any) -> None:
+        before = {name: slot.clone() for name, slot in slots.items()}
+        for slot in slots.values():
+            slot.view(torch.uint8).fill_(0xA5)
+        own(table, sources, slots)
+        for name, slot in slots.items():
+            rows = slot.view(torch.uint8).flatten(1)
+            is_written = (rows != 0xA5).any(1)
+            copied.append(int(is_written.sum()) * rows.shape[1])
+            rows[~is_written] = before[name].view(torch.uint8).flatten(1)[~is_written]
+
+    own = cached.copy_missed
+    monkeypatch.setattr(cached, "copy_missed", copy)
+    return copied
+
+
+def test_more_pairs_than_kernels_sort(folder: Path) -> None:
+    with open_session(saved("deepseek_v2", folder), offload(keeping(2))) as session:
+        session.prefill(torch.zeros(512, 1, dtype=torch.int64))
+        with pytest.raises(PlanError, match="run 512 sequences at a time"):
+            session.prefill(torch.zeros(513, 1, dtype=torch.int64))
+
+
+def test_memory_holds_the_slots(folder: Path) -> None:
+    with open_session(saved("deepseek_v2", folder), offload(keeping(2, every=1))) as session:
+        store, placement = session.loaded.store, session.loaded.placement
+        assert sum(m.nbytes for m in store.expert_slots.values()) == placement.expert_slots_bytes
+        for index, layer in session.loaded.cached._layers.items():
+            views = [layer.table.memory, *layer.slots.values()]
+            begin = store.expert_slots[index].data_ptr()
+            stop = begin + store.expert_slots[index].nbytes
+            assert all(begin <= v.data_ptr() <= v.data_ptr() + v.nbytes <= stop for v in views)
+    assert not store.expert_slots

@@ -1,0 +1,104 @@
+"""Experts kept one by one on a GPU, compiled and captured, against resident ones."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offplan.plan import Packing
+from offplan.routing.use_order import UseOrder
+from tests.runtime.cached import Trace, check_slots, keeping, prompts, run_hostile
+from tests.runtime.plans import offload, open_session
+from tests.runtime.quantise import save_stored
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+FORMS = ["fp8_block", "fp8_tensor", "int4_zeros", "int8_zeros", "int8_bytes", "awq", "nvfp4"]
+CASES = [("qwen3_moe", form) for form in ("values", "packed", *FORMS)]
+CASES += [("deepseek_v3", "values"), ("deepseek_v3", "fp8_block"), ("gpt_oss", "mxfp4")]
+PACKING = Packing(group_size=2, num_in_group=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cached")
+
+
+@functools.cache
+def saved(folder: Path, family: str, form: str) -> Path:
+    is_plain = form in ("values", "packed")
+    stored = "fp8_block" if is_plain else form
+    into = folder / f"{family}-{form}"
+    into.mkdir()
+    return save_stored(family, stored, into, torch.bfloat16, num_experts_per_tok=2)[is_plain]
+
+
+@functools.cache
+def run_resident(folder: Path, capture: bool, packing: Packing | None) -> list[torch.Tensor]:
+    decision = offload(prefill_chunk=7).model_copy(update={"packing": packing})
+    with open_session(folder, decision, "cuda", capture=capture) as session, session.stream():
+        return [each.cpu() for each in run_hostile(session, steps_before=0)]
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_equal_resident(folder: Path, family: str, form: str, capture: bool) -> None:
+    """Captured, with slots for all of a step's experts, for some and for one."""
+    checkpoint, packing = saved(folder, family, form), PACKING if form == "packed" else None
+    expected = run_resident(checkpoint, capture, packing)
+    for num, prefill in ((1, "prefetch"), (2, "uva"), (3, "prefetch")):
+        rule = keeping(num, 1 if num == 2 else None, prefill)
+        decision = offload(rule, prefill_chunk=7).model_copy(update={"packing": packing})
+        with open_session(checkpoint, decision, "cuda", capture=capture) as session:
+            with session.stream():
+                got = [each.cpu() for each in run_hostile(session, steps_before=0)]
+            counts = session.count_experts().values()
+            differences = [(a - b).abs().max().item() for a, b in zip(got, expected, strict=True)]
+            assert differences == [0.0] * len(expected)
+            assert any(count.hits for count in counts)
+            assert any(count.copied for count in counts)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_counts_are_those_of_a_list_of_the_trace(folder: Path, num: int) -> None:
+    checkpoint = saved(folder, "qwen3_moe", "fp8_block")
+    decision = offload(keeping(num), prefill_chunk=7)
+    with open_session(checkpoint, decision, "cuda", capture=False) as session, session.stream():
+        session.warm_up(1, 7)
+        trace = Trace(session, 2)
+        num_experts = session.loaded.model.experts.num_experts  # type: ignore[union-attr]
+        orders = {index: UseOrder(1, num_experts) for index in trace.calls}
+        total = np.zeros((len(orders), 2, num_experts + 1), np.int64)
+        for prompt in prompts(1):
+            logits = session.prefill(prompt)
+            trace.drop_allocating_pass(prompt.numel())
+            trace.pass_over(orders, len(prompt), is_step=False)
+            check_slots(session, orders)
+            for _ in range(6):
+                logits = session.decode(logits.argmax(-1, keepdim=True))
+                total += trace.pass_over(orders, len(prompt), is_step=True)
+                check_slots(session, orders)
+        counts = session.count_experts()
+    for row, (index, found) in enumerate(counts.items()):
+        slots = session.loaded.placement.expert_slots[index]
+        assert found.hits == total[row, 0, num]
+        assert found.hits + found.misses == total[row, 1, 0]
+        assert found.copied_bytes == found.copied * slots.expert_bytes
+
+
+def test_two_sessions_one_after_the_other(folder: Path) -> None:
+    checkpoint = saved(folder, "qwen3_moe", "values")
+    decision = offload(keeping(2), prefill_chunk=7)
+    before = torch.cuda.memory_allocated()
+    runs = []
+    for _ in range(2):
+        with open_session(checkpoint, decision, "cuda") as session, session.stream():
+            runs.append([each.cpu() for each in run_hostile(session, steps_before=0)])
+    assert all(map(torch.equal, *runs))
+    torch.compiler.reset()
+    assert torch.cuda.memory_allocated() <= before + 2**20

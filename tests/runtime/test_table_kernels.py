@@ -1,0 +1,188 @@
+"""The kernels that keep experts in slots, against the same in plain torch and resident experts."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from offplan.expert_slots import table_bytes
+from offplan.forms.form import Form, Kind
+from offplan.runtime.forms.expert_table import NOBODY, Table, copy_missed, use
+from offplan.runtime.forms.packing import pack
+from offplan.runtime.forms.stored import StoredWeight, part_name
+from tests.runtime.interpreted import run_interpreted
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""How ``test_on_the_cpu`` starts this file again."""
+DEVICE, DTYPE = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
+LIMITS = (232448, 132)
+
+HAS_GPU = torch.cuda.is_available()
+runs_kernels = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="no CUDA device here")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests below run themselves")
+def test_on_the_cpu() -> None:
+    assert "passed" in run_interpreted(__file__)
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def limits_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offplan.runtime.forms import products, table_kernels
+    from offplan.runtime.model import experts
+
+    monkeypatch.setattr(table_kernels, "COPY_PROGRAMS", 5)  # the interpreter takes one by one
+    monkeypatch.setattr(products, "gpu_limits", lambda index: LIMITS)
+    monkeypatch.setattr(experts, "gpu_limits", lambda index: LIMITS)
+
+
+def make_table(num_slots: int, num_experts: int, device: str) -> Table:
+    memory = torch.zeros(table_bytes(num_experts) // 4, dtype=torch.int32, device=device)
+    table = Table(memory, num_slots, num_experts)
+    table.empty()
+    return table
+
+
+def make_parts(num_experts: int, device: str) -> dict[str, torch.Tensor]:
+    """Parts of all sizes: whole words of 16 bytes, others, and less than one."""
+    sizes = {"codes": (24, 64), "scale": (5,), "half": (1,), "large": (1500,)}
+    types = (torch.uint8, torch.float32, torch.bfloat16, torch.int32)
+    return {
+        name: torch.randint(0, 100, (num_experts, *size), device=device).to(dtype)
+        for (name, size), dtype in zip(sizes.items(), types, strict=True)
+    }
+
+
+CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4), (7, 20, 4, 30)]
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("num_slots", "num_experts", "num_chosen", "batch"), CASES)
+def test_the_table_is_that_of_plain_torch(
+    num_slots: int, num_experts: int, num_chosen: int, batch: int
+) -> None:
+    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.forms.table_kernels import address_parts, read_slots, settle
+
+    torch.manual_seed(num_slots)
+    ours = make_table(num_slots, num_experts, DEVICE)
+    expected = make_table(num_slots, num_experts, "cpu")
+    sources = make_parts(num_experts, DEVICE)
+    on_cpu = {name: value.cpu() for name, value in sources.items()}
+    slots = {name: torch.zeros_like(value[:num_slots]) for name, value in sources.items()}
+    slots_on_cpu = {name: value.cpu() for name, value in slots.items()}
+    addresses = address_parts(sources.values(), slots.values())
+
+    def choose(num_tokens: int) -> torch.Tensor:
+        drawn = torch.rand(num_tokens, num_experts) + 2 * torch.rand(num_experts)
+        return drawn.topk(num_chosen).indices
+
+    for number in range(8):
+        if number in (1, 5):
+            noted = torch.full((64, batch * num_chosen), NOBODY, dtype=torch.int32)
+            length = 5 if number == 1 else 64
+            noted[-length:] = choose(length * batch).view(length, -1).int()
+            use(expected, noted, is_step=False)
+            settle(ours, noted.to(DEVICE), addresses)
+            copy_missed(expected, on_cpu, slots_on_cpu)
+        else:
+            chosen = choose(batch).flatten()
+            place = use(expected, chosen[None], is_step=True)
+            copy_missed(expected, on_cpu, slots_on_cpu)
+            got, order, starts, rest = read_slots(
+                chosen.to(DEVICE), ours.memory, addresses, num_slots, num_experts
+            )
+            assert got.tolist() == place.tolist()
+            left = [
+                e if p == num_experts else num_experts for e, p in zip(chosen, place, strict=True)
+            ]
+            assert rest.tolist() == list(map(int, left))
+            _, by_slot, begins = sort_pairs(got, num_experts)
+            num_there = int(begins[-1])
+            assert starts.tolist() == begins.tolist()
+            assert order[:num_there].tolist() == by_slot[:num_there].tolist()
+        for which, length in ((0, num_experts), (1, num_slots)):
+            ours_now = ours.list_of(which)[:length].tolist()
+            assert ours_now == expected.list_of(which)[:length].tolist()
+        assert ours.counts.tolist() == expected.counts.tolist()
+        assert ours.memory[8:10].tolist() == expected.memory[8:10].tolist()
+        for name, value in slots.items():
+            assert torch.equal(value.cpu(), slots_on_cpu[name])
+    ours.empty()
+    expected.empty()
+    assert ours.list_of(0).tolist() == expected.list_of(0).tolist()
+
+
+class Experts:
+    """Routed experts of a layer, held by values or by packed codes."""
+
+    def __init__(self, num_experts: int, num_slots: int, *, packed: bool, bias: bool) -> None:
+        hidden, width = (64, 64) if packed else (64, 48)
+        shapes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+        self.num_experts, self.has_gate, self.has_bias = num_experts, True, bias
+        self._apply_gate = lambda both: silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+        parts: dict[str, torch.Tensor] = {}
+        stored = {}
+        for name, shape in shapes.items():
+            values = torch.randn(num_experts, *shape) / 8
+            if packed:
+                each = [pack(value.bfloat16()) for value in values]
+                form = Form(Kind.PACKED)
+                stored[name] = StoredWeight(name, form, tuple(each[0]))
+                for part in each[0]:
+                    of = torch.stack([one[part] for one in each])
+                    parts[part_name(name, part)] = of.to(DEVICE)
+            else:
+                parts[name] = values.to(DTYPE).to(DEVICE)
+            if bias:
+                parts[f"{name}_bias"] = torch.randn(num_experts, shape[0]).to(DTYPE).to(DEVICE)
+        vars(self).update(parts)
+        if packed:
+            self.stored_experts, self.in_place = stored, ()
+        self.slots = {name: torch.zeros_like(value[:num_slots]) for name, value in parts.items()}
+        table = make_table(num_slots, num_experts, DEVICE)
+        from offplan.runtime.forms.table_kernels import address_parts
+
+        self.slot_memory, self.num_slots = table.memory, num_slots
+        self.slot_sources = address_parts(parts.values(), self.slots.values())
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 1), (3, 2), (1, 2), (3, 9)])
+@pytest.mark.parametrize("kind", ["values", "packed", "packed and biased"])
+def test_products_are_those_of_resident_experts(kind: str, num_slots: int, num_tokens: int) -> None:
+    from offplan.runtime.forms import operators
+    from offplan.runtime.forms.experts import send
+    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.model.cached_products import forward_slots
+    from offplan.runtime.model.experts import forward_experts
+
+    torch.manual_seed(0)
+    experts: Any = Experts(8, num_slots, packed="packed" in kind, bias="biased" in kind)
+
+    def forward_resident(tokens: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+        if kind == "values":
+            return forward_experts(experts, tokens, *routed)
+        chosen, order, starts = sort_pairs(routed[0].reshape(-1), 8)
+
+        def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
+            stored = experts.stored_experts[name]
+            parts = {part: getattr(experts, part_name(name, part)) for part in stored.parts}
+            made = operators.multiply(stored.form, parts, x, order, starts)
+            return made + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else made
+
+        return send(experts, tokens, routed[1], multiply)
+
+    for _ in range(4):
+        tokens = torch.randn(num_tokens, 64, device=DEVICE).to(DTYPE)
+        routed = torch.rand(num_tokens, 8, device=DEVICE).topk(2, -1)
+        weights = routed.values.to(DTYPE)
+        expected = forward_resident(tokens, routed.indices, weights)
+        got = forward_slots(experts, tokens, routed.indices, weights)
+        assert torch.equal(got, expected)
+        assert got.isfinite().all()
