@@ -128,6 +128,8 @@ class Goal(Record):
     cached_experts: Literal["off", "auto"] | Count = "off"
     """Whether rules may keep experts on the GPU one by one: ``auto`` chooses how many; a number is
     how many of each layer."""
+    host_cores: bool = False
+    """Whether rules may have the host's cores multiply what they take (``decode: host``)."""
     tensor_parallel: Count = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel: Count = 1
@@ -152,6 +154,11 @@ class Goal(Record):
             raise ValueError(
                 f"--ep {self.expert_parallel} does not divide --tp {self.tensor_parallel}: groups "
                 "of experts are groups of the ranks that divide a layer"
+            )
+        if self.host_cores and self.engine is not None:
+            raise ValueError(
+                f"--host-cores with --for {self.engine}: no engine's flags have the host's cores "
+                "multiply weights; leave one of them out"
             )
         if self.cached_experts != "off" and self.engine is not None:
             raise ValueError(
@@ -516,6 +523,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("packing", True),
         ("leave_unpacked", []),
         ("cached_experts", "off"),
+        ("host_cores", False),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),
         ("expert_parallel", 1),

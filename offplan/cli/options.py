@@ -134,6 +134,12 @@ CachedExperts = Annotated[
         help="Keep so many experts of a layer on the GPU, those used last.",
     ),
 ]
+HostCores = Annotated[
+    bool,
+    typer.Option(
+        "--host-cores", help="Let the host's cores multiply weights in decode (not yet on a GPU)."
+    ),
+]
 Routing = Annotated[
     Path | None,
     typer.Option(

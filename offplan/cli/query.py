@@ -104,6 +104,7 @@ class Query:
     leave_unpacked: options.LeaveUnpacked = None
     cached_experts: options.CachedExperts = choices.DEFAULT_CACHED_EXPERTS
     routing: options.Routing = None
+    host_cores: options.HostCores = False
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
     ] = False
@@ -179,6 +180,7 @@ class Query:
             packing=self.packing,
             leave_unpacked=self.leave_unpacked or (),
             cached_experts=self.cached_experts,
+            host_cores=self.host_cores,
             routing=None if self.routing is None else str(self.routing),
             ranks=self.ranks,
         )

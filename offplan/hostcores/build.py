@@ -17,12 +17,18 @@ from pathlib import Path
 
 from offplan.errors import OffplanError
 from offplan.forms.form import BASE_BYTES, PATCH_ROWS
+from offplan.forms.host_kernels import CHUNK_COLUMNS, MOST_COLUMNS
 
 SOURCE = Path(__file__).parent / "source"
 COMPILERS = ("c++", "g++", "clang++")
 """Compilers that are looked for, in order, where the environment variable CXX names none."""
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
-_DEFINES = (f"-DPATCH_ROWS={PATCH_ROWS}", f"-DBASE_BYTES={BASE_BYTES}")
+_DEFINES = (
+    f"-DPATCH_ROWS={PATCH_ROWS}",
+    f"-DBASE_BYTES={BASE_BYTES}",
+    f"-DCHUNK_COLUMNS={CHUNK_COLUMNS}",
+    f"-DMOST_COLUMNS_OF_A_ROW={MOST_COLUMNS}",
+)
 _FILES = {
     "library.cpp": ("-march=x86-64",),
     "coordinator.cpp": ("-march=x86-64",),

@@ -24,10 +24,6 @@ from pathlib import Path
 from offplan.errors import OffplanError
 from offplan.hostcores.build import find_library, refuse
 
-MOST_COLUMNS = 65536
-"""Columns of a matrix, at most; as ``matrix.h`` has it."""
-CHUNK_COLUMNS = 128
-"""Columns that kernels take at a time."""
 _NUM_PARTS = 8
 
 

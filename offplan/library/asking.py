@@ -38,6 +38,7 @@ def ask(
     leave_unpacked: Sequence[str] = (),
     cached_experts: int | Literal["off", "auto"] = DEFAULT_CACHED_EXPERTS,
     routing: str | None = None,
+    host_cores: bool = False,
     ranks: Ranks = ONE_RANK,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
@@ -55,6 +56,7 @@ def ask(
     ``7.mlp.down_proj``, ``mlp.down_proj``, ``output_head``. With ``cached_experts`` rules may keep
     routed experts on the GPU one by one: as many of each layer, or as many as suit (``auto``).
     ``routing`` is the file of a routing profile, which says how soon experts are chosen again.
+    With ``host_cores`` rules may have the host's cores multiply what they take.
 
     Raises InputError for a routing profile that cannot be read or is not of the model and the
     batch, for experts that cannot be kept, for a limit below zero, for a name that no weight has
@@ -72,6 +74,7 @@ def ask(
             packing=packing,
             leave_unpacked=tuple(leave_unpacked),
             cached_experts=cached_experts,
+            host_cores=host_cores,
             tensor_parallel=ranks.tensor,
             pipeline_parallel=ranks.pipeline,
             expert_parallel=ranks.expert,

@@ -61,6 +61,7 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
     changes = {
         "engine": engine,
         "cached_experts": "off",  # which no engine does
+        "host_cores": False,
         "objective": "latency",
         "tensor_parallel": ranks.tensor,
         "pipeline_parallel": ranks.pipeline,

@@ -168,6 +168,13 @@ class MachineProfile(Record):
     cores: Figure[LinkRate] | None = None
     """The host's memory as its cores read weights that they multiply by one row; absent is as a
     desktop's two channels of DDR5 have it."""
+    cores_beside_copies: Figure[LinkRate] | None = None
+    """The same while copies to the device run; absent is what ``host_reads`` leaves."""
+    host_reads: Figure[LinkRate] | None = None
+    """What the host's memory gives in all, to cores and copies together; absent is unlimited."""
+    cores_round_trip: Figure[ShortTime] | None = None
+    """Seconds from the device's last write before a product to its first read behind it, beside
+    those of the product; absent is 15 us."""
     peer: Figure[LinkRate] | None = None
     """Device memory of a second GPU to this one, one large DMA."""
     peer_latency: Figure[ShortTime] | None = None
@@ -194,6 +201,23 @@ class MachineProfile(Record):
     def cores_rate(self) -> Figure[float]:
         """``cores``, or what is assumed in its place."""
         return self.cores if self.cores is not None else ASSUMED_CORES
+
+    @property
+    def cores_rate_beside(self) -> Figure[float]:
+        """``cores_beside_copies``, or what is left of the host's memory beside copies."""
+        if self.cores_beside_copies is not None:
+            return self.cores_beside_copies
+        alone = self.cores_rate
+        if self.host_reads is None:
+            return alone
+        left = max(0.1 * alone.value, self.host_reads.value - self.h2d.value)
+        said = {"value": min(alone.value, left), "basis": "estimated"}
+        return alone.model_copy(update={**said, "source": "host_reads less h2d, cores at most"})
+
+    @property
+    def cores_trip(self) -> Figure[float]:
+        """``cores_round_trip``, or what is assumed in its place."""
+        return self.cores_round_trip or ASSUMED_TRIP
 
     @cached_property
     def timed_layers(self) -> frozenset[str]:
@@ -289,6 +313,14 @@ ASSUMED_CORES = Figure[LinkRate].model_validate(
     }
 )
 """What the host's cores are taken to read where a profile does not say."""
+ASSUMED_TRIP = Figure[ShortTime].model_validate(
+    {
+        "value": 15e-6,
+        "basis": "estimated",
+        "source": "two copies of some KB, a bell that is heard, and a stream that goes on",
+    }
+)
+"""What a hand-over to the cores is taken to take where a profile does not say."""
 
 
 class PeerStoreProfile(MachineProfile):

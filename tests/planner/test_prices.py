@@ -15,6 +15,7 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.library.asking import pose
+from offplan.machine.profile import Figure
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Offload, Rule, Workload
 from offplan.planner.estimates import estimate
@@ -71,8 +72,12 @@ def searchers(draw: st.DrawFn) -> Searcher:
     model = draw(st.sampled_from(FIXED) | uneven_models())
     h2d, share = draw(st.sampled_from([1e8, 5e9, 50e9])), draw(st.sampled_from([0.7, 1.0, 1.3]))
     workload = draw(st.sampled_from(WORKLOADS))
-    goal = Goal(engine=draw(st.sampled_from([None, "vllm", "sglang"])))
+    engine = draw(st.sampled_from([None, "vllm", "sglang"]))
+    goal = Goal(engine=engine, host_cores=engine is None and draw(st.booleans()))
     machine = make_machine(h2d=h2d, uva=share * h2d)
+    host_reads = Figure[float](value=1.2 * h2d, basis="estimated", source="made up")
+    cores = host_reads.model_copy(update={"value": 0.8 * h2d})
+    machine = machine.model_copy(update={"host_reads": host_reads, "cores": cores})
     return Searcher(Space(pose(model, machine, workload, UNLIMITED, goal)))
 
 

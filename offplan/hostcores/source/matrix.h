@@ -9,14 +9,14 @@ enum ZeroType : int64_t { NO_ZERO, BYTES, WORDS };
 enum Part { CODES, SCALES, ZEROS, WHOLE, EXPONENTS, BASES, PATCHES, PATCH_BLOCKS, NUM_PARTS };
 
 // Columns that kernels take at a time; inputs are laid out for so many.
-static const int64_t CHUNK = 128;
+static const int64_t CHUNK = CHUNK_COLUMNS;
 // Rows of a matrix that one worker multiplies at a time. Patches lie together for as many.
 static const int64_t BLOCK = 64;
 static_assert(BLOCK == PATCH_ROWS && CHUNK == BASE_BYTES, "what forms/form.py says of packing");
 // Inputs that a call of `rows` multiplies, at most.
 static const int64_t MOST_INPUTS = 64;
 // Columns of a matrix, at most.
-static const int64_t MOST_COLUMNS = 65536;
+static const int64_t MOST_COLUMNS = MOST_COLUMNS_OF_A_ROW;
 // Bytes ahead of themselves that loops read into the second cache. Source: two Zen 4 cores, FP8:
 // 0.39 of a plain read's speed without, 0.95 with it.
 static const int64_t AHEAD = 8192;

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from offplan.forms.form import BITS, FP4_GROUPS, RAW, Form, Kind, Part, WordOrder
+from offplan.forms.host_kernels import why_no_kernel
 from offplan.hostcores import library as cores
 from offplan.hostcores.build import refuse as refuse
 from offplan.hostcores.library import Activation, Place, ScaleType, ZeroType
@@ -70,17 +71,9 @@ def why_not(form: Form, dtype: torch.dtype, num_in: int) -> str | None:
 
     ``dtype`` is that of the model, ``num_in`` the length of a row.
     """
-    if dtype != torch.bfloat16:
-        return f"computes in bfloat16, found a model in {str(dtype).removeprefix('torch.')}"
-    if form.kind not in _KINDS or form.is_by_columns:
+    if form.is_by_columns:
         return f"has no kernel for weights stored as {form.label}"
-    if num_in > cores.MOST_COLUMNS:
-        return f"multiplies rows of {cores.MOST_COLUMNS} weights at most, found {num_in}"
-    group = form.block[1] if form.block is not None else num_in
-    is_bytes = form.kind in (Kind.FP8_BLOCK, Kind.W8A16)
-    if is_bytes and group != num_in and group % cores.CHUNK_COLUMNS:
-        return f"has no kernel for scales of {group} weights of 8 bits ({form.label})"
-    return None
+    return why_no_kernel(form, str(dtype).removeprefix("torch."), num_in)
 
 
 def describe(form: Form, parts: Parts) -> Matrix:
