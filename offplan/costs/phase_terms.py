@@ -58,7 +58,9 @@ def list_phase(
     awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
     keeping = sum(taken.times.keeping_ps)
-    kept: tuple[Input, ...] = (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
+    kept: tuple[Input, ...] = (
+        (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
+    )
     if taken.times.cores_products:
         formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"
         kept += (

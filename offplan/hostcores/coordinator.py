@@ -153,7 +153,7 @@ def choose_cores(
     if num_threads > len(physical):
         raise OffplanError(
             f"found {len(physical)} physical cores to compute on, and {num_threads} threads are "
-            f"asked for: ask for {len(physical)} at most (--host-threads)"
+            f"asked for: ask for {len(physical)} at most"
         )
     return physical[:num_threads]
 

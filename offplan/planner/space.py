@@ -251,7 +251,7 @@ class Space:
         """
         backends = [
             (prefill, decode)
-            for prefill, decode in backend_pairs(self.backends, self.machine.store)
+            for prefill, decode in backend_pairs(self.question.backends, self.machine.store)
             if not self.runner.takes_one_rule or prefill is decode
         ]
         filled = [each for each in self.classes if any(u.nbytes for u in chain(*self.taken[each]))]
@@ -301,12 +301,6 @@ class Space:
     def reuse(self) -> BatchReuse | None:
         """How a decode step's tokens choose experts; None where they choose all alike."""
         return self.stage.reuse(self.question.workload.batch)
-
-    @cached_property
-    def backends(self) -> tuple[Backend, ...]:
-        """The backends that plans may have: the runner's, and the host's cores where asked for."""
-        asked = (Backend.HOST,) if self.question.goal.host_cores else ()
-        return (*self.runner.backends, *asked)
 
     def _suits_cores(self, segment_class: SegmentClass) -> bool:
         """Whether the host's cores have kernels for what a class takes, experts as a whole."""

@@ -15,7 +15,6 @@ from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
 from offplan.held.held import hold
 from offplan.library.asking import pose
-from offplan.machine.profile import Figure
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Offload, Rule, Workload
 from offplan.planner.estimates import estimate
@@ -75,9 +74,10 @@ def searchers(draw: st.DrawFn) -> Searcher:
     engine = draw(st.sampled_from([None, "vllm", "sglang"]))
     goal = Goal(engine=engine, host_cores=engine is None and draw(st.booleans()))
     machine = make_machine(h2d=h2d, uva=share * h2d)
-    host_reads = Figure[float](value=1.2 * h2d, basis="estimated", source="made up")
-    cores = host_reads.model_copy(update={"value": 0.8 * h2d})
-    machine = machine.model_copy(update={"host_reads": host_reads, "cores": cores})
+    rates = {"host_reads": 1.2 * h2d, "cores": 0.8 * h2d}
+    machine = machine.model_copy(
+        update={key: machine.h2d.model_copy(update={"value": rate}) for key, rate in rates.items()}
+    )
     return Searcher(Space(pose(model, machine, workload, UNLIMITED, goal)))
 
 
