@@ -9,16 +9,12 @@ import pytest
 import torch
 
 from offplan.errors import OffplanError
-from offplan.hostcores.build import check_platform
 from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
 from offplan.hostcores.library import Dense, Words
 from offplan.runtime.forms import cores
-from tests.hostcores.cores import make_weight, values_of
+from tests.hostcores.cores import make_weight, require_cores, values_of
 
-try:
-    check_platform()
-except OffplanError as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_cores()
 
 DONE, FAILED = 1, 2
 

@@ -7,18 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offplan.errors import OffplanError, PlanError
-from offplan.hostcores.build import check_platform
 from offplan.placement import Phase
 from offplan.plan import Offload, Rule
 from offplan.runtime.loading.by_cores import ByCoresModule
+from tests.hostcores.cores import require_cores
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
 
-try:
-    check_platform()
-except OffplanError as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_cores()
 
 BATCH = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
 FED = torch.tensor([[5, 8], [35, 9], [11, 2], [45, 38]])

@@ -7,10 +7,10 @@ import torch
 
 from offplan.backends import Backend
 from offplan.errors import OffplanError
-from offplan.hostcores.build import check_platform
 from offplan.runtime.memory.handover import Handover
 from offplan.runtime.memory.servers import ByCores
 from offplan.runtime.session import Session
+from tests.hostcores.cores import require_cores
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import save_stored
 
@@ -20,10 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 
-try:
-    check_platform()
-except OffplanError as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_cores()
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
 FED = torch.randint(0, 60, (8, 2), generator=torch.Generator().manual_seed(0))

@@ -12,16 +12,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
-from offplan.hostcores.build import check_platform
 from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, Team
 from offplan.runtime.forms import cores
 from offplan.runtime.forms.cores import Gate
-from tests.hostcores.cores import FORMS, make_weight, values_of
+from tests.hostcores.cores import FORMS, make_weight, require_cores, values_of
 
-try:
-    check_platform()
-except OffplanError as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_cores()
 
 ROUNDED = {Kind.MXFP4, Kind.NVFP4, Kind.W4A16, Kind.W8A16, Kind.BNB8}
 """Kinds whose inputs AVX2's kernels round to 16 bits."""

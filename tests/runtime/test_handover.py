@@ -11,18 +11,14 @@ from torch import nn
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Part
-from offplan.hostcores.build import check_platform
 from offplan.runtime.forms import cores
 from offplan.runtime.loading import by_cores
 from offplan.runtime.loading.by_cores import LinearTask
 from offplan.runtime.memory.handover import Exchange, Handover
 from offplan.runtime.memory.servers import ByCores
-from tests.hostcores.cores import make_weight, values_of
+from tests.hostcores.cores import make_weight, require_cores, values_of
 
-try:
-    check_platform()
-except OffplanError as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_cores()
 
 CPU = torch.device("cpu")
 
