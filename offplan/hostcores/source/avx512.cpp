@@ -18,7 +18,10 @@ INLINE Floats add_products(Floats sum, Bits weights, Bits inputs) {
 INLINE __mmask64 first_bytes(int64_t n) { return n >= 64 ? ~0ull : n <= 0 ? 0 : (1ull << n) - 1; }
 template <bool TAIL>
 INLINE Bits load(const uint8_t* p, int64_t left) {
-  return TAIL ? _mm512_maskz_loadu_epi8(first_bytes(left), p) : _mm512_loadu_si512(p);
+  Bits made = TAIL ? _mm512_maskz_loadu_epi8(first_bytes(left), p) : _mm512_loadu_si512(p);
+  // once, not for each use: GCC would read FP8 codes three times, each out of the second cache
+  asm("" : "+v"(made));
+  return made;
 }
 
 alignas(64) static uint8_t FP8_HIGH[128], FP8_LOW[128], INT8_HIGH[128], INT8_LOW[128];
