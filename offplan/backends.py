@@ -77,6 +77,10 @@ class Rates(Protocol):
     def uva(self) -> Figure:
         """Kernels that read host memory in place."""
 
+    @property
+    def cores_rate(self) -> Figure:
+        """The host's cores, which multiply weights that lie in its memory."""
+
 
 @dataclass(frozen=True)
 class Words:
@@ -118,11 +122,17 @@ class Backend:
     """Stores that it can read."""
     phases: tuple[PhaseName, ...] = ("prefill", "decode")
     """Phases that it can serve."""
+    is_by_cores: bool = False
+    """Whether the host's cores compute the products, of which activations alone cross the link."""
+    is_usual: bool = True
+    """Whether the planner may choose it without being asked to."""
 
     PREFETCH: ClassVar["Backend"]
     """Copied by DMA into a slot of the ring before its layer runs."""
     UVA: ClassVar["Backend"]
     """Read in place by the kernels, over the link."""
+    HOST: ClassVar["Backend"]
+    """Multiplied by the host's cores, in decode alone; what is no matrix is read in place."""
 
     def __repr__(self) -> str:
         return f"Backend({self.name})"
@@ -163,7 +173,24 @@ Backend.UVA = Backend(
     link_bytes=lambda use: use.nbytes * use.missed * use.num_reads,
 )
 
-BACKENDS: dict[str, Backend] = {each.name: each for each in (Backend.PREFETCH, Backend.UVA)}
+Backend.HOST = Backend(
+    "host",
+    Words(
+        ("have", "has"),
+        " multiplied by the host's cores",
+        "multiplied by the host's cores where they lie",
+        "read by the host's cores",
+    ),
+    rate_name="cores_rate",
+    rate=lambda machine: machine.cores_rate,
+    link_bytes=lambda use: use.nbytes * use.touched,
+    phases=("decode",),
+    is_by_cores=True,
+    is_usual=False,
+)
+
+_ALL = (Backend.PREFETCH, Backend.UVA, Backend.HOST)
+BACKENDS: dict[str, Backend] = {each.name: each for each in _ALL}
 """All backends, by name."""
 
 

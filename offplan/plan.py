@@ -155,6 +155,8 @@ class Goal(Record):
     cached_experts: Literal["off", "auto"] | Count = "off"
     """Whether rules may keep experts on the GPU one by one: ``auto`` chooses how many; a number is
     how many of each layer."""
+    host_cores: bool = False
+    """Whether rules may have the host's cores multiply what they take (``decode: host``)."""
     tensor_parallel: Count = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel: Count = 1
@@ -184,6 +186,11 @@ class Goal(Record):
             raise ValueError(
                 f"--ep {self.expert_parallel} does not divide --tp {self.tensor_parallel}: groups "
                 "of experts are groups of the ranks that divide a layer"
+            )
+        if self.host_cores and self.engine is not None:
+            raise ValueError(
+                f"--host-cores with --for {self.engine}: no engine's flags have the host's cores "
+                "multiply weights; leave one of them out"
             )
         if self.cached_experts != "off" and self.engine is not None:
             raise ValueError(
@@ -273,7 +280,7 @@ class Rule(Record):
                 "a max_bytes rule takes whole parameters, and cached_experts keeps single experts "
                 "of layers: give the rule group_size and num_in_group"
             )
-        if self.decode.streams or self.decode.is_served:
+        if self.decode.streams or self.decode.is_served or self.decode.is_by_cores:
             raise ValueError(
                 f"found decode: {self.decode.name} with cached_experts, expected decode: uva: "
                 "steps read the experts that are not in GPU memory over the link, one by one"
@@ -286,7 +293,8 @@ class Rule(Record):
             if self.group_size is not None or self.num_in_group is not None:
                 raise ValueError("a rule has either max_bytes or group_size and num_in_group")
             if self.prefill is not self.decode or self.decode.streams:
-                names = " or ".join(b.name for b in BACKENDS.values() if not b.streams)
+                both = (b for b in BACKENDS.values() if not b.streams and len(b.phases) == 2)
+                names = " or ".join(b.name for b in both)
                 raise ValueError(
                     f"a max_bytes rule is read in place: prefill and decode are {names}"
                 )
@@ -563,6 +571,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("packing", True),
         ("leave_unpacked", []),
         ("cached_experts", "off"),
+        ("host_cores", False),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),
         ("expert_parallel", 1),

@@ -82,6 +82,9 @@ class Echo:
             fetched.copy_(stored)
             self.bytes_moved += stored.nbytes
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         self._pairs.clear()
 
@@ -104,7 +107,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_without_it_a_plan_that_names_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="Input should be 'prefetch' or 'uva'"):
+    with pytest.raises(ValueError, match="Input should be 'prefetch' or 'uva' or 'host'"):
         group(1, 1, decode="echo")
 
 
@@ -119,7 +122,7 @@ def test_rules_are_checked(monkeypatch: pytest.MonkeyPatch, fast: Backend) -> No
         Rule.model_validate({"max_bytes": 10, "prefill": "uva", "decode": "echo"})
     with pytest.raises(ValueError, match=r"rule 1 is fetched at use \(echo\), which reads no sec"):
         offload(group(1, 1, decode="echo"), store="peer")
-    assert Rule.model_json_schema()["properties"]["decode"]["enum"] == ["prefetch", "uva", "echo"]
+    assert Rule.model_json_schema()["properties"]["decode"]["enum"] == [*BACKENDS]
     monkeypatch.setitem(BACKENDS, "steps", replace(fast, name="steps", phases=("decode",)))
     with pytest.raises(ValueError, match="prefill: steps serves decode alone; choose prefetch or"):
         group(1, 1, prefill="steps", decode="steps")

@@ -13,7 +13,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from docs import make_cli_reference
-from offplan.backends import BACKENDS
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.costs.activations import (
@@ -31,6 +30,7 @@ from offplan.costs.predict import derive_stage
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import PACKED_SLOWDOWNS, PassShape, decode_shape, prefill_shapes
 from offplan.held.held import hold
+from offplan.held.runner import OWN_RUNTIME
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, Slab, place
@@ -278,7 +278,7 @@ def test_the_cost_model_names_the_constants() -> None:
     ):
         assert stated in text
     assert MAX_RULES == 2, "the page says: no rule, one or two"
-    assert len(backend_pairs(BACKENDS.values(), "host")) == 3, (
+    assert len(backend_pairs(OWN_RUNTIME.backends, "host")) == 3, (
         "the page names three pairs of backends"
     )
 

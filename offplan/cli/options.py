@@ -163,6 +163,12 @@ CachedExperts = Annotated[
         f"[default: {DEFAULT_CACHED_EXPERTS}]",
     ),
 ]
+HostCores = Annotated[
+    bool,
+    typer.Option(
+        "--host-cores", help="Let the host's cores multiply weights in decode (not yet on a GPU)."
+    ),
+]
 Routing = Annotated[
     Path | None,
     typer.Option(

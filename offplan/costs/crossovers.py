@@ -6,6 +6,7 @@ from functools import partial
 
 from offplan.backends import Backend
 from offplan.costs.compute import ModelCompute
+from offplan.costs.cores import find_use
 from offplan.costs.link import use_bytes
 from offplan.costs.predict import predict
 from offplan.costs.threshold import least_from_powers
@@ -38,6 +39,9 @@ class Crossovers:
     """The least batch at which streaming all routed experts beats reading in place those hit."""
     hiding_prompt: int | None
     """The least number of prompt tokens whose compute hides the copies of prefill."""
+    cores_batch: int | None = None
+    """The least batch at which streaming all routed experts beats the host's cores, where a rule
+    has them."""
 
 
 def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossovers:
@@ -60,10 +64,13 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
     wins = _streaming_wins(stage, machine, plan.workload)
     engine = stage.runner.pass_rules
     reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
+    by_cores = any(rule.decode.is_by_cores for rule in plan.offload.rules)
+    beats = _streaming_beats_cores(stage, machine, plan.workload)
     streams = any(rule.prefill.streams for rule in plan.offload.rules)
     return Crossovers(
         compute_bound_batch=least_from_powers(computes, MOST_BATCH) if moves else None,
         streaming_batch=least_from_powers(wins, MOST_BATCH) if reads else None,
+        cores_batch=least_from_powers(beats, MOST_BATCH) if by_cores else None,
         hiding_prompt=least_from_powers(hides, MOST_PROMPT) if streams else None,
     )
 
@@ -94,3 +101,25 @@ def _streaming_wins(
         return streaming_s < resident_s + read / machine.uva.value
 
     return wins if offloaded else lambda batch: False
+
+
+def _streaming_beats_cores(
+    stage: Stage, machine: MachineProfile, workload: Workload
+) -> Callable[[int], bool]:
+    """Tell whether max(compute, copies) < compute + the cores' time, were all experts offloaded."""
+    offloaded = [
+        [unit for unit in group_units(layer) if unit.is_expert]
+        for layer in stage.layers
+        if layer.expert_bytes
+    ]
+    compute = ModelCompute(stage, machine)
+    copies_s = sum(machine.copy_seconds(sum(u.nbytes for u in units)) for units in offloaded)
+
+    def beats(batch: int) -> bool:
+        uses = (find_use(units, machine, stage.experts, batch, None) for units in offloaded)
+        cores_s = sum(use.seconds(machine, beside=False) for use in uses)
+        shape = decode_shape(workload.model_copy(update={"batch": batch}))
+        resident_s = to_seconds(compute.price(shape).resident_ps)
+        return max(resident_s, copies_s) < resident_s + cores_s
+
+    return beats if offloaded else lambda batch: False

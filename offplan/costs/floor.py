@@ -36,6 +36,8 @@ def find_floor(
     workload: Workload,
     resident_ps: tuple[int, int],
     elsewhere_ps: tuple[int, int] = (0, 0),
+    *,
+    with_cores: bool = False,
 ) -> Floor:
     """Find the floor of a budget.
 
@@ -44,9 +46,10 @@ def find_floor(
     What is read least is missing first: rows of the input embedding, then routed experts: by
     uniform routing, or those that caches of the best sizes miss by a profile. ``resident_ps`` are
     the fastest prompt and decode step with everything resident; ``elsewhere_ps`` the same of a
-    pipeline's other stages, which come on top.
+    pipeline's other stages, which come on top. ``with_cores`` has the host's cores
+    read in decode, beside the link.
     """
-    rate = max(backend.rate(machine).value for backend in BACKENDS.values())
+    rate = max(backend.rate(machine).value for backend in BACKENDS.values() if backend.is_usual)
     tokens = workload.batch * workload.prompt_tokens, workload.batch
     prefill_bytes, decode_bytes = (
         min(_least_read(stage, missing, each, reuse) for stage, missing in ways)
@@ -54,7 +57,8 @@ def find_floor(
     )
     others_s = [to_seconds(each) for each in elsewhere_ps]
     prefill_s = max(to_seconds(resident_ps[0]), prefill_bytes / rate) + others_s[0]
-    decode_s = max(to_seconds(resident_ps[1]), decode_bytes / rate) + others_s[1]
+    in_all = rate + (machine.cores_rate.value if with_cores else 0.0)
+    decode_s = max(to_seconds(resident_ps[1]), decode_bytes / in_all) + others_s[1]
     return Floor(
         missing_bytes=min(missing for _, missing in ways),
         decode_link_bytes=decode_bytes,

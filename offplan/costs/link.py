@@ -226,7 +226,8 @@ def read_bytes_by_layer(
     by_layer: list[Mapping[Backend, int]] = [{} for _ in range(num_layers)]
     for layer, entries in read_at_use(placement, phase).items():
         whole = (each for each in entries if not (is_step and each.keeps_experts))
-        served = group_by_backend((each.unit, each.backend(phase)) for each in whole)
+        ways = ((each.unit, each.backend(phase)) for each in whole)
+        served = group_by_backend(way for way in ways if not way[1].is_by_cores)
         read = {
             backend: sum(
                 count * use_bytes(backend, machine, units, experts, num_tokens, by_step)

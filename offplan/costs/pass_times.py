@@ -4,12 +4,13 @@ from collections import Counter
 
 from offplan.backends import Backend
 from offplan.costs.compute import PassCompute
+from offplan.costs.cores import CoresUse, add_uses, cores_by_layer
 from offplan.costs.kept_experts import keeping_by_layer
 from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
-from offplan.placement import Placement, Span
+from offplan.placement import Phase, Placement, Span
 
 
 def pass_times(
@@ -23,6 +24,13 @@ def pass_times(
     shapes, num_layers = priced.shapes, len(stage.layers)
     reuse = stage.reuse(shapes[0].batch)
     read = read_bytes_by_layer(placement, machine, stage.experts, num_layers, shapes, reuse)
+    cores_ps: tuple[int, ...] = ()
+    uses: list[CoresUse] = []
+    if shapes[0].phase is Phase.DECODE:
+        cores_ps, uses = cores_by_layer(
+            placement, machine, stage.experts, num_layers, shapes[0].num_tokens, reuse
+        )
+    cores_bytes, cores_products = add_uses(uses)
     rows = embedding_bytes(placement.host_embedding, shapes)
     first_ps, *rest_ps = (
         sum(read_ps(backend, machine, num_bytes) for backend, num_bytes in layer.items())
@@ -40,6 +48,9 @@ def pass_times(
         uva_bytes=read_bytes.total(),
         copy_ps=copy_ps,
         read_by=read_bytes,
+        cores_ps=cores_ps,
+        cores_bytes=cores_bytes,
+        cores_products=cores_products,
         keeping_ps=keeping_by_layer(placement, stage.experts, machine, num_layers, shapes),
     )
 

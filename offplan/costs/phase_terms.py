@@ -58,7 +58,19 @@ def list_phase(
     awaited = Input("link waited for", to_seconds(taken.link_ps - taken.later_ps), "s")
     yield seconds("bound", taken.bound_ps, "max(compute, link waited for)", awaited)
     keeping = sum(taken.times.keeping_ps)
-    kept = (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
+    kept: tuple[Input, ...] = (
+        (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
+    )
+    if taken.times.cores_products:
+        formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"
+        kept += (
+            Input("host's cores", to_seconds(sum(taken.times.cores_ps)), "s", formula),
+            Input("round trips", taken.times.cores_products, "count"),
+            show_figure("cores_round_trip", machine.cores_trip, "s"),
+            Input("bytes read by the host's cores", taken.times.cores_bytes, "bytes"),
+            show_figure("cores", machine.cores_rate, "bytes_per_s"),
+            show_figure("cores_beside_copies", machine.cores_rate_beside, "bytes_per_s"),
+        )
     slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")
     waited_ps = taken.step_ps - taken.compute_ps
     yield seconds("stall", waited_ps, taken.waiting, *kept, *((slowdown,) if reads else ()))

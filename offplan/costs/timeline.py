@@ -66,11 +66,18 @@ class PassTimes:
     keeping_ps: tuple[int, ...] = ()
     """Picoseconds of each layer's kernels that keep experts on the GPU; empty where none do."""
 
+    cores_ps: tuple[int, ...] = ()
+    """Picoseconds that each layer waits for the host's cores; empty where they compute nothing."""
+    cores_bytes: int = 0
+    """Bytes that the cores read, over all layers."""
+    cores_products: int = 0
+    """Products that are handed over to the cores."""
+
     @cached_property
     def busy_ps(self) -> tuple[int, ...]:
-        """Picoseconds of each layer's kernels, those that keep experts included."""
-        pairs = zip_longest(self.compute_ps, self.keeping_ps, fillvalue=0)
-        return tuple(map(sum, pairs))
+        """Picoseconds of each layer's kernels, with those that keep experts, and of the cores."""
+        all_three = zip_longest(self.compute_ps, self.keeping_ps, self.cores_ps, fillvalue=0)
+        return tuple(map(sum, all_three))
 
     @property
     def resident_ps(self) -> int:

@@ -116,8 +116,8 @@ class OwnRuntime:
 
     @property
     def backends(self) -> Sequence[Backend]:
-        """All that there are."""
-        return tuple(BACKENDS.values())
+        """All that a plan may have without being asked for."""
+        return tuple(each for each in BACKENDS.values() if each.is_usual)
 
     def require_served(self, model: Model, context: int) -> None:
         """Refuse nothing: a session says what it cannot run."""

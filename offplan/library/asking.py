@@ -41,6 +41,7 @@ def ask(
     leave_unpacked: Sequence[str] = (),
     cached_experts: int | Literal["off", "auto"] | None = None,
     routing: str | None = None,
+    host_cores: bool = False,
     ranks: Ranks = ONE_RANK,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
@@ -61,6 +62,7 @@ def ask(
     layer, or as many as suit (``auto``); left out, as DEFAULT_CACHED_EXPERTS says where experts can
     be kept. ``routing`` is the file of a routing profile, which says how soon experts are chosen
     again.
+    With ``host_cores`` rules may have the host's cores multiply what they take.
 
     Raises InputError for a routing profile that cannot be read or is not of the model and the
     batch, for experts that cannot be kept, for a limit below zero, for a name that no weight has
@@ -85,6 +87,7 @@ def ask(
             packing=packing,
             leave_unpacked=tuple(leave_unpacked),
             cached_experts=cached_experts,
+            host_cores=host_cores,
             tensor_parallel=ranks.tensor,
             pipeline_parallel=ranks.pipeline,
             expert_parallel=ranks.expert,

@@ -62,6 +62,7 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
         "engine": engine,
         "cached_experts": "off",  # which no engine does
         "stock": False,
+        "host_cores": False,
         "objective": "latency",
         "tensor_parallel": ranks.tensor,
         "pipeline_parallel": ranks.pipeline,

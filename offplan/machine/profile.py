@@ -168,6 +168,16 @@ class MachineProfile(Record):
     """NUMA nodes of the host that have cores; absent where the kernel lists none."""
     gpu_overhead: Figure[Capacity]
     """Context, libraries and captured graphs of a process that has run a model."""
+    cores: Figure[LinkRate] | None = None
+    """The host's memory as its cores read weights that they multiply by one row; absent is as a
+    desktop's two channels of DDR5 have it."""
+    cores_beside_copies: Figure[LinkRate] | None = None
+    """The same while copies to the device run; absent is what ``host_reads`` leaves."""
+    host_reads: Figure[LinkRate] | None = None
+    """What the host's memory gives in all, to cores and copies together; absent is unlimited."""
+    cores_round_trip: Figure[ShortTime] | None = None
+    """Seconds from the device's last write before a product to its first read behind it, beside
+    those of the product; absent is 15 us."""
     peer: Figure[LinkRate] | None = None
     """Device memory of a second GPU to this one, one large DMA."""
     peer_latency: Figure[ShortTime] | None = None
@@ -189,6 +199,28 @@ class MachineProfile(Record):
         # the fingerprints that plans name; host memory is older, and always counted
         content = {"host_memory": None, **self.model_dump(mode="json", exclude_none=True)}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def cores_rate(self) -> Figure[float]:
+        """``cores``, or what is assumed in its place."""
+        return self.cores if self.cores is not None else ASSUMED_CORES
+
+    @property
+    def cores_rate_beside(self) -> Figure[float]:
+        """``cores_beside_copies``, or what is left of the host's memory beside copies."""
+        if self.cores_beside_copies is not None:
+            return self.cores_beside_copies
+        alone = self.cores_rate
+        if self.host_reads is None:
+            return alone
+        left = max(0.1 * alone.value, self.host_reads.value - self.h2d.value)
+        said = {"value": min(alone.value, left), "basis": "estimated"}
+        return alone.model_copy(update={**said, "source": "host_reads less h2d, cores at most"})
+
+    @property
+    def cores_trip(self) -> Figure[float]:
+        """``cores_round_trip``, or what is assumed in its place."""
+        return self.cores_round_trip or ASSUMED_TRIP
 
     @cached_property
     def timed_layers(self) -> frozenset[str]:
@@ -279,6 +311,24 @@ class MachineProfile(Record):
         reads = self.in_place_reads or ()
         found = (each.factor for each in reads if (each.shape, each.tokens) == (shape, tokens))
         return next(found, None)
+
+
+ASSUMED_CORES = Figure[LinkRate].model_validate(
+    {
+        "value": 60e9,
+        "basis": "estimated",
+        "source": "two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds",
+    }
+)
+"""What the host's cores are taken to read where a profile does not say."""
+ASSUMED_TRIP = Figure[ShortTime].model_validate(
+    {
+        "value": 15e-6,
+        "basis": "estimated",
+        "source": "two copies of some KB, a bell that is heard, and a stream that goes on",
+    }
+)
+"""What a hand-over to the cores is taken to take where a profile does not say."""
 
 
 class PeerStoreProfile(MachineProfile):

@@ -40,6 +40,10 @@ class Loads(NamedTuple):
     step_read: Floats
     step_spared: Floats
     """Reading of one layer that a slot spares decode, at most: what prefill left there."""
+    step_cores: Floats
+    """Waiting for the host's cores, which copies hide."""
+    cores_spared: Floats
+    """What of it a slot spares decode of one layer, at most."""
     kept_bytes: Floats
     """Bytes of the experts of which some may be kept one by one."""
     kept_read: Floats
@@ -166,6 +170,8 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         step_copy=most(step_ps),
         step_read=total(step_read),
         step_spared=most(step_read * streams),
+        step_cores=total(contents.step_cores_ps[layers]),
+        cores_spared=most(contents.step_cores_ps[layers] * streams),
         kept_bytes=total(kept.num_experts * kept.expert_bytes[option]),
         kept_read=total(kept.uncached_ps[option]),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
@@ -209,6 +215,7 @@ def estimate(
         in_slots = (len(missed) - 1) * np.minimum(1, kept_share)
         read = read + loads.kept_read * np.interp(in_slots, np.arange(len(missed)), missed)
     resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
+    by_cores = np.maximum(0, loads.step_cores - kept * loads.cores_spared)
     in_turn = num_slots == 1
     if engine is not None:  # a prompt's chunks stream each for itself, a step's copies stall
         copied = table.num_chunks[setting] * copied
@@ -216,7 +223,7 @@ def estimate(
     else:
         slowly = np.where(copied_again > 0, (space.slowdown - 1) * read, 0)
         step_ps = copied_again + (in_turn & (copied_again > 0)) * loads.step_compute
-        step_ps = np.maximum(resident_ps[:, 1] + slowly, step_ps)
+        step_ps = np.maximum(resident_ps[:, 1] + slowly + by_cores, step_ps)
     prompt_ps = copied + in_turn * loads.prompt_compute + table.outside_ps[setting]
     prompt_ps = np.maximum(resident_ps[:, 0], prompt_ps) + loads.prompt_read
     return prompt_ps + row_ps[:, 0], step_ps + read + row_ps[:, 1]

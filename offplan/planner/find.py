@@ -83,7 +83,9 @@ def find_floor_of(searcher: Searcher, budget: Budget) -> Floor:
     prompts = zip(*([each.prefill for each in space.settings] for space in spaces), strict=True)
     fastest = min(map(_fastest_ps, prompts)), _fastest_ps([space.decode for space in spaces])
     others = (0, 0) if searcher.stages is None else searcher.stages.fastest_ps
-    return find_floor(ways, space.machine, space.question.workload, fastest, others)
+    asked = space.question
+    with_cores = asked.goal.host_cores
+    return find_floor(ways, space.machine, asked.workload, fastest, others, with_cores=with_cores)
 
 
 def _missing_bytes(space: Space, budget: Budget) -> int:

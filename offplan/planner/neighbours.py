@@ -1,6 +1,6 @@
 """The neighbours of a plan: one step of each of its knobs, and what that costs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -77,12 +77,14 @@ def _steps(question: Question, offload: Offload) -> Iterator[tuple[str, dict[str
         others = offload.rules[:number], offload.rules[number + 1 :]
         name = f"rule {number + 1}"
         yield f"without {name}", {"rules": (*others[0], *others[1])}
-        for step, changes in _rule_steps(rule, runner):
+        for step, changes in _rule_steps(rule, runner, question.backends):
             changed = {**dict(rule), **changes}
             yield f"{name}: {step}", {"rules": (*others[0], changed, *others[1])}
 
 
-def _rule_steps(rule: Rule, runner: Runner) -> Iterator[tuple[str, dict[str, object]]]:
+def _rule_steps(
+    rule: Rule, runner: Runner, backends: Sequence[Backend]
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the steps of a rule that a runner takes, and the keys that each changes."""
     if rule.max_bytes is not None:
         less, more = (rule.max_bytes * (MAX_BYTES_STEP + i) // MAX_BYTES_STEP for i in (-1, 1))
@@ -99,7 +101,7 @@ def _rule_steps(rule: Rule, runner: Runner) -> Iterator[tuple[str, dict[str, obj
         yield "without cached_experts", none
     for phases in [("prefill", "decode")] if runner.takes_one_rule else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
-        for other in runner.backends:
+        for other in backends:
             if other is not way:
                 step = f"{' and '.join(phases)} {way.name} -> {other.name}"
                 yield step, dict.fromkeys(phases, other)

@@ -77,6 +77,12 @@ class Content(NamedTuple):
     """What a decode step reads in place."""
     kept_read_ps: Any = 0
     """What of that remains when the ring keeps what prefill streamed."""
+    step_cores_ps: Any = 0
+    """What a decode step waits for the host's cores."""
+    beside_cores_ps: Any = 0
+    """The same in a step that copies, too."""
+    kept_cores_ps: Any = 0
+    """What of it remains when the ring keeps what prefill streamed."""
 
 
 @dataclass
@@ -134,6 +140,7 @@ class Prices:
         whole = [each for each in chosen if each[1].cached_experts is None]
         in_decode = [(u, rule.decode) for u, rule in whole if not rule.decode.streams]
         never = [(u, rule.decode) for u, rule in whole if not any(rule.streams)]
+        by_cores = [[u for u, way in each if way.is_by_cores] for each in (in_decode, never)]
         prompt_reads, step_read_ps = (
             space.prompt_reads(in_prefill)[0],
             space.step_reads(in_decode)[0],
@@ -157,6 +164,9 @@ class Prices:
             step_copy_ps=copies[1],
             step_read_ps=step_read_ps,
             kept_read_ps=space.step_reads(never)[0],
+            step_cores_ps=space.cores_ps(by_cores[0]),
+            beside_cores_ps=space.cores_ps(by_cores[0], beside=True),
+            kept_cores_ps=space.cores_ps(by_cores[1]),
         )
         return content, prompt_reads
 
@@ -254,9 +264,12 @@ class Prices:
         )
         prompt.read_ps[:, 0] += row_ps[:, 0]  # rows are read just before the first layer
         streamed = contents.step_bytes[numbers]
-        keeps = prompt.is_last & ~streamed.any(axis=1, keepdims=True)
+        copies = streamed.any(axis=1, keepdims=True)
+        keeps = prompt.is_last & ~copies
+        by_cores = np.where(keeps, contents.kept_cores_ps[numbers], contents.step_cores_ps[numbers])
+        by_cores = np.where(copies, contents.beside_cores_ps[numbers], by_cores)
         step = PassTable(
-            compute_ps=np.broadcast_to(np.array(space.decode.layer_ps), numbers.shape),
+            compute_ps=np.array(space.decode.layer_ps) + by_cores,
             read_ps=np.where(keeps, contents.kept_read_ps[numbers], contents.step_read_ps[numbers]),
             span_bytes=streamed,
             copy_ps=contents.step_copy_ps[numbers],

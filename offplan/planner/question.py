@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from offplan.backends import Backend
 from offplan.checkpoint.model import Model
 from offplan.choices import Store
 from offplan.errors import InputError
@@ -63,6 +64,12 @@ class Question:
         if self.goal.cached_experts != "off":
             require_keeping(self)
         _ = self.planned_machine  # which refuses a link that is not known
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends that plans may have: the runner's, and the host's cores where asked for."""
+        asked = (Backend.HOST,) if self.goal.host_cores else ()
+        return (*self.held.runner.backends, *asked)
 
     @property
     def model(self) -> Model:

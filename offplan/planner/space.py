@@ -29,6 +29,7 @@ from offplan.checkpoint.tensors import TensorInfo
 from offplan.choices import Store
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
+from offplan.costs.cores import find_use
 from offplan.costs.kept_experts import hit_rate
 from offplan.costs.link import (
     UnitUse,
@@ -43,6 +44,8 @@ from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
 from offplan.expert_slots import ExpertSlots, find_expert_slots
+from offplan.forms.form import Part
+from offplan.forms.host_kernels import why_no_kernel
 from offplan.held.held import Held
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
@@ -248,18 +251,23 @@ class Space:
         """
         backends = [
             (prefill, decode)
-            for prefill, decode in backend_pairs(self.runner.backends, self.machine.store)
+            for prefill, decode in backend_pairs(self.question.backends, self.machine.store)
             if not self.runner.takes_one_rule or prefill is decode
         ]
         filled = [each for each in self.classes if any(u.nbytes for u in chain(*self.taken[each]))]
-        found = [Option(each, *way) for each in filled for way in backends]
+        found = [
+            Option(each, *way)
+            for each in filled
+            for way in backends
+            if not way[1].is_by_cores or self._suits_cores(each)
+        ]
         if isinstance(self.question.goal.cached_experts, int):  # all that go are kept so
             found = [each for each in found if not self._takes_experts(each.segment_class)]
         found += [
             Option(each, prefill, decode, keeps=True)
             for each in self.expert_slots
             for prefill, decode in backends
-            if not decode.streams and not decode.is_served
+            if not decode.streams and not decode.is_served and not decode.is_by_cores
         ]
         return tuple(sorted(found, key=lambda option: option.rank))
 
@@ -293,6 +301,21 @@ class Space:
     def reuse(self) -> BatchReuse | None:
         """How a decode step's tokens choose experts; None where they choose all alike."""
         return self.stage.reuse(self.question.workload.batch)
+
+    def _suits_cores(self, segment_class: SegmentClass) -> bool:
+        """Whether the host's cores have kernels for what a class takes, experts as a whole."""
+        taken = self.taken[segment_class]
+        for units, kind in zip(taken, self.units, strict=True):
+            routed = [unit for unit in kind if unit.is_expert]
+            if any(u.is_expert for u in units) and not all(u in units for u in routed):
+                return False
+        matrices = [u for u in chain(*taken) if u.part is Part.WEIGHT and len(u.shape) > 1]
+        dtype = self.stage.dtype
+        return bool(matrices) and not any(
+            why_no_kernel(parameter.form, dtype, parameter.shape[-1])
+            for unit in matrices
+            for parameter in unit.parameters
+        )
 
     @cached_property
     def settings(self) -> tuple[Setting, ...]:
@@ -399,8 +422,17 @@ class Space:
         reads = [
             (self._use_bytes(backend, units, batch, self.reuse), backend)
             for backend, units in group_by_backend(served).items()
+            if not backend.is_by_cores
         ]
         return sum(self.reading_ps(*each) for each in reads), sum(size for size, _ in reads)
+
+    def cores_ps(self, units: Sequence[Unit], *, beside: bool = False) -> int:
+        """Picoseconds that a layer of a decode step waits for the host's cores."""
+        if not units:
+            return 0
+        batch, experts = self.question.workload.batch, self.stage.experts
+        use = find_use(units, self.machine, experts, batch, self.reuse)
+        return to_ps(use.seconds(self.machine, beside=beside))
 
     def _use_bytes(
         self,

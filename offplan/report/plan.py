@@ -104,11 +104,12 @@ def describe_gap(result: PlanResult) -> str:
 def describe_crossovers(crossovers: Crossovers) -> list[str]:
     """Say where the bottleneck changes; nothing where it does not."""
     batch, streaming = crossovers.compute_bound_batch, crossovers.streaming_batch
-    prompt = crossovers.hiding_prompt
+    prompt, cores = crossovers.hiding_prompt, crossovers.cores_batch
     tokens = "prompt token" if prompt == 1 else "prompt tokens"
     changes = [
         (batch, f"decode is compute-bound from batch {batch} on"),
         (streaming, f"streaming experts beats reading them in place from batch {streaming} on"),
+        (cores, f"streaming experts beats the host's cores from batch {cores} on"),
         (prompt, f"prefill hides its copies from {prompt} {tokens} on"),
     ]
     return [sentence for least, sentence in changes if least is not None]

@@ -61,7 +61,7 @@ def generate(
     not ended. The device finds that out, and the host reads it with the tokens. The session then
     runs that pass once more, and the error names the layer that gave the first NaN.
 
-    Raises what ``Session.prefill`` and ``Session.decode`` raise, when the token in question is
+    Raises what ``Session.prefill``, ``decode`` and ``check`` raise, when the token in question is
     taken, and InputError for what ``choose`` returns in another shape or type.
     """
     measured = Measured() if measured is None else measured
@@ -88,6 +88,7 @@ def generate(
             measured.decode_link_bytes += session.link_bytes - moved
             measured.num_decodes += 1
         token, now = arrived.wait()
+        session.check()
         if step == 0:
             measured.first_token_s = now - began
         else:

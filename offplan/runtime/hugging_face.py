@@ -171,6 +171,7 @@ class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
             logits = rows.step({row: texts[number][-1] for row, number in stepped.items()})
             with self._session.stream():
                 parts |= {number: logits[row].cpu() for row, number in stepped.items()}
+            self._session.check()
             self._held |= {number: (row, texts[number]) for row, number in stepped.items()}
         if joining:
             joined = rows.join_all([texts[number] for number in joining])

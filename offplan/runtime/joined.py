@@ -233,6 +233,7 @@ class JoinedTexts:
 
     def _take(self, chosen: _Chosen) -> Iterator[tuple[Continued, Added | NotANumberError]]:
         tokens, now = chosen.arrival.wait()
+        self._session.check()
         if self._measured is not None:
             if chosen.began_s is None:
                 self._measured.step_s.append(now - self._last_s)

@@ -246,6 +246,13 @@ class Session:
                 self.routing.note_step()
             return logits
 
+    def check(self) -> None:
+        """Raise OffplanError where the passes whose logits are there may be wrong.
+
+        The host's cores may have failed; on the device nothing shows it.
+        """
+        self.loaded.store.check()
+
     def as_transformers(self) -> Any:
         """Return a ``PreTrainedModel`` that this session runs, as ``OffplanForCausalLM`` says.
 

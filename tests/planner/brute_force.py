@@ -9,13 +9,13 @@ from functools import cache, cached_property
 from itertools import combinations, product
 from typing import Literal
 
-from offplan.backends import BACKENDS
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.errors import PlanError
+from offplan.held.runner import OWN_RUNTIME
 from offplan.held.unit import group_units
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Backend, Offload, Rule
@@ -66,7 +66,7 @@ class BruteForce:
             for layer in stage.layers:
                 for unit in filter(each.takes, group_units(layer)):
                     taken += unit.nbytes
-                    for backend in BACKENDS.values():
+                    for backend in OWN_RUNTIME.backends:
                         if not backend.streams:
                             yield (
                                 Rule(
@@ -170,7 +170,7 @@ class BruteForce:
 
 
 def _backend_pairs() -> list[tuple[Backend, Backend]]:
-    return backend_pairs(BACKENDS.values(), "host")
+    return backend_pairs(OWN_RUNTIME.backends, "host")
 
 
 @cache

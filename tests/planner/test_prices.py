@@ -71,8 +71,13 @@ def searchers(draw: st.DrawFn) -> Searcher:
     model = draw(st.sampled_from(FIXED) | uneven_models())
     h2d, share = draw(st.sampled_from([1e8, 5e9, 50e9])), draw(st.sampled_from([0.7, 1.0, 1.3]))
     workload = draw(st.sampled_from(WORKLOADS))
-    goal = Goal(engine=draw(st.sampled_from([None, "vllm", "sglang"])))
+    engine = draw(st.sampled_from([None, "vllm", "sglang"]))
+    goal = Goal(engine=engine, host_cores=engine is None and draw(st.booleans()))
     machine = make_machine(h2d=h2d, uva=share * h2d)
+    rates = {"host_reads": 1.2 * h2d, "cores": 0.8 * h2d}
+    machine = machine.model_copy(
+        update={key: machine.h2d.model_copy(update={"value": rate}) for key, rate in rates.items()}
+    )
     return Searcher(Space(pose(model, machine, workload, UNLIMITED, goal)))
 
 

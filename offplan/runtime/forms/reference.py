@@ -8,7 +8,7 @@ from offplan.forms.form import BASE_BYTES, BITS, NESTED_BLOCK, Form, Kind, Part,
 Parts = dict[Part, torch.Tensor]
 """The stored tensors of a weight, or those of all experts in one, by what they are to it."""
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of 4-bit floats, by code. Source: OCP Microscaling Formats v1.0."""
 PER_127 = 7.874015718698502e-3
 """What bitsandbytes takes for 1 / 127. Source: bitsandbytes 0.49, ``int8_vectorwise_dequant``."""
@@ -119,7 +119,7 @@ def _numbers_of(form: Form, parts: Parts) -> torch.Tensor:
     if form.word_order is WordOrder.COMPRESSED_TENSORS:
         return _unpack(weight, BITS[form.kind])
     if form.kind in (Kind.MXFP4, Kind.NVFP4):
-        return torch.tensor(_E2M1, device=weight.device)[_halves(codes_of(parts), (0, 4))]
+        return torch.tensor(E2M1, device=weight.device)[_halves(codes_of(parts), (0, 4))]
     if form.kind in (Kind.NF4, Kind.FP4):
         return parts[Part.CODES][_halves(weight, (4, 0))]
     return weight.int() if form.word_order is WordOrder.NONE else weight.float()

@@ -14,6 +14,12 @@ from offplan.plan import Offload
 from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
+from offplan.runtime.loading.by_cores import (
+    ByCoresModule,
+    give_to_cores,
+    let_compute,
+    take_from_cores,
+)
 from offplan.runtime.loading.cached import CachedExperts
 from offplan.runtime.loading.contents import heed_contents
 from offplan.runtime.loading.loader import load_weights
@@ -53,6 +59,8 @@ class LoadedModel:
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
         self._places = find_places(self.module)
+        self._by_cores: list[ByCoresModule] = []
+        """Modules that the host's cores compute in decode."""
         self._phase: Phase | None = None
         """The phase whose parameters are in place; None where they may be mixed."""
         materialise_buffers(self.module, device, targets)
@@ -79,6 +87,8 @@ class LoadedModel:
                 self.model, self.module, self.placement, prepared.cached, self.store
             )
             self._check(targets)
+            self._by_cores = give_to_cores(self.module, self.store, loaded)
+            self._phase = None
         except BaseException:
             self.close()
             raise
@@ -90,6 +100,7 @@ class LoadedModel:
         self._phase = None  # until all of them are
         assign(self._places, self.store.by_phase[phase])
         mark_in_place(self.module, self.store.in_place[phase])
+        let_compute(self._by_cores, phase)
         self.cached.enter(phase)
         self._phase = phase
 
@@ -102,6 +113,7 @@ class LoadedModel:
         """Give the weights' memory back; the device must be idle, and the module runs no more."""
         drop_scratch(self.module)
         self.cached.close()
+        take_from_cores(self._by_cores)
         self.module.to_empty(device="meta")
         self.store.close()
 

@@ -12,6 +12,7 @@ from offplan.held.stage import Stage
 from offplan.hostmem.limits import check_host_room
 from offplan.placement import Placement, place
 from offplan.plan import Offload
+from offplan.runtime.loading.by_cores import check_cores
 from offplan.runtime.loading.cached import find_parts
 from offplan.runtime.loading.codes import hold_codes
 from offplan.runtime.loading.mapping import map_tensors
@@ -50,7 +51,8 @@ def prepare(
 
     ``stock`` builds it for transformers' own passes. Raises PlanError for rules that do not fit the
     model, CheckpointError for a model that cannot run or files whose headers do not fit it,
-    MemoryLimitError where the host's memory or a second GPU is lacking.
+    MemoryLimitError where the host's memory or a second GPU is lacking, OffplanError where the
+    host's cores cannot compute what the plan gives them.
     """
     stage = hold(model, offload.packing, stock=stock)
     module = build_stock(model) if stock else build_skeleton(model)
@@ -67,6 +69,7 @@ def prepare(
             "experts need offplan's own passes, so leave cached_experts out"
         )
     offloaded = find_offloaded(placement, targets, wanted)
+    check_cores(module, placement, offloaded, wanted, getattr(torch, model.dtype))
     peer = _find_store(placement, offload, device)
     check_host_room(_host_bytes(placement, device, peer))
     cached = find_parts(model, module, placement, offloaded, device)

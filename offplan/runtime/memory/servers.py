@@ -8,6 +8,8 @@ from torch import nn
 
 from offplan.backends import Backend
 from offplan.placement import Phase
+from offplan.runtime.forms import cores
+from offplan.runtime.memory.handover import Handover
 
 
 class Server(Protocol):
@@ -26,6 +28,9 @@ class Server(Protocol):
 
     def serve(self, phase: Phase, layer: int) -> None:
         """Fetch what the layer is about to compute with, where the backend ``is_served``."""
+
+    def check(self) -> None:
+        """Raise OffplanError where what was served since the session began may be wrong."""
 
     def close(self) -> None:
         """Give memory back; the device is idle."""
@@ -46,9 +51,52 @@ class InPlace:
     def serve(self, phase: Phase, layer: int) -> None:
         """Do nothing: no schedule asks for it."""
 
+    def check(self) -> None:
+        """Find nothing: kernels that fail end their pass."""
+
     def close(self) -> None:
         """Do nothing: it took no memory."""
 
 
-SERVERS: dict[Backend, Callable[[torch.device], Server]] = {Backend.UVA: InPlace}
+class ByCores(InPlace):
+    """Has the host's cores multiply weights where they lie; what is no matrix is read in place.
+
+    Which modules these are is found by ``runtime.loading.by_cores``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Load the library, compiled first where it is not there yet; raises OffplanError."""
+        self._handover = Handover(device) if device.type == "cuda" else None
+        library = cores.load()
+        self._kernels = library.kernels()
+        self._team = library.team_of_caller(torch.get_num_threads())
+
+    def multiply(self, weight: cores.Matrix, x: torch.Tensor) -> torch.Tensor:
+        """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""
+        if self._handover is not None:
+            return self._handover.multiply(weight, x)
+        return cores.multiply(self._team, self._kernels, weight, x)
+
+    def send(self, experts: cores.Experts, *arguments: torch.Tensor) -> torch.Tensor:
+        """Send tokens through their experts, as ``cores.send`` does."""
+        if self._handover is not None:
+            return self._handover.send(experts, *arguments)
+        return cores.send(self._team, self._kernels, experts, *arguments)
+
+    def check(self) -> None:
+        """Raise OffplanError where a product has failed, whose tokens are then wrong."""
+        if self._handover is not None:
+            self._handover.check()
+
+    def close(self) -> None:
+        """End the threads; the device is idle."""
+        if self._handover is not None:
+            self._handover.close()
+        self._team.close()
+
+
+SERVERS: dict[Backend, Callable[[torch.device], Server]] = {
+    Backend.UVA: InPlace,
+    Backend.HOST: ByCores,
+}
 """What serves each backend that reads at use on a device; the ring serves those that stream."""

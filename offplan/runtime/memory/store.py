@@ -83,6 +83,8 @@ class WeightStore:
         """Views that each phase computes with, by parameter name, once all is page-locked."""
         self.in_place: dict[Phase, set[str]] = {phase: set() for phase in Phase}
         """Names of the parameters that each phase reads where they lie off the device."""
+        self.by_cores: dict[Phase, set[str]] = {phase: set() for phase in Phase}
+        """Names of the parameters that the host's cores read where they lie."""
         self.servers: dict[Backend, Server] = {}
         """What serves each backend that reads at use."""
         self.fetched: dict[tuple[Phase, int, int], nn.Parameter] = {}
@@ -154,6 +156,8 @@ class WeightStore:
                     views[name] = self._server(backend).view(phase, layer, stored)
                 if views[name] is stored:
                     self.in_place[phase].add(name)
+                    if backend.is_by_cores:
+                        self.by_cores[phase].add(name)
                 else:
                     self.fetched[phase, layer, offset] = views[name]
         return views
@@ -170,6 +174,11 @@ class WeightStore:
     def layer_of(self, name: str) -> int:
         """Return the layer of a parameter off the device, HOST_EMBEDDING for that table."""
         return self._places[name][0]
+
+    def check(self) -> None:
+        """Raise OffplanError where what servers did may be wrong, once its tokens are read."""
+        for server in self.servers.values():
+            server.check()
 
     @property
     def bytes_served(self) -> int:

@@ -1,0 +1,91 @@
+"""What products take that the host's cores compute where the weights lie.
+
+A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores. Beside
+copies to the GPU the cores read more slowly; copies are taken to be as fast as without. None of it
+has been measured on a GPU's host yet.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from offplan.backends import Backend
+from offplan.checkpoint.model import Experts
+from offplan.costs.link import UnitUse
+from offplan.costs.timeline import to_ps
+from offplan.forms.form import Part
+from offplan.held.unit import Unit
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase, Placement
+from offplan.routing.profile import BatchReuse
+from offplan.schedule import read_at_use
+
+ROWS_AT_RATE = 3.0
+"""Rows that a weight meets as fast as one; more take as much longer as they are more.
+
+Source: two Zen 4 cores, FP8 and MXFP4: 2 / 4 / 8 / 16 rows reach 0.93 / 0.63 / 0.36 / 0.19 of the
+memory's rate. More cores have more arithmetic for each byte.
+"""
+
+
+class CoresUse(NamedTuple):
+    """What the cores do of a layer in a decode step."""
+
+    num_bytes: int
+    """Bytes that they read."""
+    num_products: int
+    """Products that are handed over: the experts of a layer are one."""
+    slowness: float
+    """Time of these rows, as a multiple of that of one."""
+
+    def seconds(self, machine: MachineProfile, *, beside: bool) -> float:
+        """Seconds that the layer waits; ``beside`` is said where the step copies, too."""
+        rate = machine.cores_rate_beside if beside else machine.cores_rate
+        reading = self.num_bytes * self.slowness / rate.value
+        return self.num_products * machine.cores_trip.value + reading
+
+
+def find_use(
+    units: Iterable[Unit],
+    machine: MachineProfile,
+    experts: Experts | None,
+    batch: int,
+    reuse: BatchReuse | None,
+) -> CoresUse:
+    """Find what the cores do with units of one layer."""
+    taken = list(units)
+    uses = [UnitUse(unit, batch, experts, machine, reuse) for unit in taken]
+    dense = [u for u in taken if not u.is_expert and u.part is Part.WEIGHT and len(u.shape) > 1]
+    routed = [use for use in uses if use.unit.is_expert]
+    rows = float(batch)
+    if routed and experts is not None:
+        chosen = max(1.0, routed[0].touched * experts.num_experts)
+        rows = batch * experts.num_experts_per_token / chosen
+    num_bytes = round(sum(map(Backend.HOST.link_bytes, uses)))
+    return CoresUse(num_bytes, len(dense) + bool(routed), max(1.0, rows / ROWS_AT_RATE))
+
+
+def cores_by_layer(
+    placement: Placement,
+    machine: MachineProfile,
+    experts: Experts | None,
+    num_layers: int,
+    batch: int,
+    reuse: BatchReuse | None,
+) -> tuple[tuple[int, ...], list[CoresUse]]:
+    """Picoseconds that each layer of a decode step waits for the cores, and what they do.
+
+    Decode reads what prefill left in the ring from there.
+    """
+    found, uses = [0] * num_layers, []
+    beside = bool(placement.spans(Phase.DECODE))
+    for layer, entries in read_at_use(placement, Phase.DECODE).items():
+        if units := [each.unit for each in entries if each.decode.is_by_cores]:
+            use = find_use(units, machine, experts, batch, reuse)
+            found[layer] = to_ps(use.seconds(machine, beside=beside))
+            uses.append(use)
+    return tuple(found), uses
+
+
+def add_uses(uses: Sequence[CoresUse]) -> tuple[int, int]:
+    """Return the bytes and the products of all layers."""
+    return sum(use.num_bytes for use in uses), sum(use.num_products for use in uses)

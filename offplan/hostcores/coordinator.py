@@ -1,0 +1,176 @@
+"""A thread that computes products whenever a stream rings for one; it calls no Python.
+
+A captured step is given the number of a job and the addresses of two words. It writes 0 to the
+answer, rings with the number, and waits until the answer is 1 or more: 1 for done, 2 for failed.
+Source: FreeToken, ``gpu_sync_cuda.cpp``, for a doorbell within a captured step.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import Structure, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+from offplan.errors import OffplanError
+from offplan.hostcores.library import Dense, Experts, Library, Team, Words
+
+LEAST_LIMIT_S = 1.0
+"""Seconds that a job may always take before the watchdog gives it up."""
+TIMES_PRICE = 10.0
+"""Times of its price that a job may take."""
+_TROUBLES = {
+    1: "the host's cores ran out of memory for a product",
+    2: "the host's cores did not answer in time: a thread that computes was stopped, or hangs",
+}
+
+
+class JobKind(IntEnum):
+    """What a job computes."""
+
+    NOTHING = 0
+    DENSE = 1
+    EXPERTS = 2
+    SLEEP = 3
+
+
+class _Call(Structure):
+    """What a host function of a stream is given."""
+
+    _fields_ = (("coordinator", c_void_p), ("job", c_int64))
+
+
+class Coordinator:
+    """Computes jobs by a team of its own, one at a time, in the order in which they are rung for.
+
+    Once a job has failed none is computed any more, and each is answered by a failure.
+    """
+
+    def __init__(self, library: Library, team: Team, words: int, core: int = -1) -> None:
+        """Begin to listen to the Words at an address, on a core if it is said; takes the team over.
+
+        Raises OffplanError where the system gives no thread.
+        """
+        self._calls, self._team, self._words = library.calls, team, words
+        self._address = self._calls.offplan_coordinator(team.address, words, core)
+        if not self._address:
+            raise OffplanError("the system gives no thread to compute with")
+        self._tasks: list[object] = []
+        """What jobs point to."""
+
+    @property
+    def bell(self) -> int:
+        """Address of the word that a job's number is written to."""
+        return self._words
+
+    @property
+    def answer(self) -> int:
+        """Address of the word that is 1 or more once a job has ended."""
+        return self._words + Words.answer.offset
+
+    @property
+    def host_function(self) -> int:
+        """Address of a C function that rings and waits, given what ``call_of`` returns."""
+        return ctypes.cast(self._calls.offplan_call, c_void_p).value or 0
+
+    def add(self, task: Dense | Experts | None, price_s: float = 0.0) -> int:
+        """Add a job, which is priced at so many seconds; returns its number.
+
+        The task must stay as it is. Raises OffplanError where there are too many.
+        """
+        if task is None:
+            return self._add(JobKind.NOTHING, 0, LEAST_LIMIT_S, None)
+        kind = JobKind.DENSE if isinstance(task, Dense) else JobKind.EXPERTS
+        address = ctypes.addressof(task)
+        return self._add(kind, address, max(LEAST_LIMIT_S, TIMES_PRICE * price_s), task)
+
+    def add_sleep(self, seconds: float, limit_s: float) -> int:
+        """Add a job that sleeps, and is given up after so many seconds: for tests."""
+        return self._add(JobKind.SLEEP, round(seconds * 1e3), limit_s, None)
+
+    def _add(self, kind: JobKind, address: int, limit_s: float, task: object) -> int:
+        number: int = self._calls.offplan_add_job(
+            self._address, int(kind), address, round(limit_s * 1e9)
+        )
+        if not number:
+            raise OffplanError(
+                "the host's cores have more products to compute than they can tell apart: open "
+                "the session again, and keep to one batch"
+            )
+        self._tasks.append(task)
+        return number
+
+    def call_of(self, job: int) -> int:
+        """Return the address of what ``host_function`` is given to have a job computed."""
+        call = _Call(self._address, job)
+        self._tasks.append(call)
+        return ctypes.addressof(call)
+
+    def check(self) -> None:
+        """Raise OffplanError where a job has failed."""
+        if not self._address:
+            return
+        if trouble := _TROUBLES.get(self._calls.offplan_trouble(self._address)):
+            raise OffplanError(
+                f"{trouble}. Open the session again; if it comes again, plan without the host's "
+                "cores (`decode: uva`)"
+            )
+
+    def close(self) -> None:
+        """Stop listening; closing it again does nothing. No stream may wait for an answer."""
+        address, self._address = self._address, 0
+        if not address:
+            return
+        if self._calls.offplan_end_coordinator(address):
+            self._team.close()
+        else:
+            _left.append((self._team, self._tasks))
+
+
+_left: list[object] = []
+"""What threads that hang may still use: it is never given back."""
+
+
+def choose_cores(
+    allowed: Iterable[int],
+    siblings: Path = Path("/sys/devices/system/cpu"),
+    nearest: Iterable[int] = (),
+    num_threads: int | None = None,
+) -> list[int]:
+    """Choose the cores to compute on, one for each thread, one a physical core.
+
+    They are of ``nearest``, the GPU's own NUMA node, where those are allowed; a physical core in
+    four, at least one, is left to the loop that makes the steps. ``num_threads`` takes as many as
+    it says. Raises OffplanError where there are not so many.
+    """
+    usable = sorted(set(allowed) & set(nearest)) or sorted(allowed)
+    first_of: dict[int, int] = {}
+    for core in usable:
+        first_of.setdefault(min(_read_siblings(siblings, core), default=core), core)
+    physical = [*first_of.values()]
+    if num_threads is None:
+        left = max(1, len(physical) // 4) if len(physical) > 1 else 0
+        return physical[: len(physical) - left]
+    if num_threads > len(physical):
+        raise OffplanError(
+            f"found {len(physical)} physical cores to compute on, and {num_threads} threads are "
+            f"asked for: ask for {len(physical)} at most"
+        )
+    return physical[:num_threads]
+
+
+def _read_siblings(folder: Path, core: int) -> Sequence[int]:
+    """List the hardware threads of a core's physical core; source: the kernel's cputopology."""
+    try:
+        text = (folder / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+        return parse_cores(text)
+    except (OSError, ValueError):
+        return [core]
+
+
+def parse_cores(text: str) -> list[int]:
+    """Read the kernel's list of cores: ``0-3,8``; raises ValueError."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

@@ -1,0 +1,49 @@
+// Computes products for a GPU's stream: a word rings, the cores compute, a word answers.
+#pragma once
+#include <pthread.h>
+#include "products.h"
+
+enum JobKind : int64_t { NOTHING, DENSE, EXPERTS, SLEEP };
+enum Answer : uint32_t { NO_ANSWER, DONE, FAILED };
+
+// The words that the stream and the coordinator share, in page-locked memory, each in a cache line
+// of its own. The stream writes 0 to `answer`, a job's number to `bell`, and waits until `answer` is
+// 1 or more. It comes to the next job when it has this one's answer, so one pair serves all jobs.
+struct alignas(64) Words {
+  std::atomic<uint32_t> bell;
+  uint8_t between[60];
+  std::atomic<uint32_t> answer;
+};
+
+struct Coordinator {
+  static const int64_t MOST_JOBS = 1 << 14;
+  struct Job {
+    int64_t kind;
+    const void* task;  // a Dense, an Experts, or of SLEEP the milliseconds
+    int64_t limit_ns;
+  };
+
+  // Takes the team over, and has the words until `end`. Returns false where there is no thread.
+  bool start(Team* team, Words* words, int core);
+  // Add a job; its number, or 0 where there is no room. The task stays where it is.
+  int64_t add(int64_t kind, const void* task, int64_t limit_ns);
+  // Ring for a job and wait for the answer, as the stream does.
+  uint32_t exchange(uint32_t job);
+  // End both threads, every wait being answered. Returns false where a worker hangs: memory that
+  // it may still use is then left to it.
+  bool end();
+  // What went wrong: 0 nothing, 1 memory ran out, 2 the cores did not answer in time.
+  int64_t trouble() const { return why.load(); }
+
+ private:
+  Team* team = nullptr;
+  Words* words = nullptr;
+  int core = -1;
+  Job jobs[MOST_JOBS];
+  std::atomic<int64_t> num_jobs{0}, why{0}, began_ns{0}, limit_ns{0}, num_done{0};
+  std::atomic<bool> ends{false}, has_ended{false};
+  pthread_t worker, watchdog;
+  void fail(int64_t reason);
+  void serve();
+  void watch();
+};

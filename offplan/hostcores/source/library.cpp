@@ -1,0 +1,190 @@
+// What Python calls. Calls of one thread at a time use a team.
+#include <pthread.h>
+#include <new>
+#include "coordinator.h"
+
+// The calling thread's own OpenMP workers: libgomp's functions, which torch has loaded.
+struct OpenMp : Team {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int (*number)();
+  int (*count)();
+  Body body;
+  void* arguments;
+  static void enter(void* team) {
+    OpenMp& self = *(OpenMp*)team;
+    self.body(self.arguments, self.number(), self.count());
+  }
+  void run(Body with, void* its_arguments) override {
+    body = with, arguments = its_arguments;
+    if (num_workers == 1) body(arguments, 0, 1);
+    else parallel(enter, this, (unsigned)num_workers, 0);
+  }
+};
+
+// The caller and threads of our own, which spin for a while and then sleep.
+struct Pool : Team {
+  struct Worker {
+    Pool* pool;
+    int number, core;
+    pthread_t thread;
+  };
+  Worker* workers = nullptr;
+  int num_started = 0;
+  std::atomic<uint32_t> round{0};
+  std::atomic<int> left{0}, num_asleep{0};
+  std::atomic<bool> ends{false};
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+  int64_t spins = 20000;
+  Body body;
+  void* arguments;
+
+  static void pin(int core) {
+    if (core < 0) return;
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
+  }
+  static void* work(void* arguments) {
+    Worker& self = *(Worker*)arguments;
+    Pool& pool = *self.pool;
+    pin(self.core);
+    for (uint32_t seen = 0;;) {
+      for (int64_t i = 0; i < pool.spins && pool.round.load() == seen; i++) _mm_pause();
+      if (pool.round.load() == seen) {
+        pthread_mutex_lock(&pool.mutex);
+        pool.num_asleep.fetch_add(1);
+        while (pool.round.load() == seen) pthread_cond_wait(&pool.wake, &pool.mutex);
+        pool.num_asleep.fetch_sub(1);
+        pthread_mutex_unlock(&pool.mutex);
+      }
+      seen = pool.round.load();
+      if (pool.ends.load()) return nullptr;
+      pool.body(pool.arguments, self.number, pool.num_workers);
+      pool.left.fetch_sub(1, std::memory_order_release);
+    }
+  }
+  // Returns false where the system gives no more threads.
+  bool start(int num, const int64_t* cores) {
+    num_workers = num;
+    workers = new (std::nothrow) Worker[num];
+    for (int i = 1; workers && i < num; i++) {
+      workers[i].pool = this, workers[i].number = i;
+      workers[i].core = cores ? (int)cores[i] : -1;
+      if (pthread_create(&workers[i].thread, nullptr, work, &workers[i])) return false;
+      num_started = i;
+    }
+    return workers != nullptr;
+  }
+  void next_round() {
+    round.fetch_add(1);
+    if (num_asleep.load()) {
+      pthread_mutex_lock(&mutex);
+      pthread_cond_broadcast(&wake);
+      pthread_mutex_unlock(&mutex);
+    }
+  }
+  void run(Body with, void* its_arguments) override {
+    body = with, arguments = its_arguments;
+    left.store(num_started);
+    next_round();
+    body(arguments, 0, num_workers);
+    spin_until([&] { return left.load(std::memory_order_acquire) == 0; });
+  }
+  ~Pool() override {
+    ends.store(true);
+    next_round();
+    for (int i = 1; i <= num_started; i++) pthread_join(workers[i].thread, nullptr);
+    delete[] workers;
+  }
+};
+
+#define EXPORT __attribute__((visibility("default")))
+extern "C" {
+// Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 with BF16 and VBMI.
+EXPORT int64_t offplan_instruction_sets() {
+  __builtin_cpu_init();
+  int64_t found = 0;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
+    found |= 1;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+    found |= 2;
+  return found;
+}
+
+EXPORT const Kernels* offplan_kernels(int64_t with_avx512) { return with_avx512 ? &AVX512 : &AVX2; }
+
+EXPORT void offplan_tables(const float* fp4, const float* fp8) {
+  const int64_t found = offplan_instruction_sets();
+  if (found & 1) avx2_tables(fp4, fp8);
+  if (found & 2) avx512_tables(fp4, fp8);
+}
+
+EXPORT int64_t offplan_sizes(int64_t which) {
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Dense), sizeof(::Experts), sizeof(Words)};
+  return sizes[which];
+}
+
+EXPORT void* offplan_openmp(int64_t num_workers, void* parallel, void* number, void* count) {
+  OpenMp* team = new (std::nothrow) OpenMp;
+  if (!team) return nullptr;
+  team->num_workers = (int)num_workers;
+  team->parallel = (decltype(team->parallel))parallel;
+  team->number = (decltype(team->number))number;
+  team->count = (decltype(team->count))count;
+  return (Team*)team;
+}
+
+EXPORT void* offplan_pool(int64_t num_workers, const int64_t* cores) {
+  Pool* team = new (std::nothrow) Pool;
+  if (team && !team->start((int)num_workers, cores)) {
+    delete team;
+    team = nullptr;
+  }
+  return (Team*)team;
+}
+
+EXPORT void offplan_end(void* team) { delete (Team*)team; }
+EXPORT int64_t offplan_multiply(void* team, const Dense* dense) { return multiply(*(Team*)team, *dense); }
+EXPORT int64_t offplan_multiply_experts(void* team, const Experts* experts) {
+  return multiply_experts(*(Team*)team, *experts);
+}
+EXPORT void offplan_read(void* team, const uint8_t* bytes, int64_t num_bytes) {
+  read(*(Team*)team, bytes, num_bytes);
+}
+
+// What a host function of a stream is given: it rings, and waits for the answer.
+struct Call {
+  Coordinator* coordinator;
+  int64_t job;
+};
+EXPORT void offplan_call(void* call) {
+  ((Call*)call)->coordinator->exchange((uint32_t)((Call*)call)->job);
+}
+
+EXPORT void* offplan_coordinator(void* team, void* words, int64_t core) {
+  Coordinator* made = new (std::nothrow) Coordinator;
+  if (made && !made->start((Team*)team, (Words*)words, (int)core)) {
+    delete made;
+    made = nullptr;
+  }
+  return made;
+}
+EXPORT int64_t offplan_add_job(void* coordinator, int64_t kind, const void* task, int64_t limit) {
+  return ((Coordinator*)coordinator)->add(kind, task, limit);
+}
+EXPORT int64_t offplan_trouble(void* coordinator) {
+  return ((Coordinator*)coordinator)->trouble();
+}
+// Where a worker hangs the coordinator is left to it.
+EXPORT int64_t offplan_end_coordinator(void* coordinator) {
+  Coordinator* ended = (Coordinator*)coordinator;
+  const bool all = ended->end();
+  if (all) delete ended;
+  return all;
+}
+}

@@ -1,0 +1,103 @@
+// A matrix of weights as it lies in memory, and the kernels that multiply rows of it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+enum Kind : int64_t { RAW, FP8, FP4, INT4, INT8, PACKED };
+enum ScaleType : int64_t { NO_SCALE, FLOAT32, FLOAT16, BFLOAT16, EXPONENT, E4M3 };
+enum ZeroType : int64_t { NO_ZERO, BYTES, WORDS };
+enum Part { CODES, SCALES, ZEROS, WHOLE, EXPONENTS, BASES, PATCHES, PATCH_BLOCKS, NUM_PARTS };
+
+// Columns that kernels take at a time; inputs are laid out for so many.
+static const int64_t CHUNK = CHUNK_COLUMNS;
+// Rows of a matrix that one worker multiplies at a time. Patches lie together for as many.
+static const int64_t BLOCK = 64;
+static_assert(BLOCK == PATCH_ROWS && CHUNK == BASE_BYTES, "what forms/form.py says of packing");
+// Inputs that a call of `rows` multiplies, at most.
+static const int64_t MOST_INPUTS = 64;
+// Columns of a matrix, at most.
+static const int64_t MOST_COLUMNS = MOST_COLUMNS_OF_A_ROW;
+// Bytes ahead of themselves that loops read into the second cache. Source: two Zen 4 cores, FP8:
+// 0.39 of a plain read's speed without, 0.95 with it.
+static const int64_t AHEAD = 8192;
+
+// [num_out, num_in], rows contiguous; of a stack of experts the first one, and the bytes to the
+// next one of each part.
+struct Matrix {
+  const uint8_t* part[NUM_PARTS];
+  int64_t step[NUM_PARTS];
+  int64_t num_out, num_in;
+  int64_t kind, scale_type, zero_type;
+  int64_t scale_rows, scale_columns;  // rows and columns that share a scale
+  int64_t row_scales;                 // scales of a row
+  int64_t whole_rows;                 // rows that share one of the scales of scales
+  int64_t whole_divides;              // whether these divide
+  int64_t rows_ahead;                 // rows that loops are to read ahead of themselves
+  int64_t unsigned_codes;             // whether the codes of whole numbers are moved up by half
+  double factor;                      // what all values are multiplied by
+
+  // inlined, since others are compiled for other processors
+  __attribute__((always_inline)) inline Matrix of(int64_t expert) const {
+    Matrix one = *this;
+    for (int i = 0; i < NUM_PARTS; i++)
+      if (one.part[i]) one.part[i] += expert * step[i];
+    return one;
+  }
+  __attribute__((always_inline)) inline int64_t chunks() const { return (num_in + CHUNK - 1) / CHUNK; }
+  // Bytes of a row of codes.
+  __attribute__((always_inline)) inline int64_t row_bytes() const {
+    return kind == RAW ? 2 * num_in : kind == FP4 || kind == INT4 ? num_in / 2 : num_in;
+  }
+  // Bytes of a chunk that lie in a run.
+  __attribute__((always_inline)) inline int64_t run_bytes() const {
+    return kind == RAW ? 2 * CHUNK : kind == FP8 || kind == INT8 ? CHUNK : CHUNK / 2;
+  }
+};
+
+// How far ahead of a chunk loops are to read, which take so many rows at a time: into the rest of
+// the same rows, or beyond their end into the rows that come next.
+struct Ahead {
+  int64_t last, within, beyond;
+  __attribute__((always_inline)) inline int64_t of(int64_t chunk) const {
+    return chunk < last ? within : beyond;
+  }
+};
+// Of rows of so many bytes and chunks, where `width` bytes of a chunk lie in a run.
+static inline Ahead look_ahead(int64_t row_bytes, int64_t chunks, int64_t width, int64_t rows) {
+  const int64_t distance = AHEAD / (rows * width);
+  if (distance < chunks)
+    return {chunks - distance, distance * width, rows * row_bytes - (chunks - distance) * width};
+  const int64_t groups = (distance + chunks / 2) / chunks;
+  return {0, 0, groups * rows * row_bytes};
+}
+
+// The products of one instruction set.
+struct Kernels {
+  // Bytes of one row of inputs as the kernels of a matrix take it: a multiple of 64.
+  int64_t (*prepared_bytes)(const Matrix&);
+  // Lay a row of inputs out, bfloat16 of [num_in].
+  void (*prepare)(const Matrix&, const uint16_t* x, uint8_t* prepared);
+  // Multiply rows `first` to `stop` by so many inputs: y[i][row - first], float32. Both are
+  // multiples of BLOCK, or `stop` is the last row.
+  void (*rows)(const Matrix&, const uint8_t* const* x, float* const* y, int64_t num_inputs,
+               int64_t first, int64_t stop);
+};
+extern const Kernels AVX512, AVX2;
+
+// What codes stand for, from forms' own tables. [16] of FP4 and [256] of FP8, float32.
+void avx512_tables(const float* fp4, const float* fp8);
+void avx2_tables(const float* fp4, const float* fp8);
+
+#define INLINE static inline __attribute__((always_inline))
+static inline float from_bf16(uint16_t bits) {
+  uint32_t word = (uint32_t)bits << 16;
+  float value;
+  __builtin_memcpy(&value, &word, 4);
+  return value;
+}
+static inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
+  uint32_t word;
+  __builtin_memcpy(&word, &value, 4);
+  if ((word & 0x7fffffff) > 0x7f800000) return (uint16_t)(word >> 16 | 0x40);
+  return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}

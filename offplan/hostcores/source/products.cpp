@@ -1,0 +1,304 @@
+#include "products.h"
+#include <stdlib.h>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+// Memory of one thread that starts products, kept from one to the next; grows, and ends with it.
+struct Room {
+  uint8_t* memory = nullptr;
+  int64_t size = 0, used = 0;
+  ~Room() { free(memory); }
+  bool reserve(int64_t bytes) {
+    used = 0;
+    if (bytes <= size) return true;
+    free(memory);
+    memory = (uint8_t*)aligned_alloc(64, (bytes + 63) / 64 * 64);
+    size = memory ? bytes : 0;
+    return memory != nullptr;
+  }
+  static int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+  template <class T>
+  T* take(int64_t count) {
+    T* made = (T*)(memory + used);
+    used += rounded(count * sizeof(T));
+    return made;
+  }
+};
+static thread_local Room room;
+
+static inline void store(void* to, int64_t at, float value, bool precise) {
+  if (precise) ((float*)to)[at] = value;
+  else ((uint16_t*)to)[at] = to_bf16(value);
+}
+
+// Blocks that a worker takes at a time: several while there are many, one at the end.
+static inline int64_t share(int64_t left, int64_t workers) {
+  return std::max<int64_t>(1, std::min<int64_t>(4, left / (4 * workers)));
+}
+
+struct Deal {  // deals blocks out
+  std::atomic<int64_t> next{0};
+  bool take(int64_t num, int64_t workers, int64_t& first, int64_t& stop) {
+    const int64_t seen = next.load(std::memory_order_relaxed);
+    if (seen >= num) return false;
+    const int64_t count = share(num - seen, workers);
+    first = next.fetch_add(count);
+    stop = std::min(first + count, num);
+    return first < num;
+  }
+};
+
+// ---- one matrix ----
+
+struct DenseJob {
+  const Dense& dense;
+  uint8_t* prepared;
+  int64_t stride;
+  Deal inputs, blocks;
+  Meeting ready;
+};
+
+static void dense_body(void* arguments, int, int num_workers) {
+  DenseJob& job = *(DenseJob*)arguments;
+  const Dense& d = job.dense;
+  const Matrix& a = d.weight;
+  int64_t first, stop;
+  while (job.inputs.take(d.num_inputs, num_workers, first, stop))
+    for (int64_t i = first; i < stop; i++)
+      d.kernels->prepare(a, d.inputs + i * a.num_in, job.prepared + i * job.stride);
+  job.ready.wait(num_workers);
+  const int64_t num_blocks = (a.num_out + BLOCK - 1) / BLOCK;
+  float sums[MOST_INPUTS][BLOCK];
+  const uint8_t* x[MOST_INPUTS];
+  float* y[MOST_INPUTS];
+  while (job.blocks.take(num_blocks, num_workers, first, stop))
+    for (int64_t b = first; b < stop; b++)
+      for (int64_t begin = 0; begin < d.num_inputs; begin += MOST_INPUTS) {
+        const int64_t num = std::min(d.num_inputs - begin, MOST_INPUTS);
+        for (int64_t i = 0; i < num; i++)
+          x[i] = job.prepared + (begin + i) * job.stride, y[i] = sums[i];
+        const int64_t end = std::min((b + 1) * BLOCK, a.num_out);
+        d.kernels->rows(a, x, y, num, b * BLOCK, end);
+        for (int64_t i = 0; i < num; i++)
+          for (int64_t r = b * BLOCK; r < end; r++)
+            store(d.outputs, (begin + i) * a.num_out + r, sums[i][r - b * BLOCK], d.precise);
+      }
+}
+
+int multiply(Team& team, const Dense& dense) {
+  const int64_t stride = Room::rounded(dense.kernels->prepared_bytes(dense.weight));
+  if (!room.reserve(stride * dense.num_inputs)) return 1;
+  DenseJob job{dense, room.take<uint8_t>(stride * dense.num_inputs), stride, {}, {}, {}};
+  team.run(dense_body, &job);
+  return 0;
+}
+
+// ---- routed experts ----
+
+static inline float exponential(float x) {  // e^x by 2^t, off by 2e-7 of itself
+  const float t = std::min(std::max(x * 1.44269504f, -126.f), 126.f);
+  const float whole = (t + 12582912.f) - 12582912.f, f = t - whole;
+  const float p = 1.f + f * (0.69314718f + f * (0.24022651f + f * (0.055504109f +
+                  f * (0.0096181291f + f * (0.0013333558f + f * 0.000154035f)))));
+  const int32_t bits = ((int32_t)whole + 127) << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+static inline float activate(int64_t kind, float x, float alpha) {
+  switch (kind) {
+    case SILU: return x / (1.f + exponential(-alpha * x));
+    case GELU: return 0.5f * x * (1.f + erff(x * 0.70710678f));
+    case GELU_TANH: {
+      const float u = 0.79788456f * (x + 0.044715f * x * x * x);
+      return x / (1.f + exponential(-2.f * u));
+    }
+    case RELU: return x > 0 ? x : x * 0.f;
+    default: return x > 0 ? x * x : x * 0.f;
+  }
+}
+
+template <int64_t KIND>
+static void gate_values(const Experts& e, const float* made, const uint16_t* bias, int64_t inner,
+                        uint16_t* to) {
+  const float alpha = (float)e.alpha, limit = (float)e.limit, offset = (float)e.offset;
+  const int64_t step = e.is_interleaved ? 2 : 1, up = e.is_interleaved ? 1 : inner;
+  for (int64_t j = 0; j < inner; j++) {
+    float gate = made[j * step] + (bias ? from_bf16(bias[j * step]) : 0.f);
+    gate = gate > limit ? limit : gate;  // a NaN stays one
+    float value = activate(KIND, gate, alpha);
+    if (e.is_gated) {
+      float by = made[j * step + up] + (bias ? from_bf16(bias[j * step + up]) : 0.f);
+      by = by > limit ? limit : by < -limit ? -limit : by;
+      value *= by + offset;
+    }
+    to[j] = to_bf16(value);
+  }
+}
+
+struct Pair {
+  int64_t number;  // token * num_chosen + which
+  int64_t expert;
+};
+
+struct ExpertsJob {
+  const Experts& e;
+  int64_t num_used;       // experts that are chosen
+  const int64_t* starts;  // [num_used + 1], where each one's pairs begin
+  const Pair* pairs;      // by expert
+  uint8_t *inputs, *hidden;
+  int64_t input_stride, hidden_stride;
+  float* made;            // [pairs, up.num_out]
+  uint16_t* gated;        // [pairs, inner]
+  Deal tokens, up_blocks, gates, down_blocks;
+  Meeting ready, multiplied, activated;
+};
+
+static void experts_body(void* arguments, int, int num_workers) {
+  ExpertsJob& job = *(ExpertsJob*)arguments;
+  const Experts& e = job.e;
+  const int64_t wide = e.up.num_out, inner = e.down.num_in, hidden = e.down.num_out;
+  int64_t first, stop;
+  while (job.tokens.take(e.num_tokens, num_workers, first, stop))
+    for (int64_t t = first; t < stop; t++)
+      e.kernels->prepare(e.up, e.inputs + t * e.up.num_in, job.inputs + t * job.input_stride);
+  job.ready.wait(num_workers);
+
+  const uint8_t* x[MOST_INPUTS];
+  float* y[MOST_INPUTS];
+  const int64_t blocks = (wide + BLOCK - 1) / BLOCK;
+  while (job.up_blocks.take(job.num_used * blocks, num_workers, first, stop))
+    for (int64_t unit = first; unit < stop; unit++) {
+      const int64_t used = unit / blocks, begin = unit % blocks * BLOCK;
+      const int64_t from = job.starts[used], num = job.starts[used + 1] - from;
+      for (int64_t i = 0; i < num; i++) {
+        const int64_t pair = job.pairs[from + i].number;
+        x[i] = job.inputs + pair / e.num_chosen * job.input_stride;
+        y[i] = job.made + (from + i) * wide + begin;
+      }
+      e.kernels->rows(e.up.of(job.pairs[from].expert), x, y, num, begin,
+                      std::min(begin + BLOCK, wide));
+    }
+  job.multiplied.wait(num_workers);
+
+  const int64_t num_pairs = job.starts[job.num_used];
+  while (job.gates.take(num_pairs, num_workers * 4, first, stop))
+    for (int64_t i = first; i < stop; i++) {
+      const uint16_t* bias = e.up_bias ? e.up_bias + job.pairs[i].expert * wide : nullptr;
+      const float* made = job.made + i * wide;
+      uint16_t* to = job.gated + i * inner;
+      switch (e.activation) {
+        case SILU: gate_values<SILU>(e, made, bias, inner, to); break;
+        case GELU: gate_values<GELU>(e, made, bias, inner, to); break;
+        case GELU_TANH: gate_values<GELU_TANH>(e, made, bias, inner, to); break;
+        case RELU: gate_values<RELU>(e, made, bias, inner, to); break;
+        default: gate_values<RELU_SQUARED>(e, made, bias, inner, to); break;
+      }
+      e.kernels->prepare(e.down, to, job.hidden + i * job.hidden_stride);
+    }
+  job.activated.wait(num_workers);
+
+  float sums[MOST_INPUTS][BLOCK], made[MOST_INPUTS][BLOCK];
+  while (job.down_blocks.take((hidden + BLOCK - 1) / BLOCK, num_workers, first, stop))
+    for (int64_t b = first; b < stop; b++) {
+      const int64_t begin = b * BLOCK, end = std::min(begin + BLOCK, hidden);
+      memset(sums, 0, e.num_tokens * sizeof sums[0]);
+      for (int64_t used = 0; used < job.num_used; used++) {
+        const int64_t from = job.starts[used], num = job.starts[used + 1] - from;
+        const int64_t expert = job.pairs[from].expert;
+        for (int64_t i = 0; i < num; i++)
+          x[i] = job.hidden + (from + i) * job.hidden_stride, y[i] = made[i];
+        e.kernels->rows(e.down.of(expert), x, y, num, begin, end);
+        for (int64_t i = 0; i < num; i++) {
+          const int64_t pair = job.pairs[from + i].number;
+          const uint16_t* bias = e.down_bias ? e.down_bias + expert * hidden + begin : nullptr;
+          for (int64_t r = 0; r < end - begin; r++)
+            sums[pair / e.num_chosen][r] +=
+                e.factors[pair] * (made[i][r] + (bias ? from_bf16(bias[r]) : 0.f));
+        }
+      }
+      for (int64_t t = 0; t < e.num_tokens; t++)
+        for (int64_t r = begin; r < end; r++)
+          store(e.outputs, t * hidden + r, sums[t][r - begin], e.precise);
+    }
+}
+
+// Send up to MOST_INPUTS tokens through their experts.
+static int multiply_some(Team& team, const Experts& e) {
+  const int64_t most = e.num_tokens * e.num_chosen, inner = e.down.num_in;
+  const int64_t input_stride = Room::rounded(e.kernels->prepared_bytes(e.up));
+  const int64_t hidden_stride = Room::rounded(e.kernels->prepared_bytes(e.down));
+  const int64_t bytes = Room::rounded((e.num_experts + 1) * 8) + Room::rounded((most + 1) * 8) +
+                        Room::rounded(most * sizeof(Pair)) + input_stride * e.num_tokens +
+                        hidden_stride * most + Room::rounded(most * e.up.num_out * 4) +
+                        Room::rounded(most * inner * 2);
+  if (!room.reserve(bytes)) return 1;
+  int64_t* counts = room.take<int64_t>(e.num_experts + 1);
+  int64_t* starts = room.take<int64_t>(most + 1);
+  Pair* pairs = room.take<Pair>(most);
+  memset(counts, 0, (e.num_experts + 1) * 8);
+  auto is_valid = [&](int64_t p) { return e.chosen[p] >= 0 && e.chosen[p] < e.num_experts; };
+  for (int64_t p = 0; p < most; p++)
+    if (is_valid(p)) counts[e.chosen[p] + 1]++;
+  int64_t num_used = 0;
+  starts[0] = 0;
+  for (int64_t i = 0; i < e.num_experts; i++) {
+    if (counts[i + 1]) starts[num_used + 1] = starts[num_used] + counts[i + 1], num_used++;
+    counts[i + 1] += counts[i];
+  }
+  for (int64_t p = 0; p < most; p++)
+    if (is_valid(p)) pairs[counts[e.chosen[p]]++] = {p, e.chosen[p]};
+  ExpertsJob job{e, num_used, starts, pairs,
+                 room.take<uint8_t>(input_stride * e.num_tokens),
+                 room.take<uint8_t>(hidden_stride * most), input_stride, hidden_stride,
+                 room.take<float>(most * e.up.num_out), room.take<uint16_t>(most * inner),
+                 {}, {}, {}, {}, {}, {}, {}};
+  team.run(experts_body, &job);
+  return 0;
+}
+
+int multiply_experts(Team& team, const Experts& experts) {
+  const int64_t hidden = experts.down.num_out;
+  for (int64_t begin = 0; begin < experts.num_tokens; begin += MOST_INPUTS) {
+    Experts some = experts;
+    some.num_tokens = std::min(experts.num_tokens - begin, MOST_INPUTS);
+    some.inputs += begin * experts.up.num_in;
+    some.chosen += begin * experts.num_chosen;
+    some.factors += begin * experts.num_chosen;
+    some.outputs = (uint8_t*)experts.outputs + begin * hidden * (experts.precise ? 4 : 2);
+    if (multiply_some(team, some)) return 1;
+  }
+  return 0;
+}
+
+// ---- a plain read ----
+
+static const int64_t READ_BYTES = 1 << 20;
+struct ReadJob {
+  const uint8_t* bytes;
+  int64_t num;
+  std::atomic<int64_t> next{0};
+};
+
+static void read_body(void* arguments, int, int) {
+  ReadJob& job = *(ReadJob*)arguments;
+  __m128i sums[4] = {};
+  for (int64_t at; (at = job.next.fetch_add(READ_BYTES)) < job.num;) {
+    const int64_t end = std::min(at + READ_BYTES, job.num);
+    for (; at + 64 <= end; at += 64) {
+      _mm_prefetch((const char*)job.bytes + at + AHEAD, _MM_HINT_T1);
+      for (int i = 0; i < 4; i++)
+        sums[i] = _mm_add_epi64(sums[i], _mm_loadu_si128((const __m128i*)(job.bytes + at) + i));
+    }
+  }
+  static std::atomic<int64_t> sink;
+  __m128i sum = _mm_add_epi64(_mm_add_epi64(sums[0], sums[1]), _mm_add_epi64(sums[2], sums[3]));
+  sink.store(_mm_cvtsi128_si64(sum), std::memory_order_relaxed);
+}
+
+void read(Team& team, const uint8_t* bytes, int64_t num_bytes) {
+  ReadJob job{bytes, num_bytes, {}};
+  team.run(read_body, &job);
+}

@@ -1,0 +1,271 @@
+"""Products are handed over to the host's cores within a stream, captured or not.
+
+A step's kernels write inputs into page-locked memory; the stream writes 0 to a word, rings with
+another, and waits for the first to become 1 or more; kernels then read what the cores made. All
+that is captured is constant: addresses, and the number of a job, of which each product has one for
+each number of rows. Nothing here runs while steps are replayed.
+
+This has not run on a GPU yet.
+"""
+
+import ctypes
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from offplan.errors import OffplanError
+from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
+from offplan.hostcores.library import Dense, Words
+from offplan.hostmem.block import HostBlock
+from offplan.runtime.forms import cores
+
+SLOWEST_BYTES_PER_S = 5e9
+"""Rate that a product is priced at when the watchdog's limit is set: no host's cores are slower.
+
+Source: estimated; one core reads 10 GB/s and more.
+"""
+_PROBE_S = 2.0
+_AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ, and the flags of a write that waits for all writes before it."""
+
+
+class Stream(Protocol):
+    """What the exchange asks of a stream: each is done once all before it is."""
+
+    def write(self, address: int, value: int) -> None:
+        """Write a word of 32 bits."""
+
+    def wait(self, address: int, least: int) -> None:
+        """Wait until a word is as large."""
+
+    def call(self, function: int, argument: int) -> None:
+        """Call a C function on the host."""
+
+
+class CurrentStream:
+    """CUDA's current stream, by the driver; raises OffplanError where that refuses."""
+
+    def __init__(self) -> None:
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise cores.refuse(f"does not find the driver ({error})") from error
+        word, address = ctypes.c_uint32, ctypes.c_uint64
+        arguments = [ctypes.c_void_p, address, word, ctypes.c_uint]
+        for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+            getattr(self._driver, name).argtypes = arguments
+        self._driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3
+
+    def write(self, address: int, value: int) -> None:
+        """Write a word once all writes before it can be seen."""
+        self._do("cuStreamWriteValue32_v2", address, value, 0)
+
+    def wait(self, address: int, least: int) -> None:
+        """Wait until a word is as large."""
+        self._do("cuStreamWaitValue32_v2", address, least, _AT_LEAST)
+
+    def call(self, function: int, argument: int) -> None:
+        """Call a C function on the host."""
+        self._do("cuLaunchHostFunc", function, argument)
+
+    def _do(self, name: str, *arguments: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        if status := getattr(self._driver, name)(stream, *arguments):
+            raise OffplanError(
+                f"the driver's {name} failed with {status}, by which the host's cores are asked "
+                "for products: update the driver, or plan without them (`decode: uva`)"
+            )
+
+
+class Exchange:
+    """Rings for jobs within a stream, and has the stream wait until they are done."""
+
+    def __init__(self, coordinator: Coordinator, stream: Stream, *, waits: bool) -> None:
+        """Have streams wait for the word itself where ``waits``, else call the host."""
+        self._coordinator, self._stream, self.waits = coordinator, stream, waits
+        self._calls: dict[int, int] = {}
+
+    def enqueue(self, job: int) -> None:
+        """Have a job done once all is done that the stream has been given before."""
+        coordinator, stream = self._coordinator, self._stream
+        if self.waits:
+            stream.write(coordinator.answer, 0)
+            stream.write(coordinator.bell, job)
+            stream.wait(coordinator.answer, 1)
+            return
+        if job not in self._calls:
+            self._calls[job] = coordinator.call_of(job)
+        stream.call(coordinator.host_function, self._calls[job])
+
+
+class Handover:
+    """Has products of what is on a device computed by cores of the host, within its stream."""
+
+    def __init__(
+        self, device: torch.device, stream: Stream | None = None, num_threads: int | None = None
+    ) -> None:
+        """Start the threads, on cores of the GPU's own node, and find how streams can wait.
+
+        On the CPU ``stream`` stands in for the GPU's. Raises OffplanError.
+        """
+        library = cores.load()
+        self.kernels, self._device = library.kernels(), device
+        on_gpu = device.type == "cuda"
+        chosen = choose_cores(
+            os.sched_getaffinity(0),
+            nearest=nearest_cores(device) if on_gpu else (),
+            num_threads=num_threads,
+        )
+        self._words = HostBlock(ctypes.sizeof(Words), pin=on_gpu)
+        team = library.team(len(chosen), chosen)
+        self._coordinator = Coordinator(library, team, self._words.tensor.data_ptr(), chosen[0])
+        self._blocks: list[HostBlock] = []
+        self._room: torch.Tensor | None = None
+        """Memory that inputs and products pass through, as the host has it."""
+        self._jobs: dict[tuple[int, int, int], _Job] = {}
+        try:
+            stream = CurrentStream() if stream is None else stream
+            self.exchange = Exchange(self._coordinator, stream, waits=True)
+            if on_gpu and not self._can_wait():
+                self.exchange = Exchange(self._coordinator, stream, waits=False)
+        except BaseException:
+            self.close()
+            raise
+
+    def multiply(self, weight: cores.Matrix, x: torch.Tensor) -> torch.Tensor:
+        """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""
+        job = self._job(weight, len(x), 0)
+        job.inputs[0].copy_(x)
+        self.exchange.enqueue(job.number)
+        return job.outputs.clone()
+
+    def send(
+        self,
+        experts: cores.Experts,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Send tokens through their experts, as ``cores.send`` does."""
+        job = self._job(experts, *top_k_index.shape)
+        for memory, value in zip(
+            job.inputs, (hidden_states, top_k_index, top_k_weights), strict=True
+        ):
+            memory.copy_(value)
+        self.exchange.enqueue(job.number)
+        return job.outputs.clone()
+
+    def check(self) -> None:
+        """Raise OffplanError where a product has failed."""
+        self._coordinator.check()
+
+    def close(self) -> None:
+        """End the threads; the device is idle."""
+        self._coordinator.close()
+        for block in (self._words, *self._blocks):
+            block.close()
+        self._blocks.clear()
+        self._jobs.clear()
+
+    def _job(self, task: cores.Matrix | cores.Experts, num_rows: int, num_chosen: int) -> "_Job":
+        """Return the job of so many rows, made when they first come, which no capture does."""
+        key = ctypes.addressof(task), num_rows, num_chosen
+        if key not in self._jobs:
+            self._jobs[key] = self._make_job(task, num_rows, num_chosen)
+        return self._jobs[key]
+
+    def _make_job(
+        self, task: cores.Matrix | cores.Experts, num_rows: int, num_chosen: int
+    ) -> "_Job":
+        is_dense = isinstance(task, cores.Matrix)
+        first, last = (task, task) if isinstance(task, cores.Matrix) else (task.up, task.down)
+        sizes = [(num_rows, first.num_in), (num_rows, last.num_out)]
+        types = [torch.bfloat16, torch.bfloat16]
+        if not is_dense:
+            sizes += [(num_rows, num_chosen)] * 2
+            types += [torch.int64, torch.float32]
+        on_host, on_device = self._lay_out(sizes, types)
+        x, out = (each.data_ptr() for each in on_host[:2])
+        made: Dense | cores.Experts
+        if isinstance(task, cores.Matrix):
+            made = Dense(self.kernels, task, num_rows, x, out, 0)
+            num_bytes = task.num_out * task.num_in * 2
+        else:
+            made = cores.Experts.from_buffer_copy(task)
+            made.kernels, made.precise, made.inputs, made.outputs = self.kernels, 0, x, out
+            made.num_tokens, made.num_chosen = num_rows, num_chosen
+            made.chosen, made.factors = (each.data_ptr() for each in on_host[2:])
+            pairs = num_rows * num_chosen
+            num_bytes = pairs * (first.num_out * first.num_in + last.num_out * last.num_in) * 2
+        number = self._coordinator.add(made, num_bytes / SLOWEST_BYTES_PER_S)
+        x_there, out_there, *others = on_device
+        return _Job(number, [x_there, *others], out_there)
+
+    def _lay_out(
+        self, sizes: list[tuple[int, int]], types: list[torch.dtype]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Give tensors room in the memory that all products pass through, one after the other."""
+        lengths = [
+            -(-rows * columns * dtype.itemsize // 256) * 256
+            for (rows, columns), dtype in zip(sizes, types, strict=True)
+        ]
+        if self._room is None or sum(lengths) > self._room.nbytes:
+            # captured steps may still read the old one, which stays
+            block = HostBlock(max(sum(lengths), 1 << 20), pin=self._device.type == "cuda")
+            self._blocks.append(block)
+            self._room = block.tensor
+        host, views, offset = self._room, [], 0
+        device = self._blocks[-1].device_view(self._device)
+        for memory in (host, device):
+            offset, made = 0, []
+            for (rows, columns), dtype, length in zip(sizes, types, lengths, strict=True):
+                part = memory[offset : offset + rows * columns * dtype.itemsize]
+                made.append(part.view(dtype).view(rows, columns))
+                offset += length
+            views.append(made)
+        return views[0], views[1]
+
+    def _can_wait(self) -> bool:
+        """Capture and replay one exchange that computes nothing; False where it does not come."""
+        job = self._coordinator.add(None)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+        done = torch.cuda.Event()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.exchange.enqueue(job)
+            with torch.cuda.stream(stream):
+                graph.replay()
+                done.record()
+        except (OffplanError, RuntimeError):
+            return False
+        ends = time.monotonic() + _PROBE_S
+        while not done.query() and time.monotonic() < ends:
+            time.sleep(1e-4)
+        came = done.query()
+        if not came:  # let the stream go, whatever kept the coordinator from answering
+            ctypes.c_uint32.from_address(self._coordinator.answer).value = 1
+            with suppress(RuntimeError):
+                done.synchronize()
+        return came
+
+
+class _Job:
+    """A product of so many rows, as the device sees it."""
+
+    def __init__(self, number: int, inputs: list[torch.Tensor], outputs: torch.Tensor) -> None:
+        self.number, self.inputs, self.outputs = number, inputs, outputs
+
+
+def nearest_cores(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> list[int]:
+    """List the cores of a GPU's NUMA node; none where the kernel does not say."""
+    gpu = torch.cuda.get_device_properties(device)
+    domain, bus, number = (getattr(gpu, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+    try:
+        path = devices / f"{domain:04x}:{bus:02x}:{number:02x}.0" / "local_cpulist"
+        return parse_cores(path.read_text())
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,135 @@
+"""Plans that have the host's cores multiply: chosen where asked for, priced, explained, run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from offplan.checkpoint.open import open_model
+from offplan.costs.cores import ROWS_AT_RATE, find_use
+from offplan.costs.crossovers import find_crossovers
+from offplan.costs.predict import derive_prediction
+from offplan.errors import OffplanError
+from offplan.held.unit import group_units
+from offplan.hostcores.build import check_platform
+from offplan.library.asking import pose
+from offplan.library.sessions import open_session
+from offplan.machine.profile import MachineProfile, load_profile
+from offplan.plan import Goal, Offload, Workload, dump_plan, load_plan
+from offplan.planner.make import make_plan
+from offplan.planner.neighbours import find_neighbours
+from offplan.report.plan import describe_crossovers, describe_offload
+from offplan.runtime.generate import generate
+from tests.costs.builders import make_machine, moe_model
+from tests.held import hold_by
+from tests.planner.cases import MODELS, ask, budget_for
+from tests.runtime.quantise import save_stored
+
+WITH_CORES = Goal(packing=False, host_cores=True)
+
+
+def with_cores(machine: MachineProfile, **rates: float) -> MachineProfile:
+    """A machine whose profile says this of its cores."""
+    figure = machine.h2d
+    said = {key: figure.model_copy(update={"value": value}) for key, value in rates.items()}
+    return machine.model_copy(update=said)
+
+
+MACHINE = with_cores(make_machine(h2d=2e9, uva=1.8e9), cores=8e9, cores_round_trip=1e-6)
+
+
+def backends_of(decision: Offload) -> set[str]:
+    return {rule.decode.name for rule in decision.rules}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_planner_has_them_only_where_asked(name: str) -> None:
+    without = make_plan(ask(MODELS[name], MACHINE, 0.5))
+    result = make_plan(ask(MODELS[name], MACHINE, 0.5, goal=WITH_CORES))
+    assert "host" not in backends_of(without.plan.offload)
+    assert "host" in backends_of(result.plan.offload)
+    assert result.plan.prediction.objective_s < without.plan.prediction.objective_s
+    assert result.floor.objective_s <= result.plan.prediction.objective_s * (1 + 1e-9)
+    assert any("decode host" in line for line in describe_offload(result.plan))
+
+
+def test_slow_cores_are_not_chosen() -> None:
+    machine = with_cores(MACHINE, cores=1e7)
+    result = make_plan(ask(MODELS["moe"], machine, 0.5, goal=WITH_CORES))
+    assert "host" not in backends_of(result.plan.offload)
+
+
+def test_what_they_read_does_not_cross_the_link() -> None:
+    question = ask(MODELS["moe"], MACHINE, 0.5, goal=WITH_CORES)
+    plan = make_plan(question).plan
+    terms = {each.path: each for each in derive_prediction(question.held, MACHINE, plan)}
+    inputs = {each.name: each.value for each in terms["decode.stall"].inputs}
+    assert inputs["round trips"] > 0
+    assert inputs["bytes read by the host's cores"] > plan.prediction.decode.link_bytes
+    waited = inputs["round trips"] * 1e-6 + inputs["bytes read by the host's cores"] / 8e9
+    assert inputs["host's cores"] == pytest.approx(waited, rel=1e-6)
+
+
+def test_neighbours_and_crossovers_name_them() -> None:
+    question = ask(MODELS["moe"], MACHINE, 0.5, goal=WITH_CORES)
+    plan = make_plan(question).plan
+    changes = [each.change for each in find_neighbours(question, plan)]
+    assert any("decode host -> uva" in change for change in changes)
+    found = find_crossovers(hold_by(MODELS["moe"]), MACHINE, plan)
+    assert found.cores_batch is not None
+    told = describe_crossovers(found)
+    assert f"streaming experts beats the host's cores from batch {found.cores_batch} on" in told
+
+
+def test_rates_beside_copies() -> None:
+    assert MACHINE.cores_rate_beside.value == 8e9
+    assert with_cores(MACHINE, host_reads=9e9).cores_rate_beside.value == 7e9
+    assert with_cores(MACHINE, host_reads=2e9).cores_rate_beside.value == 8e8
+    assert with_cores(MACHINE, cores_beside_copies=3e9).cores_rate_beside.value == 3e9
+    shipped = load_profile("rtx4090-pcie4")
+    assert shipped.cores_rate.basis == shipped.cores_trip.basis == "estimated"
+
+
+def test_rows_beyond_the_rate_take_longer() -> None:
+    model = moe_model(4)
+    units = [u for u in group_units(model.layers[0]) if not u.is_expert and len(u.shape) > 1]
+    one, many = (find_use(units, MACHINE, model.experts, batch, None) for batch in (1, 12))
+    assert one.slowness == 1.0
+    assert many.slowness == 12 / ROWS_AT_RATE
+    assert one.num_products == many.num_products == len(units)
+    layer = next(each for each in model.layers if each.expert_bytes)
+    routed = [unit for unit in group_units(layer) if unit.is_expert]
+    assert find_use(routed, MACHINE, model.experts, 1, None).num_products == 1
+
+
+def test_engines_have_none() -> None:
+    with pytest.raises(ValidationError, match="--host-cores with --for vllm: no engine"):
+        Goal(engine="vllm", host_cores=True)
+
+
+def test_what_has_no_kernel_is_left_to_the_link(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3", "int8", tmp_path)  # float32, in groups of 64
+    question = ask(open_model(str(stored)), MACHINE, 0.5, Workload(context=640), WITH_CORES)
+    assert "host" not in backends_of(make_plan(question).plan.offload)
+
+
+def test_from_a_question_to_tokens(tmp_path: Path) -> None:
+    try:
+        check_platform()
+    except OffplanError as error:
+        pytest.skip(str(error))
+    stored, _ = save_stored("qwen3_moe", "fp8_block", tmp_path, torch.bfloat16)
+    model = open_model(str(stored))
+    work = Workload(prompt_tokens=10, output_tokens=6, context=48)
+    machine = with_cores(make_machine(h2d=1e7, uva=1e7), cores=1e9, cores_round_trip=1e-9)
+    budget = budget_for(model, machine, 0.5, work)
+    plan = make_plan(pose(model, machine, work, budget, WITH_CORES)).plan
+    assert "host" in backends_of(plan.offload)
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_plan(plan), "utf-8")
+    assert load_plan(path).offload == plan.offload
+    assert load_plan(path).goal.host_cores
+    with open_session(load_plan(path), model=model, device="cpu") as session:
+        made = [each.tolist() for each in generate(session, torch.tensor([[3, 14, 15, 9]]), 5)]
+    assert len(made) == 5

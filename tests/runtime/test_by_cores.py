@@ -1,0 +1,140 @@
+"""Sessions whose decode steps the host's cores compute, on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offplan.errors import OffplanError, PlanError
+from offplan.placement import Phase
+from offplan.plan import Offload, Rule
+from offplan.runtime.loading.by_cores import ByCoresModule
+from tests.hostcores.cores import require_cores
+from tests.runtime.families import MOST_ROUNDING
+from tests.runtime.plans import group, offload, open_session
+from tests.runtime.quantise import FORMS, save_stored
+
+require_cores()
+
+BATCH = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
+FED = torch.tensor([[5, 8], [35, 9], [11, 2], [45, 38]])
+"""Tokens of four steps, whatever is made: what differs is then the products alone."""
+COMPUTED = [form for form in FORMS if form not in ("int8", "int8_zeros", "int8_bytes_zeros")]
+CASES = [("qwen3", form) for form in COMPUTED] + [
+    ("qwen3_moe", "fp8_block"),
+    ("qwen3_moe", "int4"),
+    ("qwen3_moe", "nvfp4"),
+    ("gpt_oss", "mxfp4"),
+    ("deepseek_v3", "fp8_block"),
+]
+RULES = {
+    "the MLP": group(1, 1, "mlp", decode="host"),
+    "attention, read in place by the prompt": group(
+        2, 1, "self_attn", prefill="uva", decode="host"
+    ),
+    "all": group(1, 1, prefill="uva", decode="host"),
+}
+
+
+def run_fed(folder: Path, decision: Offload) -> torch.Tensor:
+    """Logits of each step, [steps, batch, vocabulary], of the same tokens."""
+    with open_session(folder, decision) as session, session.stream():
+        session.prefill(BATCH)
+        return torch.stack([session.decode(tokens[:, None]).clone() for tokens in FED]).float()
+
+
+def run_in_float32(folder: Path) -> torch.Tensor:
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = stock(torch.cat([BATCH, FED.T], 1)).logits
+    return made[:, BATCH.shape[1] :].transpose(0, 1).detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -> None:
+    stored, plain = save_stored(family, form, tmp_path, dtype=torch.bfloat16)
+    exact = run_in_float32(plain)
+    own = typical_error(run_fed(stored, offload()), exact)
+    for name, rule in RULES.items():
+        made = run_fed(stored, offload(rule, prefetch_step=1))
+        assert typical_error(made, exact) < MOST_ROUNDING * own, name
+
+
+def typical_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """The median over tokens: one may be sent to other experts by what is rounded before them."""
+    return float((logits - exact).abs().mean(-1).median())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_stored("qwen3_moe", "fp8_block", tmp_path, torch.bfloat16, num_hidden_layers=3)[0]
+
+
+def test_a_layer_that_the_prompt_left_in_the_ring_is_not_for_the_cores(folder: Path) -> None:
+    decision = offload(group(1, 1, "experts", decode="host"), prefetch_step=2)
+    with open_session(folder, decision) as session, session.stream():
+        loaded = session.loaded
+        given = [part for part in loaded.module.modules() if isinstance(part, ByCoresModule)]
+        assert len(given) == 1  # of three layers two are in the ring
+        session.prefill(BATCH)
+        assert given[0].cores is None
+        session.decode(FED[0][:, None])
+        assert given[0].cores is not None
+        assert loaded.store.by_cores[Phase.PREFILL] == set()
+
+
+def test_the_same_bits_each_time(folder: Path) -> None:
+    decision = offload(group(1, 1, "mlp", decode="host"), prefetch_step=1)
+    assert torch.equal(run_fed(folder, decision), run_fed(folder, decision))
+
+
+def test_two_sessions_beside_one_another(folder: Path) -> None:
+    decision = offload(group(1, 1, "mlp", decode="host"), prefetch_step=1)
+    expected = run_fed(folder, decision)
+    with open_session(folder, decision) as first, open_session(folder, decision) as second:
+        for session in (first, second):
+            with session.stream():
+                session.prefill(BATCH)
+                made = [session.decode(tokens[:, None]).clone() for tokens in FED]
+                assert torch.equal(torch.stack(made).float(), expected)
+
+
+def test_part_of_what_is_multiplied_together_is_refused(folder: Path) -> None:
+    rule = group(1, 1, "mlp.experts.down_proj", decode="host")
+    with pytest.raises(PlanError, match=r"takes model.layers.0.mlp.experts without .*gate_up_proj"):
+        open_session(folder, offload(rule))
+
+
+def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
+    rule = group(1, 1, "mlp", decode="host")
+    stored, _ = save_stored("qwen3", "int8", tmp_path / "groups", torch.bfloat16)
+    with pytest.raises(OffplanError, match=r"scales of \d+ weights of 8 bits .*mlp.gate_proj\)"):
+        open_session(stored, offload(rule))
+    stored, _ = save_stored("qwen3", "fp8_block", tmp_path / "wide")
+    with pytest.raises(OffplanError, match="computes in bfloat16, found a model in float32"):
+        open_session(stored, offload(rule))
+    _, plain = save_stored("gpt_oss", "mxfp4", tmp_path / "columns", torch.bfloat16)
+    with pytest.raises(OffplanError, match="no kernel for experts whose rows are inputs"):
+        open_session(plain, offload(rule))
+
+
+def test_no_compiler_is_said_before_loading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from offplan.hostcores import library
+
+    library.load_library.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OffplanError, match=r"`decode: host` needs a C.* no-such-compiler"):
+        open_session(folder, offload(group(1, 1, "mlp", decode="host")))
+
+
+def test_rules_say_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="prefill: host serves decode alone; choose prefetch or"):
+        group(1, 1, prefill="host", decode="host")
+    with pytest.raises(ValueError, match="a max_bytes rule is read in place: prefill and decode"):
+        Rule.model_validate({"max_bytes": 10, "prefill": "uva", "decode": "host"})
+    with pytest.raises(ValueError, match=r"rule 1 is .*host's cores.*\(host\), which reads no sec"):
+        offload(group(1, 1, decode="host"), store="peer")

@@ -1,0 +1,227 @@
+"""Products by the host's cores against each form's reference, whatever instructions there are."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from offplan.errors import OffplanError
+from offplan.forms.form import RAW, Form, Kind, Part, WordOrder
+from offplan.hostcores.library import Activation, Experts, InstructionSet, Library, Team
+from offplan.runtime.forms import cores
+from offplan.runtime.forms.cores import Gate
+from tests.hostcores.cores import FORMS, make_weight, require_cores, values_of
+
+require_cores()
+
+ROUNDED = {Kind.MXFP4, Kind.NVFP4, Kind.W4A16, Kind.W8A16, Kind.BNB8}
+"""Kinds whose inputs AVX2's kernels round to 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return cores.load()
+
+
+@pytest.fixture(params=list(InstructionSet))
+def kernels(library: Library, request: pytest.FixtureRequest) -> int:
+    if request.param not in library.instruction_sets:
+        pytest.skip(f"this processor has no {request.param.name}")
+    return library.kernels(request.param)
+
+
+@pytest.fixture
+def team(library: Library) -> Iterator[Team]:
+    team = library.team(2)
+    yield team
+    team.close()
+
+
+def tolerance(library: Library, kernels: int, kind: Kind) -> float:
+    is_avx2 = kernels == library.kernels(InstructionSet.AVX2)
+    return 1e-4 if is_avx2 and kind in ROUNDED else 1e-6
+
+
+def check(made: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert made.shape == expected.shape
+    assert (made - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("num_out", "num_in"), [(320, 768), (64, 1280), (192, 2816)])
+def test_products_are_those_of_the_reference(
+    library: Library, team: Team, kernels: int, name: str, num_out: int, num_in: int
+) -> None:
+    form, parts = make_weight(name, num_out, num_in)
+    weight = cores.describe(form, parts)
+    for num_rows in (1, 2, 3, 8, 15):
+        x = torch.randn(num_rows, num_in).to(torch.bfloat16)
+        made = cores.multiply(team, kernels, weight, x, precise=True)
+        expected = x.double() @ values_of(form, parts).mT
+        check(made, expected, tolerance(library, kernels, form.kind))
+        assert torch.equal(cores.multiply(team, kernels, weight, x), made.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8 channel", "mxfp4", "bnb8", "packed"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 224), (128, 32), (64, 1000), (192, 96)])
+def test_rows_that_fill_no_vector(
+    library: Library, team: Team, kernels: int, name: str, num_out: int, num_in: int
+) -> None:
+    if name == "mxfp4" and num_in % 32:
+        pytest.skip("scales are for 32 weights")
+    form, parts = make_weight(name, num_out, num_in)
+    x = torch.randn(5, num_in).to(torch.bfloat16)
+    made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
+    check(made, x.double() @ values_of(form, parts).mT, tolerance(library, kernels, form.kind))
+
+
+@pytest.mark.parametrize("num_out", [1, 6, 63, 67])
+def test_any_number_of_rows(team: Team, kernels: int, num_out: int) -> None:
+    form, parts = make_weight("bf16", num_out, 200)
+    for num_inputs in (1, 7, 70):
+        x = torch.randn(num_inputs, 200).to(torch.bfloat16)
+        made = cores.multiply(team, kernels, cores.describe(form, parts), x, precise=True)
+        check(made, x.double() @ values_of(form, parts).mT, 1e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bits_are_the_same_for_any_number_of_threads(
+    library: Library, kernels: int, name: str
+) -> None:
+    form, parts = make_weight(name, 320, 768)
+    weight, x = cores.describe(form, parts), torch.randn(3, 768).to(torch.bfloat16)
+    made = []
+    for team in (library.team(1), library.team(3), library.team_of_caller(2)):
+        made.append(cores.multiply(team, kernels, weight, x, precise=True))
+        team.close()
+        team.close()
+    assert all(torch.equal(each, made[0]) for each in made)
+
+
+def test_what_is_no_number_stays_none(team: Team, kernels: int) -> None:
+    for name in FORMS:
+        form, parts = make_weight(name, 64, 256)
+        x = torch.ones(2, 256).to(torch.bfloat16)
+        x[1, 7] = torch.nan
+        made = cores.multiply(team, kernels, cores.describe(form, parts), x)
+        assert made[0].isfinite().all(), name
+        assert made[1].isnan().all(), name
+
+
+def describe_experts(name: str, gate: Gate, *, with_bias: bool) -> tuple[Experts, Any]:
+    """Describe 5 experts of 192 inner columns, and return with them what computes the same."""
+    width = 384 if gate.is_gated else 192
+    up, down = make_weight(name, width, 256, 5), make_weight(name, 256, 192, 5)
+    up_bias, down_bias = (torch.randn(5, size).to(torch.bfloat16) for size in (width, 256))
+    made = Experts(up=cores.describe(*up), down=cores.describe(*down), num_experts=5)
+    made.is_gated, made.activation, made.is_interleaved = (
+        gate.is_gated, gate.activation, gate.is_interleaved,
+    )  # fmt: skip
+    made.alpha, made.limit, made.offset = gate.alpha, gate.limit, gate.offset
+    if with_bias:
+        made.up_bias, made.down_bias = up_bias.data_ptr(), down_bias.data_ptr()
+
+    def compute(x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(x), 256, dtype=torch.float64)
+        for token, experts in enumerate(chosen.tolist()):
+            for place, expert in enumerate(experts):
+                hidden = values_of(*up)[expert] @ x[token].double()
+                hidden = gate.apply(hidden + up_bias[expert] * with_bias)
+                product = values_of(*down)[expert] @ hidden.to(torch.bfloat16).double()
+                product += down_bias[expert] * with_bias
+                out[token] += factors[token, place] * product
+        return out
+
+    return made, (compute, up, down, up_bias, down_bias)
+
+
+GATES = {
+    "silu": Gate(Activation.SILU, True),
+    "gpt-oss": Gate(Activation.SILU, True, True, alpha=1.702, limit=7.0, offset=1.0),
+    "gelu": Gate(Activation.GELU, True),
+    "gelu tanh": Gate(Activation.GELU_TANH, True),
+    "relu": Gate(Activation.RELU, True),
+    "relu squared": Gate(Activation.RELU_SQUARED, False),
+}
+
+
+def draw_choices(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(num_tokens, 256).to(torch.bfloat16)
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(num_tokens)])
+    return x, chosen, torch.rand(num_tokens, 3)
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_experts(library: Library, team: Team, kernels: int, gate: Gate, with_bias: bool) -> None:
+    experts, (compute, *kept) = describe_experts("bf16", gate, with_bias=with_bias)
+    for num_tokens in (1, 4, 70):
+        x, chosen, factors = draw_choices(num_tokens)
+        made = cores.send(team, kernels, experts, x, chosen, factors, precise=True)
+        # a value in between may round to the next bfloat16
+        check(made, compute(x, chosen, factors), 2e-4)
+        few = library.team(1)
+        assert torch.equal(
+            made, cores.send(few, kernels, experts, x, chosen, factors, precise=True)
+        )
+        few.close()
+    assert kept
+
+
+@pytest.mark.parametrize("name", [n for n in FORMS if "256" not in n and n != "bytes with zeros"])
+def test_experts_of_each_form(team: Team, kernels: int, name: str) -> None:
+    if FORMS[name].block in ((1, 128),):
+        pytest.skip("192 columns are no multiple of 128")
+    experts, (compute, *kept) = describe_experts(name, GATES["silu"], with_bias=False)
+    x, chosen, factors = draw_choices(6)
+    made = cores.send(team, kernels, experts, x, chosen, factors)
+    assert made.dtype is torch.bfloat16
+    check(made.double(), compute(x, chosen, factors), 2e-2)
+    assert kept
+
+
+def test_gates_are_found_by_what_they_compute() -> None:
+    plain = Qwen3MoeExperts(Qwen3MoeConfig(num_experts=4))
+    clamped = GptOssExperts(GptOssConfig(num_local_experts=4, hidden_size=64, intermediate_size=32))
+    assert cores.find_gate(plain) == GATES["silu"]
+    assert cores.find_gate(clamped) == GATES["gpt-oss"]
+    plain.act_fn = nn.GELU(approximate="tanh")
+    assert cores.find_gate(plain) == GATES["gelu tanh"]
+    plain.act_fn = nn.Tanh()
+    with pytest.raises(OffplanError, match="no kernel for what Qwen3MoeExperts computes"):
+        cores.find_gate(plain)
+    plain.has_post_expert_norm = True
+    with pytest.raises(OffplanError, match="no kernel for experts with a norm behind them"):
+        cores.find_gate(plain)
+
+
+REFUSED = {
+    "float16": (RAW, torch.float16, 64, "computes in bfloat16, found a model in float16"),
+    "nf4": (Form(Kind.NF4), torch.bfloat16, 64, "no kernel for weights stored as nf4"),
+    "columns": (
+        *(Form(Kind.W4A16, (1, 128), WordOrder.AWQ), torch.bfloat16, 256),
+        "no kernel for weights stored as w4a16 1x128 awq",
+    ),
+    "groups": (
+        *(Form(Kind.W8A16, (1, 64), WordOrder.COMPRESSED_TENSORS), torch.bfloat16, 256),
+        "no kernel for scales of 64 weights of 8 bits",
+    ),
+    "long": (RAW, torch.bfloat16, 70000, "rows of 65536 weights at most, found 70000"),
+}
+
+
+@pytest.mark.parametrize(("form", "dtype", "num_in", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_kernel_is_named(form: Form, dtype: torch.dtype, num_in: int, why: str) -> None:
+    assert why in str(cores.why_not(form, dtype, num_in))
+    assert cores.why_not(RAW, torch.bfloat16, 64) is None
+
+
+def test_a_plain_read_reads(team: Team) -> None:
+    memory = torch.ones(1 << 20, dtype=torch.uint8)
+    team.read(memory.data_ptr(), memory.nbytes)
+    assert Part.WEIGHT in make_weight("bf16", 1, 2)[1]

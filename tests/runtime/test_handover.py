@@ -1,0 +1,126 @@
+"""Products handed over within a stream, which is simulated: it does at once what it is given."""
+
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offplan.errors import OffplanError
+from offplan.forms.form import RAW, Part
+from offplan.runtime.forms import cores
+from offplan.runtime.loading import by_cores
+from offplan.runtime.loading.by_cores import LinearTask
+from offplan.runtime.memory.handover import Exchange, Handover
+from offplan.runtime.memory.servers import ByCores
+from tests.hostcores.cores import make_weight, require_cores, values_of
+
+require_cores()
+
+CPU = torch.device("cpu")
+
+
+class AtOnce:
+    """A stream that does everything when it is queued."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def write(self, address: int, value: int) -> None:
+        self.seen.append("write")
+        ctypes.c_uint32.from_address(address).value = value
+
+    def wait(self, address: int, least: int) -> None:
+        self.seen.append("wait")
+        word, ends = ctypes.c_uint32.from_address(address), time.monotonic() + 20
+        while word.value < least:
+            assert time.monotonic() < ends
+            time.sleep(0)
+
+    def call(self, function: int, argument: int) -> None:
+        self.seen.append("call")
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+
+@pytest.fixture
+def stream() -> AtOnce:
+    return AtOnce()
+
+
+@pytest.fixture(params=[True, False], ids=["waits", "calls the host"])
+def handover(stream: AtOnce, request: pytest.FixtureRequest) -> Iterator[Handover]:
+    made = Handover(CPU, stream)
+    made.exchange = Exchange(made._coordinator, stream, waits=request.param)
+    yield made
+    made.close()
+    made.close()
+
+
+def test_products_come_back(handover: Handover, stream: AtOnce) -> None:
+    form, parts = make_weight("mxfp4", 192, 256)
+    weight = cores.describe(form, parts)
+    for num_rows in (1, 4, 1, 4, 40):
+        x = torch.randn(num_rows, 256).to(torch.bfloat16)
+        made = handover.multiply(weight, x)
+        expected = x.double() @ values_of(form, parts).mT
+        assert (made.double() - expected).abs().max() < 5e-3 * expected.abs().max()
+    each = ["write", "write", "wait"] if handover.exchange.waits else ["call"]
+    assert stream.seen == each * 5
+    assert len(handover._jobs) == 3  # one for each number of rows
+    handover.check()
+
+
+def test_experts_come_back(handover: Handover) -> None:
+    up, down = make_weight("bf16", 128, 96, 4), make_weight("bf16", 96, 64, 4)
+    experts = cores.Experts(up=cores.describe(*up), down=cores.describe(*down), num_experts=4)
+    experts.is_gated, experts.alpha, experts.limit = 1, 1.0, float("inf")
+    library = cores.load()
+    team = library.team(1)
+    for num_tokens in (1, 3):
+        x = torch.randn(num_tokens, 96).to(torch.bfloat16)
+        arguments = x, torch.randint(0, 4, (num_tokens, 2)), torch.rand(num_tokens, 2)
+        expected = cores.send(team, library.kernels(), experts, *arguments)
+        assert torch.equal(handover.send(experts, *arguments), expected)
+    team.close()
+
+
+def test_a_failure_is_said(handover: Handover) -> None:
+    slow = handover._coordinator.add_sleep(0.4, limit_s=0.05)
+    handover.exchange.enqueue(slow)
+    with pytest.raises(OffplanError, match="did not answer in time"):
+        handover.check()
+
+
+def test_layers_of_one_class_are_compiled_once() -> None:
+    server = ByCores(CPU)
+    linear: list[Any] = []
+    for _ in range(3):
+        form, parts = make_weight("bf16", 64, 32)
+        each = nn.Linear(32, 64).to(torch.bfloat16)
+        assert form is RAW
+        task = LinearTask(server, cores.describe(form, parts), None, parts)
+        each.__class__ = by_cores._class_by_cores(nn.Linear)
+        vars(each).update(cores=None, task=by_cores._number(task), weight_there=parts)
+        linear.append(each)
+    by_cores.let_compute(linear, by_cores.Phase.DECODE)
+    num_compiled = 0
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph
+
+    x = torch.randn(1, 5, 32).to(torch.bfloat16)
+    with torch.no_grad():
+        compiled = torch.compile(lambda layer, x: layer(x), backend=count, fullgraph=True)
+        for each in linear:
+            made = compiled(each, x)
+            value = vars(each)["weight_there"][Part.WEIGHT]
+            expected = torch.nn.functional.linear(x, value) + each.bias
+            torch.testing.assert_close(made, expected, rtol=2e-2, atol=2e-2)
+    assert num_compiled == 1
+    by_cores.take_from_cores(linear)
+    server.close()
