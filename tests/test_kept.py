@@ -17,6 +17,7 @@ from offplan.checkpoint.built_cache import BUILT, built_key
 from offplan.checkpoint.header_cache import ShardStart
 from offplan.checkpoint.quantise import Use
 from offplan.checkpoint.tensors import TensorInfo
+from offplan.held import stock
 from offplan.kept import KeptAnswers, installed_versions
 from offplan.library import alternatives, runnable
 from offplan.machine.layer_cache import LAYER_TIMES
@@ -50,6 +51,14 @@ def times(seconds: float) -> tuple[LayerTime, ...]:
     return (decode, decode.model_copy(update={"phase": "prefill", "tokens": 8}))
 
 
+def passes(called: list[int]) -> stock.StockPasses:
+    """What transformers' own passes of a model take, as it comes out of JSON."""
+    calls = {"prefill": called, "decode": called}
+    sizes = {"prompt_bytes": [1.0, 2.0, 0.5], "step_bytes": [3.0, 4.0], "caches": [[8, None, 0]]}
+    facts = {"is_estimated": False, "pinned": ["x"], "calls": calls, "operators": calls}
+    return stock._decode(json.dumps(sizes | facts).encode())
+
+
 SHARD = {"repo": "org/name", "commit": "0" * 40, "shard": "model.safetensors"}
 TIMED = {"gpu": ["a", 1], "torch": "2", "layers": ["x", "y"], "batch": 1}
 OTHERS = (alternatives.Alternative(8, 2**33, 42.5, 0.1, 0),)
@@ -63,6 +72,8 @@ KINDS = [
     ),
     Kind(header_cache._HEADERS, (SHARD, {**SHARD, "shard": "other"}), (start(3), start(300))),
     Kind(LAYER_TIMES, (TIMED, {**TIMED, "torch": "3"}), (times(0.1 + 0.2), times(1e-5))),
+    Kind(stock._PASSES, (ASKED, {**ASKED, "held": ["x"]}), (passes([0, 1]), passes([0]))),
+    Kind(runnable._NEEDS_STOCK, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
     Kind(runnable._RUNNABLE, (ASKED, {**ASKED, "held": ["x"]}), ("runs", "runs")),
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=[kind.answers.kind for kind in KINDS])

@@ -45,7 +45,8 @@ def test_predicted_and_measured_have_the_same_keys(cli: CLI) -> None:
     data = bench(cli, "plans/tiny-moe.yaml")
     facts = ["device", "batch", "prompt_tokens", "num_steps", "num_repeats"]
     ran = ["plan", "runtime", "predicted", "measured", "experts", "left_unpacked", "vs"]
-    assert list(data) == ["offplan", *facts, *ran]
+    assert list(data) == ["offplan", *facts, "way", *ran]
+    assert data["way"] == "own"
     for side in ("predicted", "measured"):
         for phase in ("decode", "prefill"):
             assert data[side][phase].keys() >= {"step_s", "link_bytes", "stall_s", "bound_s"}

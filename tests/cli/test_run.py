@@ -38,7 +38,7 @@ def test_the_shipped_plan_in_json(cli: CLI) -> None:
     data = json.loads(out)
     assert code == 0
     assert f"Weights{data['text']}" == WEIGHTS
-    facts = ["device", "batch", "prompt_tokens", "output_tokens"]
+    facts = ["device", "batch", "prompt_tokens", "way", "output_tokens"]
     figures = ["predicted", "predicted_as_run", "measured", "experts", "left_unpacked"]
     assert list(data) == ["offplan", *facts, "text", "texts", *figures]
     ended = {"text": data["text"], "num_tokens": data["output_tokens"], "finish_reason": "stop"}

@@ -60,7 +60,10 @@ class ScriptedRows:
     def __init__(self, script: Sequence[int], num_rows: int = 2) -> None:
         self.script, self.num_rows = [*script, END], num_rows
         self.session = SimpleNamespace(
-            device=torch.device("cpu"), stream=contextlib.nullcontext, link_bytes=0
+            device=torch.device("cpu"),
+            stream=contextlib.nullcontext,
+            link_bytes=0,
+            check=lambda: None,
         )
         self._made: dict[int, int] = {}
         self.faults: dict[int, Exception] = {}
