@@ -14,7 +14,7 @@ from offplan.costs.timeline import to_seconds
 from offplan.costs.work import decode_shape
 from offplan.held.held import Held
 from offplan.held.stage import Stage
-from offplan.held.unit import group_units
+from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
 from offplan.placement import Phase
 from offplan.plan import Plan, Workload
@@ -75,6 +75,16 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
     )
 
 
+def _offload_experts(stage: Stage, machine: MachineProfile) -> tuple[list[list[Unit]], float]:
+    """Return the routed experts of each layer that has some, and the seconds of copying them all."""
+    offloaded = [
+        [unit for unit in group_units(layer) if unit.is_expert]
+        for layer in stage.layers
+        if layer.expert_bytes
+    ]
+    return offloaded, sum(machine.copy_seconds(sum(u.nbytes for u in each)) for each in offloaded)
+
+
 def _streaming_wins(
     stage: Stage, machine: MachineProfile, workload: Workload
 ) -> Callable[[int], bool]:
@@ -82,13 +92,8 @@ def _streaming_wins(
 
     On an engine, where copies and compute take turns, whether copies < reading.
     """
-    offloaded = [
-        [unit for unit in group_units(layer) if unit.is_expert]
-        for layer in stage.layers
-        if layer.expert_bytes
-    ]
+    offloaded, copies_s = _offload_experts(stage, machine)
     compute = ModelCompute(stage, machine)
-    copies_s = sum(machine.copy_seconds(sum(u.nbytes for u in units)) for units in offloaded)
 
     def wins(batch: int) -> bool:
         read = sum(
@@ -107,13 +112,8 @@ def _streaming_beats_cores(
     stage: Stage, machine: MachineProfile, workload: Workload
 ) -> Callable[[int], bool]:
     """Tell whether max(compute, copies) < compute + the cores' time, were all experts offloaded."""
-    offloaded = [
-        [unit for unit in group_units(layer) if unit.is_expert]
-        for layer in stage.layers
-        if layer.expert_bytes
-    ]
+    offloaded, copies_s = _offload_experts(stage, machine)
     compute = ModelCompute(stage, machine)
-    copies_s = sum(machine.copy_seconds(sum(u.nbytes for u in units)) for units in offloaded)
 
     def beats(batch: int) -> bool:
         uses = (find_use(units, machine, stage.experts, batch, None) for units in offloaded)
