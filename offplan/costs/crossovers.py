@@ -76,7 +76,7 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
 
 
 def _offload_experts(stage: Stage, machine: MachineProfile) -> tuple[list[list[Unit]], float]:
-    """Return the routed experts of each layer that has some, and the seconds of copying them all."""
+    """Return the routed experts of each layer that has some, and the seconds of their copies."""
     offloaded = [
         [unit for unit in group_units(layer) if unit.is_expert]
         for layer in stage.layers
