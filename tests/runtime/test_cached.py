@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from offplan.errors import PlanError
-from offplan.plan import Packing
+from offplan.plan import Offload, Packing
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.model import cached
+from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.passes import runner
 from tests.runtime.cached import Trace, check_slots, keeping, prompts, run_hostile
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import offload, open_session
@@ -136,6 +138,39 @@ def count_copied_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     own = cached.copy_missed
     monkeypatch.setattr(cached, "copy_missed", copy)
     return copied
+
+
+def test_compiled_layers_with_slots_run_no_code_of_those_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers of a class share what was compiled: of resident experts, and of those that go."""
+    checkpoint, decision = saved("qwen3_moe_tied", folder), offload(keeping(1), prefill_chunk=7)
+    traced: list[int] = []
+
+    def trace(graph: torch.fx.GraphModule, _: object) -> Any:
+        traced.append(1)
+        return graph.forward
+
+    def run(rules: Offload) -> tuple[list[torch.Tensor], dict[int, Any]]:
+        with open_session(checkpoint, rules) as session:
+            return run_hostile(session), session.count_experts()
+
+    logits, counts = run(decision)
+    assert all(found.hits and found.copied for found in counts.values())
+    own = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda of, **_: own(of, backend=trace, dynamic=False))
+    compile_all = functools.partial(DecoderLayers, compiled=True)
+    monkeypatch.setattr(runner, "DecoderLayers", lambda layers, **_: compile_all(layers))
+    torch.compiler.reset()
+    try:
+        assert all(map(torch.equal, run(offload(prefill_chunk=7))[0], logits))
+        for _ in range(2):
+            got, found = run(decision)
+            assert all(map(torch.equal, got, logits))
+            assert found == counts
+    finally:
+        torch.compiler.reset()
+    assert traced
 
 
 def test_more_pairs_than_kernels_sort(folder: Path) -> None:

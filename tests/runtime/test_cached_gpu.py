@@ -100,11 +100,18 @@ def test_counts_are_those_of_a_list_of_the_trace(folder: Path, num: int) -> None
 def test_two_sessions_one_after_the_other(folder: Path) -> None:
     checkpoint = saved(folder, "qwen3_moe", "values")
     decision = offload(keeping(2), prefill_chunk=7)
-    before = torch.cuda.memory_allocated()
     runs = []
     for _ in range(2):
-        with open_session(checkpoint, decision, "cuda") as session, session.stream():
+        session = open_session(checkpoint, decision, "cuda")
+        with session.stream():
             runs.append([each.cpu() for each in run_hostile(session, steps_before=0)])
+        store = session.loaded.store
+        assert store.expert_slots
+        held = [store.arena, *store.slots, *store.expert_slots.values()]
+        num_bytes = sum(tensor.nbytes for tensor in held)
+        del held, store
+        # not against what was there before: cuBLAS keeps a workspace for each session's stream
+        before = torch.cuda.memory_allocated()
+        session.close()
+        assert before - torch.cuda.memory_allocated() >= num_bytes
     assert all(map(torch.equal, *runs))
-    torch.compiler.reset()
-    assert torch.cuda.memory_allocated() <= before + 2**20

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import silu
+from torch.utils._pytree import tree_leaves
 
 from offplan.expert_slots import table_bytes
 from offplan.forms.form import Form, Kind
@@ -151,38 +152,43 @@ class Experts:
         self.slot_sources = address_parts(parts.values(), self.slots.values())
 
 
+def forward_resident(experts: Any, tokens: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+    """What ``forward_stored`` does on a GPU, and what multiplies values."""
+    from offplan.runtime.forms import operators
+    from offplan.runtime.forms.experts import add_rows, holds_codes, send
+    from offplan.runtime.forms.pairs import sort_pairs
+    from offplan.runtime.model.experts import forward_experts
+
+    if not holds_codes(experts):
+        return forward_experts(experts, tokens, *routed)
+    chosen, order, starts = sort_pairs(routed[0].reshape(-1), experts.num_experts)
+
+    def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
+        stored = experts.stored_experts[name]
+        parts = {part: getattr(experts, part_name(name, part)) for part in stored.parts}
+        made = operators.multiply(stored.form, parts, x, order, starts)
+        if experts.has_bias:
+            made = add_rows(made, getattr(experts, f"{name}_bias"), chosen)
+        return made
+
+    return send(experts, tokens, routed[1], multiply)
+
+
 @pytest.mark.gpu
 @runs_kernels
 @pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 1), (3, 2), (1, 2), (3, 9)])
 @pytest.mark.parametrize("kind", ["values", "packed", "packed and biased"])
 def test_products_are_those_of_resident_experts(kind: str, num_slots: int, num_tokens: int) -> None:
-    from offplan.runtime.forms import operators
-    from offplan.runtime.forms.experts import send
-    from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.model.cached_products import forward_slots
-    from offplan.runtime.model.experts import forward_experts
 
     torch.manual_seed(0)
     experts: Any = Experts(8, num_slots, packed="packed" in kind, bias="biased" in kind)
-
-    def forward_resident(tokens: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
-        if kind == "values":
-            return forward_experts(experts, tokens, *routed)
-        chosen, order, starts = sort_pairs(routed[0].reshape(-1), 8)
-
-        def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
-            stored = experts.stored_experts[name]
-            parts = {part: getattr(experts, part_name(name, part)) for part in stored.parts}
-            made = operators.multiply(stored.form, parts, x, order, starts)
-            return made + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else made
-
-        return send(experts, tokens, routed[1], multiply)
 
     for _ in range(4):
         tokens = torch.randn(num_tokens, 64, device=DEVICE).to(DTYPE)
         routed = torch.rand(num_tokens, 8, device=DEVICE).topk(2, -1)
         weights = routed.values.to(DTYPE)
-        expected = forward_resident(tokens, routed.indices, weights)
+        expected = forward_resident(experts, tokens, routed.indices, weights)
         got = forward_slots(experts, tokens, routed.indices, weights)
         assert torch.equal(got, expected)
         assert got.isfinite().all()
@@ -225,6 +231,29 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
 POINTERS = ("chosen", "addresses", "table", "slot_of_pair", "rest_of_pair", "order", "starts")
 
 
+def computed_behind_products(graph: Any) -> list[Any]:
+    """What a graph does with products, and with which tensors: where and how it may round."""
+    nodes: dict[Any, str] = {}
+    found = []
+    for node in graph.graph.nodes:
+        if str(node.target).startswith("offplan.multiply"):
+            nodes[node] = "product"
+        elif any(each in nodes for each in node.all_input_nodes):
+            nodes[node] = str(node.target)
+        else:
+            continue
+        if node.op != "output" and nodes[node] != "product":
+            value = node.meta["example_value"]
+            like = [(each.shape, each.dtype, each.stride()) for each in tree_leaves(value)]
+            inputs = [
+                str(each.target) if each.op == "call_function" else each.op
+                for each in node.all_input_nodes
+            ]
+            inputs = [each.replace("multiply_slots", "multiply") for each in inputs]
+            found.append((nodes[node], inputs, like))
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or HAS_GPU, reason="stands in for kernels that would run")
 @pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 4)])
@@ -251,17 +280,23 @@ def test_a_step_is_compiled_whole(
         return lambda *_: [torch.zeros(like.shape, dtype=like.dtype) for like in likes]
 
     class Layer(torch.nn.Module):
-        def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
-            return forward_slots(self, *arguments)
+        way: Any
+
+        def forward(self, *arguments: torch.Tensor) -> Any:
+            return self.way(self, *arguments)
 
     layer = Layer()
     vars(layer).update(vars(Experts(8, num_slots, packed=packed, bias=packed)))
+    for way in (forward_slots, forward_resident):
+        vars(layer)["way"] = way
+        torch._dynamo.reset()
+        compiled = torch.compile(layer.forward, dynamic=False, fullgraph=True, backend=note)
+        with torch.inference_mode():
+            routed = torch.rand(num_tokens, 8).topk(2, -1)
+            compiled(torch.randn(num_tokens, 64).to(DTYPE), routed.indices, routed.values.to(DTYPE))
     torch._dynamo.reset()
-    compiled = torch.compile(layer.forward, dynamic=False, fullgraph=True, backend=note)
-    with torch.inference_mode():
-        routed = torch.rand(num_tokens, 8).topk(2, -1)
-        compiled(torch.randn(num_tokens, 64).to(DTYPE), routed.indices, routed.values.to(DTYPE))
-    torch._dynamo.reset()
-    assert len(graphs) == 1
+    assert len(graphs) == 2
+    if packed:
+        assert computed_behind_products(graphs[0]) == computed_behind_products(graphs[1])
     called = [str(node.target) for node in graphs[0].graph.nodes]
     assert called.count("offplan.read_slots.default") == 1

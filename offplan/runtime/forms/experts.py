@@ -76,9 +76,22 @@ def forward_stored(
             in_place = False
             parts, begins = gather(parts, *pairs)
         made = operators.multiply(stored.form, parts, x, order, begins, in_place=in_place)
-        return made + getattr(experts, f"{name}_bias")[expert_of_pair] if experts.has_bias else made
+        if experts.has_bias:
+            made = add_rows(made, getattr(experts, f"{name}_bias"), expert_of_pair)
+        return made
 
     return send(experts, hidden_states, top_k_weights, multiply)
+
+
+def add_rows(made: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Add to products, [pairs, out], each pair's row of a table, [any, out]; ``rows`` is [pairs].
+
+    Whoever adds biases does it so: where torch.compile joins this with what follows it rounds
+    between them or not by the number of tensors read.
+
+    Source: torch 2.11, ``realize_reads_threshold`` in torch/_inductor/config.py.
+    """
+    return made + table[rows]
 
 
 def send(

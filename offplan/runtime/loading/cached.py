@@ -27,7 +27,7 @@ from offplan.runtime.forms.expert_table import (
 from offplan.runtime.forms.experts import holds_codes
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.store import Offloaded, WeightStore
-from offplan.runtime.model.cached import keep_in_slots, leave_slots
+from offplan.runtime.model.cached import keep_elsewhere, keep_in_slots, leave_slots
 from offplan.runtime.refusal import refuse
 
 
@@ -160,6 +160,9 @@ class CachedExperts:
         """Whether the tables say what is not so: those of memory that nobody has written yet, and
         those that a pass was aborted in."""
         self._layers: dict[int, _Layer] = {}
+        if parts:
+            for experts in (part for part in module.modules() if hasattr(part, "has_gate")):
+                keep_elsewhere(experts)
         for layer, names in parts.items():
             self._layers[layer] = self._take(module, layer, names, placement, store)
 

@@ -34,11 +34,20 @@ def keep_in_slots(
     )
 
 
+def keep_elsewhere(experts: nn.Module) -> None:
+    """Say of experts that have no slots what ``forward_cached`` asks of all layers.
+
+    Compiled code is shared by layers of a class and guarded by what it finds of a module, not by
+    what it does not find: without this, layers with slots would run what was traced without.
+    """
+    vars(experts).update(reads_slots=False, noted=None)
+
+
 def leave_slots(experts: nn.Module) -> None:
     """Undo ``keep_in_slots``, so that the memory can be given back."""
-    held = ("slot_table", "slot_memory", "slots", "slot_sources", "noted", "noted_place")
-    for name in (*held, "num_slots", "reads_slots"):
+    for name in ("slot_table", "slot_memory", "slots", "slot_sources", "num_slots", "noted_place"):
         vars(experts).pop(name, None)
+    keep_elsewhere(experts)
 
 
 def has_slots(experts: nn.Module) -> bool:
@@ -61,8 +70,8 @@ def forward_cached(
     nothing.
     """
     own = vars(experts)
-    if not has_slots(experts) or not own["reads_slots"]:
-        if has_slots(experts) and own["noted"] is not None:
+    if not own["reads_slots"]:
+        if own["noted"] is not None:
             _note(own["noted"], own["noted_place"], top_k_index)
         return forward_stored(experts, hidden_states, top_k_index, top_k_weights)
     if hidden_states.is_cuda:

@@ -5,11 +5,43 @@ from typing import Any
 import torch
 
 from offplan.runtime.forms import operators
-from offplan.runtime.forms.experts import holds_codes, send
+from offplan.runtime.forms.experts import add_rows, holds_codes, send
 from offplan.runtime.forms.pairs import sort_pairs
 from offplan.runtime.forms.stored import StoredWeight, part_name
 from offplan.runtime.forms.table_kernels import read_slots
 from offplan.runtime.model.experts import multiply
+
+
+def _pick_rows(
+    slots: torch.Tensor, rows: torch.Tensor, slot_of_pair: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    own = slots[slot_of_pair.clamp(max=len(slots) - 1)]
+    has_slot = (slot_of_pair < len(slots)).unsqueeze(-1)
+    return torch.where(has_slot, own, rows[chosen]), torch.arange(len(own), device=own.device)
+
+
+# To torch.compile one operator: whatever it joined would be rounded otherwise than in layers whose
+# experts are resident, which look rows up in one table.
+_operator = torch.library.custom_op(
+    "offplan::pick_rows",
+    _pick_rows,
+    mutates_args=(),
+    schema="(Tensor slots, Tensor rows, Tensor slot_of_pair, Tensor chosen) -> (Tensor, Tensor)",
+)
+_operator.register_fake(
+    lambda slots, rows, slot_of_pair, chosen: (
+        slots.new_empty(chosen.numel(), slots.shape[1]),
+        chosen.new_empty(chosen.numel(), dtype=torch.int64),
+    )
+)
+
+
+def _pick(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each pair's row, of its slot or of all experts' rows, and their places: [pairs]."""
+    if not torch.compiler.is_compiling():
+        return _pick_rows(*tensors)
+    made: tuple[torch.Tensor, torch.Tensor] = _operator(*tensors)
+    return made
 
 
 def forward_slots(
@@ -34,11 +66,9 @@ def forward_slots(
     others = None if all_fit else sort_pairs(rest, num_experts)
 
     def add_bias(name: str, made: torch.Tensor) -> torch.Tensor:
-        own_bias = slots[name][slot_of_pair if all_fit else slot_of_pair.clamp(max=num_slots - 1)]
         if all_fit:
-            return made + own_bias
-        has_slot = (slot_of_pair < num_slots).unsqueeze(-1)
-        return made + torch.where(has_slot, own_bias, getattr(experts, name)[chosen])
+            return add_rows(made, slots[name], slot_of_pair)
+        return add_rows(made, *_pick(slots[name], getattr(experts, name), slot_of_pair, chosen))
 
     def multiply_codes(name: str, x: torch.Tensor) -> torch.Tensor:
         stored: StoredWeight = experts.stored_experts[name]
