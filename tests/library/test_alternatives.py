@@ -37,7 +37,9 @@ def test_the_answer_reports_what_fewer_bits_would_give(
     cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offplan.library.analysis.why_not_plan", lambda *_: None)
-    asked = (strip_quantisation("qwen3-8b-fp8", tmp_path), "--machine", "rtx4060,ram=64GiB")
+    # all of the card, without what is left to its display
+    machine = ("--machine", "rtx4060,ram=64GiB", "--gpu-memory", "8GiB")
+    asked = (strip_quantisation("qwen3-8b-fp8", tmp_path), *machine)
     told = " ".join(cli("analyze", *asked).out.split())
     assert "In fewer bits this model would give here: FP8 (8.788 GiB) " in told
     assert "tokens a second with nothing on the host. Each is another checkpoint" in told

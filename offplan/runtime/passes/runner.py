@@ -1,5 +1,6 @@
 """The passes of requests: a prompt, then one step after another."""
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -405,7 +406,9 @@ class ModelRunner:
             len(self.layers), num_keeping, self._context, self._position, self.linear
         )
         self._cached.ignore()
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            # that it would hold whole scores uncompiled, which here are those of one token
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             # One pass, of whatever the slots hold, has every layer allocate its cache: layers
             # compiled before theirs exists would be compiled again once it does.
             device = self._loaded.store.device
