@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from offplan.errors import PlanError
-from offplan.plan import Offload, Packing
+from offplan.plan import Offload, Packing, Rule
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.model import cached
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
-from tests.runtime.cached import Trace, check_slots, keeping, prompts, run_hostile
+from offplan.runtime.rows import Rows
+from tests.runtime.cached import Abort, Trace, abort_in, check_slots, keeping, prompts, run_hostile
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
@@ -193,3 +194,38 @@ def test_memory_holds_the_slots(folder: Path) -> None:
     assert not store.expert_slots
     assert not session.loaded.cached._layers
     assert not any("slots" in vars(each) for each in experts)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_texts_that_join_and_leave_beside_a_prompt_that_fails(tmp_path: Path, num: int) -> None:
+    """Texts of unlike lengths in rows of the cache have the resident logits, bit for bit."""
+    path = save_tiny("qwen3_moe_tied", tmp_path)
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 3], [5, 5, 1, 2]]
+
+    def run(*rules: Rule) -> tuple[list[torch.Tensor], int]:
+        made = []
+        with open_session(path, offload(*rules, prefill_chunk=4)) as session:
+            rows = Rows(session, 2)
+            first = rows.join(texts[0])
+            made.append(first.logits.clone())
+            for token in (3, 4):
+                made.append(rows.step({first.row: token})[first.row].clone())
+            second = rows.join(texts[1])
+            made.append(second.logits.clone())
+            made += [each.clone() for each in rows.step({first.row: 1, second.row: 2}).values()]
+            rows.leave(second.row)
+            abort_in(session, 1)
+            with pytest.raises(Abort):
+                rows.join(texts[2])
+            made.append(rows.step({first.row: 6})[first.row].clone())
+            third = rows.join(texts[2])
+            made.append(third.logits.clone())
+            for tokens in ((3, 4), (9, 9), (2, 8)):
+                stepped = rows.step(dict(zip((first.row, third.row), tokens, strict=True)))
+                made += [stepped[row].clone() for row in (first.row, third.row)]
+            return made, sum(each.hits for each in session.count_experts().values())
+
+    expected, _ = run()
+    got, hits = run(keeping(num))
+    assert hits
+    assert all(map(torch.equal, got, expected))
