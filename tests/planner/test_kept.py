@@ -11,6 +11,7 @@ from offplan.checkpoint.model import Model
 from offplan.costs.predict import price_request
 from offplan.errors import InputError, PlanError
 from offplan.library.asking import pose
+from offplan.machine.profile import MachineProfile
 from offplan.placement import place
 from offplan.plan import Budget, Goal, ModelRef, Offload, Workload
 from offplan.planner.frontier import find_frontier
@@ -34,6 +35,8 @@ from tests.costs.exact import run_request
 from tests.planner.cases import UNLIMITED, WORKLOAD, budget_for
 
 MACHINE = make_machine(h2d=1e9, uva=0.9e9)
+SLOW = make_machine(h2d=1e8, uva=0.9e8)
+"""A link on which the bytes of tiny experts take longer than a layer's kernels."""
 MODELS = [moe_model(5), make_model([DENSE, MOE, MOE] * 2)]
 ALL = 2**40
 
@@ -60,10 +63,11 @@ def ask(
     kept: object = "auto",
     routing: RoutingProfile | None = None,
     workload: Workload = WORKLOAD,
+    machine: MachineProfile = MACHINE,
 ) -> Question:
-    budget = UNLIMITED if share is None else budget_for(model, MACHINE, share, workload)
+    budget = UNLIMITED if share is None else budget_for(model, machine, share, workload)
     goal = Goal.model_validate({"cached_experts": kept, "packing": False})
-    question = pose(model, MACHINE, workload, budget, goal)
+    question = pose(model, machine, workload, budget, goal)
     return question if routing is None else replace(question, held=question.held.route(routing))
 
 
@@ -161,7 +165,9 @@ def test_more_memory_is_never_slower_and_none_is_slower_than_without(
 def test_reuse_is_what_has_experts_kept() -> None:
     model = moe_model(8)
     routing = record(model, repeat=0.95)
-    plain, kept = (make_plan(ask(model, 0.5, way, routing)).plan for way in ("off", "auto"))
+    plain, kept = (
+        make_plan(ask(model, 0.5, way, routing, machine=SLOW)).plan for way in ("off", "auto")
+    )
     assert any(rule.cached_experts for rule in kept.offload.rules)
     assert kept.prediction.decode.link_bytes < 0.5 * plain.prediction.decode.link_bytes
     assert kept.prediction.gpu_memory.total_bytes <= kept.budget.gpu_memory
@@ -206,5 +212,5 @@ def test_a_batch_that_was_not_recorded_is_refused() -> None:
 
 def test_the_frontier_has_them() -> None:
     model = moe_model(8)
-    points = find_frontier(ask(model, None, "auto", record(model, repeat=0.9)))
+    points = find_frontier(ask(model, None, "auto", record(model, repeat=0.9), machine=SLOW))
     assert any(r.cached_experts for point in points for r in point.plan.offload.rules)
