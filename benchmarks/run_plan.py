@@ -20,6 +20,7 @@ from offplan.checkpoint.open import open_model
 from offplan.plan import Offload, Packing, Rule
 from offplan.runtime.measuring.bench import time_link
 from offplan.runtime.session import Session
+from offplan.runtime.transformers_private import list_experts
 
 
 def describe_machine() -> dict[str, object]:
@@ -68,7 +69,7 @@ def count_touched_experts(session: Session, prompt: torch.Tensor) -> float | Non
         counts.append(arguments[1].unique().numel())  # hidden states, indices, weights
 
     # those that transformers lets be multiplied in another way say what they have
-    experts = [m for m in session.loaded.module.modules() if hasattr(m, "has_gate")]
+    experts = list_experts(session.loaded.module)
     hooks = [m.register_forward_pre_hook(count) for m in experts]
     with session.stream(), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         tokens = session.prefill(prompt).argmax(-1, keepdim=True)

@@ -122,8 +122,9 @@ class Session:
 
         What kernels read in place besides is not in it: nobody counts that.
         """
-        served = self.loaded.store.bytes_served
-        return self.link.bytes_moved + served + self.runner.embedding_bytes
+        served, table = self.loaded.store.bytes_served, self.loaded.placement.host_embedding
+        row_bytes = 0 if table is None else table.nbytes // table.shape[0]
+        return self.link.bytes_moved + served + self.runner.rows_read * row_bytes
 
     def count_experts(self) -> dict[int, ExpertCounts]:
         """Return what decode steps found of kept experts since ``warm_up``, by layer index.

@@ -169,6 +169,11 @@ def let_experts_be_chosen(model: PreTrainedModel) -> None:
             part._can_set_experts_implementation = lambda: True
 
 
+def list_experts(module: nn.Module) -> list[Any]:
+    """List the routed experts in a module that transformers lets be multiplied in another way."""
+    return [part for part in module.modules() if hasattr(part, "has_gate")]
+
+
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:
     """Return the gated activation of routed experts, [pairs, width], of [pairs, 2 x width]."""
     return experts._apply_gate(made)

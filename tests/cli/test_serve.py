@@ -40,21 +40,16 @@ def test_the_name_of_a_model_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert _name_model(source) == name
 
 
+def start_serving(plan: Path) -> "subprocess.Popen[str]":
+    """Serve a plan on a free port, in a process whose notes come through a pipe."""
+    command = [sys.executable, "-m", "offplan", "serve", str(plan), "--device", "cpu"]
+    return subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.slow
 def test_a_process_whose_notes_nobody_reads_ends(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, RULES["mixed"])
-    command = [
-        sys.executable,
-        "-m",
-        "offplan",
-        "serve",
-        str(plan),
-        "--device",
-        "cpu",
-        "--port",
-        "0",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with start_serving(plan) as process:
         try:
             find_url(process)
             assert process.stderr
@@ -69,18 +64,7 @@ def test_a_process_whose_notes_nobody_reads_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_serves_until_a_signal(tmp_path: Path, end: signal.Signals) -> None:
     plan = write_plan(tmp_path, RULES["mixed"])
-    command = [
-        sys.executable,
-        "-m",
-        "offplan",
-        "serve",
-        str(plan),
-        "--device",
-        "cpu",
-        "--port",
-        "0",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with start_serving(plan) as process:
         try:
             url = find_url(process)
             with urllib.request.urlopen(f"{url}/health", timeout=TIMEOUT_S) as response:

@@ -362,7 +362,7 @@ class WithoutRows:
     """A runner that has no rows."""
 
     def __init__(self, runner: Any) -> None:
-        for name in ("prefill", "decode", "captures_prompt", "close", "embedding_bytes"):
+        for name in ("prefill", "decode", "captures_prompt", "close", "rows_read"):
             setattr(self, name, getattr(runner, name))
 
 

@@ -29,6 +29,7 @@ from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.store import Offloaded, WeightStore
 from offplan.runtime.model.cached import keep_elsewhere, keep_in_slots, leave_slots
 from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import list_experts
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def find_parts(
 
 
 def _experts_of(module: PreTrainedModel, layer: int) -> Any:
-    found = [part for part in decoder_layers(module)[layer].modules() if hasattr(part, "has_gate")]
+    found = list_experts(decoder_layers(module)[layer])
     if len(found) != 1:
         raise PlanError(
             f"layer {layer} has {len(found)} groups of routed experts that transformers lets be "
@@ -161,7 +162,7 @@ class CachedExperts:
         those that a pass was aborted in."""
         self._layers: dict[int, _Layer] = {}
         if parts:
-            for experts in (part for part in module.modules() if hasattr(part, "has_gate")):
+            for experts in list_experts(module):
                 keep_elsewhere(experts)
         for layer, names in parts.items():
             self._layers[layer] = self._take(module, layer, names, placement, store)

@@ -11,7 +11,7 @@ from offplan.placement import Phase
 from offplan.runtime.forms.experts import PLAIN_WAY, STORED_EXPERTS_NAME, holds_codes
 from offplan.runtime.model.cached import CACHED_NAME, has_slots
 from offplan.runtime.model.filled import FindFilled, filled_blocks, filled_mask, filled_up_to
-from offplan.runtime.transformers_private import ExpertsInterface
+from offplan.runtime.transformers_private import ExpertsInterface, list_experts
 
 
 class ExpertKernels:
@@ -24,7 +24,7 @@ class ExpertKernels:
         self._decoder = module.get_decoder()
         self._num_chosen = model.experts.num_experts_per_token if model.experts else 0
         self._own, self._few_pairs = find_own_experts(model, module, with_kernels=with_own)
-        experts = [part for part in module.modules() if hasattr(part, "has_gate")]
+        experts = list_experts(module)
         plain = [part for part in experts if not holds_codes(part)]
         self._shared_name = STORED_EXPERTS_NAME if len(plain) < len(experts) else ""
         if any(map(has_slots, experts)):
@@ -82,7 +82,7 @@ def find_own_experts(
     answer is about these.
     """
     # only those that transformers lets choose how they are multiplied say what they are made of
-    experts = [part for part in module.modules() if hasattr(part, "has_gate")]
+    experts = list_experts(module)
     coded = [part for part in experts if holds_codes(part)]
     experts = [part for part in experts if not holds_codes(part)]
     if coded and not experts:

@@ -70,7 +70,7 @@ class ModelRunner:
         self.length = 0
         """Tokens of each sequence; 0 where none is begun, or each has a length of its own."""
         self._position = Position(device)
-        self._rows_read = 0
+        self.rows_read = 0
         """Rows of the input embedding that passes have read."""
         self.frequencies = Frequencies(module)
         self._text: torch.Tensor | None = None
@@ -169,10 +169,10 @@ class ModelRunner:
                     self.layers.forget_states(each.rows)
             self.frequencies.set_length(readings[-1].stop)
             shapes = [each.tokens.shape for each in readings]
-            self._rows_read += sum(map(prod, shapes))
+            self.rows_read += sum(map(prod, shapes))
             if len(readings) > 1 or shapes[0][1] > self.chunk:
                 # each sequence's last one is read again, for the head
-                self._rows_read += sum(batch for batch, _ in shapes)
+                self.rows_read += sum(batch for batch, _ in shapes)
             largest = max(batch * min(new, self.chunk) for batch, new in shapes)
             return self._passes.run(
                 self._next_schedule(Phase.PREFILL),
@@ -216,7 +216,7 @@ class ModelRunner:
             self.frequencies.set_length(length)
             if self._position.is_shared:
                 self._position.shared.fill_(length - 1)
-            self._rows_read += len(tokens)
+            self.rows_read += len(tokens)
             schedule = self._next_schedule(Phase.DECODE)
             steady = schedule.before == schedule.after
             logits = self._passes.run(
@@ -264,12 +264,6 @@ class ModelRunner:
         self._position.tensor.fill_(num_tokens)
         self.length = num_tokens
         self._text = None
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Bytes that passes have read of an input embedding on the host; 0 without one."""
-        table = self._loaded.placement.host_embedding
-        return 0 if table is None else self._rows_read * (table.nbytes // table.shape[0])
 
     @property
     def changes_with_length(self) -> bool:

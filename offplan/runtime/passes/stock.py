@@ -20,7 +20,7 @@ from offplan.runtime.passes.executor import Executor
 from offplan.runtime.passes.link import Link
 from offplan.runtime.passes.nan import NanFoundError, NanWatch
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import rescale_layers
+from offplan.runtime.transformers_private import list_experts, rescale_layers
 from offplan.schedule import (
     Copy,
     Schedule,
@@ -56,7 +56,7 @@ class StockRunner:
         """Tokens of each sequence; 0 where none is begun."""
         self._batch = 0
         self._text: StockGeneration | None = None
-        self._rows_read = 0
+        self.rows_read = 0
         """Rows of the input embedding that passes have read."""
         self._ring = empty_ring(loaded.placement)
         self._executor = Executor(link, loaded.store.serve)
@@ -97,7 +97,7 @@ class StockRunner:
         with self._whole_or_afresh():
             self._forget()
             self._text = self._begin(prompt)
-            self._rows_read += prompt.numel()
+            self.rows_read += prompt.numel()
             ends = [*range(self._chunk, num_tokens, self._chunk), num_tokens]
             for start, stop in zip([0, *ends], ends, strict=False):
                 following = Phase.DECODE if stop == num_tokens else Phase.PREFILL
@@ -121,7 +121,7 @@ class StockRunner:
                 f"decode wants tokens of shape {(self._batch, 1)}, found {tuple(tokens.shape)}"
             )
         with self._whole_or_afresh():
-            self._rows_read += self._batch
+            self.rows_read += self._batch
             logits = self._run(Phase.DECODE, Phase.DECODE, partial(self._text.decode, tokens))
             self.length += 1
         return logits
@@ -144,12 +144,6 @@ class StockRunner:
         finally:
             self._calls.see = None
             self._forget()
-
-    @property
-    def embedding_bytes(self) -> int:
-        """Bytes that passes have read of an input embedding on the host; 0 without one."""
-        table = self._loaded.placement.host_embedding
-        return 0 if table is None else self._rows_read * (table.nbytes // table.shape[0])
 
     @property
     def changes_with_length(self) -> bool:
@@ -277,7 +271,7 @@ class StockRunner:
 
 def _choose_stored_experts(module: Any) -> None:
     """Have experts that are held as codes multiplied by our products."""
-    experts = [part for part in module.modules() if hasattr(part, "has_gate")]
+    experts = list_experts(module)
     coded = [holds_codes(part) for part in experts]
     if any(coded) and not all(coded):
         raise refuse(f"{type(module).__name__} has experts of values beside experts of codes")
