@@ -32,6 +32,8 @@ class ExpertSlots:
     """Experts of the layer."""
     units: tuple[Unit, ...]
     """Everything that is stored of the layer's experts, in the slab's order."""
+    host_share: float = 0.0
+    """Part of the experts that a step misses which the host's cores multiply where they lie."""
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -117,7 +119,7 @@ def find_expert_slots(
                 f"{unit.nbytes} bytes, which {num_experts} experts do not divide: leave "
                 "cached_experts out"
             )
-    return ExpertSlots(num_slots, num_experts, tuple(units))
+    return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores)
 
 
 def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:

@@ -35,8 +35,9 @@ from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile, load_profile
 from offplan.placement import ALIGNMENT_BYTES, Phase, Placement, Slab, place
 from offplan.plan import Plan, Prediction, load_plan
+from offplan.planner.options import backend_pairs
 from offplan.planner.search import MAX_RULES
-from offplan.planner.space import PREFETCH_STEPS, PREFILL_CHUNKS, backend_pairs
+from offplan.planner.space import PREFETCH_STEPS, PREFILL_CHUNKS
 from offplan.schedule import Compute, Copy, build_steady_request, slots_of
 from tests.cli import CLI, ROOT
 

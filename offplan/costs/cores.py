@@ -79,7 +79,8 @@ def cores_by_layer(
     found, uses = [0] * num_layers, []
     beside = bool(placement.spans(Phase.DECODE))
     for layer, entries in read_at_use(placement, Phase.DECODE).items():
-        if units := [each.unit for each in entries if each.decode.is_by_cores]:
+        whole = [each for each in entries if not each.keeps_experts]  # else: ``costs.missed``
+        if units := [each.unit for each in whole if each.decode.is_by_cores]:
             use = find_use(units, machine, experts, batch, reuse)
             found[layer] = to_ps(use.seconds(machine, beside=beside))
             uses.append(use)

@@ -241,7 +241,9 @@ def read_bytes_by_layer(
             more = left_bytes(slots, experts, shapes)
             if is_step:
                 given = slots.units, experts, tokens[0], reuse, slots.num_slots
-                more = use_bytes(keeping, machine, *given)
+                keeping = Backend.UVA if keeping.is_by_cores else keeping
+                missed = use_bytes(keeping, machine, *given)
+                more = missed - round(slots.host_share * missed)
             read[keeping] = read.get(keeping, 0) + more
         by_layer[layer] = read
     return tuple(by_layer)

@@ -7,6 +7,7 @@ from offplan.costs.compute import PassCompute
 from offplan.costs.cores import CoresUse, add_uses, cores_by_layer
 from offplan.costs.kept_experts import keeping_by_layer
 from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
+from offplan.costs.missed import missed_by_layer
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -30,7 +31,8 @@ def pass_times(
         cores_ps, uses = cores_by_layer(
             placement, machine, stage.experts, num_layers, shapes[0].num_tokens, reuse
         )
-    cores_bytes, cores_products = add_uses(uses)
+    missed_ps, divided = missed_by_layer(placement, stage, machine, priced)
+    cores_bytes, cores_products = add_uses([*uses, *divided])
     rows = embedding_bytes(placement.host_embedding, shapes)
     first_ps, *rest_ps = (
         sum(read_ps(backend, machine, num_bytes) for backend, num_bytes in layer.items())
@@ -51,6 +53,7 @@ def pass_times(
         cores_ps=cores_ps,
         cores_bytes=cores_bytes,
         cores_products=cores_products,
+        missed_ps=missed_ps,
         keeping_ps=keeping_by_layer(placement, stage.experts, machine, num_layers, shapes),
     )
 

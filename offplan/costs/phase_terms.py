@@ -12,6 +12,9 @@ from offplan.held.packing import is_packed
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
 
+MISSED = "max(products of found experts, link, host's cores) - products of found experts - link"
+"""How a layer waits for missed experts that the host's cores and the link divide."""
+
 
 def list_phase(
     stage: Stage,
@@ -63,8 +66,13 @@ def list_phase(
     )
     if taken.times.cores_products:
         formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"
+        name, waiting = "host's cores", sum(taken.times.cores_ps)
+        if taken.times.missed_ps:
+            name += ", beyond what is hidden"
+            formula = "of each layer " + MISSED if not waiting else f"{formula}; of missed {MISSED}"
+            waiting += sum(taken.times.missed_ps)
         kept += (
-            Input("host's cores", to_seconds(sum(taken.times.cores_ps)), "s", formula),
+            Input(name, to_seconds(waiting), "s", formula),
             Input("round trips", taken.times.cores_products, "count"),
             show_figure("cores_round_trip", machine.cores_trip, "s"),
             Input("bytes read by the host's cores", taken.times.cores_bytes, "bytes"),

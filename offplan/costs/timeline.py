@@ -72,12 +72,15 @@ class PassTimes:
     """Bytes that the cores read, over all layers."""
     cores_products: int = 0
     """Products that are handed over to the cores."""
+    missed_ps: tuple[int, ...] = ()
+    """Picoseconds that each layer waits beyond reading where the cores multiply a share of the
+    experts that it misses; negative where its other products hide both. Empty where none do."""
 
     @cached_property
     def busy_ps(self) -> tuple[int, ...]:
         """Picoseconds of each layer's kernels, with those that keep experts, and of the cores."""
-        all_three = zip_longest(self.compute_ps, self.keeping_ps, self.cores_ps, fillvalue=0)
-        return tuple(map(sum, all_three))
+        parts = self.compute_ps, self.keeping_ps, self.cores_ps, self.missed_ps
+        return tuple(map(sum, zip_longest(*parts, fillvalue=0)))
 
     @property
     def resident_ps(self) -> int:

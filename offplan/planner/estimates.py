@@ -44,10 +44,10 @@ class Loads(NamedTuple):
     """Waiting for the host's cores, which copies hide."""
     cores_spared: Floats
     """What of it a slot spares decode of one layer, at most."""
-    kept_bytes: Floats
-    """Bytes of the experts of which some may be kept one by one."""
-    kept_read: Floats
-    """What a step reads of these with none kept."""
+    rungs_bytes: Floats
+    """Bytes of all rungs."""
+    none_ps: Floats
+    """What a step takes without any."""
     slot_bytes: Floats
     """The largest span of a layer in either phase."""
     prompt_turns: Floats
@@ -55,6 +55,8 @@ class Loads(NamedTuple):
     """Compute of the layers that stream."""
     step_turns: Floats
     step_compute: Floats
+    climbing: Floats
+    """The option that has rungs; NO_RULE for none."""
 
     def at(self, setting: Ints, rule: Ints) -> "Loads":
         """Select rules, each in a setting."""
@@ -146,7 +148,7 @@ def list_rules(space: Space, prices: Prices) -> Rules:
 
 def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: Ints) -> Loads:
     """Add up contents, [options, kinds] by number, of so many layers of each kind."""
-    layers, kept = numbers[option], prices.kept
+    layers, ladders = numbers[option], prices.ladders
     contents, prompt_reads = prices.contents
     example = [space.kind_of.index(kind) for kind in range(counts.shape[1])]
 
@@ -172,13 +174,14 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
         step_spared=most(step_read * streams),
         step_cores=total(contents.step_cores_ps[layers]),
         cores_spared=most(contents.step_cores_ps[layers] * streams),
-        kept_bytes=total(kept.num_experts * kept.expert_bytes[option]),
-        kept_read=total(kept.uncached_ps[option]),
+        rungs_bytes=total(ladders.num_rungs * ladders.rung_bytes[option]),
+        none_ps=total(ladders.none_ps[option]),
         slot_bytes=most(np.maximum(prompt_bytes, step_bytes)),
         prompt_turns=total(streams),
         prompt_compute=np.array([total(streams * each[example]) for each in space.table.layer_ps]),
         step_turns=total(streams_again),
         step_compute=total(streams_again * np.array(space.decode.layer_ps)[example]),
+        climbing=np.where(ladders.climbs[option], option, NO_RULE),
     )
     shape = len(space.settings), len(counts) + 1
     padded = (np.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, 1)]) for each in columns)
@@ -186,17 +189,18 @@ def _sum_up(space: Space, prices: Prices, option: Ints, numbers: Ints, counts: I
 
 
 def estimate(
-    space: Space, loads: Loads, setting: Ints, num_slots: Ints, spare: Floats | None = None
+    prices: Prices, loads: Loads, setting: Ints, num_slots: Ints, spare: Floats | None = None
 ) -> tuple[Floats, Floats]:
     """Estimate the picoseconds of each plan's prompt and decode step.
 
-    ``spare`` are the bytes that each has left for experts one by one.
+    ``spare`` are the bytes that each has left for rungs.
 
     Of a prompt's copies decode has left as many as there are slots, where it streams; otherwise the
     layers that share a slot with none are not copied again: of n layers over K slots 2 K - n. That
     holds for decode's own copies as well, and up to K layers are never copied at all. Where decode
     streams nothing, it finds in each slot what prefill left there.
     """
+    space, ladders = prices.space, prices.ladders
     table, engine = space.table, space.stage.runner.pass_rules
     owners, owners_again = (
         np.maximum(0, 2 * num_slots - turns) for turns in (loads.prompt_turns, loads.step_turns)
@@ -209,11 +213,13 @@ def estimate(
     copied_again = np.where(loads.step_turns > num_slots, copied_again, 0)
     kept = np.where(loads.step_turns > 0, 0, num_slots)
     read = np.maximum(0, loads.step_read - kept * loads.step_spared)
-    if spare is not None:
-        kept_share = np.maximum(0, spare) / np.maximum(1, loads.kept_bytes)
-        missed = space.missed_choices
-        in_slots = (len(missed) - 1) * np.minimum(1, kept_share)
-        read = read + loads.kept_read * np.interp(in_slots, np.arange(len(missed)), missed)
+    if spare is not None and ladders.num_rungs:
+        share = np.clip(spare / np.maximum(1, loads.rungs_bytes), 0, 1) * ladders.num_rungs
+        below, curves = np.floor(share).astype(np.int64), ladders.curves[loads.climbing.astype(int)]
+        row, part = np.arange(len(below)), share - below
+        above = np.minimum(below + 1, ladders.num_rungs)
+        curve = (1 - part) * curves[row, below] + part * curves[row, above]
+        read = read + loads.none_ps * curve
     resident_ps, row_ps = table.resident_ps[setting], table.row_ps[setting]
     by_cores = np.maximum(0, loads.step_cores - kept * loads.cores_spared)
     in_turn = num_slots == 1

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from offplan.planner.aims import NEVER, Floats
 from offplan.planner.estimates import Rules, estimate
 from offplan.planner.in_place import InPlace, InPlaceRules
-from offplan.planner.prices import NO_RULE, Ints
-from offplan.planner.space import PREFETCH_STEPS, Room, Space
+from offplan.planner.prices import NO_RULE, Ints, Prices
+from offplan.planner.space import PREFETCH_STEPS, Room
 
 
 class Rows(NamedTuple):
@@ -49,9 +49,9 @@ class Firsts:
     """Bytes of the store that those lack that fit the GPU; 0 once one fits."""
 
 
-def list_firsts(space: Space, rules: Rules, in_place: InPlaceRules, room: Room) -> Firsts:
+def list_firsts(prices: Prices, rules: Rules, in_place: InPlaceRules, room: Room) -> Firsts:
     """List what a budget leaves: of two rules one frees at least half of what both have to."""
-    every = in_place.plans(room)
+    space, every = prices.space, in_place.plans(room)
     gpu_lacks = [np.array([each.gpu_lack for each in every])]
     host_lacks = [np.array([each.host_lack for each in every])]
     fitting = [each for each in every if each.gpu_lack <= 0 and each.host_lack <= 0]
@@ -76,7 +76,7 @@ def list_firsts(space: Space, rules: Rules, in_place: InPlaceRules, room: Room) 
         num_candidates += int(rules.num_patterns[first[fits]].sum())
         rows = np.flatnonzero(fits | (lacking < of_rule) & (on_host <= 0))
         first, setting, slots = first[rows], setting[rows], np.full(len(rows), num_slots)
-        times = estimate(space, rules.loads.at(setting, first), setting, slots, -lacking[rows])
+        times = estimate(prices, rules.loads.at(setting, first), setting, slots, -lacking[rows])
         # what is no plan by itself leaves something
         left = np.where(fits[rows], lacking[rows], np.maximum(1, lacking[rows]))
         found.append(Rows(*times, setting, slots, first, np.full(len(rows), NO_RULE), left))

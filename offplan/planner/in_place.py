@@ -10,8 +10,9 @@ import numpy as np
 
 from offplan.placement import off_gpu_bytes
 from offplan.plan import Rule
+from offplan.planner.options import Option
 from offplan.planner.prices import Prices
-from offplan.planner.space import Option, Room, Space
+from offplan.planner.space import Room, Space
 
 
 class InPlace(NamedTuple):
@@ -72,11 +73,11 @@ class InPlaceRules:
                 accumulate(
                     unit.nbytes
                     for kind in space.kind_of
-                    for unit in space.taken[option.segment_class][kind]
+                    for unit in space.taken(option.segment_class)[kind]
                 )
             )
             for number, option in enumerate(space.options)
-            if option.prefill is option.decode and not option.decode.streams and not option.keeps
+            if option.prefill is option.decode and not option.decode.streams and not option.climbs
         }
 
     @cached_property
@@ -120,7 +121,7 @@ class InPlaceRules:
         engine = self.space.stage.runner.pass_rules
         if engine is None or not engine.copies_in_place:
             return 0
-        taken = self.space.taken[option.segment_class]
+        taken = self.space.taken(option.segment_class)
         return engine.num_pools * max(sum(unit.nbytes for unit in units) for units in taken)
 
     def _number(self, option: int | None, num_units: int) -> list[int]:
@@ -129,7 +130,7 @@ class InPlaceRules:
         for kind in self.space.kind_of:
             of_layer = 0
             if option is not None:
-                taken = self.space.taken[self.space.options[option].segment_class][kind]
+                taken = self.space.taken(self.space.options[option].segment_class)[kind]
                 of_layer = min(num_units, len(taken))
             options = () if option is None or not of_layer else (option,)
             numbers.append(self.prices.number(kind, options, of_layer))

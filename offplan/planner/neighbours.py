@@ -10,6 +10,7 @@ from offplan.costs.predict import predict
 from offplan.errors import ExportError, PlanError
 from offplan.held.runner import Demand, Runner
 from offplan.plan import Offload, Packing, Plan, Prediction, Rule
+from offplan.planner.options import number_steps
 from offplan.planner.question import Question
 from offplan.planner.space import prefill_chunks
 from offplan.units import format_bytes
@@ -94,11 +95,7 @@ def _rule_steps(
             yield told, {"max_bytes": size}
         return
     yield from _pattern_steps(rule)
-    if (kept := rule.cached_experts) is not None:
-        for number in (kept - 1, kept + 1):
-            yield f"cached_experts {kept} -> {number}", {"cached_experts": number}
-        none: dict[str, object] = {"cached_experts": None, "cached_experts_more": None}
-        yield "without cached_experts", none
+    yield from number_steps(rule)
     for phases in [("prefill", "decode")] if runner.takes_one_rule else [("prefill",), ("decode",)]:
         way: Backend = getattr(rule, phases[0])
         for other in backends:

@@ -16,9 +16,9 @@ from offplan.costs.steady import (
 )
 from offplan.held.unit import Unit
 from offplan.placement import Phase, build_slab, off_gpu_bytes
-from offplan.plan import Rule
 from offplan.planner.aims import Floats
-from offplan.planner.kept import KeptExperts
+from offplan.planner.ladders import Ladders
+from offplan.planner.options import Option
 from offplan.planner.patterns import list_patterns
 from offplan.planner.space import Space
 
@@ -47,17 +47,17 @@ class Candidates(NamedTuple):
         return Candidates(*(column[rows] for column in self))
 
 
-class Slots(NamedTuple):
-    """The experts that candidates keep one by one."""
+class Rungs(NamedTuple):
+    """The rungs that candidates have memory for."""
 
     option: Ints
-    """The option whose rule keeps them; NO_RULE where none does, [candidates]."""
-    experts: Ints
-    """Experts of each layer, [candidates, layers]."""
+    """The option whose ladders they are of; NO_RULE where none has any, [candidates]."""
+    of_layer: Ints
+    """Rungs of each layer, [candidates, layers]."""
 
-    def choose(self, rows: Ints) -> "Slots":
+    def choose(self, rows: Ints) -> "Rungs":
         """Keep those of some of the candidates."""
-        return Slots(self.option[rows], self.experts[rows])
+        return Rungs(self.option[rows], self.of_layer[rows])
 
 
 class Content(NamedTuple):
@@ -115,31 +115,32 @@ class Prices:
         key = kind, options, most
         if key not in self._numbers:
             space = self.space
-            rules = {
-                id(unit): rule
-                for option, rule in ((each, space.options[each].rule(1, 1)) for each in options)
-                for unit in space.taken[space.options[option].segment_class][kind][:most]
+            chosen = {
+                id(unit): space.options[option]
+                for option in options
+                for unit in space.taken(space.options[option].segment_class)[kind][:most]
             }
-            units = (unit for unit in space.units[kind] if id(unit) in rules)
-            content, reads = self._price([(unit, rules[id(unit)]) for unit in units])
+            units = (unit for unit in space.units[kind] if id(unit) in chosen)
+            content, reads = self._price([(unit, chosen[id(unit)]) for unit in units])
             self._numbers[key] = len(self._contents)
             self._contents.append(content)
             self._prompt_reads.append(reads)
         return self._numbers[key]
 
-    def _price(self, chosen: list[tuple[Unit, Rule]]) -> tuple[Content, list[int]]:
+    def _price(self, chosen: list[tuple[Unit, Option]]) -> tuple[Content, list[int]]:
         space, layout = self.space, self.space.stage.layout
         if not chosen:
             return Content(), [0] * len(space.settings)
-        slab = build_slab(chosen)
+        rules = {way: way.rule(1, 1) for _, way in chosen}
+        slab = build_slab((unit, rules[way]) for unit, way in chosen)
         spans = [slab.span(phase) for phase in Phase]
         sizes = [0 if span is None else span.nbytes for span in spans]
         copies = [space.copying_ps(size) if size else 0 for size in sizes]
-        in_prefill = [(u, rule.prefill) for u, rule in chosen if not rule.prefill.streams]
-        # experts that are kept one by one count by their number: ``planner.kept``
-        whole = [each for each in chosen if each[1].cached_experts is None]
-        in_decode = [(u, rule.decode) for u, rule in whole if not rule.decode.streams]
-        never = [(u, rule.decode) for u, rule in whole if not any(rule.streams)]
+        in_prefill = [(u, way.prefill) for u, way in chosen if not way.prefill.streams]
+        # what climbs a ladder is priced by its rungs
+        reads = [(u, way) for u, way in chosen if not (way.climbs or way.decode.streams)]
+        in_decode = [(u, way.decode) for u, way in reads]
+        never = [(u, way.decode) for u, way in reads if not way.prefill.streams]
         by_cores = [[u for u, way in each if way.is_by_cores] for each in (in_decode, never)]
         prompt_reads, step_read_ps = (
             space.prompt_reads(in_prefill)[0],
@@ -152,8 +153,8 @@ class Prices:
             prompt_reads = [int(count) * step_read_ps for count in space.table.num_chunks]
         content = Content(
             unit_bytes=sum(
-                off_gpu_bytes(layout.gpu_bytes(unit.tensors), rule.prefill, rule.decode)
-                for unit, rule in chosen
+                off_gpu_bytes(layout.gpu_bytes(unit.tensors), way.prefill, way.decode)
+                for unit, way in chosen
             ),
             slab_bytes=layout.host_bytes(
                 (tensor for unit, _ in chosen for tensor in unit.tensors), slab.nbytes
@@ -216,39 +217,37 @@ class Prices:
         return off_gpu, contents.slab_bytes[numbers].sum(axis=1), num_turns
 
     @cached_property
-    def kept(self) -> KeptExperts:
-        """What experts in slots take and cost."""
-        return KeptExperts(self.space)
+    def ladders(self) -> Ladders:
+        """What rungs take and cost."""
+        return Ladders(self.space)
 
-    def fill(self, candidates: Candidates, spare: Ints) -> tuple[Ints, Slots | None]:
-        """Spend the bytes that candidates leave on experts in slots.
+    def climb(self, candidates: Candidates, spare: Ints) -> tuple[NDArray[np.bool_], Rungs | None]:
+        """Spend the bytes that candidates leave on rungs.
 
-        Returns whether each has as many as it needs, [candidates], and the experts of each layer;
-        None where none keep any.
+        Returns whether each has as many as it needs, [candidates], and the rungs of each layer;
+        None where no option has any.
         """
-        kept = self.kept
-        if not kept.is_any:
-            return np.ones_like(spare), None
-        is_first, is_second = kept.keeps[candidates.first], kept.keeps[candidates.second]
-        both = is_first, is_second
+        ladders = self.ladders
+        if not ladders.climbs.any():
+            return np.ones(len(spare), dtype=bool), None
+        both = ladders.climbs[candidates.first], ladders.climbs[candidates.second]
         option = np.select(both, (candidates.first, candidates.second), NO_RULE)
         patterns = candidates.first_pattern, candidates.second_pattern
-        pattern = np.select(both, patterns, NO_RULE)
-        takes = self._layers[pattern] * (kept.expert_bytes[option][:, self._kind_of] > 0)
-        slots = kept.fill(option, takes, spare)
-        return (slots.any(axis=1) | (option == NO_RULE)).astype(np.int64), Slots(option, slots)
+        takes = self._layers[np.select(both, patterns, NO_RULE)]
+        rungs = ladders.climb(option, takes, spare)
+        return rungs.any(axis=1) | (option == NO_RULE), Rungs(option, rungs)
 
-    def price(self, candidates: Candidates, slots: "Slots | None" = None) -> tuple[Floats, Floats]:
+    def price(self, candidates: Candidates, rungs: Rungs | None = None) -> tuple[Floats, Floats]:
         """Price both phases as the candidates' schedules would be, on an engine or not.
 
-        ``slots`` are the experts that they keep. Returns the picoseconds of each one's prompt and
+        Returns the picoseconds of each one's prompt and
         decode step, rounded to floats at the end.
         """
         numbers = self._contents_of(candidates)
-        return self.price_contents(numbers, candidates.setting, candidates.prefetch_step, slots)
+        return self.price_contents(numbers, candidates.setting, candidates.prefetch_step, rungs)
 
     def price_contents(
-        self, numbers: Ints, setting: Ints, prefetch_step: Ints, slots: "Slots | None" = None
+        self, numbers: Ints, setting: Ints, prefetch_step: Ints, rungs: Rungs | None = None
     ) -> tuple[Floats, Floats]:
         """Price plans by the numbers of their layers' contents, [plans, layers]."""
         space = self.space
@@ -277,12 +276,13 @@ class Prices:
             prefetch_step=prefetch_step,
         )
         step.read_ps[:, 0] += row_ps[:, 1]
-        if slots is not None:
-            at = slots.option[:, None], self._kind_of, slots.experts
-            more = [each[at] for each in self.kept.times]
+        if rungs is not None:
+            at = rungs.option[:, None], self._kind_of, rungs.of_layer
+            more = [each[at] for each in self.ladders.times_ps]
+            waiting = np.where(copies, more[4], more[3])
             prompt.read_ps[:], step.read_ps[:] = prompt.read_ps + more[0], step.read_ps + more[2]
             prompt = replace(prompt, compute_ps=prompt.compute_ps + more[1])
-            step = replace(step, compute_ps=step.compute_ps + more[3])
+            step = replace(step, compute_ps=step.compute_ps + waiting)
         if (engine := space.stage.runner.pass_rules) is not None:
             prompts_ps = engine_prompt_ps(engine, prompt, table.num_chunks[setting])
             return prompts_ps.astype(float), engine_step_ps(engine, step).astype(float)

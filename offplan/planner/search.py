@@ -141,13 +141,13 @@ class Searcher:
         """List what a budget leaves of the rules; the last list is kept for the next aim."""
         if self._firsts is None or self._firsts[0] != budget:
             room = find_room(self.space, budget)
-            self._firsts = budget, list_firsts(self.space, self.rules, self.in_place, room)
+            self._firsts = budget, list_firsts(self.prices, self.rules, self.in_place, room)
         return self._firsts[1]
 
     @cached_property
     def disjoint(self) -> NDArray[np.bool_]:
         """Whether two options have no parameter in common, [options, options]."""
-        taken = [self.space.taken[option.segment_class] for option in self.space.options]
+        taken = [self.space.taken(option.segment_class) for option in self.space.options]
         held = [{id(unit) for units in kinds for unit in units} for kinds in taken]
         return np.array([[one.isdisjoint(other) for other in held] for one in held])
 
@@ -246,12 +246,12 @@ class _Run:
         num_slots = rows.num_slots[row]
         streams = np.where(num_slots == 0, turns == 0, turns > num_slots)
         row, second = row[streams], second[streams]
-        # a larger second rule frees room for experts one by one: the smallest says nothing then
-        kept_bytes = loads.kept_bytes[0]
-        keeps = (kept_bytes[rows.first[row]] > 0) | (kept_bytes[second] > 0)
-        better = self._better(rows, row[~keeps], second[~keeps])
+        # a larger second rule frees room for rungs: the smallest says nothing then
+        climbing = loads.climbing[0]
+        climbs = (climbing[rows.first[row]] >= 0) | (climbing[second] >= 0)
+        better = self._better(rows, row[~climbs], second[~climbs])
         row, second = (
-            np.concatenate(each) for each in zip(better, (row[keeps], second[keeps]), strict=True)
+            np.concatenate(each) for each in zip(better, (row[climbs], second[climbs]), strict=True)
         )
         # every rule of the option from the smallest one on
         counts = rules.ends[rules.option[second]] - second
@@ -268,20 +268,20 @@ class _Run:
         both = one.with_second(two)
         more = num_slots * (both.slot_bytes - one.slot_bytes)
         spare = two.unit_bytes - rows.lacking_bytes - more
-        prompt_ps, step_ps = estimate(self.space, both, setting, num_slots, spare)
+        prompt_ps, step_ps = estimate(self.prices, both, setting, num_slots, spare)
         return rows._replace(prompt_ps=prompt_ps, step_ps=step_ps, second=second)
 
     def _relieve(self, rows: Rows) -> Rows:
-        """Estimate first rules that keep experts as if a second one took all else."""
-        keeps = np.flatnonzero(self.rules.loads.kept_bytes[0, rows.first] > 0)
-        if not len(keeps):
+        """Estimate first rules that have rungs as if a second one took all else."""
+        climbs = np.flatnonzero(self.rules.loads.climbing[0, rows.first] >= 0)
+        if not len(climbs):
             return rows
-        some = rows.choose(keeps)
+        some = rows.choose(climbs)
         loads = self.rules.loads.at(some.setting, some.first)
         spare = self.space.dense_bytes - some.lacking_bytes
         prompt_ps, step_ps = rows.prompt_ps.copy(), rows.step_ps.copy()
-        times = estimate(self.space, loads, some.setting, some.num_slots, spare)
-        prompt_ps[keeps], step_ps[keeps] = times
+        times = estimate(self.prices, loads, some.setting, some.num_slots, spare)
+        prompt_ps[climbs], step_ps[climbs] = times
         return rows._replace(prompt_ps=prompt_ps, step_ps=step_ps)
 
     def _better(self, rows: Rows, row: Ints, second: Ints) -> tuple[Ints, Ints]:
@@ -321,19 +321,18 @@ class _Run:
     def _try(self, candidates: Candidates) -> None:
         """Price candidates that fit, and keep those that may be chosen."""
         off_gpu, on_host, num_turns = self.prices.weigh(candidates)
-        kept = self.space.padding_bytes[candidates.first]
-        spare = off_gpu - self.room.lacking_bytes[candidates.setting] - kept
-        has_slots, slots = self.prices.fill(candidates, spare)
-        fits = (spare >= 0) & (has_slots > 0)
-        fits &= on_host <= self.room.host_bytes[candidates.setting]
+        padding = self.space.padding_bytes[candidates.first]
+        spare = off_gpu - self.room.lacking_bytes[candidates.setting] - padding
+        fits, rungs = self.prices.climb(candidates, spare)
+        fits &= (spare >= 0) & (on_host <= self.room.host_bytes[candidates.setting])
         fits &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
         rows = np.flatnonzero(fits)
         candidates, on_host = candidates.choose(rows), on_host[fits]
-        slots = None if slots is None else slots.choose(rows)
+        rungs = None if rungs is None else rungs.choose(rows)
         if not fits.any():
             return
         self.search.num_priced += len(on_host)
-        prompt_ps, step_ps = self.prices.price(candidates, slots)
+        prompt_ps, step_ps = self.prices.price(candidates, rungs)
         if self.stages is not None:
             more = self.stages.price(candidates)
             fits = on_host + more.host_bytes <= self.room.host_bytes[candidates.setting]
@@ -345,8 +344,8 @@ class _Run:
             if values[number] > self.most * (1 + self.aim.tolerance) or values[number] == NEVER:
                 return
             times = float(prompt_ps[number]), float(step_ps[number])
-            experts = () if slots is None else slots.experts[number].tolist()
-            write = partial(self._write_candidate, candidates, number, experts)
+            of_layer = () if rungs is None else rungs.of_layer[number].tolist()
+            write = partial(self._write_candidate, candidates, number, of_layer)
             self.offer(tuple(ranks[number].tolist()), times, write)
 
     def _rank(self, candidates: Candidates, on_host: Ints) -> Ints:
@@ -365,12 +364,12 @@ class _Run:
         )
 
     def _write_candidate(
-        self, candidates: Candidates, number: int, experts: Sequence[int]
+        self, candidates: Candidates, number: int, rungs: Sequence[int]
     ) -> Offload:
         setting, num_slots, *taken = (int(column[number]) for column in candidates)
         patterns = list_patterns(len(self.space.kind_of))
-        fewest = min((each for each in experts if each), default=1)
-        more = sum(each > fewest for each in experts)
+        fewest = min((each for each in rungs if each), default=1)
+        more = sum(each > fewest for each in rungs)
         rules = tuple(
             self.space.options[option].rule(
                 int(patterns.group_size[pattern]),

@@ -15,7 +15,6 @@ A space has one packing for all its plans; ``planner.packed`` goes over those.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -26,11 +25,9 @@ from numpy.typing import NDArray
 
 from offplan.backends import Backend
 from offplan.checkpoint.tensors import TensorInfo
-from offplan.choices import Store
 from offplan.costs.activations import activation_bytes
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.cores import find_use
-from offplan.costs.kept_experts import hit_rate
 from offplan.costs.link import (
     UnitUse,
     embedding_bytes,
@@ -42,18 +39,16 @@ from offplan.costs.memory import kv_cache_bytes, overhead_bytes
 from offplan.costs.pass_times import read_ps
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import decode_shape, prefill_shapes
-from offplan.errors import PlanError
-from offplan.expert_slots import ExpertSlots, find_expert_slots
 from offplan.forms.form import Part
 from offplan.forms.host_kernels import why_no_kernel
 from offplan.held.held import Held
 from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
-from offplan.kernel_sizes import MAX_PAIRS
 from offplan.machine.profile import MachineProfile
-from offplan.plan import Budget, Packing, Rule
-from offplan.planner.classes import SegmentClass, expert_class, segment_classes
+from offplan.plan import Budget, Packing
+from offplan.planner.classes import SegmentClass, segment_classes
+from offplan.planner.options import Option, list_options
 from offplan.planner.question import Question
 from offplan.routing.profile import BatchReuse
 
@@ -71,57 +66,9 @@ Served = Iterable[tuple[Unit, Backend]]
 """Units of one layer, each with the backend that reads it at use."""
 
 
-def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backend, Backend]]:
-    """List the backends that a rule may have in prefill and in decode.
-
-    Decode by the ring with a prompt that reads at use is not tried: a prompt's rows are never fewer
-    than a step's, so where reading is no faster than copying, as on every link measured so far, it
-    never suits the prompt better.
-    """
-    known = [each for each in backends if store in each.stores]
-    return [
-        (prefill, decode)
-        for prefill in known
-        for decode in known
-        if "prefill" in prefill.phases and "decode" in decode.phases
-        if prefill.streams or not decode.streams
-    ]
-
-
 def prefill_chunks(prompt_tokens: int) -> tuple[int, ...]:
     """Return the sizes of chunks to try for a prompt, the largest first."""
     return (prompt_tokens, *(size for size in PREFILL_CHUNKS if size < prompt_tokens))
-
-
-class Option(NamedTuple):
-    """What a rule takes of the layers that its pattern selects, and how they get it."""
-
-    segment_class: SegmentClass
-    prefill: Backend
-    decode: Backend
-    keeps: bool = False
-    """Whether it keeps experts on the GPU one by one."""
-
-    @property
-    def rank(self) -> tuple[object, ...]:
-        """Among equally good plans those of fewer segments come first, then in this order."""
-        segments = self.segment_class.segments
-        return len(segments), segments, self.prefill.name, self.decode.name, self.keeps
-
-    def rule(self, group_size: int, num_in_group: int, kept: int = 1, more: int = 0) -> Rule:
-        """Return the rule of a plan with this pattern, and with so many experts if it keeps any.
-
-        ``more`` layers keep one more.
-        """
-        return Rule(
-            cpu_offload_params=self.segment_class.segments,
-            group_size=group_size,
-            num_in_group=num_in_group,
-            prefill=self.prefill,
-            decode=self.decode,
-            cached_experts=kept if self.keeps else None,
-            cached_experts_more=(more or None) if self.keeps else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -225,72 +172,21 @@ class Space:
         """The segment classes that rules may name."""
         return segment_classes(self.stage)
 
-    @cached_property
-    def taken(self) -> dict[SegmentClass, tuple[tuple[Unit, ...], ...]]:
-        """What each class takes of a layer, by kind."""
-        return {
-            each: tuple(tuple(filter(each.takes, units)) for units in self.units)
-            for each in (*self.classes, *self.expert_classes)
-        }
+    def taken(self, segment_class: SegmentClass) -> tuple[tuple[Unit, ...], ...]:
+        """Return what a class takes of a layer, by kind."""
+        if segment_class not in self._taken:
+            found = (tuple(filter(segment_class.takes, units)) for units in self.units)
+            self._taken[segment_class] = tuple(found)
+        return self._taken[segment_class]
 
     @cached_property
-    def expert_classes(self) -> tuple[SegmentClass, ...]:
-        """The class of the routed experts alone, where rules may keep some of them."""
-        question, experts = self.question, self.stage.experts
-        if question.goal.cached_experts == "off" or experts is None:
-            return ()
-        if question.workload.batch * experts.num_experts_per_token > MAX_PAIRS:
-            return ()
-        return (expert_class(self.stage),)
+    def _taken(self) -> dict[SegmentClass, tuple[tuple[Unit, ...], ...]]:
+        return {}
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """What a rule may take and how, by rank, as store and engine allow.
-
-        Classes whose parameters are all empty are left out: a rule of one frees nothing.
-        """
-        backends = [
-            (prefill, decode)
-            for prefill, decode in backend_pairs(self.question.backends, self.machine.store)
-            if not self.runner.takes_one_rule or prefill is decode
-        ]
-        filled = [each for each in self.classes if any(u.nbytes for u in chain(*self.taken[each]))]
-        found = [
-            Option(each, *way)
-            for each in filled
-            for way in backends
-            if not way[1].is_by_cores or self._suits_cores(each)
-        ]
-        if isinstance(self.question.goal.cached_experts, int):  # all that go are kept so
-            found = [each for each in found if not self._takes_experts(each.segment_class)]
-        found += [
-            Option(each, prefill, decode, keeps=True)
-            for each in self.expert_slots
-            for prefill, decode in backends
-            if not decode.streams and not decode.is_served and not decode.is_by_cores
-        ]
-        return tuple(sorted(found, key=lambda option: option.rank))
-
-    def _takes_experts(self, segment_class: SegmentClass) -> bool:
-        return any(unit.is_expert for unit in chain(*self.taken[segment_class]))
-
-    @cached_property
-    def expert_slots(self) -> dict[SegmentClass, tuple[ExpertSlots | None, ...]]:
-        """The classes whose rules may keep experts, with room for one of each kind of layer."""
-        found: dict[SegmentClass, tuple[ExpertSlots | None, ...]] = {}
-        layers = {layer.key: layer for layer in reversed(self.stage.layers)}
-        kinds = [layers[key] for key in self.compute.works]
-        for each in self.expert_classes:
-            taken = self.taken[each]
-            rule = Option(each, Backend.UVA, Backend.UVA, keeps=True).rule(1, 1)
-            with suppress(PlanError):  # its bytes are not those of whole experts
-                slots = [
-                    find_expert_slots(self.stage, layer, 1, rule, units, 0) if units else None
-                    for layer, units in zip(kinds, taken, strict=True)
-                ]
-                if any(slots):
-                    found[each] = tuple(slots)
-        return found
+        """What a rule may take and how, by rank."""
+        return list_options(self)
 
     @cached_property
     def dense_bytes(self) -> int:
@@ -302,9 +198,9 @@ class Space:
         """How a decode step's tokens choose experts; None where they choose all alike."""
         return self.stage.reuse(self.question.workload.batch)
 
-    def _suits_cores(self, segment_class: SegmentClass) -> bool:
+    def suits_cores(self, segment_class: SegmentClass) -> bool:
         """Whether the host's cores have kernels for what a class takes, experts as a whole."""
-        taken = self.taken[segment_class]
+        taken = self.taken(segment_class)
         for units, kind in zip(taken, self.units, strict=True):
             routed = [unit for unit in kind if unit.is_expert]
             if any(u.is_expert for u in units) and not all(u in units for u in routed):
@@ -363,27 +259,16 @@ class Space:
             prefill=prompt,
         )
 
+    def takes_padding(self, option: Option) -> bool:
+        """Whether an option takes weights that an engine pads, which drops their padding."""
+        units, grown = chain(*self.taken(option.segment_class)), self.stage.layout.gpu_growth
+        return any(tensor.name in grown for unit in units for tensor in unit.tensors)
+
     @cached_property
     def padding_bytes(self) -> NDArray[np.int64]:
-        """Bytes of padding that stays on the GPU under rules of each option, [options].
-
-        An engine drops the padding where an option takes any of the padded weights.
-        """
+        """Bytes of padding that stays on the GPU under rules of each option, [options]."""
         padding_bytes = self.stage.layout.padding_bytes
-        return np.array([padding_bytes * self._takes_none(each) for each in self.options])
-
-    def _takes_none(self, option: Option) -> bool:
-        units, grown = chain(*self.taken[option.segment_class]), self.stage.layout.gpu_growth
-        return not any(tensor.name in grown for unit in units for tensor in unit.tensors)
-
-    @cached_property
-    def missed_choices(self) -> NDArray[np.float64]:
-        """Share of a step's choices that none, one, two ... experts in slots do not serve."""
-        experts = self.stage.experts
-        if experts is None:
-            return np.ones(1)
-        sizes = range(experts.num_experts + 1)
-        return 1 - np.array([hit_rate(experts, self.reuse, number) for number in sizes])
+        return np.array([padding_bytes * (not self.takes_padding(each)) for each in self.options])
 
     def reading_ps(self, num_bytes: int, backend: Backend = Backend.UVA) -> int:
         """Picoseconds that a backend takes to read so many bytes at use."""

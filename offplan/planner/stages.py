@@ -20,9 +20,10 @@ from offplan.placement import place
 from offplan.plan import Offload
 from offplan.planner.aims import Floats
 from offplan.planner.classes import SegmentClass
+from offplan.planner.options import Option
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
-from offplan.planner.space import Option, Setting, Space
+from offplan.planner.space import Setting, Space
 
 
 class OtherStages(NamedTuple):

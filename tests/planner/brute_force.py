@@ -20,8 +20,9 @@ from offplan.held.unit import group_units
 from offplan.placement import Phase, Placement, place
 from offplan.plan import Backend, Offload, Rule
 from offplan.planner.classes import SegmentClass, segment_classes
+from offplan.planner.options import backend_pairs
 from offplan.planner.question import Question
-from offplan.planner.space import PREFETCH_STEPS, backend_pairs
+from offplan.planner.space import PREFETCH_STEPS
 from tests.costs.builders import rule
 from tests.costs.exact import run_request
 

@@ -87,6 +87,13 @@ def assert_fastest(result: PlanResult, least_s: float) -> None:
     assert result.plan.prediction.objective_s <= ALIKE * result.best_s * (1 + 1e-12)
 
 
+def with_cores(machine: MachineProfile, **rates: float) -> MachineProfile:
+    """A machine whose profile says this of its cores."""
+    figure = machine.h2d
+    said = {key: figure.model_copy(update={"value": value}) for key, value in rates.items()}
+    return machine.model_copy(update=said)
+
+
 @st.composite
 def uneven_models(draw: st.DrawFn) -> Model:
     """Layers of up to three kinds, in any order: parameters of odd sizes, some of them missing."""

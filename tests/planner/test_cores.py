@@ -15,7 +15,7 @@ from offplan.held.unit import group_units
 from offplan.hostcores.build import check_platform
 from offplan.library.asking import pose
 from offplan.library.sessions import open_session
-from offplan.machine.profile import MachineProfile, load_profile
+from offplan.machine.profile import load_profile
 from offplan.plan import Goal, Offload, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
@@ -23,17 +23,10 @@ from offplan.report.plan import describe_crossovers, describe_offload
 from offplan.runtime.generate import generate
 from tests.costs.builders import make_machine, moe_model
 from tests.held import hold_by
-from tests.planner.cases import MODELS, ask, budget_for
+from tests.planner.cases import MODELS, ask, budget_for, with_cores
 from tests.runtime.quantise import save_stored
 
 WITH_CORES = Goal(packing=False, host_cores=True)
-
-
-def with_cores(machine: MachineProfile, **rates: float) -> MachineProfile:
-    """A machine whose profile says this of its cores."""
-    figure = machine.h2d
-    said = {key: figure.model_copy(update={"value": value}) for key, value in rates.items()}
-    return machine.model_copy(update=said)
 
 
 MACHINE = with_cores(make_machine(h2d=2e9, uva=1.8e9), cores=8e9, cores_round_trip=1e-6)

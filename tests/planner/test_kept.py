@@ -8,20 +8,28 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.open import open_model
+from offplan.costs.compute import ModelCompute
+from offplan.costs.pass_times import pass_times
 from offplan.costs.predict import price_request
+from offplan.costs.work import decode_shape
 from offplan.errors import InputError, PlanError
+from offplan.library.asking import ask as plan_ask
 from offplan.library.asking import pose
+from offplan.library.machines import load_machine
 from offplan.machine.profile import MachineProfile
 from offplan.placement import place
-from offplan.plan import Budget, Goal, ModelRef, Offload, Workload
+from offplan.plan import Backend, Budget, Goal, ModelRef, Offload, Rule, Workload
 from offplan.planner.frontier import find_frontier
 from offplan.planner.make import make_plan
+from offplan.planner.neighbours import find_neighbours
 from offplan.planner.patterns import list_patterns
 from offplan.planner.prices import NO_RULE, Candidates
 from offplan.planner.question import Question
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from offplan.routing.profile import RoutingProfile, make_routing
+from tests.cli import ROOT
 from tests.costs.builders import (
     DENSE,
     MOE,
@@ -32,7 +40,7 @@ from tests.costs.builders import (
     moe_model,
 )
 from tests.costs.exact import run_request
-from tests.planner.cases import UNLIMITED, WORKLOAD, budget_for
+from tests.planner.cases import UNLIMITED, WORKLOAD, budget_for, with_cores
 
 MACHINE = make_machine(h2d=1e9, uva=0.9e9)
 SLOW = make_machine(h2d=1e8, uva=0.9e8)
@@ -64,9 +72,12 @@ def ask(
     routing: RoutingProfile | None = None,
     workload: Workload = WORKLOAD,
     machine: MachineProfile = MACHINE,
+    *,
+    cores: bool = False,
 ) -> Question:
     budget = UNLIMITED if share is None else budget_for(model, machine, share, workload)
-    goal = Goal.model_validate({"cached_experts": kept, "packing": False})
+    said = {"cached_experts": kept, "packing": False, "host_cores": cores}
+    goal = Goal.model_validate(said)
     question = pose(model, machine, workload, budget, goal)
     return question if routing is None else replace(question, held=question.held.route(routing))
 
@@ -80,6 +91,7 @@ def ask(
     st.booleans(),
     st.sampled_from([1, 4]),
     st.floats(0.1, 1.2),
+    st.booleans(),
 )
 def test_the_search_prices_them_as_the_schedule_does(
     data: st.DataObject,
@@ -88,13 +100,19 @@ def test_the_search_prices_them_as_the_schedule_does(
     has_profile: bool,
     batch: int,
     share: float,
+    cores: bool,
 ) -> None:
     model = MODELS[number]
     routing = record(model, repeat=0.6) if has_profile else None
     work = Workload(batch=batch, prompt_tokens=600, output_tokens=10, context=700)
-    searcher = Searcher(Space(ask(model, None, "auto", routing, work)))
+    machine = with_cores(MACHINE, cores=2e9, cores_round_trip=1e-6) if cores else MACHINE
+    searcher = Searcher(Space(ask(model, None, "auto", routing, work, machine, cores=cores)))
     space = searcher.space
-    keeping = [number for number, option in enumerate(space.options) if option.keeps]
+    keeping = [
+        number
+        for number, option in enumerate(space.options)
+        if option.climbs and option.decode.is_by_cores == cores
+    ]
     first = data.draw(st.sampled_from(keeping))
     partners = np.flatnonzero(searcher.disjoint[first]).tolist()
     second = data.draw(st.sampled_from([NO_RULE, *partners]))
@@ -106,10 +124,10 @@ def test_the_search_prices_them_as_the_schedule_does(
     candidate = Candidates(*(np.array([number]) for number in numbers))
     off_gpu, *_ = searcher.prices.weigh(candidate)
     spare = int(share * max(0, int(off_gpu[0])))
-    fits, slots = searcher.prices.fill(candidate, np.array([spare]))
+    fits, rungs = searcher.prices.climb(candidate, np.array([spare]))
     assume(fits[0])
-    assert slots is not None
-    experts = slots.experts[0].tolist()
+    assert rungs is not None
+    experts = rungs.of_layer[0].tolist()
     few = min(each for each in experts if each)
     more = sum(each > few for each in experts)
     rules = [
@@ -137,7 +155,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     assert placement.expert_slots_bytes <= spare
     request = placement, space.stage, space.machine, chosen.prefill, space.decode
     prompt_ps, step_ps = run_request(*request)
-    found = searcher.prices.price(candidate, slots)
+    found = searcher.prices.price(candidate, rungs)
     # misses and what a prompt leaves are rounded to picoseconds by themselves, layer by layer
     rounded_ps = 2 * len(experts)
     assert abs(found[0][0] - prompt_ps) <= rounded_ps
@@ -171,6 +189,89 @@ def test_reuse_is_what_has_experts_kept() -> None:
     assert any(rule.cached_experts for rule in kept.offload.rules)
     assert kept.prediction.decode.link_bytes < 0.5 * plain.prediction.decode.link_bytes
     assert kept.prediction.gpu_memory.total_bytes <= kept.budget.gpu_memory
+
+
+def test_the_cores_and_the_link_divide_what_is_missed() -> None:
+    model, machine = moe_model(8), with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
+    results = {
+        (way, cores): make_plan(ask(model, 0.5, way, machine=machine, cores=cores))
+        for way in ("off", "auto")
+        for cores in (False, True)
+    }
+    shares = {
+        asked: {rule.host_share for rule in result.plan.offload.rules} - {None}
+        for asked, result in results.items()
+    }
+    assert shares.pop(("auto", True))
+    assert not any(shares.values())
+    divided = results.pop(("auto", True))
+    # a layer waits half as long where the cores are as fast as the link; a prompt does not
+    assert divided.best_s < 0.85 * min(each.best_s for each in results.values())
+    assert divided.floor.objective_s <= divided.best_s * (1 + 1e-9)
+
+
+def test_a_step_waits_for_the_longest_of_three() -> None:
+    machine = with_cores(SLOW, cores=1e8, cores_round_trip=1e-5, hbm=1e9)
+    question = ask(make_model([MOE]), 0.5, machine=machine)
+    stage, batch = question.held.stage, question.workload.batch
+    waiting = {}
+    for share in (None, 0.0, 0.25, 0.5, 1.0):
+        decode = Backend.UVA if share is None else Backend.HOST
+        rule = Rule.model_validate(
+            {
+                "cpu_offload_params": ["experts"],
+                "group_size": 1,
+                "num_in_group": 1,
+                "prefill": "uva",
+                "decode": decode,
+                "cached_experts": NUM_EXPERTS // 2,
+                "host_share": share,
+            }
+        )
+        placement = place(stage, Offload(prefill_chunk=600, rules=(rule,)))
+        step = ModelCompute(stage, machine).price(decode_shape(question.workload))
+        times = pass_times(placement, stage, machine, step)
+        slots = placement.expert_slots[0]
+        missed = PER_TOKEN * batch * slots.expert_bytes / 2  # by uniform routing
+        found_s = min(missed / 1e9, step.layer_ps[0] / 1e12)
+        link_s = missed * (1 - (share or 0)) / 0.9e8
+        cores_s = missed * share / 1e8 + 1e-5 if share else 0
+        waited_s = (times.uva_ps[0] + times.busy_ps[0] - times.keeping_ps[0]) / 1e12
+        expected_s = step.layer_ps[0] / 1e12 + link_s
+        if share:
+            expected_s += max(found_s, link_s, cores_s) - found_s - link_s
+        assert waited_s == pytest.approx(expected_s, rel=1e-6)
+        assert times.cores_bytes == pytest.approx(missed * (share or 0), abs=1)
+        assert times.uva_bytes == pytest.approx(missed * (1 - (share or 0)), abs=1)
+        waiting[share] = waited_s
+    assert waiting[None] == waiting[0.0]
+    assert waiting[0.5] < waiting[0.25] < waiting[0.0]
+
+
+def test_neighbours_step_the_share() -> None:
+    machine = with_cores(SLOW, cores=1e8, cores_round_trip=1e-6)
+    question = ask(moe_model(8), 0.5, machine=machine, cores=True)
+    changes = [each.change for each in find_neighbours(question, make_plan(question).plan)]
+    assert any("host_share" in change for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "gib"),
+    [("rtx4090-pcie4", 4), ("rtx4090-pcie4", 12), ("h200-pcie5", 6), ("h200-pcie5", 26)],
+)
+@pytest.mark.parametrize("cores", [False, True])
+def test_no_plan_of_a_real_model_is_slower_for_it(machine: str, gib: int, cores: bool) -> None:
+    """By uniform routing, the least that kept experts promise."""
+    model = open_model(str(ROOT / "tests/models/deepseek-v2-lite/config.json"))
+    profile = load_machine(machine)
+    plain, kept = (
+        make_plan(
+            plan_ask(model, profile, gpu_memory=gib * 2**30, cached_experts=way, host_cores=cores)
+        )
+        for way in ("off", "auto")
+    )
+    assert kept.best_s <= plain.best_s
+    assert kept.plan.prediction.objective_s <= 1.01 * plain.plan.prediction.objective_s
 
 
 def test_a_number_is_kept_as_asked() -> None:

@@ -176,7 +176,7 @@ def test_a_plan_takes_no_less_than_its_estimate(data: st.DataObject, searcher: S
     exact_ps = price(searcher, Case(setting, num_slots, taken))
     rounded_ps = len(space.kind_of) * (4 + space.table.num_chunks[setting] * space.reading_ps(3))
     for least_ps, took_ps in zip(
-        estimate(space, both, where, np.array([num_slots])), exact_ps, strict=True
+        estimate(searcher.prices, both, where, np.array([num_slots])), exact_ps, strict=True
     ):
         assert least_ps[0] <= took_ps + rounded_ps
 

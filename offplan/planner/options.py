@@ -1,0 +1,271 @@
+"""What a rule can say beyond its group pattern: each way is an option, and this is its one place.
+
+An option is a segment class and a pair of backends. ``KeepsExperts`` is an option with numbers of
+its own. An option lists itself, says what it takes and costs, writes the rule, and names the steps
+by which its numbers change; the search is about options and knows no number of any.
+
+Numbers that are bought with memory are rungs of a ladder: every layer of the rule climbs as many
+as the plan leaves bytes for, the first ones one more. Any other number is a field of an option,
+listed once for each value that may be best.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offplan.backends import Backend
+from offplan.choices import Store
+from offplan.costs.cores import CoresUse, find_use
+from offplan.costs.kept_experts import keeping_ps, left_bytes
+from offplan.costs.link import use_bytes
+from offplan.costs.missed import divide
+from offplan.errors import PlanError
+from offplan.expert_slots import BOUNDARY_BYTES, ExpertSlots, find_expert_slots
+from offplan.kernel_sizes import MAX_PAIRS
+from offplan.plan import Rule
+from offplan.planner.classes import SegmentClass, expert_class
+
+if TYPE_CHECKING:
+    from offplan.planner.space import Space
+
+SHARES = tuple(number / 16 for number in range(1, 17))
+"""Values of ``host_share`` tried; 0 is an option without the host's cores."""
+
+
+class Ladder(NamedTuple):
+    """What a layer takes and costs by its number of rungs."""
+
+    rung_bytes: int
+    """GPU memory of each rung."""
+    fixed_bytes: int
+    """GPU memory that comes with the first."""
+    none_ps: int
+    """Picoseconds that a decode step would take without any rung, beyond the option's content."""
+    times_ps: NDArray[np.int64]
+    """Picoseconds beyond the option's content, [5, rungs + 1]: a prompt's reading and its compute,
+    a step's reading and its compute, and the latter in a step that copies. None at 0 rungs."""
+    asked: int | None = None
+    """The rungs that each layer must have; None where as many as memory is left for."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a rule takes of the layers that its pattern selects, and how they get it."""
+
+    segment_class: SegmentClass
+    prefill: Backend
+    decode: Backend
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Among equally good plans those of fewer segments come first, then in this order."""
+        segments, values = self.segment_class.segments, self.numbers(1, 0).values()
+        told = tuple(-1.0 if value is None else float(value) for value in values)
+        return len(segments), segments, self.prefill.name, self.decode.name, told
+
+    @property
+    def climbs(self) -> bool:
+        """Whether it has ladders: decode is then priced by rungs, and not by content."""
+        return False
+
+    def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
+        """Return the rule's own keys, at so many rungs, of which ``more`` layers have one more."""
+        return {}
+
+    def ladder(self, space: "Space", kind: int) -> Ladder | None:
+        """Return the ladder of a kind of layer; None where it has none."""
+        return None
+
+    def rule(self, group_size: int, num_in_group: int, rungs: int = 1, more: int = 0) -> Rule:
+        """Return the rule of a plan with this pattern."""
+        return Rule(
+            cpu_offload_params=self.segment_class.segments,
+            group_size=group_size,
+            num_in_group=num_in_group,
+            prefill=self.prefill,
+            decode=self.decode,
+            **self.numbers(rungs, more),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """The routed experts of a space's layers, which rules may keep on the GPU one by one."""
+
+    space: "Space"
+    segment_class: SegmentClass
+    """They alone."""
+    slots: tuple[ExpertSlots | None, ...]
+    """Room for one expert of each kind of layer; None where a kind has none."""
+
+    @classmethod
+    def of(cls, space: "Space") -> "RoutedExperts | None":
+        """Find them; None where rules may keep none."""
+        goal, stage = space.question.goal, space.stage
+        if goal.cached_experts == "off" or stage.experts is None:
+            return None
+        if space.question.workload.batch * stage.experts.num_experts_per_token > MAX_PAIRS:
+            return None
+        segment_class = expert_class(stage)
+        layers = {layer.key: layer for layer in reversed(stage.layers)}
+        kinds = zip(space.compute.works, space.taken(segment_class), strict=True)
+        way: dict[str, Any] = {"prefill": Backend.UVA, "decode": Backend.UVA, "cached_experts": 1}
+        rule = Rule(**{**way, "group_size": 1, "num_in_group": 1})
+        try:
+            slots = tuple(
+                find_expert_slots(stage, layers[key], 1, rule, units, 0) if units else None
+                for key, units in kinds
+            )
+        except PlanError:  # its bytes are not those of whole experts
+            return None
+        return cls(space, segment_class, slots) if any(slots) else None
+
+    @cached_property
+    def missed(self) -> list[tuple[CoresUse, list[int]]]:
+        """Bytes that a step misses of each kind of layer with none, one, two ... experts in slots.
+
+        With what the host's cores would do with all that it chooses.
+        """
+        space, found = self.space, []
+        given = space.stage.experts, space.question.workload.batch, space.reuse
+        for slots in self.slots:
+            units = () if slots is None else slots.units
+            sizes = range(0 if slots is None else slots.num_experts + 1)
+            missed = [use_bytes(Backend.UVA, space.machine, units, *given, n) for n in sizes]
+            found.append((find_use(units, space.machine, *given), missed))
+        return found
+
+
+@dataclass(frozen=True)
+class KeepsExperts(Option):
+    """Routed experts of which each layer keeps some on the GPU: ``cached_experts``.
+
+    With ``host_share`` the host's cores multiply that part of what a step misses.
+    """
+
+    experts: RoutedExperts
+    host_share: float | None = None
+
+    @property
+    def climbs(self) -> bool:
+        """A rung is an expert in a slot."""
+        return True
+
+    def numbers(self, rungs: int, more: int) -> Mapping[str, Any]:
+        """Return the keys of kept experts."""
+        return {
+            "cached_experts": rungs,
+            "cached_experts_more": more or None,
+            "host_share": self.host_share,
+        }
+
+    def ladder(self, space: "Space", kind: int) -> Ladder | None:
+        """Price each number of experts in slots."""
+        slots, experts = self.experts.slots[kind], space.stage.experts
+        if slots is None or experts is None:
+            return None
+        asked = space.question.goal.cached_experts
+        prompt, step = space.settings[0].prefill.shapes, space.decode.shapes
+        streams = self.prefill.streams
+        times = np.zeros((5, slots.num_experts + 1), dtype=np.int64)
+        for kept in range(1, slots.num_experts + 1):
+            of = replace(slots, num_slots=kept)
+            left = 0 if streams else left_bytes(of, experts, prompt)
+            read, *waiting = self._step_ps(space, kind, kept)
+            keeping = keeping_ps(of, experts, space.machine, step, streams=False)
+            times[:, kept] = (
+                space.reading_ps(left, self.prefill),
+                keeping_ps(of, experts, space.machine, prompt, streams=streams),
+                read,
+                *(keeping + each for each in waiting),
+            )
+        return Ladder(
+            slots.expert_bytes,
+            slots.table_bytes + BOUNDARY_BYTES * len(slots.units),
+            sum(self._step_ps(space, kind, 0)[:2]),
+            times,
+            asked if isinstance(asked, int) else None,
+        )
+
+    def _step_ps(self, space: "Space", kind: int, kept: int) -> tuple[int, int, int]:
+        """Picoseconds of a step's reading, and of its waiting if it copies nothing, and if it does.
+
+        Waiting is what it takes beyond that reading.
+        """
+        use, missed_bytes = self.experts.missed[kind]
+        missed = divide(use, missed_bytes[kept], self.host_share or 0.0)
+        layer_ps = space.decode.layer_ps[space.kind_of.index(kind)]
+        alone, beside = (
+            missed.waiting_ps(space.machine, layer_ps, copies=copies) for copies in (False, True)
+        )
+        return space.reading_ps(missed.link_bytes), alone, beside
+
+
+def backend_pairs(backends: Iterable[Backend], store: Store) -> list[tuple[Backend, Backend]]:
+    """List the backends that a rule may have in prefill and in decode.
+
+    Decode by the ring with a prompt that reads at use is not tried: a prompt's rows are never fewer
+    than a step's, so where reading is no faster than copying, as on every link measured so far, it
+    never suits the prompt better.
+    """
+    known = [each for each in backends if store in each.stores]
+    return [
+        (prefill, decode)
+        for prefill in known
+        for decode in known
+        if "prefill" in prefill.phases and "decode" in decode.phases
+        if prefill.streams or not decode.streams
+    ]
+
+
+def list_options(space: "Space") -> tuple[Option, ...]:
+    """List what a rule may take and how, by rank, as store and engine allow.
+
+    Classes whose parameters are all empty are left out: a rule of one frees nothing.
+    """
+    takes_one = space.runner.takes_one_rule
+    ways = backend_pairs(space.question.backends, space.machine.store)
+    ways = [way for way in ways if not takes_one or way[0] is way[1]]
+    # where so many experts are asked for, all that go are kept so
+    kept_alone = isinstance(space.question.goal.cached_experts, int)
+    found: list[Option] = []
+    for each in space.classes:
+        units = [*chain(*space.taken(each))]
+        if any(u.nbytes for u in units) and not (kept_alone and any(u.is_expert for u in units)):
+            options = (Option(each, *way) for way in ways)
+            found += [o for o in options if not o.decode.is_by_cores or space.suits_cores(each)]
+    if (experts := RoutedExperts.of(space)) is not None:
+        for way in ways:
+            keeps = KeepsExperts(experts.segment_class, *way, experts)
+            if keeps.decode is Backend.UVA:
+                found.append(keeps)
+            elif keeps.decode.is_by_cores and space.suits_cores(keeps.segment_class):
+                found += _best_shares(space, keeps)
+    return tuple(sorted(found, key=lambda option: option.rank))
+
+
+def _best_shares(space: "Space", option: KeepsExperts) -> list[KeepsExperts]:
+    """List an option with the shares that suit some number of kept experts best."""
+    shared = [replace(option, host_share=share) for share in SHARES]
+    kind = next(number for number, slots in enumerate(option.experts.slots) if slots)
+    ladders = [each.ladder(space, kind) for each in shared]
+    steps = np.array([ladder.times_ps[2:4, 1:].sum(axis=0) for ladder in ladders if ladder])
+    return [shared[number] for number in np.unique(steps.argmin(axis=0))]
+
+
+def number_steps(rule: Rule) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the steps of a rule's own numbers, and the keys that each changes."""
+    if (kept := rule.cached_experts) is None:
+        return
+    for number in (kept - 1, kept + 1):
+        yield f"cached_experts {kept} -> {number}", {"cached_experts": number}
+    if (share := rule.host_share) is not None:
+        for other in (share - SHARES[0], share + SHARES[0]):
+            yield f"host_share {share:g} -> {other:g}", {"host_share": other}
+    keys = "cached_experts", "cached_experts_more", "host_share"
+    yield "without cached_experts", dict.fromkeys(keys)
