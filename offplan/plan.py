@@ -265,9 +265,20 @@ class Rule(Record):
     read the others over the link, in place of those unused longest. Null keeps none."""
     cached_experts_more: Count | None = None
     """The first layers that the rule takes, so many of them, keep one expert more."""
+    host_share: float | None = Field(default=None, ge=0, le=1)
+    """Part of the experts that a layer misses in a step which the host's cores multiply where they
+    lie; the link brings the others. Null is all of them, where ``decode: host`` keeps experts."""
 
     @model_validator(mode="after")
     def _keeps_experts(self) -> "Rule":
+        is_divided = self.cached_experts is not None and self.decode.is_by_cores
+        if self.host_share is not None and not is_divided:
+            kept = "no" if self.cached_experts is None else str(self.cached_experts)
+            raise ValueError(
+                f"found host_share: {self.host_share:g} with decode: {self.decode.name} and {kept} "
+                "cached_experts: it divides the experts that a step misses between the host's "
+                "cores and the link, so write decode: host and cached_experts, or take it out"
+            )
         if self.cached_experts is None:
             if self.cached_experts_more is not None:
                 raise ValueError(
@@ -280,10 +291,11 @@ class Rule(Record):
                 "a max_bytes rule takes whole parameters, and cached_experts keeps single experts "
                 "of layers: give the rule group_size and num_in_group"
             )
-        if self.decode.streams or self.decode.is_served or self.decode.is_by_cores:
+        if self.decode.streams or self.decode.is_served:
             raise ValueError(
-                f"found decode: {self.decode.name} with cached_experts, expected decode: uva: "
-                "steps read the experts that are not in GPU memory over the link, one by one"
+                f"found decode: {self.decode.name} with cached_experts, expected decode: uva or "
+                "host: steps read the experts that are not in GPU memory over the link, one by "
+                "one, or have the host's cores multiply them"
             )
         return self
 
@@ -309,6 +321,13 @@ class Rule(Record):
                     f"{' or '.join(b.name for b in BACKENDS.values() if phase in b.phases)}"
                 )
         return self
+
+    @property
+    def share_of_cores(self) -> float:
+        """Part of the kept experts that a step misses which the host's cores multiply."""
+        if self.cached_experts is None or not self.decode.is_by_cores:
+            return 0.0
+        return 1.0 if self.host_share is None else self.host_share
 
     @property
     def is_mixed(self) -> bool:

@@ -320,6 +320,14 @@ GROUP = {"group_size": 1, "num_in_group": 1}
         ({**GROUP, "cached_experts": 0}, "greater than or equal to 1"),
         ({**GROUP, "cached_experts_more": 0}, "greater than or equal to 1"),
         ({**GROUP, "cached_experts": None, "cached_experts_more": 1}, "which is missing"),
+        ({**GROUP, "decode": "host", "host_share": 1.1}, "less than or equal to 1"),
+        ({**GROUP, "decode": "host", "host_share": -0.1}, "greater than or equal to 0"),
+        ({**GROUP, "decode": "host", "host_share": "half"}, "should be a valid number"),
+        ({**GROUP, "host_share": 0.5}, "found host_share: 0.5 with decode: uva and 2 cached_exp"),
+        (
+            {**GROUP, "cached_experts": None, "decode": "host", "host_share": 1},
+            "found host_share: 1 with decode: host and no cached_experts: it divides",
+        ),
     ],
 )
 def test_rules_that_cannot_keep_experts(fields: dict[str, object], message: str) -> None:
@@ -343,6 +351,19 @@ def test_what_a_rule_keeps_is_in_the_file() -> None:
         text = dump_plan(plan)
         assert text.count("cached_experts") == len(changed)
         assert parse_plan(yaml.safe_load(text), "a plan").offload == offload
+
+
+@pytest.mark.parametrize(("host_share", "share"), [(None, 1.0), (0.6, 0.6), (0.0, 0.0)])
+def test_what_is_missed_is_divided(host_share: float | None, share: float) -> None:
+    keeps = rule("mlp", group=(1, 1), prefill=Backend.PREFETCH, decode=Backend.HOST)
+    assert keeps.share_of_cores == 0
+    fields = {"cached_experts": 4, "host_share": host_share}
+    divided = Rule.model_validate(keeps.model_dump(mode="json") | fields)
+    assert divided.share_of_cores == share
+    offload = example_plan.offload.model_copy(update={"rules": (divided,)})
+    text = dump_plan(example_plan.model_copy(update={"offload": offload}))
+    assert ("host_share" in text) == (host_share is not None)
+    assert parse_plan(yaml.safe_load(text), "a plan").offload == offload
 
 
 def test_packing_takes_the_last_layers_of_each_group() -> None:
