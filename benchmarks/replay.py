@@ -41,6 +41,7 @@ from offplan.routing.use_order import UseOrder
 from offplan.runtime.forms.expert_table import NOTED_TOKENS
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.session import Session
+from offplan.runtime.transformers_private import list_experts
 from offplan.units import parse_bytes
 
 
@@ -52,15 +53,14 @@ class Replay:
         self._step = torch.zeros(1, dtype=torch.int64, device=trace.device)
         rows = iter(trace)
         for layer in layers:
-            for experts in layer.modules():
-                if hasattr(experts, "has_gate"):
-                    row = next(rows)
-                    prompt = row[:prompt_tokens].transpose(0, 1).contiguous()
-                    steps = row[prompt_tokens:].contiguous()
-                    vars(experts).update(
-                        replay_prompt=prompt, replay_steps=steps, replay_step=self._step
-                    )
-                    experts.register_forward_pre_hook(_choose)
+            for experts in list_experts(layer):
+                row = next(rows)
+                prompt = row[:prompt_tokens].transpose(0, 1).contiguous()
+                steps = row[prompt_tokens:].contiguous()
+                vars(experts).update(
+                    replay_prompt=prompt, replay_steps=steps, replay_step=self._step
+                )
+                experts.register_forward_pre_hook(_choose)
 
     def begin(self, batch: int) -> None:
         """Do nothing: what is chosen is there from the start."""

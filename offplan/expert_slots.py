@@ -3,6 +3,7 @@
 Costs, planner and runtime ask here for the bytes. No torch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,8 @@ class ExpertSlots:
     """Experts of the layer."""
     units: tuple[Unit, ...]
     """Everything that is stored of the layer's experts, in the slab's order."""
+    host_share: float = 0.0
+    """Part of the experts that a step misses which the host's cores multiply where they lie."""
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -65,7 +68,15 @@ class ExpertsFound:
     hits: float
     """Experts that were in GPU memory, or are predicted to be."""
     misses: float
-    """Experts that were read over the link."""
+    """Experts that were not."""
+    by_cores: float = 0.0
+    """Experts of these that the host's cores multiplied where they lie; the link brought others."""
+
+
+def count_by_cores(host_share: float, num_missed: int) -> int:
+    """Count the experts that the host's cores multiply, of so many that a layer misses in a step:
+    floor(host_share x missed + 1/2)."""
+    return math.floor(host_share * num_missed + 0.5)
 
 
 def table_bytes(num_experts: int) -> int:
@@ -117,7 +128,7 @@ def find_expert_slots(
                 f"{unit.nbytes} bytes, which {num_experts} experts do not divide: leave "
                 "cached_experts out"
             )
-    return ExpertSlots(num_slots, num_experts, tuple(units))
+    return ExpertSlots(num_slots, num_experts, tuple(units), rule.share_of_cores)
 
 
 def _count_experts(stage: Stage, units: Sequence[Unit]) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Part
-from offplan.runtime.forms import cores
+from offplan.runtime.forms import cores, tasks
 from offplan.runtime.loading import by_cores
 from offplan.runtime.loading.by_cores import LinearTask
 from offplan.runtime.memory.handover import Exchange, Handover
@@ -103,7 +103,7 @@ def test_layers_of_one_class_are_compiled_once() -> None:
         assert form is RAW
         task = LinearTask(server, cores.describe(form, parts), None, parts)
         each.__class__ = by_cores._class_by_cores(nn.Linear)
-        vars(each).update(cores=None, task=by_cores._number(task), weight_there=parts)
+        vars(each).update(cores=None, task=tasks.number(task), weight_there=parts)
         linear.append(each)
     by_cores.let_compute(linear, by_cores.Phase.DECODE)
     num_compiled = 0
