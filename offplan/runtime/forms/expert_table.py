@@ -56,9 +56,7 @@ class Table(NamedTuple):
         self.list_of(SLOTS).fill_(NOBODY)
 
 
-def use(
-    table: Table, chosen: torch.Tensor, *, is_step: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Take the experts that steps chose, [steps, pairs], one step after another; NOBODY is none.
 
     The experts of a step move to the front together and keep the order that they had. Of those that

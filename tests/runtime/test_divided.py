@@ -1,0 +1,176 @@
+"""Kept experts of which cores and link divide those missed, on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offplan.errors import OffplanError
+from offplan.plan import Rule
+from offplan.routing.divided import DividedSlots
+from offplan.runtime.forms.expert_table import NOTED_TOKENS, ORDER, SLOTS
+from offplan.runtime.session import Session
+from tests.hostcores.cores import require_cores
+from tests.runtime.cached import Trace, keeping, prompts, run_hostile
+from tests.runtime.families import MOST_ROUNDING
+from tests.runtime.plans import offload, open_session
+from tests.runtime.quantise import save_stored
+from tests.runtime.test_by_cores import run_fed, run_in_float32, typical_error
+
+require_cores()
+
+CASES = [("qwen3_moe", form) for form in ("values", "fp8_block", "int4", "nvfp4")]
+CASES += [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8_block")]
+
+
+def dividing(num: int, share: float | None, prefill: str = "prefetch", every: int = 1) -> Rule:
+    changed = {"decode": "host", "host_share": share}
+    return Rule.model_validate(keeping(num, None, prefill, every).model_dump(mode="json") | changed)
+
+
+def save(family: str, form: str, into: Path, **config: int) -> tuple[Path, Path]:
+    """What is stored, and its values."""
+    stored = "fp8_block" if form == "values" else form
+    more = {"num_experts_per_tok": 2, **config}
+    paths = save_stored(family, stored, into, torch.bfloat16, **more)
+    return paths[form == "values"], paths[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -> None:
+    stored, plain = save(family, form, tmp_path)
+    exact = run_in_float32(plain)
+    own = typical_error(run_fed(stored, offload()), exact)
+    for num, share, prefill in ((1, None, "prefetch"), (2, 0.5, "uva"), (3, 0.3, "prefetch")):
+        made = run_fed(stored, offload(dividing(num, share, prefill), prefill_chunk=3))
+        assert typical_error(made, exact) < MOST_ROUNDING * own, share
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3_moe", "values", tmp_path_factory.mktemp("divided"), num_experts=8)[0]
+
+
+def check_layers(session: Session, lists: dict[int, DividedSlots]) -> None:
+    """What a list keeps is in slots, each with all of its parts."""
+    for index, kept in lists.items():
+        layer = session.loaded.cached._layers[index]
+        order, slots = (layer.table.list_of(which).tolist() for which in (ORDER, SLOTS))
+        place_of = {e: slot for e, slot in zip(order, slots, strict=True) if slot >= 0}
+        assert order == kept.order
+        assert set(place_of) == kept.kept
+        assert len(set(place_of.values())) == len(place_of)
+        for path, (of, _) in session.loaded.store._places.items():
+            if of == index:
+                stored = session.loaded.store.offloaded[path]
+                values = layer.slots[path.rpartition(".")[2]]
+                for expert, slot in place_of.items():
+                    assert torch.equal(values[slot].cpu(), stored[expert].cpu())
+
+
+def run_beside_lists(session: Session, share: float) -> None:
+    """Hold tables, slots and counts of prompts and steps to lists of the trace."""
+    layers = session.loaded.cached._layers
+    num_experts = next(iter(layers.values())).table.num_experts
+    trace = Trace(session, 2)
+    lists = {
+        index: DividedSlots(num_experts, layer.table.num_slots, share)
+        for index, layer in layers.items()
+    }
+    for prompt in prompts(1):
+        logits = session.prefill(prompt)
+        trace.drop_allocating_pass(prompt.numel())
+        for index, calls in trace.calls.items():
+            chunks = [each.reshape(len(prompt), -1, 2) for each in calls]
+            tokens = [t.flatten().tolist() for c in chunks for t in c.swapaxes(0, 1)]
+            lists[index].settle(tokens[-NOTED_TOKENS:])
+            calls.clear()
+        check_layers(session, lists)
+        for _ in range(6):
+            logits = session.decode(logits.argmax(-1, keepdim=True))
+            for index, calls in trace.calls.items():
+                lists[index].step(calls.pop().flatten().tolist())
+            check_layers(session, lists)
+    for index, found in session.count_experts().items():
+        counted = {of: getattr(found, of) for of in ("hits", "copied", "in_place", "by_cores")}
+        assert counted == dict(lists[index].counts)
+        assert found.copied_bytes == found.copied * layers[index].expert_bytes
+        assert found.misses == found.copied + found.in_place + found.by_cores
+
+
+@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
+@pytest.mark.parametrize(("num", "share"), [(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)])
+def test_counts_are_those_of_a_list(
+    folder: Path, prefill: str, num: int, share: float | None
+) -> None:
+    with open_session(folder, offload(dividing(num, share, prefill), prefill_chunk=7)) as session:
+        session.warm_up(1, 7)
+        session.loaded.cached.empty()
+        run_beside_lists(session, 1.0 if share is None else share)
+        found = session.find_experts(36)
+        assert found is not None
+        assert 0 < found.by_cores <= found.misses
+        assert share is not None or found.by_cores == found.misses
+
+
+def test_the_same_bits_for_the_same_history(folder: Path) -> None:
+    """With aborted prompts and steps between."""
+    runs = []
+    for _ in range(2):
+        with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
+            runs.append(run_hostile(session))
+            counts = session.count_experts().values()
+            assert all(c.hits and c.by_cores for c in counts)
+            assert any(c.copied for c in counts)
+    assert all(map(torch.equal, *runs))
+
+
+def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
+    """What then comes is what a session makes that has seen nothing else."""
+    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+    with open_session(folder, decision) as session:
+        run_hostile(session)
+        session.loaded.cached.abort()
+        session.loaded.cached.mend()
+        got = [session.prefill(prompts(3)[0]).clone()]
+        got += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
+    with open_session(folder, decision) as session:
+        expected = [session.prefill(prompts(3)[0]).clone()]
+        expected += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
+    assert all(map(torch.equal, got, expected))
+
+
+def test_no_share_is_the_link_alone(folder: Path) -> None:
+    logits = []
+    for rule in (dividing(2, 0.0), keeping(2, every=1)):
+        with open_session(folder, offload(rule, prefill_chunk=7)) as session:
+            logits.append(run_hostile(session))
+            assert not any(found.by_cores for found in session.count_experts().values())
+    assert all(map(torch.equal, *logits))
+
+
+def test_some_layers_are_divided_beside_others(tmp_path: Path) -> None:
+    """Layers with slots that are divided, and that are not, and the cores' own, in one model."""
+    stored, plain = save("qwen3_moe", "fp8_block", tmp_path, num_hidden_layers=4)
+    exact = run_in_float32(plain)
+    own = typical_error(run_fed(stored, offload()), exact)
+    rules = [dividing(2, 0.5, every=4), keeping(2, every=3)]
+    rules.append(
+        Rule.model_validate(
+            keeping(2, every=1).model_dump(mode="json")
+            | {
+                "decode": "host",
+                "cached_experts": None,
+            }
+        )
+    )
+    assert typical_error(run_fed(stored, offload(*rules)), exact) < MOST_ROUNDING * own
+
+
+def test_what_the_cores_cannot_multiply_is_refused(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3_moe", "fp8_block", tmp_path / "wide")
+    with pytest.raises(OffplanError, match="computes in bfloat16, found a model in float32"):
+        open_session(stored, offload(dividing(2, 0.5)))
+    with pytest.raises(ValueError, match=r"rule 1 has cached_experts.*expected `store: host`"):
+        offload(dividing(2, 0.5), store="peer")
