@@ -1,20 +1,27 @@
 """Kept experts of which cores and link divide those missed, on the CPU."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from offplan.backends import Backend
 from offplan.errors import OffplanError
 from offplan.plan import Rule
 from offplan.routing.divided import DividedSlots
 from offplan.runtime.forms.expert_table import NOTED_TOKENS, ORDER, SLOTS
+from offplan.runtime.memory.handover import Handover
+from offplan.runtime.memory.servers import SERVERS, ByCores
+from offplan.runtime.model import cached
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
-from tests.runtime.cached import Trace, keeping, prompts, run_hostile
+from tests.runtime.cached import Abort, Trace, keeping, prompts, run_hostile
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.plans import offload, open_session
 from tests.runtime.quantise import save_stored
+from tests.runtime.stream import AtOnce
 from tests.runtime.test_by_cores import run_fed, run_in_float32, typical_error
 
 require_cores()
@@ -139,6 +146,76 @@ def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
         expected = [session.prefill(prompts(3)[0]).clone()]
         expected += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtOnce]:
+    """A GPU's stream that products are handed over in, simulated."""
+    made: list[Handover] = []
+    at_once = AtOnce()
+
+    def serve(device: torch.device) -> ByCores:
+        server = ByCores(device)
+        server._handover = Handover(device, at_once)
+        made.append(server._handover)
+        return server
+
+    monkeypatch.setitem(SERVERS, Backend.HOST, serve)
+    yield at_once
+    for handover in made:
+        handover.close()
+
+
+def test_the_bell_rings_before_the_copies(
+    folder: Path, stream: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the stream waits for the answer once the device has multiplied what is in slots."""
+
+    def note(name: str, at: Any, module: Any) -> None:
+        own = getattr(module, at)
+
+        def call(*arguments: Any) -> Any:
+            stream.seen.append(name)
+            return own(*arguments)
+
+        monkeypatch.setattr(module, at, call)
+
+    note("copy", "copy_missed", cached)
+    note("multiply", "forward_stored", cached)
+    with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
+        logits = session.prefill(prompts(0)[0])
+        stream.seen.clear()
+        session.decode(logits.argmax(-1, keepdim=True))
+        num_layers = len(session.loaded.cached._layers)
+    assert stream.seen == ["write", "write", "copy", "multiply", "wait"] * num_layers
+
+
+def test_a_hand_over_gives_the_same(
+    folder: Path, stream: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a step that ended while the cores computed for it."""
+    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+    with open_session(folder, decision) as session:
+        handed = run_hostile(session)
+        session.prefill(prompts(2)[0])
+        stream.seen.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(Handover, "end", abort)
+            with pytest.raises(Abort):
+                session.decode(torch.tensor([[3]]))
+        assert stream.seen == ["write", "write"]
+        again = run_hostile(session)
+        assert stream.seen[2] == "wait"
+        session.check()
+    monkeypatch.setitem(SERVERS, Backend.HOST, ByCores)
+    with open_session(folder, decision) as session:
+        expected = run_hostile(session)
+    assert all(map(torch.equal, handed, expected))
+    assert all(map(torch.equal, again, expected))
+
+
+def abort(*_: object) -> torch.Tensor:
+    raise Abort
 
 
 def test_no_share_is_the_link_alone(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Products handed over within a stream, which is simulated: it does at once what it is given."""
 
-import ctypes
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,32 +15,11 @@ from offplan.runtime.loading.by_cores import LinearTask
 from offplan.runtime.memory.handover import Exchange, Handover
 from offplan.runtime.memory.servers import ByCores
 from tests.hostcores.cores import make_weight, require_cores, values_of
+from tests.runtime.stream import AtOnce
 
 require_cores()
 
 CPU = torch.device("cpu")
-
-
-class AtOnce:
-    """A stream that does everything when it is queued."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def write(self, address: int, value: int) -> None:
-        self.seen.append("write")
-        ctypes.c_uint32.from_address(address).value = value
-
-    def wait(self, address: int, least: int) -> None:
-        self.seen.append("wait")
-        word, ends = ctypes.c_uint32.from_address(address), time.monotonic() + 20
-        while word.value < least:
-            assert time.monotonic() < ends
-            time.sleep(0)
-
-    def call(self, function: int, argument: int) -> None:
-        self.seen.append("call")
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
 
 
 @pytest.fixture

@@ -81,9 +81,9 @@ def forward_cached(
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the experts that are missing
     are copied into slots, over the link, and multiplied there; where there are more of them than
     slots, the others are read where they lie. Where experts are divided, the host's cores multiply
-    a share of those missed where they lie, meanwhile. A prompt reads all of them as it would without slots,
-    and its last choices are noted. Everything is on the current stream; on a GPU the host waits for
-    nothing.
+    a share of those missed where they lie, meanwhile. A prompt reads all of them as it would
+    without slots, and its last choices are noted. Everything is on the current stream; on a GPU the
+    host waits for nothing.
     """
     own = vars(experts)
     if not own["reads_slots"]:
@@ -99,14 +99,15 @@ def forward_cached(
     slots: dict[str, torch.Tensor] = own["slots"]
     sources = {name: getattr(experts, name) for name in slots}
     slot_of_pair, by_cores = use(table, chosen[None], is_step=True)
+    by_cores = by_cores.view(top_k_index.shape)
+    if task is not None:
+        tasks.find(task).begin(hidden_states, top_k_weights, lambda memory: memory.copy_(by_cores))
+        top_k_weights = top_k_weights.masked_fill(by_cores != NOBODY, 0)
     copy_missed(table, sources, slots)
     values = {name: _join(sources[name], slots[name], chosen, slot_of_pair) for name in slots}
-    joined, by_cores = _Joined(experts, values), by_cores.view(top_k_index.shape)
-    if task is None:
-        return forward_stored(joined, hidden_states, top_k_index, top_k_weights)
-    tasks.find(task).begin(hidden_states, top_k_weights, lambda memory: memory.copy_(by_cores))
-    factors = top_k_weights.masked_fill(by_cores != NOBODY, 0)
-    return tasks.end(task, forward_stored(joined, hidden_states, top_k_index, factors))
+    joined = _Joined(experts, values)
+    made = forward_stored(joined, hidden_states, top_k_index, top_k_weights)
+    return made if task is None else tasks.end(task, made)
 
 
 def _note(noted: torch.Tensor, place: torch.Tensor, chosen: torch.Tensor) -> None:
