@@ -70,7 +70,12 @@ class ExpertsFound:
     misses: float
     """Experts that were not."""
     by_cores: float = 0.0
-    """Experts of these that the host's cores multiplied where they lie; the link brought others."""
+    """Experts of these that the host's cores multiplied where they lie."""
+
+    @property
+    def brought(self) -> float:
+        """Experts of these that were read over the link."""
+        return self.misses - self.by_cores
 
 
 def count_by_cores(host_share: float, num_missed: int) -> int:

@@ -11,8 +11,8 @@ from offplan.runtime.memory.handover import Handover
 from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import Abort, abort_in, keeping, prompts
+from tests.runtime.divided import dividing, run_beside_lists, save
 from tests.runtime.plans import offload, open_session
-from tests.runtime.test_divided import dividing, run_beside_lists, save
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,7 +124,9 @@ def test_counts_are_those_of_a_list(folder: Path, share: float) -> None:
         run_beside_lists(session, share)
 
 
-def test_a_step_that_is_aborted_between_begin_and_end(folder: Path) -> None:
+def test_a_step_that_is_aborted_between_begin_and_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cores may still compute for it when the next product is begun."""
     checkpoint = saved(folder, "qwen3_moe", "fp8_block")
     with open_session(checkpoint, decide(RULES[1]), "cuda", capture=False) as session:
@@ -132,13 +134,10 @@ def test_a_step_that_is_aborted_between_begin_and_end(folder: Path) -> None:
     with open_session(checkpoint, decide(RULES[1]), "cuda", capture=False) as session:
         with session.stream():
             session.prefill(prompts(0)[0])
-            own = Handover.end
-            try:
-                Handover.end = _abort  # type: ignore[method-assign]
+            with monkeypatch.context() as patched:
+                patched.setattr(Handover, "end", _abort)
                 with pytest.raises(Abort):
                     session.decode(torch.tensor([[3]], device="cuda"))
-            finally:
-                Handover.end = own  # type: ignore[method-assign]
         require_near(run_history(session), expected)
 
 
