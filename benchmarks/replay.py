@@ -7,6 +7,7 @@
 Weights are random; what routers choose is taken from a trace, within the captured step as well. The
 first form plans for a machine and keeps as many experts of all layers in the same memory; the
 second keeps so many and compares with the same rule that keeps none; the third is given both plans.
+With ``--host-share 0.6`` the host's cores multiply that part of the kept experts that steps miss.
 Both run in turn, in one process. Prints JSON: experts hit as a list of the trace says and as the
 kernels counted, by layer, and the times of steps. Ends with an error where these counts differ.
 """
@@ -37,10 +38,12 @@ from offplan.library.held_memory import count_held
 from offplan.library.machines import load_machine
 from offplan.plan import Offload, Plan, Rule, Workload, load_plan
 from offplan.planner.make import make_plan
+from offplan.routing.divided import DividedSlots
 from offplan.routing.use_order import UseOrder
 from offplan.runtime.forms.expert_table import NOTED_TOKENS
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.session import Session
+from offplan.runtime.transformers_private import list_experts
 from offplan.units import parse_bytes
 
 
@@ -52,15 +55,14 @@ class Replay:
         self._step = torch.zeros(1, dtype=torch.int64, device=trace.device)
         rows = iter(trace)
         for layer in layers:
-            for experts in layer.modules():
-                if hasattr(experts, "has_gate"):
-                    row = next(rows)
-                    prompt = row[:prompt_tokens].transpose(0, 1).contiguous()
-                    steps = row[prompt_tokens:].contiguous()
-                    vars(experts).update(
-                        replay_prompt=prompt, replay_steps=steps, replay_step=self._step
-                    )
-                    experts.register_forward_pre_hook(_choose)
+            for experts in list_experts(layer):
+                row = next(rows)
+                prompt = row[:prompt_tokens].transpose(0, 1).contiguous()
+                steps = row[prompt_tokens:].contiguous()
+                vars(experts).update(
+                    replay_prompt=prompt, replay_steps=steps, replay_step=self._step
+                )
+                experts.register_forward_pre_hook(_choose)
 
     def begin(self, batch: int) -> None:
         """Do nothing: what is chosen is there from the start."""
@@ -130,6 +132,17 @@ def count_hits(
     return np.array(found)
 
 
+def count_divided(
+    trace: np.ndarray[Any, Any], prompt_tokens: int, num_steps: int, slots: Sequence[DividedSlots]
+) -> None:
+    """Have each layer's slots, a list of its own, take the same as ``count_hits`` counts."""
+    for row, layer in zip(trace, slots, strict=True):
+        tokens = [token.ravel().tolist() for token in row[: prompt_tokens + num_steps]]
+        layer.settle(tokens[max(0, prompt_tokens - NOTED_TOKENS) : prompt_tokens])
+        for token in tokens[prompt_tokens:]:
+            layer.step(token)
+
+
 def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[str, Any]:
     """Read the prompt and time steps behind it, after all slots were emptied."""
     assert session.routing is not None
@@ -161,6 +174,7 @@ def run(session: ReplaySession, prompt: torch.Tensor, num_steps: int) -> dict[st
         "step_max_s": max(steps),
         "hits": {layer: found.hits for layer, found in counted.items()},
         "misses": {layer: found.misses for layer, found in counted.items()},
+        "by_cores": {layer: found.by_cores for layer, found in counted.items()},
         "in_place": sum(found.in_place for found in counted.values()),
         "copied_bytes_a_step": sum(found.copied_bytes for found in counted.values()) / num_steps,
     }
@@ -174,13 +188,13 @@ def _mark(is_cuda: bool) -> Any:
     return event
 
 
-def keep_experts(plan: Plan, model: Model) -> Offload:
+def keep_experts(plan: Plan, model: Model, host_share: float | None) -> Offload:
     """Keep as many experts of all layers as the plan's budget has room for."""
     assert model.experts is not None
     num_layers = sum(layer.kind == "moe" for layer in model.layers)
 
     def keep(number: int) -> Offload:
-        rule = make_rule(*divmod(number, num_layers))
+        rule = make_rule(*divmod(number, num_layers), host_share)
         return plan.offload.model_copy(update={"rules": (rule,), "prefetch_step": 1})
 
     def exceeds(number: int) -> bool:
@@ -194,15 +208,16 @@ def keep_experts(plan: Plan, model: Model) -> Offload:
     return keep(numbers[num_fitting - 1])
 
 
-def make_rule(cached: int | None, more: int | None = None) -> Rule:
-    """Take the experts of all layers, and keep so many of each."""
+def make_rule(cached: int | None, more: int | None = None, host_share: float | None = None) -> Rule:
+    """Take the experts of all layers, and keep so many of each; divide those missed by a share."""
     return Rule.model_validate(
         {
             "cpu_offload_params": ["experts"],
             "group_size": 1,
             "num_in_group": 1,
             "prefill": "prefetch",
-            "decode": "uva",
+            "decode": "uva" if host_share is None else "host",
+            "host_share": host_share,
             "cached_experts": cached,
             "cached_experts_more": more or None,
         }
@@ -212,10 +227,11 @@ def make_rule(cached: int | None, more: int | None = None) -> Rule:
 def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
     """Return what the two plans offload, by name."""
     if options.plans:
-        today, kept = (load_plan(path) for path in options.plans)
-        return {"today": today.offload, "kept": kept.offload}
+        plans = zip(("today", "kept"), options.plans, strict=True)
+        return {name: load_plan(path).offload for name, path in plans}
     if options.cached:
-        rules = {"today": make_rule(None), "kept": make_rule(options.cached, options.more)}
+        kept = make_rule(options.cached, options.more, options.host_share)
+        rules = {"today": make_rule(None), "kept": kept}
         chunk = options.prompt
         return {
             k: Offload(prefetch_step=1, prefill_chunk=chunk, rules=(r,)) for k, r in rules.items()
@@ -229,7 +245,7 @@ def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offloa
     )
     machine, memory = load_machine(options.machine), parse_bytes(options.gpu_memory)
     plan = make_plan(ask(model, machine, workload, gpu_memory=memory)).plan
-    return {"today": plan.offload, "kept": keep_experts(plan, model)}
+    return {"today": plan.offload, "kept": keep_experts(plan, model, options.host_share)}
 
 
 def compare(options: argparse.Namespace, model: Model) -> dict[str, Any]:
@@ -263,7 +279,11 @@ def compare(options: argparse.Namespace, model: Model) -> dict[str, Any]:
                 if options.reopen:
                     sessions.pop(name).close()
                 print(f"{name}: {found[name][-1]['step_s'] * 1e3:.3f} ms", file=sys.stderr)
-        predicted = predict(offloads, listed, found)
+        predicted = {
+            name: predict(name, offload.rules, listed, trace, options, found[name])
+            for name, offload in offloads.items()
+            if found[name][0]["hits"]
+        }
     finally:
         for session in sessions.values():
             session.close()
@@ -278,37 +298,37 @@ def compare(options: argparse.Namespace, model: Model) -> dict[str, Any]:
 
 
 def predict(
-    offloads: dict[str, Offload],
+    name: str,
+    rules: Sequence[Rule],
     listed: np.ndarray[Any, Any],
-    found: dict[str, list[dict[str, Any]]],
-) -> dict[str, Any]:
-    """Return the hits that the trace's list says of each plan; SystemExit where others counted."""
-    predicted: dict[str, Any] = {}
-    for name, offload in offloads.items():
-        rules = [rule for rule in offload.rules if rule.cached_experts is not None]
-        layers = list(found[name][0]["hits"])
-        if not layers:
-            continue
-        rule = rules[0]
-        sizes = [
-            (rule.cached_experts or 0) + (at < (rule.cached_experts_more or 0))
-            for at in range(len(layers))
-        ]
-        first_moe = len(listed) - len(layers) if len(rules) == 1 and rule.group_size == 1 else None
-        if first_moe != 0:
-            predicted[name] = "not listed: the plan keeps experts of some layers alone"
-            continue
-        hits = [int(row[size]) for row, size in zip(listed, sizes, strict=True)]
-        predicted[name] = {"hits": sum(hits), "of": int(listed[:, -1].sum())}
-        for number, each in enumerate(found[name], 1):
-            if list(each["hits"].values()) != hits:
+    trace: np.ndarray[Any, Any],
+    options: argparse.Namespace,
+    found: list[dict[str, Any]],
+) -> Any:
+    """Return what the trace's list says of a plan; SystemExit where kernels counted otherwise."""
+    rule = next(rule for rule in rules if rule.cached_experts is not None)
+    if len(found[0]["hits"]) != len(listed) or len(rules) > 1 or rule.group_size != 1:
+        return "not listed: the plan keeps experts of some layers alone"
+    sizes = [
+        (rule.cached_experts or 0) + (at < (rule.cached_experts_more or 0))
+        for at in range(len(listed))
+    ]
+    choices, num_experts = listed[:, -1].tolist(), listed.shape[1] - 2
+    expected = {"hits": [int(row[size]) for row, size in zip(listed, sizes, strict=True)]}
+    expected["by_cores"] = [0] * len(sizes)
+    if share := rule.share_of_cores:
+        slots = [DividedSlots(num_experts, size, share) for size in sizes]
+        count_divided(trace, options.prompt, options.steps, slots)
+        expected = {of: [each.counts[of] for each in slots] for of in expected}
+    hits = zip(choices, expected["hits"], strict=True)
+    expected["misses"] = [chosen - hit for chosen, hit in hits]
+    for number, each in enumerate(found, 1):
+        for of, wanted in expected.items():
+            if list(each[of].values()) != wanted:
                 raise SystemExit(
-                    f"{name}, round {number}: counted {each['hits']}, the trace's list has {hits}"
+                    f"{name}, round {number}: counted {of} {each[of]}, the list has {wanted}"
                 )
-            misses = [int(row[-1]) - hit for row, hit in zip(listed, hits, strict=True)]
-            if list(each["misses"].values()) != misses:
-                raise SystemExit(f"{name}, round {number}: misses {each['misses']}, not {misses}")
-    return predicted
+    return {of: sum(wanted) for of, wanted in expected.items()} | {"of": sum(choices)}
 
 
 def read_config(path: Path, changes: dict[str, Any]) -> Model:
@@ -333,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu-memory", default="12 GiB")
     parser.add_argument("--cached", type=int)
     parser.add_argument("--more", type=int)
+    parser.add_argument("--host-share", type=float, help="what the cores take of those missed")
     parser.add_argument("--plans", type=Path, nargs=2)
     parser.add_argument("--reuse", choices=REUSES, default="published")
     parser.add_argument("--batch", type=int, default=1)

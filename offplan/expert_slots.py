@@ -3,6 +3,7 @@
 Costs, planner and runtime ask here for the bytes. No torch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +68,20 @@ class ExpertsFound:
     hits: float
     """Experts that were in GPU memory, or are predicted to be."""
     misses: float
-    """Experts that were read over the link."""
+    """Experts that were not."""
+    by_cores: float = 0.0
+    """Experts of these that the host's cores multiplied where they lie."""
+
+    @property
+    def brought(self) -> float:
+        """Experts of these that were read over the link."""
+        return self.misses - self.by_cores
+
+
+def count_by_cores(host_share: float, num_missed: int) -> int:
+    """Count the experts that the host's cores multiply, of so many that a layer misses in a step:
+    floor(host_share x missed + 1/2)."""
+    return math.floor(host_share * num_missed + 0.5)
 
 
 def table_bytes(num_experts: int) -> int:

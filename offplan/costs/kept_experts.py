@@ -62,14 +62,15 @@ def predict_use(placement: Placement, stage: Stage, batch: int) -> KeptUse | Non
         return None
     layers = placement.expert_slots.values()
     chosen = experts.touched(batch) if reuse is None else reuse.touched
-    hits = sum(chosen * hit_rate(experts, reuse, each.num_slots) for each in layers)
+    hits = [chosen * hit_rate(experts, reuse, each.num_slots) for each in layers]
+    by_cores = [(chosen - n) * of.host_share for n, of in zip(hits, layers, strict=True)]
     source = "uniform routing: kept / experts of a layer"
     if reuse is not None and stage.routing is not None:
         source = f"routing profile {stage.routing.fingerprint[:12]}, batch {batch}"
     return KeptUse(
         num_layers=len(layers),
         num_kept=sum(each.num_slots for each in layers),
-        found=ExpertsFound(hits, len(layers) * chosen - hits),
+        found=ExpertsFound(sum(hits), len(layers) * chosen - sum(hits), sum(by_cores)),
         expert_bytes=max(each.expert_bytes for each in layers),
         source=source,
     )

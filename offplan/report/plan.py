@@ -156,6 +156,8 @@ def describe_kept(rule: Rule) -> str:
         return ""
     more = rule.cached_experts_more
     told = f", and one more of the first {more} of them" if more else ""
+    if share := rule.share_of_cores:
+        told += f"; the host's cores multiply {share:.0%} of those missed, the link brings the rest"
     return f"; the {rule.cached_experts} experts of a layer used last are on the GPU, too{told}"
 
 

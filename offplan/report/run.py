@@ -62,10 +62,16 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
 
 
 def add_experts(table: Table, experts: ComparedExperts | None) -> None:
-    """Add the experts that were hit and missed a token; nothing where none are kept."""
+    """Add the experts that were hit and missed a token; nothing where none are kept.
+
+    Where the host's cores multiplied some of those missed, also these, and those brought.
+    """
     if experts is None:
         return
-    for name, of in (("hit", "hits"), ("missed", "misses")):
+    shown = [("hit", "hits"), ("missed", "misses")]
+    if experts.counted.by_cores:
+        shown += [("brought", "brought"), ("multiplied by the cores", "by_cores")]
+    for name, of in shown:
         predicted, counted = getattr(experts.predicted, of, None), getattr(experts.counted, of)
         add_comparison(table, f"experts {name}, a token", predicted, counted, "{:.1f}".format)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,11 @@ class Session:
         counts = self.count_experts().values()
         if not counts or not num_steps:
             return None
-        hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
+        names = [field.name for field in fields(ExpertsFound)]
+        sums = [sum(getattr(each, of) for each in counts) for of in names]
         if before is not None:
-            hits, misses = hits - int(before.hits), misses - int(before.misses)
-        return ExpertsFound(hits / num_steps, misses / num_steps)
+            sums = [each - getattr(before, of) for each, of in zip(sums, names, strict=True)]
+        return ExpertsFound(*(each / num_steps for each in sums))
 
     @property
     def changes_with_length(self) -> bool:

@@ -171,7 +171,17 @@ def let_experts_be_chosen(model: PreTrainedModel) -> None:
 
 def list_experts(module: nn.Module) -> list[Any]:
     """List the routed experts in a module that transformers lets be multiplied in another way."""
-    return [part for part in module.modules() if hasattr(part, "has_gate")]
+    return [part for part in module.modules() if is_experts(part)]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is routed experts that transformers lets be multiplied in another way."""
+    return hasattr(module, "has_gate")
+
+
+def name_first(experts: Any) -> str:
+    """Return the name of the weight that routed experts multiply their inputs by."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def apply_gate(experts: Any, made: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,10 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
         num_bytes = places.get(key, (0,))[0] + entry.unit.nbytes
         ways = f"{entry.prefill.name}, {entry.decode.name}"
         if entry.keeps_experts:
-            ways += f", {placement.expert_slots[entry.unit.layer].num_slots} experts kept"
+            slots = placement.expert_slots[entry.unit.layer]
+            ways += f", {slots.num_slots} experts kept"
+            if slots.host_share:
+                ways += f", {slots.host_share:.0%} of those missed by the cores"
         places[key] = num_bytes, f"{store} ({ways})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")

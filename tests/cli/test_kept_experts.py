@@ -189,3 +189,32 @@ def test_a_run_prints_hits_beside_those_predicted(cli: CLI, profile: Path, tmp_p
     assert code == 0, err
     assert "experts hit, a token" in out
     assert "experts missed, a token" in out
+
+
+@pytest.mark.slow
+def test_a_plan_by_hand_divides_what_is_missed(cli: CLI, profile: Path, tmp_path: Path) -> None:
+    """Every command takes it; a run prints who multiplied the experts that were missed."""
+    plain, path = tmp_path / "plain.yaml", tmp_path / "plan.yaml"
+    assert cli(*ask(profile, "-o", plain)).code == 0
+    divided = "decode: host, cached_experts: 3, host_share: 0.6}"
+    written = plain.read_text("utf-8").replace("decode: uva, cached_experts: 3}", divided)
+    assert divided in written
+    path.write_text(written, "utf-8")
+    for command in ("show", "explain", "replan", "report"):
+        code, out, err = cli(command, path, *(("-o", tmp_path / "page") * (command == "report")))
+        assert code == 0, err
+        told = "cores multiply 60% of those missed, the link brings the rest"
+        assert command != "show" or told in " ".join(out.split()), out
+    assert cli("check", path, "--file-only").code in (0, 4)
+    moves = json.loads(cli("diff", plain, path, "--json").out)["moves"]
+    after = "host (uva, host, 3 experts kept, 60% of those missed by the cores)"
+    assert {each["after"] for each in moves} == {after}
+    code, _, err = cli("export", path, "--engine", "vllm")
+    assert (code, "(cached_experts), which no flag" in err) == (2, True)
+    code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu")
+    assert code == 0, err
+    for what in ("hit", "missed", "brought", "multiplied by the cores"):
+        assert f"experts {what}, a token" in out + err
+    code, out, err = cli("run", path, "--prompt", "Weights", "--device", "cpu", "--json")
+    found = json.loads(out)["experts"]["counted"]
+    assert 0 < found["by_cores"] < found["misses"]

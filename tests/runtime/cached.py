@@ -119,8 +119,9 @@ def check_slots(session: Session, orders: dict[int, UseOrder]) -> None:
         table, num_used = layer.table, int(order.num_used[0])
         first = order.order[0][: min(num_used, table.num_slots)]
         assert table.list_of(0).tolist() == order.order[0].tolist()
-        assert int(table.number(8)) == num_used
+        assert int((table.list_of(1) >= 0).sum()) == len(first)
         places = table.list_of(1)[: len(first)].tolist()
+        assert all(0 <= place < table.num_slots for place in places)
         assert len(set(places)) == len(places)
         for name, slots in layer.slots.items():
             path = next(

@@ -4,22 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from offplan.errors import OffplanError, PlanError
 from offplan.placement import Phase
-from offplan.plan import Offload, Rule
+from offplan.plan import Rule
 from offplan.runtime.loading.by_cores import ByCoresModule
 from tests.hostcores.cores import require_cores
 from tests.runtime.families import MOST_ROUNDING
+from tests.runtime.fed import BATCH, FED, run_fed, run_in_float32, typical_error
 from tests.runtime.plans import group, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
 
 require_cores()
 
-BATCH = torch.tensor([[3, 14, 15, 9, 26, 40, 33], [58, 9, 7, 9, 3, 21, 17]])
-FED = torch.tensor([[5, 8], [35, 9], [11, 2], [45, 38]])
-"""Tokens of four steps, whatever is made: what differs is then the products alone."""
 COMPUTED = [form for form in FORMS if form not in ("int8", "int8_zeros", "int8_bytes_zeros")]
 CASES = [("qwen3", form) for form in COMPUTED] + [
     ("qwen3_moe", "fp8_block"),
@@ -37,19 +34,6 @@ RULES = {
 }
 
 
-def run_fed(folder: Path, decision: Offload) -> torch.Tensor:
-    """Logits of each step, [steps, batch, vocabulary], of the same tokens."""
-    with open_session(folder, decision) as session, session.stream():
-        session.prefill(BATCH)
-        return torch.stack([session.decode(tokens[:, None]).clone() for tokens in FED]).float()
-
-
-def run_in_float32(folder: Path) -> torch.Tensor:
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    made = stock(torch.cat([BATCH, FED.T], 1)).logits
-    return made[:, BATCH.shape[1] :].transpose(0, 1).detach()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -> None:
@@ -59,11 +43,6 @@ def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -
     for name, rule in RULES.items():
         made = run_fed(stored, offload(rule, prefetch_step=1))
         assert typical_error(made, exact) < MOST_ROUNDING * own, name
-
-
-def typical_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    """The median over tokens: one may be sent to other experts by what is rounded before them."""
-    return float((logits - exact).abs().mean(-1).median())
 
 
 @pytest.fixture

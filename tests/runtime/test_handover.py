@@ -1,7 +1,5 @@
 """Products handed over within a stream, which is simulated: it does at once what it is given."""
 
-import ctypes
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,38 +9,17 @@ from torch import nn
 
 from offplan.errors import OffplanError
 from offplan.forms.form import RAW, Part
-from offplan.runtime.forms import cores
+from offplan.runtime.forms import cores, tasks
 from offplan.runtime.loading import by_cores
 from offplan.runtime.loading.by_cores import LinearTask
 from offplan.runtime.memory.handover import Exchange, Handover
 from offplan.runtime.memory.servers import ByCores
 from tests.hostcores.cores import make_weight, require_cores, values_of
+from tests.runtime.stream import AtOnce
 
 require_cores()
 
 CPU = torch.device("cpu")
-
-
-class AtOnce:
-    """A stream that does everything when it is queued."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def write(self, address: int, value: int) -> None:
-        self.seen.append("write")
-        ctypes.c_uint32.from_address(address).value = value
-
-    def wait(self, address: int, least: int) -> None:
-        self.seen.append("wait")
-        word, ends = ctypes.c_uint32.from_address(address), time.monotonic() + 20
-        while word.value < least:
-            assert time.monotonic() < ends
-            time.sleep(0)
-
-    def call(self, function: int, argument: int) -> None:
-        self.seen.append("call")
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
 
 
 @pytest.fixture
@@ -103,7 +80,7 @@ def test_layers_of_one_class_are_compiled_once() -> None:
         assert form is RAW
         task = LinearTask(server, cores.describe(form, parts), None, parts)
         each.__class__ = by_cores._class_by_cores(nn.Linear)
-        vars(each).update(cores=None, task=by_cores._number(task), weight_there=parts)
+        vars(each).update(cores=None, task=tasks.number(task), weight_there=parts)
         linear.append(each)
     by_cores.let_compute(linear, by_cores.Phase.DECODE)
     num_compiled = 0

@@ -8,9 +8,18 @@ import torch
 from torch.nn.functional import silu
 from torch.utils._pytree import tree_leaves
 
-from offplan.expert_slots import table_bytes
+from offplan.expert_slots import count_by_cores, table_bytes
 from offplan.forms.form import Form, Kind
-from offplan.runtime.forms.expert_table import NOBODY, Table, copy_missed, use
+from offplan.runtime.forms import tasks
+from offplan.runtime.forms.expert_table import (
+    NOBODY,
+    NUM_MISSED,
+    ORDER,
+    SLOTS,
+    Table,
+    copy_missed,
+    use,
+)
 from offplan.runtime.forms.packing import pack
 from offplan.runtime.forms.stored import StoredWeight, part_name
 from tests.runtime.interpreted import need_triton, run_interpreted
@@ -62,9 +71,10 @@ CASES = [(1, 8, 2, 1), (3, 8, 2, 1), (8, 8, 2, 2), (5, 12, 3, 4), (2, 12, 3, 4),
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize("share", [None, 0.4])
 @pytest.mark.parametrize(("num_slots", "num_experts", "num_chosen", "batch"), CASES)
 def test_the_table_is_that_of_plain_torch(
-    num_slots: int, num_experts: int, num_chosen: int, batch: int
+    num_slots: int, num_experts: int, num_chosen: int, batch: int, share: float | None
 ) -> None:
     from offplan.runtime.forms.pairs import sort_pairs
     from offplan.runtime.forms.table_kernels import address_parts, read_slots, settle
@@ -72,6 +82,12 @@ def test_the_table_is_that_of_plain_torch(
     torch.manual_seed(num_slots)
     ours = make_table(num_slots, num_experts, DEVICE)
     expected = make_table(num_slots, num_experts, "cpu")
+    task, divided = Cores(), []
+    if share is not None:
+        shares = list_shares(share, num_experts)
+        expected = expected._replace(shares=shares)
+        inputs = [torch.zeros(1), torch.zeros(batch, num_chosen, device=DEVICE)]
+        divided = [tasks.number(task), shares.to(DEVICE), *inputs]
     sources = make_parts(num_experts, DEVICE)
     on_cpu = {name: value.cpu() for name, value in sources.items()}
     slots = {name: torch.zeros_like(value[:num_slots]) for name, value in sources.items()}
@@ -92,30 +108,59 @@ def test_the_table_is_that_of_plain_torch(
             copy_missed(expected, on_cpu, slots_on_cpu)
         else:
             chosen = choose(batch).flatten()
-            place = use(expected, chosen[None], is_step=True)
+            place, by_cores = use(expected, chosen[None], is_step=True)
             copy_missed(expected, on_cpu, slots_on_cpu)
             got, order, starts, rest = read_slots(
-                chosen.to(DEVICE), ours.memory, addresses, num_slots, num_experts
+                chosen.to(DEVICE), ours.memory, addresses, num_slots, num_experts, divided
             )
             assert got.tolist() == place.tolist()
-            left = [
-                e if p == num_experts else num_experts for e, p in zip(chosen, place, strict=True)
-            ]
-            assert rest.tolist() == list(map(int, left))
+            left = chosen.where((place == num_experts) & (by_cores == NOBODY), num_experts)
+            assert rest.tolist() == left.tolist()
+            if share is not None:
+                assert task.chosen.flatten().tolist() == by_cores.tolist()
             _, by_slot, begins = sort_pairs(got, num_experts)
             num_there = int(begins[-1])
             assert starts.tolist() == begins.tolist()
             assert order[:num_there].tolist() == by_slot[:num_there].tolist()
-        for which, length in ((0, num_experts), (1, num_slots)):
-            ours_now = ours.list_of(which)[:length].tolist()
-            assert ours_now == expected.list_of(which)[:length].tolist()
+        for which in (ORDER, SLOTS):
+            assert ours.list_of(which).tolist() == expected.list_of(which).tolist()
         assert ours.counts.tolist() == expected.counts.tolist()
-        assert ours.memory[8:10].tolist() == expected.memory[8:10].tolist()
+        assert ours.number(NUM_MISSED) == expected.number(NUM_MISSED)
         for name, value in slots.items():
             assert torch.equal(value.cpu(), slots_on_cpu[name])
     ours.empty()
     expected.empty()
     assert ours.list_of(0).tolist() == expected.list_of(0).tolist()
+
+
+def spoil(memory: torch.Tensor) -> torch.Tensor:
+    return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+
+
+def list_shares(share: float, num_experts: int) -> torch.Tensor:
+    shares = [count_by_cores(share, number) for number in range(num_experts + 1)]
+    return torch.tensor(shares, dtype=torch.int32)
+
+
+class Cores:
+    """A task that multiplies by resident experts what it is given, in place of the host's cores."""
+
+    chosen: torch.Tensor
+    experts: Any = None
+    """Those that it multiplies; none where what is chosen is all that counts."""
+
+    def begin(self, tokens: torch.Tensor, weights: torch.Tensor, choose: Any) -> None:
+        self.chosen = torch.full(weights.shape, 77, dtype=torch.int64, device=weights.device)
+        choose(self.chosen)
+        if self.experts is not None:
+            is_its = self.chosen != NOBODY
+            factors = weights.masked_fill(~is_its, 0)
+            self.made = forward_resident(
+                self.experts, tokens, self.chosen.masked_fill(~is_its, 0), factors
+            )
+
+    def end(self) -> torch.Tensor:
+        return self.made
 
 
 class Experts:
@@ -148,7 +193,7 @@ class Experts:
         table = make_table(num_slots, num_experts, DEVICE)
         from offplan.runtime.forms.table_kernels import address_parts
 
-        self.slot_memory, self.num_slots = table.memory, num_slots
+        self.slot_memory, self.num_slots, self.cores = table.memory, num_slots, None
         self.slot_sources = address_parts(parts.values(), self.slots.values())
 
 
@@ -194,6 +239,35 @@ def test_products_are_those_of_resident_experts(kind: str, num_slots: int, num_t
         assert got.isfinite().all()
 
 
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 1), (1, 2), (3, 9)])
+@pytest.mark.parametrize("kind", ["values", "packed", "packed and biased"])
+def test_what_the_cores_multiply_is_added(
+    kind: str, num_slots: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies in the rows of their pairs."""
+    from offplan.runtime.model.cached_products import forward_slots
+
+    torch.manual_seed(0)
+    experts: Any = Experts(8, num_slots, packed="packed" in kind, bias="biased" in kind)
+    task = Cores()
+    task.experts = experts
+    experts.cores, experts.slot_shares = tasks.number(task), list_shares(0.5, 8).to(DEVICE)
+    num_by_cores = 0
+    own = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: spoil(own(*a, **k)))
+    for _ in range(4):
+        tokens = torch.randn(num_tokens, 64, device=DEVICE).to(DTYPE)
+        routed = torch.rand(num_tokens, 8, device=DEVICE).topk(2, -1)
+        weights = routed.values.to(DTYPE)
+        expected = forward_resident(experts, tokens, routed.indices, weights)
+        got = forward_slots(experts, tokens, routed.indices, weights)
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=4e-3)
+        num_by_cores += int((task.chosen != NOBODY).sum())
+    assert num_by_cores
+
+
 TARGETS = [80, 89, 90, 120]
 
 
@@ -210,7 +284,7 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
     from offplan.runtime.forms import table_kernels
 
     def compile_for(kernel: Any, options: dict[str, int], **constants: Any) -> str:
-        names = ["chosen", "addresses"]
+        names = ["chosen", "addresses", "cores_of_pair"]
         kinds = {name: "*i64" if name in names else "*i32" for name in POINTERS}
         signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
         signature |= dict.fromkeys(constants, "constexpr")
@@ -218,8 +292,8 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
         made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         return str(made.asm["ptx"])
 
-    for is_step in (True, False):
-        table = {"EXPERTS": 128, "PAIRS": 8, "IS_STEP": is_step}
+    for is_step, is_divided in ((True, False), (True, True), (False, False)):
+        table = {"EXPERTS": 128, "PAIRS": 8, "IS_STEP": is_step, "IS_DIVIDED": is_divided}
         for ones in ({}, {"num_slots": 1, "num_pairs": 1}):
             assert "entry" in compile_for(table_kernels._use, {"num_warps": 4}, **table, **ones)
         copy = {"PAIRS": 8, "BLOCK": 1024, "IS_STEP": is_step}
@@ -228,7 +302,10 @@ def test_kernels_compile_to_whole_lines_of_the_link(target: int) -> None:
         assert "st.global.v4.b32" in text
 
 
-POINTERS = ("chosen", "addresses", "table", "slot_of_pair", "rest_of_pair", "order", "starts")
+POINTERS = (
+    *("chosen", "addresses", "table", "shares", "order", "starts"),
+    *("slot_of_pair", "rest_of_pair", "cores_of_pair"),
+)
 
 
 def computed_behind_products(graph: Any) -> list[Any]:
@@ -257,9 +334,13 @@ def computed_behind_products(graph: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or HAS_GPU, reason="stands in for kernels that would run")
 @pytest.mark.parametrize(("num_slots", "num_tokens"), [(8, 1), (3, 4)])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "is_divided"), [(False, False), (True, False), (True, True)])
 def test_a_step_is_compiled_whole(
-    packed: bool, num_slots: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    packed: bool,
+    is_divided: bool,
+    num_slots: int,
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where torch.compile ended its graph, layers would round elsewhere than resident ones."""
     need_triton()
@@ -287,6 +368,8 @@ def test_a_step_is_compiled_whole(
 
     layer = Layer()
     vars(layer).update(vars(Experts(8, num_slots, packed=packed, bias=packed)))
+    if is_divided:
+        vars(layer).update(cores=tasks.number(Cores()), slot_shares=list_shares(0.5, 8))
     for way in (forward_slots, forward_resident):
         vars(layer)["way"] = way
         torch._dynamo.reset()
@@ -296,7 +379,8 @@ def test_a_step_is_compiled_whole(
             compiled(torch.randn(num_tokens, 64).to(DTYPE), routed.indices, routed.values.to(DTYPE))
     torch._dynamo.reset()
     assert len(graphs) == 2
-    if packed:
+    if packed and not is_divided:
         assert computed_behind_products(graphs[0]) == computed_behind_products(graphs[1])
     called = [str(node.target) for node in graphs[0].graph.nodes]
     assert called.count("offplan.read_slots.default") == 1
+    assert called.count("offplan.end_by_cores.default") == is_divided

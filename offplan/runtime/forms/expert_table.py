@@ -13,14 +13,14 @@ NOTED_TOKENS = 64
 """Tokens of a prompt, the last ones of each sequence, that count as if they had been steps."""
 NOBODY = -1
 """Stands for an expert where a prompt has no token."""
-HITS, COPIED, IN_PLACE, FROM_PROMPT = range(4)
+HITS, COPIED, IN_PLACE, FROM_PROMPT, BY_CORES = range(5)
 """Counters of 8 bytes: of steps the experts that were there, that were copied over the link and
-that were read there in place; and those that prompts copied."""
-NUM_USED, NUM_MISSED = 8, 9
-"""Numbers of 4 bytes: experts that were ever used, which come first, and those to be copied."""
+that were read there in place; those that prompts copied; those that the host's cores multiplied."""
+NUM_MISSED = 10
+"""A number of 4 bytes: experts to be copied."""
 ORDER, SLOTS, MISSED, MISSED_SLOTS, FREED = range(LISTS)
 """Lists of a number for each expert: experts by their last use, the latest first; the slots that
-the first of these have; experts to be copied and their slots; and room for a kernel."""
+these have, or NOBODY; experts to be copied and their slots; and room for a kernel."""
 
 
 class Table(NamedTuple):
@@ -30,11 +30,14 @@ class Table(NamedTuple):
     """All of it, [LISTS x experts + COUNTERS]."""
     num_slots: int
     num_experts: int
+    shares: torch.Tensor | None = None
+    """Of so many experts that a step misses, how many the host's cores multiply, int32 of
+    [experts + 1]; None where they multiply none."""
 
     @property
     def counts(self) -> torch.Tensor:
-        """The counters, int64 of [4]."""
-        return self.memory[:NUM_USED].view(torch.int64)
+        """The counters, int64 of [5]."""
+        return self.memory[:NUM_MISSED].view(torch.int64)
 
     def number(self, which: int) -> torch.Tensor:
         """A number, int32 of [1]."""
@@ -48,20 +51,23 @@ class Table(NamedTuple):
     def empty(self) -> None:
         """Say that no expert was used, and that none is there; queued on the current stream."""
         indices = torch.arange(self.num_experts, dtype=torch.int32, device=self.memory.device)
-        self.number(NUM_USED).zero_()
         self.number(NUM_MISSED).zero_()
         self.list_of(ORDER).copy_(indices)
-        self.list_of(SLOTS).copy_(indices)
+        self.list_of(SLOTS).fill_(NOBODY)
 
 
-def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> torch.Tensor:
+def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Take the experts that steps chose, [steps, pairs], one step after another; NOBODY is none.
 
-    The experts of a step move to the front together and keep the order that they had; the first
-    ``num_slots`` of those that were ever used are in slots. Lists those to be copied, and their
-    slots. ``is_step`` counts what the step, the only one, found; else a prompt's are counted.
-    Returns the slot of each pair of the last step, int32 of [pairs]; ``num_experts`` for experts
-    that have none. CPU only: it waits for what it finds.
+    The experts of a step move to the front together and keep the order that they had. Of those that
+    a step misses the host's cores multiply as many as ``shares`` says, the last ones in the order
+    that was; these take no slot. The others are brought, in the order, while there are slots that
+    no expert of the step has: in place of those used longest ago. A prompt's last steps leave the
+    first experts in the order there, of those that it used or that were there. Lists those to be
+    copied, and their slots. ``is_step`` counts what the step, the only one, found; else a prompt's
+    are counted. Returns the slot of each pair of the last step, int32 of [pairs], ``num_experts``
+    for experts that have none; and the expert of each pair that the cores multiply, int64, NOBODY
+    for others. CPU only: it waits for what it finds.
 
     Source: an expert's uses, the last step's first, are its place in the order: the steps' own
     stable partitions, one after another, sort by them.
@@ -76,29 +82,43 @@ def use(table: Table, chosen: torch.Tensor, *, is_step: bool) -> torch.Tensor:
         places = places[(~step[places]).sort(stable=True).indices]
     ranks = torch.empty_like(places)
     ranks[places] = torch.arange(num_experts)
-    is_used = used.any(0)
-    was_used = torch.arange(num_experts) < table.number(NUM_USED)
-    had_slot, has_slot = torch.arange(num_experts) < num_slots, ranks < num_slots
-    was_there = had_slot & was_used
     slots = table.list_of(SLOTS).clone()
-    slots[has_slot & ~had_slot] = slots[had_slot & ~has_slot]  # one leaves for each that comes
-    missed = is_used & has_slot & ~was_there
-    num_missed = int(missed.sum())
-    table.list_of(MISSED)[:num_missed] = order[missed].int()
-    table.list_of(MISSED_SLOTS)[:num_missed] = slots[missed]
-    table.number(NUM_MISSED).fill_(num_missed)
-    table.number(NUM_USED).add_((is_used & ~was_used).sum().int())
+    was_there, is_used = slots >= 0, used.any(0)
+    missed = is_used & ~was_there
+    num_missed, nth_missed = int(missed.sum()), missed.cumsum(0) - 1
+    num_by_cores = 0 if table.shares is None or not is_step else int(table.shares[num_missed])
+    by_cores = missed & (nth_missed >= num_missed - num_by_cores)
+    is_read = is_used & ~by_cores
+    idle = was_there & ~is_used
+    if is_step:  # what is there is not given up by the step that uses it
+        ranks_read = torch.where(was_there, 0, (is_used & was_there).sum() + nth_missed)
+    else:
+        ranks_read = ranks
+    num_idle = num_slots - min(int(is_read.sum()), num_slots)
+    has_slot = (is_read & (ranks_read < num_slots)) | (idle & (idle.cumsum(0) <= num_idle))
+    comes, leaves = has_slot & ~was_there, was_there & ~has_slot
+    num_come, num_there = int(comes.sum()), int(was_there.sum())
+    fresh = torch.arange(num_there, num_there + num_come, dtype=slots.dtype)
+    slots[comes] = torch.cat([slots[leaves], fresh])[:num_come]
+    slots[~has_slot] = NOBODY
+    table.list_of(MISSED)[:num_come] = order[comes].int()
+    table.list_of(MISSED_SLOTS)[:num_come] = slots[comes]
+    table.number(NUM_MISSED).fill_(num_come)
     table.list_of(ORDER)[ranks] = order.int()
-    table.list_of(SLOTS)[ranks[has_slot]] = slots[has_slot]
+    table.list_of(SLOTS)[ranks] = slots
     if is_step:
         table.counts[HITS] += (is_used & was_there).sum()
-        table.counts[COPIED] += num_missed
-        table.counts[IN_PLACE] += (is_used & ~has_slot).sum()
+        table.counts[COPIED] += num_come
+        table.counts[IN_PLACE] += (is_read & ~has_slot).sum()
+        table.counts[BY_CORES] += num_by_cores
     else:
-        table.counts[FROM_PROMPT] += num_missed
+        table.counts[FROM_PROMPT] += num_come
     slot_of = torch.full((num_experts,), num_experts, dtype=torch.int32)
     slot_of[order[has_slot]] = slots[has_slot]
-    return slot_of[chosen[-1].long()]
+    expert_of = torch.full((num_experts,), NOBODY, dtype=torch.int64)
+    expert_of[order[by_cores]] = order[by_cores]
+    last = chosen[-1].long()
+    return slot_of[last], expert_of[last]
 
 
 def copy_missed(

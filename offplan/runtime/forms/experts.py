@@ -9,7 +9,7 @@ from torch import nn
 from offplan.forms.form import Part
 from offplan.kernel_sizes import are_gathered
 from offplan.runtime.forms.stored import KERNEL_DTYPES, StoredWeight, part_name
-from offplan.runtime.transformers_private import ExpertsInterface, apply_gate
+from offplan.runtime.transformers_private import ExpertsInterface, apply_gate, name_first
 
 STORED_EXPERTS_NAME = "offplan_stored"
 PLAIN_WAY = "plain_way"
@@ -105,10 +105,8 @@ def send(
     ``multiply`` is given the name of a weight and rows, each for as many pairs of a token and an
     expert; it returns the products of all pairs, token by token.
     """
-    if experts.has_gate:
-        made = apply_gate(experts, multiply("gate_up_proj", hidden_states))
-    else:
-        made = experts.act_fn(multiply("up_proj", hidden_states))
+    made = multiply(name_first(experts), hidden_states)
+    made = apply_gate(experts, made) if experts.has_gate else experts.act_fn(made)
     made = multiply("down_proj", made)
     if getattr(experts, "has_post_expert_norm", False):
         made = experts.post_expert_norm(made)

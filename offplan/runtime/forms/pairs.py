@@ -8,9 +8,8 @@ from offplan.kernel_sizes import MAX_PAIRS
 
 
 @triton.jit
-def _sort_pairs(expert_of_pair, order, starts, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program an expert: list its pairs, in their order, behind those of lower experts."""
-    expert = tl.program_id(0)
+def list_pairs(expert_of_pair, order, starts, expert, num_pairs, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """List an expert's pairs, in their order, behind those of lower experts."""
     pair = tl.arange(0, BLOCK)
     chosen = tl.load(expert_of_pair + pair, mask=pair < num_pairs, other=1 << 30)
     first = tl.sum((chosen < expert).to(tl.int32), 0)
@@ -18,8 +17,15 @@ def _sort_pairs(expert_of_pair, order, starts, num_pairs, BLOCK: tl.constexpr): 
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(order + first + rank, pair, mask=mine)
     tl.store(starts + expert, first)
-    if expert == tl.num_programs(0) - 1:
+    if expert == num_experts - 1:
         tl.store(starts + expert + 1, first + tl.sum(mine.to(tl.int32), 0))
+
+
+@triton.jit
+def _sort_pairs(expert_of_pair, order, starts, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program an expert lists its pairs."""
+    expert, num_experts = tl.program_id(0), tl.num_programs(0)
+    list_pairs(expert_of_pair, order, starts, expert, num_pairs, num_experts, BLOCK)
 
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

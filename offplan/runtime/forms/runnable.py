@@ -10,6 +10,7 @@ from offplan.checkpoint.parameter import Parameter
 from offplan.forms.form import BITS, FP4_GROUPS, NESTED_BLOCK, Form, Kind, Part, WordOrder
 from offplan.forms.recognise import WORD_BITS
 from offplan.runtime.refusal import refuse
+from offplan.runtime.transformers_private import is_experts, name_first
 
 BLOCK_OUT = 64
 """Outputs of a weight that a program of our kernels multiplies."""
@@ -66,7 +67,7 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
     if not _is_known(parameter):
         order = f" in the order of {form.word_order.value}" if form.word_order is not None else ""
         raise refuse(f"{name} is stored as {form.kind.value} ({codes.dtype}){order}")
-    has_experts = hasattr(module, "has_gate")
+    has_experts = is_experts(module)
     # each of bitsandbytes' weights of 4 bits has a state of a length of its own
     is_alone = form.kind in (Kind.NF4, Kind.FP4)
     if type(module) is not nn.Linear and not (has_experts and not is_alone):
@@ -119,8 +120,8 @@ def check_joined(name: str, form: Form, whole: tuple[int, ...], of_each: tuple[i
 def check_experts(model: nn.Module, coded: Collection[str]) -> None:
     """Raise CheckpointError for a layer's experts of which one weight alone is stored as codes."""
     for path, module in model.named_modules():
-        if hasattr(module, "has_gate"):
-            names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        if is_experts(module):
+            names = (name_first(module), "down_proj")
             plain = [f"{path}.{name}" for name in names if f"{path}.{name}" not in coded]
             if len(plain) == 1:
                 raise refuse(

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from offplan.expert_slots import COUNTERS
-from offplan.runtime.forms import expert_table
+from offplan.runtime.forms import expert_table, tasks
 from offplan.runtime.forms.expert_table import Table
+from offplan.runtime.forms.pairs import list_pairs
 
 PAIRS = 16
 """Pairs that the table's program compares with all experts at a time, at most."""
@@ -25,8 +26,9 @@ Source: estimated; a link of 64 GB/s whose reads take 2 us needs 128 KiB.
 """
 
 _COUNTERS = tl.constexpr(COUNTERS)
-_NUM_USED = tl.constexpr(expert_table.NUM_USED)
+_BY_CORES = tl.constexpr(expert_table.BY_CORES)
 _NUM_MISSED = tl.constexpr(expert_table.NUM_MISSED)
+_NOBODY = tl.constexpr(expert_table.NOBODY)
 
 
 @triton.jit
@@ -42,9 +44,17 @@ def _find(chosen, order, num_pairs, PAIRS: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def _count_both(a, b):  # type: ignore[no-untyped-def]
+    """Return how many of two masks lie before each place, by one scan."""
+    both = tl.cumsum(a.to(tl.int64) + (b.to(tl.int64) << 32), 0)
+    return (both & 0xFFFFFFFF).to(tl.int32) - a, (both >> 32).to(tl.int32) - b
+
+
+@triton.jit
 def _use(  # type: ignore[no-untyped-def]
-    chosen, table, slot_of_pair, rest_of_pair, num_steps, num_pairs, num_slots, num_experts,
-    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, IS_STEP: tl.constexpr,
+    chosen, table, shares, slot_of_pair, rest_of_pair, cores_of_pair,
+    num_steps, num_pairs, num_slots, num_experts,
+    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, IS_STEP: tl.constexpr, IS_DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """One program: take the experts that steps chose into the table, by ``expert_table.use``.
 
@@ -58,12 +68,11 @@ def _use(  # type: ignore[no-untyped-def]
     i = tl.arange(0, EXPERTS)
     inside = i < num_experts
     order = tl.load(lists + i, mask=inside, other=-2)
-    slots = tl.load(lists + num_experts + i, mask=inside & (i < num_slots), other=0)
-    num_used = tl.load(table + _NUM_USED)
+    slots = tl.load(lists + num_experts + i, mask=inside, other=_NOBODY)
     counts = table.to(tl.pointer_type(tl.int64), bitcast=True)
     num_hits = tl.load(counts)
     num_copied = tl.load(counts + 1)
-    num_read = tl.load(counts + 2)
+    num_in_place = tl.load(counts + 2)
     num_settled = tl.load(counts + 3)
     if IS_STEP:
         used = _find(chosen, order, num_pairs, PAIRS)
@@ -94,36 +103,52 @@ def _use(  # type: ignore[no-untyped-def]
             is_first = (earlier[None, :] == early[:, None]) & (j[None, :] < i[:, None])
             comes = (is_later | (is_same & (is_earlier | is_first))) & is_expert[None, :]
             rank += tl.sum(comes.to(tl.int32), 1)
-    has_slot = inside & (rank < num_slots)
-    leaves = (inside & (i < num_slots) & (rank >= num_slots)).to(tl.int64)
-    comes = has_slot & (i >= num_slots)
-    missed = has_slot & (used > 0) & ((i >= num_slots) | (i >= num_used))
-    # three counts in one: of those that leave, that come, and that are missed
-    counted = leaves + (comes.to(tl.int64) << 20) + (missed.to(tl.int64) << 40)
-    counted = tl.cumsum(counted, 0)
-    nth_freed = (counted & 0xFFFFF).to(tl.int32) - 1
-    nth_come = ((counted >> 20) & 0xFFFFF).to(tl.int32) - 1
-    nth_missed = (counted >> 40).to(tl.int32) - 1
-    if tl.sum(leaves, 0) > 0:
-        tl.store(freed_list + nth_freed, slots, mask=leaves > 0)
+    was_there = (slots >= 0).to(tl.int32)
+    missed, idle = used * (1 - was_there), (1 - used) * was_there
+    nth_missed, nth_idle = _count_both(missed, idle)
+    num_read, num_there = tl.sum(used, 0), tl.sum(was_there, 0)
+    by_cores = missed < 0
+    if IS_DIVIDED:
+        num_missed = tl.sum(missed, 0)
+        num_by_cores = tl.load(shares + num_missed)
+        by_cores = (missed > 0) & (nth_missed >= num_missed - num_by_cores)
+        num_read -= num_by_cores
+        tl.store(counts + _BY_CORES, tl.load(counts + _BY_CORES) + num_by_cores)
+    is_read = (used > 0) & (by_cores == 0)
+    num_idle = num_slots - tl.minimum(num_read, num_slots)
+    stays = (idle > 0) & (nth_idle < num_idle)
+    if IS_STEP:
+        num_here = tl.sum(used * was_there, 0)
+        has_slot = (was_there > 0) | (num_here + nth_missed < num_slots)
+        has_slot = (is_read & has_slot) | stays
+    else:
+        has_slot = (is_read & (rank < num_slots)) | stays
+    comes = has_slot.to(tl.int32) * (1 - was_there)
+    leaves = was_there * (1 - has_slot.to(tl.int32))
+    num_come, num_leaving = tl.sum(comes, 0), tl.sum(leaves, 0)
+    if IS_STEP:  # the first of those missed come, and the last of the idle ones leave
+        nth_come, nth_leaving = nth_missed, nth_idle - num_idle
+    else:
+        nth_come, nth_leaving = _count_both(comes, leaves)
+    if num_leaving > 0:
+        tl.store(freed_list + nth_leaving, slots, mask=leaves > 0)
         tl.debug_barrier()
-        slots = tl.where(comes, tl.load(freed_list + nth_come, mask=comes, other=0), slots)
+        freed = tl.load(freed_list + nth_come, mask=(comes > 0) & (nth_come < num_leaving), other=0)
+        slots = tl.where((comes > 0) & (nth_come < num_leaving), freed, slots)
     else:  # all that are read are read by now, and only what threads hold themselves is written
         tl.debug_barrier()
+    fresh = num_there + nth_come - num_leaving
+    slots = tl.where((comes > 0) & (nth_come >= num_leaving), fresh, slots)
+    slots = tl.where(has_slot, slots, _NOBODY)
     tl.store(lists + rank, order, mask=inside)
-    tl.store(lists + num_experts + rank, slots, mask=has_slot)
-    tl.store(missed_list + nth_missed, order, mask=missed)
-    tl.store(slot_list + nth_missed, slots, mask=missed)
-    num_missed = tl.sum(missed.to(tl.int32), 0)
-    tl.store(table + _NUM_MISSED, num_missed)
-    is_new = (used > 0) & (i >= num_used)
-    tl.store(table + _NUM_USED, num_used + tl.sum(is_new.to(tl.int32), 0))
+    tl.store(lists + num_experts + rank, slots, mask=inside)
+    tl.store(missed_list + nth_come, order, mask=comes > 0)
+    tl.store(slot_list + nth_come, slots, mask=comes > 0)
+    tl.store(table + _NUM_MISSED, num_come)
     if IS_STEP:
-        num_chosen = tl.sum(used, 0)
-        num_in_place = tl.sum((used > 0).to(tl.int32) * (rank >= num_slots).to(tl.int32), 0)
-        tl.store(counts, num_hits + num_chosen - num_missed - num_in_place)
-        tl.store(counts + 1, num_copied + num_missed)
-        tl.store(counts + 2, num_read + num_in_place)
+        tl.store(counts, num_hits + num_here)
+        tl.store(counts + 1, num_copied + num_come)
+        tl.store(counts + 2, num_in_place + num_read - num_here - num_come)
         place = tl.where(has_slot, slots, num_experts)
         for first in range(0, num_pairs, PAIRS):
             p = first + tl.arange(0, PAIRS)
@@ -133,9 +158,33 @@ def _use(  # type: ignore[no-untyped-def]
             of_pair = tl.sum(tl.where(is_same, place[:, None], 0), 0)
             tl.store(slot_of_pair + p, of_pair, mask=is_pair)
             rest = tl.where(of_pair == num_experts, pair, num_experts)
+            if IS_DIVIDED:
+                is_its = tl.max((is_same & by_cores[:, None]).to(tl.int32), 0) > 0
+                rest = tl.where(is_its, num_experts, rest)
+                of_cores = tl.where(is_its, pair, _NOBODY).to(tl.int64)
+                tl.store(cores_of_pair + p, of_cores, mask=is_pair)
             tl.store(rest_of_pair + p, rest, mask=is_pair)
     else:
-        tl.store(counts + 3, num_settled + num_missed)
+        tl.store(counts + 3, num_settled + num_come)
+
+
+@triton.jit
+def _copy(  # type: ignore[no-untyped-def]
+    source, target, num_bytes, missed_list, slot_list, num_missed,
+    WORD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy a part of the listed experts, by words of SIZE bytes, a share of it by each program."""
+    size = tl.multiple_of((num_bytes // SIZE).to(tl.int32), SIZE)
+    num_blocks = tl.cdiv(size, BLOCK)
+    for unit in range(tl.program_id(0), num_missed * num_blocks, tl.num_programs(0)):
+        nth = unit // num_blocks
+        at = (unit - nth * num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        expert = tl.load(missed_list + nth).to(tl.int64)
+        slot = tl.load(slot_list + nth).to(tl.int64)
+        first = (source + expert * num_bytes).to(tl.pointer_type(WORD)) + at
+        own = (target + slot * num_bytes).to(tl.pointer_type(WORD)) + at
+        words = tl.load(tl.multiple_of(first, SIZE * SIZE), mask=at < size)
+        tl.store(tl.multiple_of(own, SIZE * SIZE), words, mask=at < size)
 
 
 @triton.jit
@@ -148,18 +197,9 @@ def _copy_missed(  # type: ignore[no-untyped-def]
     In a step, one program a slot lists its pairs besides, as ``pairs.sort_pairs`` does.
     """
     program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
     if IS_STEP:  # noqa: SIM102 (a constant, apart from what is computed)
         if program < num_experts:
-            p = tl.arange(0, PAIRS)
-            slot_of = tl.load(slot_of_pair + p, mask=p < num_pairs, other=1 << 30)
-            begin = tl.sum((slot_of < program).to(tl.int32), 0)
-            is_own = slot_of == program
-            nth = tl.cumsum(is_own.to(tl.int32), 0) - 1
-            tl.store(order + begin + nth, p, mask=is_own)
-            tl.store(starts + program, begin)
-            if program == num_experts - 1:
-                tl.store(starts + num_experts, begin + tl.sum(is_own.to(tl.int32), 0))
+            list_pairs(slot_of_pair, order, starts, program, num_pairs, num_experts, PAIRS)
     num_missed = tl.load(table + _NUM_MISSED)
     if num_missed == 0:
         return
@@ -169,30 +209,10 @@ def _copy_missed(  # type: ignore[no-untyped-def]
         source = tl.load(addresses + 3 * part)
         target = tl.load(addresses + 3 * part + 1)
         num_bytes = tl.load(addresses + 3 * part + 2)
-        if num_bytes % 16 == 0:
-            # 16 bytes a thread: all of these are multiples, since parts begin on boundaries
-            size = tl.multiple_of((num_bytes // 4).to(tl.int32), 4)
-            num_blocks = tl.cdiv(size, BLOCK)
-            for unit in range(program, num_missed * num_blocks, num_programs):
-                nth = unit // num_blocks
-                at = (unit - nth * num_blocks) * BLOCK + tl.arange(0, BLOCK)
-                expert = tl.load(missed_list + nth).to(tl.int64)
-                slot = tl.load(slot_list + nth).to(tl.int64)
-                first = (source + expert * num_bytes).to(tl.pointer_type(tl.int32))
-                own = (target + slot * num_bytes).to(tl.pointer_type(tl.int32))
-                words = tl.load(tl.multiple_of(first + at, 16), mask=at < size)
-                tl.store(tl.multiple_of(own + at, 16), words, mask=at < size)
+        if num_bytes % 16 == 0:  # 16 bytes a thread: parts begin on boundaries
+            _copy(source, target, num_bytes, missed_list, slot_list, num_missed, tl.int32, 4, BLOCK)
         else:
-            size = num_bytes.to(tl.int32)
-            num_blocks = tl.cdiv(size, BLOCK)
-            for unit in range(program, num_missed * num_blocks, num_programs):
-                nth = unit // num_blocks
-                at = (unit - nth * num_blocks) * BLOCK + tl.arange(0, BLOCK)
-                expert = tl.load(missed_list + nth).to(tl.int64)
-                slot = tl.load(slot_list + nth).to(tl.int64)
-                first = (source + expert * num_bytes).to(tl.pointer_type(tl.int8))
-                own = (target + slot * num_bytes).to(tl.pointer_type(tl.int8))
-                tl.store(own + at, tl.load(first + at, mask=at < size), mask=at < size)
+            _copy(source, target, num_bytes, missed_list, slot_list, num_missed, tl.int8, 1, BLOCK)
 
 
 def address_parts(sources: Iterable[torch.Tensor], slots: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -216,16 +236,19 @@ def _launch_use(
     num_slots: int,
     num_experts: int,
     outputs: Sequence[torch.Tensor],
+    shares: torch.Tensor | None = None,
     *,
     is_step: bool,
 ) -> None:
     num_steps, num_pairs = chosen.shape
     assert chosen.is_contiguous(), "rows of pairs lie one after another"
     _use[(1,)](
-        chosen, table, *outputs, num_steps, num_pairs, num_slots, num_experts,
+        chosen, table, table if shares is None else shares, *outputs,
+        num_steps, num_pairs, num_slots, num_experts,
         EXPERTS=max(16, triton.next_power_of_2(num_experts)),
         PAIRS=min(PAIRS, triton.next_power_of_2(num_pairs)),
         IS_STEP=is_step,
+        IS_DIVIDED=shares is not None,
         num_warps=4,
     )  # fmt: skip
 
@@ -236,11 +259,21 @@ def _read(
     addresses: torch.Tensor,
     num_slots: int,
     num_experts: int,
+    divided: Sequence[torch.Tensor],
 ) -> SlotPairs:
     num_pairs = chosen.numel()
-    slot_of_pair, order, starts, rest = _describe(chosen, table, addresses, num_slots, num_experts)
-    outputs = slot_of_pair, rest
-    _launch_use(table, chosen.contiguous()[None], num_slots, num_experts, outputs, is_step=True)
+    made = _describe(chosen, table, addresses, num_slots, num_experts, divided)
+    slot_of_pair, order, starts, rest = made
+    arguments = table, chosen.contiguous()[None], num_slots, num_experts
+    if divided:  # the cores begin before anything is copied
+        task, shares, *inputs = divided
+
+        def choose(memory: torch.Tensor) -> None:
+            _launch_use(*arguments, (slot_of_pair, rest, memory), shares, is_step=True)
+
+        tasks.find(task).begin(*inputs, choose)
+    else:
+        _launch_use(*arguments, (slot_of_pair, rest, table), is_step=True)
     _copy_missed[(max(COPY_PROGRAMS, num_experts),)](
         table, addresses, len(addresses), slot_of_pair, order, starts, num_pairs, num_experts,
         PAIRS=triton.next_power_of_2(num_pairs),
@@ -248,7 +281,7 @@ def _read(
         IS_STEP=True,
         num_warps=8,
     )  # fmt: skip
-    return slot_of_pair, order, starts, rest
+    return made
 
 
 def _describe(
@@ -257,6 +290,7 @@ def _describe(
     addresses: torch.Tensor,
     num_slots: int,
     num_experts: int,
+    divided: Sequence[torch.Tensor],
 ) -> SlotPairs:
     of_pairs = (chosen.new_empty(chosen.numel(), dtype=torch.int32) for _ in range(3))
     slot_of_pair, order, rest = of_pairs
@@ -269,8 +303,8 @@ _operator = torch.library.custom_op(
     "offplan::read_slots",
     _read,
     mutates_args=(),
-    schema="(Tensor chosen, Tensor table, Tensor addresses, int num_slots, int num_experts) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor chosen, Tensor table, Tensor addresses, int num_slots, int num_experts, "
+    "Tensor[] divided) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 _operator.register_fake(_describe)
 
@@ -281,22 +315,27 @@ def read_slots(
     addresses: torch.Tensor,
     num_slots: int,
     num_experts: int,
+    divided: Sequence[torch.Tensor] = (),
 ) -> SlotPairs:
     """Take the experts that a step's pairs chose, [pairs], into slots; copy those missed.
 
     ``table`` is the memory of a ``Table``. Pairs whose expert has no slot have ``num_experts`` as
     their slot; in the last of what is returned, those that have one have it as their expert.
+    ``divided`` has the host's cores begin to multiply some of those missed, which then have neither
+    slot nor expert: the task's number, the table's shares, tokens and the weights of their pairs.
     """
+    arguments = chosen, table, addresses, num_slots, num_experts, list(divided)
     if not torch.compiler.is_compiling():
-        return _read(chosen, table, addresses, num_slots, num_experts)
-    made: SlotPairs = _operator(chosen, table, addresses, num_slots, num_experts)
+        return _read(*arguments)
+    made: SlotPairs = _operator(*arguments)
     return made
 
 
 def settle(table: Table, chosen: torch.Tensor, addresses: torch.Tensor) -> None:
     """Take the experts that a prompt's last tokens chose, [tokens, pairs], and copy them."""
     memory = table.memory
-    _launch_use(memory, chosen, table.num_slots, table.num_experts, (memory, memory), is_step=False)
+    outputs = memory, memory, memory
+    _launch_use(memory, chosen, table.num_slots, table.num_experts, outputs, is_step=False)
     _copy_missed[(COPY_PROGRAMS,)](
         memory, addresses, len(addresses), memory, memory, memory, 0, table.num_experts,
         PAIRS=16,

@@ -4,9 +4,9 @@ Their classes are exchanged once the weights are there, before layers are compil
 the cores do not serve they compute as they would have.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,14 +14,17 @@ from torch import nn
 
 from offplan.backends import Backend
 from offplan.errors import PlanError
+from offplan.expert_slots import count_by_cores
 from offplan.forms.form import RAW, Form, Part
 from offplan.placement import Phase, Placement
-from offplan.runtime.forms import cores
+from offplan.runtime.forms import cores, tasks
 from offplan.runtime.forms.reference import Parts
 from offplan.runtime.forms.runnable import is_transposed
 from offplan.runtime.forms.stored import StoredLinear, StoredWeight, part_name
 from offplan.runtime.memory.servers import ByCores
 from offplan.runtime.memory.store import Offloaded, WeightStore
+from offplan.runtime.model.cached import divide, has_slots
+from offplan.runtime.transformers_private import is_experts, name_first
 
 
 class Held(NamedTuple):
@@ -35,8 +38,8 @@ class Held(NamedTuple):
 def list_weights(path: str, module: Any) -> list[Held]:
     """List the weights that a linear layer or routed experts multiply by; none of other modules."""
     own = vars(module)
-    if hasattr(module, "has_gate"):
-        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    if is_experts(module):
+        names = [name_first(module), "down_proj"]
     elif type(module) in (nn.Linear, StoredLinear):
         names = ["weight"]
     else:
@@ -87,7 +90,7 @@ def check_cores(
             continue
         for weight in weights:
             _check_weight(path, module, weight, wanted, dtype)
-        if hasattr(module, "has_gate"):
+        if is_experts(module):
             cores.find_gate(module)
 
 
@@ -125,20 +128,22 @@ def _check_weight(
 
 def give_to_cores(
     module: nn.Module, store: WeightStore, biases: Mapping[str, torch.Tensor]
-) -> list["ByCoresModule"]:
+) -> list[nn.Module]:
     """Have the modules computed by the host's cores whose weights a plan gives them.
 
-    ``biases`` are all parameters by name, wherever they lie. Returns the modules, which
-    ``let_compute`` then switches from phase to phase.
+    Of experts that lie in slots the cores compute the plan's share of those missed. ``biases`` are
+    all parameters by name, wherever they lie. Returns the modules, which ``let_compute`` then
+    switches from phase to phase.
     """
     names = store.by_cores[Phase.DECODE]
     server = store.servers.get(Backend.HOST)
     if server is None:
         return []
     assert isinstance(server, ByCores)
-    given: list[ByCoresModule] = []
+    given: list[nn.Module] = []
     for path, part, weights in [*_list_modules(module)]:
-        if not all(name in names for weight in weights for name in weight.parts.values()):
+        parameters = [name for weight in weights for name in weight.parts.values()]
+        if not names.issuperset(parameters):
             continue
         held = [
             (weight.form, {p: store.offloaded[name].data for p, name in weight.parts.items()})
@@ -147,26 +152,34 @@ def give_to_cores(
         if held[0][0] is RAW and held[0][1][Part.WEIGHT].dtype is torch.float32:
             continue
         task: LinearTask | ExpertsTask
-        if hasattr(part, "has_gate"):
+        if is_experts(part):
             task = _make_experts(server, path, part, held, biases)
         else:
             task = _make_linear(server, held[0], store.device)
-        part.__class__ = _class_by_cores(cast(Any, type(part)))
-        vars(part).update(cores=None, task=_number(task))
+        if has_slots(part):
+            slots = store.placement.expert_slots[store.layer_of(parameters[0])]
+            if slots.host_share == 0:
+                continue
+            numbers = range(slots.num_experts + 1)
+            shares = [count_by_cores(slots.host_share, each) for each in numbers]
+            divide(part, torch.tensor(shares, dtype=torch.int32, device=store.device))
+        else:
+            part.__class__ = _class_by_cores(cast(Any, type(part)))
+        vars(part).update(cores=None, task=tasks.number(task))
         given.append(part)
     return given
 
 
-def let_compute(given: Iterable["ByCoresModule"], phase: Phase) -> None:
+def let_compute(given: Iterable[nn.Module], phase: Phase) -> None:
     """Have the cores compute these modules in decode, and the device in prefill."""
     for module in given:
         vars(module)["cores"] = vars(module)["task"] if phase is Phase.DECODE else None
 
 
-def take_from_cores(given: Iterable["ByCoresModule"]) -> None:
+def take_from_cores(given: Iterable[nn.Module]) -> None:
     """Have these modules computed by nobody any more: their weights are given back."""
     for module in given:
-        _TASKS.pop(int(vars(module)["task"]), None)
+        tasks.forget(vars(module)["task"])
         vars(module)["cores"] = None
 
 
@@ -188,17 +201,34 @@ class LinearTask(NamedTuple):
         return self.server.multiply(self.weight, rows).unflatten(0, x.shape[:-1])
 
 
-class ExpertsTask(NamedTuple):
+@dataclass
+class ExpertsTask:
     """Tokens sent through a layer's experts."""
 
     server: ByCores
     experts: cores.Experts
     keeps: list[Any]
     """What addresses point to."""
+    begun: Any = None
+    """What was begun last, until it is ended."""
 
     def compute(self, *arguments: torch.Tensor) -> torch.Tensor:
         """Send tokens, as ``cores.send`` does."""
         return self.server.send(self.experts, *arguments)
+
+    def begin(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        choose: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Begin to send tokens through the experts that ``choose`` writes, as the server does."""
+        self.begun = self.server.begin(self.experts, hidden_states, top_k_weights, choose)
+
+    def end(self) -> torch.Tensor:
+        """Wait on the stream until that is done: [tokens, hidden]."""
+        begun, self.begun = self.begun, None
+        return self.server.end(begun)
 
 
 def _make_linear(server: ByCores, held: tuple[Form, Parts], device: torch.device) -> LinearTask:
@@ -218,28 +248,15 @@ def _make_experts(
     up, down = (cores.describe(*each) for each in held)
     own = None
     if module.has_bias:
-        first = "gate_up_proj" if module.has_gate else "up_proj"
-        named = (f"{path}.{name}_bias" for name in (first, "down_proj"))
+        named = (f"{path}.{name}_bias" for name in (name_first(module), "down_proj"))
         own = [biases[name].to("cpu", torch.bfloat16).contiguous() for name in named]
     experts = cores.describe_experts(module, up, down, own)
     return ExpertsTask(server, experts, [held, own])
 
 
-_TASKS: dict[int, LinearTask | ExpertsTask] = {}
-"""Tasks by the numbers that modules have, in sessions that are open: an operator of torch's is
-given tensors and numbers, no objects."""
-_numbers = count(1)
-
-
-def _number(task: LinearTask | ExpertsTask) -> torch.Tensor:
-    """Give a task a number: a tensor, since torch.compile guards on every integer of a module."""
-    number = next(_numbers)
-    _TASKS[number] = task
-    return torch.tensor(number)
-
-
 def _compute(task: torch.Tensor, inputs: list[torch.Tensor], num_out: int) -> torch.Tensor:
-    return _TASKS[int(task)].compute(*inputs)
+    made: torch.Tensor = tasks.find(task).compute(*inputs)
+    return made
 
 
 _operator = torch.library.custom_op(

@@ -14,6 +14,7 @@ from offplan.forms.form import Part
 from offplan.kernel_sizes import KERNEL_TYPES, MAX_PAIRS
 from offplan.placement import Phase, Placement, align
 from offplan.runtime.forms.expert_table import (
+    BY_CORES,
     COPIED,
     FROM_PROMPT,
     HITS,
@@ -42,6 +43,8 @@ class ExpertCounts:
     """Experts that a step copied over the link, into the place of those unused longest."""
     in_place: int
     """Experts that a step read over the link where they lie, for want of slots."""
+    by_cores: int
+    """Experts that the host's cores multiplied where they lie."""
     from_prompts: int
     """Experts that prompts copied into slots, from the ring or over the link."""
     copied_bytes: int
@@ -50,7 +53,7 @@ class ExpertCounts:
     @property
     def misses(self) -> int:
         """Experts that were not in GPU memory."""
-        return self.copied + self.in_place
+        return self.copied + self.in_place + self.by_cores
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,7 @@ class CachedExperts:
                 of[HITS],
                 of[COPIED],
                 of[IN_PLACE],
+                of[BY_CORES],
                 of[FROM_PROMPT],
                 of[COPIED] * self._layers[index].expert_bytes,
             )

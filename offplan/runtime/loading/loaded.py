@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from offplan.checkpoint.model import Model
@@ -15,7 +16,6 @@ from offplan.progress import Progress
 from offplan.runtime.forms.experts import mark_in_place
 from offplan.runtime.forms.stored import drop_scratch, share_scratch
 from offplan.runtime.loading.by_cores import (
-    ByCoresModule,
     give_to_cores,
     let_compute,
     take_from_cores,
@@ -59,7 +59,7 @@ class LoadedModel:
         self.module: PreTrainedModel = prepared.module
         targets = prepared.targets
         self._places = find_places(self.module)
-        self._by_cores: list[ByCoresModule] = []
+        self._by_cores: list[nn.Module] = []
         """Modules that the host's cores compute in decode."""
         self._phase: Phase | None = None
         """The phase whose parameters are in place; None where they may be mixed."""

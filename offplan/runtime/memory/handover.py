@@ -11,6 +11,7 @@ This has not run on a GPU yet.
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -88,18 +89,31 @@ class Exchange:
         """Have streams wait for the word itself where ``waits``, else call the host."""
         self._coordinator, self._stream, self.waits = coordinator, stream, waits
         self._calls: dict[int, int] = {}
+        self._is_begun = False
 
-    def enqueue(self, job: int) -> None:
-        """Have a job done once all is done that the stream has been given before."""
+    def begin(self, job: int) -> None:
+        """Have a job begun once all is done that the stream has been given before."""
+        self.end()
         coordinator, stream = self._coordinator, self._stream
         if self.waits:
             stream.write(coordinator.answer, 0)
             stream.write(coordinator.bell, job)
-            stream.wait(coordinator.answer, 1)
+            self._is_begun = True
             return
         if job not in self._calls:
             self._calls[job] = coordinator.call_of(job)
         stream.call(coordinator.host_function, self._calls[job])
+
+    def end(self) -> None:
+        """Have the stream wait until the job is done that was begun last, if it may not be yet."""
+        if self._is_begun:
+            self._stream.wait(self._coordinator.answer, 1)
+        self._is_begun = False
+
+    def enqueue(self, job: int) -> None:
+        """Have a job done once all is done that the stream has been given before."""
+        self.begin(job)
+        self.end()
 
 
 class Handover:
@@ -140,8 +154,8 @@ class Handover:
         """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""
         job = self._job(weight, len(x), 0)
         job.inputs[0].copy_(x)
-        self.exchange.enqueue(job.number)
-        return job.outputs.clone()
+        self.exchange.begin(job.number)
+        return self.end(job)
 
     def send(
         self,
@@ -151,12 +165,30 @@ class Handover:
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
         """Send tokens through their experts, as ``cores.send`` does."""
-        job = self._job(experts, *top_k_index.shape)
-        for memory, value in zip(
-            job.inputs, (hidden_states, top_k_index, top_k_weights), strict=True
-        ):
-            memory.copy_(value)
-        self.exchange.enqueue(job.number)
+        begun = self.begin(
+            experts, hidden_states, top_k_weights, lambda memory: memory.copy_(top_k_index)
+        )
+        return self.end(begun)
+
+    def begin(
+        self,
+        experts: cores.Experts,
+        hidden_states: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        choose: Callable[[torch.Tensor], object],
+    ) -> "_Job":
+        """Begin to send tokens through their experts, as ``ByCores.begin`` does."""
+        job = self._job(experts, *top_k_weights.shape)
+        tokens, chosen, factors = job.inputs
+        tokens.copy_(hidden_states)
+        factors.copy_(top_k_weights)
+        choose(chosen)
+        self.exchange.begin(job.number)
+        return job
+
+    def end(self, job: "_Job") -> torch.Tensor:
+        """Have the stream wait until a job is done that was begun; return what it made."""
+        self.exchange.end()
         return job.outputs.clone()
 
     def check(self) -> None:
@@ -172,7 +204,11 @@ class Handover:
         self._jobs.clear()
 
     def _job(self, task: cores.Matrix | cores.Experts, num_rows: int, num_chosen: int) -> "_Job":
-        """Return the job of so many rows, made when they first come, which no capture does."""
+        """Return the job of so many rows, made when they first come, which no capture does.
+
+        A pass that was aborted may have begun one, whose inputs lie in the same memory.
+        """
+        self.exchange.end()
         key = ctypes.addressof(task), num_rows, num_chosen
         if key not in self._jobs:
             self._jobs[key] = self._make_job(task, num_rows, num_chosen)

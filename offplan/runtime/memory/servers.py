@@ -1,7 +1,7 @@
 """What executes the backends that read weights at use: one server each, registered in a table."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -82,6 +82,29 @@ class ByCores(InPlace):
         if self._handover is not None:
             return self._handover.send(experts, *arguments)
         return cores.send(self._team, self._kernels, experts, *arguments)
+
+    def begin(
+        self,
+        experts: cores.Experts,
+        hidden_states: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        choose: Callable[[torch.Tensor], None],
+    ) -> Any:
+        """Begin to send tokens through their experts; ``end`` is given what this returns.
+
+        ``choose`` writes the expert of each pair, int64 of [tokens, k], into memory that it is
+        given; a pair that has -1 is left out. Nothing else is begun before it is ended.
+        """
+        if self._handover is not None:
+            return self._handover.begin(experts, hidden_states, top_k_weights, choose)
+        chosen = torch.empty(top_k_weights.shape, dtype=torch.int64)
+        choose(chosen)
+        return self.send(experts, hidden_states, chosen, top_k_weights)
+
+    def end(self, begun: Any) -> torch.Tensor:
+        """Return the sums of the experts that were sent to: [tokens, hidden]."""
+        made: torch.Tensor = begun
+        return made if self._handover is None else self._handover.end(begun)
 
     def check(self) -> None:
         """Raise OffplanError where a product has failed, whose tokens are then wrong."""

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offplan.runtime.forms.expert_table import Table, copy_missed, use
+from offplan.runtime.forms import tasks
+from offplan.runtime.forms.expert_table import NOBODY, Table, copy_missed, use
 from offplan.runtime.forms.experts import forward_stored
 from offplan.runtime.transformers_private import ExpertsInterface
 
@@ -28,10 +29,22 @@ def keep_in_slots(
         num_slots=table.num_slots,
         slots=slots,
         slot_sources=sources,
+        slot_shares=None,
+        cores=None,
         reads_slots=False,
         noted=None,
         noted_place=None,
     )
+
+
+def divide(experts: nn.Module, shares: torch.Tensor) -> None:
+    """Have the host's cores multiply some of the experts in slots that a step misses.
+
+    ``shares`` says how many, as ``Table.shares`` does; ``cores`` of the module, where it is not
+    None, is the number of the task by which they do.
+    """
+    table: Table = vars(experts)["slot_table"]
+    vars(experts).update(slot_shares=shares, slot_table=table._replace(shares=shares))
 
 
 def keep_elsewhere(experts: nn.Module) -> None:
@@ -45,7 +58,9 @@ def keep_elsewhere(experts: nn.Module) -> None:
 
 def leave_slots(experts: nn.Module) -> None:
     """Undo ``keep_in_slots``, so that the memory can be given back."""
-    for name in ("slot_table", "slot_memory", "slots", "slot_sources", "num_slots", "noted_place"):
+    for name in ("table", "memory", "sources", "shares"):
+        vars(experts).pop(f"slot_{name}", None)
+    for name in ("slots", "num_slots", "noted_place"):
         vars(experts).pop(name, None)
     keep_elsewhere(experts)
 
@@ -65,9 +80,10 @@ def forward_cached(
 
     ``top_k_index`` and ``top_k_weights`` are [tokens, k]. In a step the experts that are missing
     are copied into slots, over the link, and multiplied there; where there are more of them than
-    slots, the others are read where they lie. A prompt reads all of them as it would without slots,
-    and its last choices are noted. Everything is on the current stream; on a GPU the host waits for
-    nothing.
+    slots, the others are read where they lie. Where experts are divided, the host's cores multiply
+    a share of those missed where they lie, meanwhile. A prompt reads all of them as it would
+    without slots, and its last choices are noted. Everything is on the current stream; on a GPU the
+    host waits for nothing.
     """
     own = vars(experts)
     if not own["reads_slots"]:
@@ -78,14 +94,20 @@ def forward_cached(
         from offplan.runtime.model.cached_products import forward_slots  # needs triton
 
         return forward_slots(experts, hidden_states, top_k_index, top_k_weights)
-    chosen = top_k_index.reshape(-1)
+    chosen, task = top_k_index.reshape(-1), own["cores"]
     table: Table = own["slot_table"]
     slots: dict[str, torch.Tensor] = own["slots"]
     sources = {name: getattr(experts, name) for name in slots}
-    slot_of_pair = use(table, chosen[None], is_step=True)
+    slot_of_pair, by_cores = use(table, chosen[None], is_step=True)
+    by_cores = by_cores.view(top_k_index.shape)
+    if task is not None:
+        tasks.find(task).begin(hidden_states, top_k_weights, lambda memory: memory.copy_(by_cores))
+        top_k_weights = top_k_weights.masked_fill(by_cores != NOBODY, 0)
     copy_missed(table, sources, slots)
     values = {name: _join(sources[name], slots[name], chosen, slot_of_pair) for name in slots}
-    return forward_stored(_Joined(experts, values), hidden_states, top_k_index, top_k_weights)
+    joined = _Joined(experts, values)
+    made = forward_stored(joined, hidden_states, top_k_index, top_k_weights)
+    return made if task is None else tasks.end(task, made)
 
 
 def _note(noted: torch.Tensor, place: torch.Tensor, chosen: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from offplan.runtime.forms import operators
+from offplan.runtime.forms import operators, tasks
 from offplan.runtime.forms.experts import add_rows, holds_codes, send
 from offplan.runtime.forms.pairs import sort_pairs
 from offplan.runtime.forms.stored import StoredWeight, part_name
@@ -53,21 +53,25 @@ def forward_slots(
     """Do what ``cached.forward_cached`` does in a step, on a GPU: two launches, then the products.
 
     Only a step of more pairs than slots may choose experts that have none: it multiplies twice,
-    what is in slots and what is read in place, each pair once.
+    what is in slots and what is read in place, each pair once. Pairs that the host's cores multiply
+    are left out of both, and what lies in their rows is cut before the sum.
     """
     own = vars(experts)
     slots, table, num_slots = own["slots"], own["slot_memory"], own["num_slots"]
     chosen = top_k_index.reshape(-1)
     num_pairs, num_experts = chosen.numel(), experts.num_experts
+    task = own["cores"]
+    divided = [] if task is None else [task, own["slot_shares"], hidden_states, top_k_weights]
     slot_of_pair, order, starts, rest = read_slots(
-        chosen, table, own["slot_sources"], num_slots, num_experts
+        chosen, table, own["slot_sources"], num_slots, num_experts, divided
     )
     all_fit = num_pairs <= num_slots
     others = None if all_fit else sort_pairs(rest, num_experts)
 
     def add_bias(name: str, made: torch.Tensor) -> torch.Tensor:
         if all_fit:
-            return add_rows(made, slots[name], slot_of_pair)
+            places = slot_of_pair if task is None else slot_of_pair.clamp(max=num_slots - 1)
+            return add_rows(made, slots[name], places)
         return add_rows(made, *_pick(slots[name], getattr(experts, name), slot_of_pair, chosen))
 
     def multiply_codes(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -82,10 +86,22 @@ def forward_slots(
 
     def multiply_values(name: str, x: torch.Tensor) -> torch.Tensor:
         pairs, of_row = (slot_of_pair, order, starts), num_pairs // len(x)
-        made = multiply(x, slots[name], pairs, of_row)
+        into = None  # by pairs only where each has a slot
+        if task is not None:
+            into = x.new_empty(num_pairs, slots[name].shape[1])
+        made = multiply(x, slots[name], pairs, of_row, into)
         if others is not None:
             multiply(x, getattr(experts, name), others, of_row, into=made)
         return made
 
     by = multiply_codes if holds_codes(experts) else multiply_values
-    return send(experts, hidden_states, top_k_weights, by)
+
+    if task is None:
+        return send(experts, hidden_states, top_k_weights, by)
+    is_here = ((slot_of_pair < num_experts) | (rest < num_experts)).unsqueeze(-1)
+
+    def multiply_here(name: str, x: torch.Tensor) -> torch.Tensor:
+        made = by(name, x)
+        return torch.where(is_here, made, 0) if name == "down_proj" else made
+
+    return tasks.end(task, send(experts, hidden_states, top_k_weights, multiply_here))

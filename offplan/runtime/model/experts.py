@@ -15,7 +15,7 @@ from offplan.kernel_sizes import EXPERT_MULTIPLE, MAX_PAIRS
 from offplan.runtime.forms.experts import send
 from offplan.runtime.forms.pairs import Pairs, sort_pairs
 from offplan.runtime.gpu_limits import gpu_limits
-from offplan.runtime.transformers_private import ExpertsInterface
+from offplan.runtime.transformers_private import ExpertsInterface, name_first
 
 EXPERTS_NAME = "offplan"
 ROWS = 16
@@ -75,7 +75,7 @@ def serves(experts: Any) -> bool:
     plain = not (
         experts.is_transposed or experts.has_bias or getattr(experts, "has_post_expert_norm", False)
     )
-    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    first = getattr(experts, name_first(experts))
     sizes = (*first.shape[1:], *experts.down_proj.shape[1:])
     return plain and all(map(block_size, sizes))
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offplan.routing.use_order import Steps
+from offplan.runtime.transformers_private import list_experts
 
 MOST_STEPS = 1024
 """Steps that are noted on the device before the host fetches them, which waits for the device."""
@@ -37,12 +38,11 @@ class RoutingRecorder:
         """Rows of a step that had no text, and one that had, by the step's place."""
         self._fetched: list[Steps] = []
         for index, layer in enumerate(layers):
-            for experts in layer.modules():
-                if hasattr(experts, "has_gate"):
-                    self.layers.append(index)
-                    self._experts.append(experts)
-                    vars(experts).update(routing_log=None, routing_step=self._step)
-                    experts.register_forward_pre_hook(_note)
+            for experts in list_experts(layer):
+                self.layers.append(index)
+                self._experts.append(experts)
+                vars(experts).update(routing_log=None, routing_step=self._step)
+                experts.register_forward_pre_hook(_note)
 
     @property
     def steps(self) -> list[Steps]:

@@ -1,0 +1,52 @@
+"""What the host's cores compute for modules, by numbers.
+
+Operators of torch's are given tensors and numbers, no objects.
+"""
+
+from itertools import count
+from typing import Any
+
+import torch
+
+_tasks: dict[int, Any] = {}
+"""Tasks of the sessions that are open."""
+_numbers = count(1)
+
+
+def number(task: Any) -> torch.Tensor:
+    """Give a task a number: a tensor, since torch.compile guards on every integer of a module."""
+    given = next(_numbers)
+    _tasks[given] = task
+    return torch.tensor(given)
+
+
+def find(given: torch.Tensor) -> Any:
+    """Return the task of a number."""
+    return _tasks[int(given)]
+
+
+def forget(given: torch.Tensor) -> None:
+    """Let go of a task."""
+    _tasks.pop(int(given), None)
+
+
+def _end(task: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    ended: torch.Tensor = made + find(task).end()
+    return ended
+
+
+_operator = torch.library.custom_op(
+    "offplan::end_by_cores",
+    _end,
+    mutates_args=(),
+    schema="(Tensor task, Tensor made) -> Tensor",
+)
+_operator.register_fake(lambda task, made: torch.empty_like(made))
+
+
+def end(task: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """Add to ``made`` what the cores make of a task that was begun; wait for it on the stream.
+
+    It takes what the device makes meanwhile, so that torch.compile cannot wait before that.
+    """
+    return _operator(task, made) if torch.compiler.is_compiling() else _end(task, made)

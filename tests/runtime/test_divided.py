@@ -1,0 +1,191 @@
+"""Kept experts of which cores and link divide those missed, on the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offplan.backends import Backend
+from offplan.errors import OffplanError
+from offplan.plan import Rule
+from offplan.runtime.memory.handover import Handover
+from offplan.runtime.memory.servers import SERVERS, ByCores
+from offplan.runtime.model import cached
+from tests.hostcores.cores import require_cores
+from tests.runtime.cached import Abort, keeping, prompts, run_hostile
+from tests.runtime.divided import dividing, run_beside_lists, save
+from tests.runtime.families import MOST_ROUNDING
+from tests.runtime.fed import run_fed, run_in_float32, typical_error
+from tests.runtime.plans import offload, open_session
+from tests.runtime.quantise import save_stored
+from tests.runtime.stream import AtOnce
+
+require_cores()
+
+CASES = [("qwen3_moe", form) for form in ("values", "fp8_block", "int4", "nvfp4")]
+CASES += [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8_block")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -> None:
+    stored, plain = save(family, form, tmp_path)
+    exact = run_in_float32(plain)
+    own = typical_error(run_fed(stored, offload()), exact)
+    for num, share, prefill in ((1, None, "prefetch"), (2, 0.5, "uva"), (3, 0.3, "prefetch")):
+        made = run_fed(stored, offload(dividing(num, share, prefill), prefill_chunk=3))
+        assert typical_error(made, exact) < MOST_ROUNDING * own, share
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("qwen3_moe", "values", tmp_path_factory.mktemp("divided"), num_experts=8)[0]
+
+
+@pytest.mark.parametrize("prefill", ["prefetch", "uva"])
+@pytest.mark.parametrize(("num", "share"), [(1, 0.5), (2, 0.34), (2, None), (3, 0.6), (4, 0.5)])
+def test_counts_are_those_of_a_list(
+    folder: Path, prefill: str, num: int, share: float | None
+) -> None:
+    with open_session(folder, offload(dividing(num, share, prefill), prefill_chunk=7)) as session:
+        session.warm_up(1, 7)
+        session.loaded.cached.empty()
+        run_beside_lists(session, 1.0 if share is None else share)
+        found = session.find_experts(36)
+        assert found is not None
+        assert 0 < found.by_cores <= found.misses
+        assert share is not None or found.by_cores == found.misses
+
+
+def test_the_same_bits_for_the_same_history(folder: Path) -> None:
+    """With aborted prompts and steps between."""
+    runs = []
+    for _ in range(2):
+        with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
+            runs.append(run_hostile(session))
+            counts = session.count_experts().values()
+            assert all(c.hits and c.by_cores for c in counts)
+            assert any(c.copied for c in counts)
+    assert all(map(torch.equal, *runs))
+
+
+def test_an_aborted_pass_leaves_slots_empty(folder: Path) -> None:
+    """What then comes is what a session makes that has seen nothing else."""
+    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+    with open_session(folder, decision) as session:
+        run_hostile(session)
+        session.loaded.cached.abort()
+        session.loaded.cached.mend()
+        got = [session.prefill(prompts(3)[0]).clone()]
+        got += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
+    with open_session(folder, decision) as session:
+        expected = [session.prefill(prompts(3)[0]).clone()]
+        expected += [session.decode(torch.tensor([[token]])).clone() for token in (3, 9, 9, 4)]
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtOnce]:
+    """A GPU's stream that products are handed over in, simulated."""
+    made: list[Handover] = []
+    at_once = AtOnce()
+
+    def serve(device: torch.device) -> ByCores:
+        server = ByCores(device)
+        server._handover = Handover(device, at_once)
+        made.append(server._handover)
+        return server
+
+    monkeypatch.setitem(SERVERS, Backend.HOST, serve)
+    yield at_once
+    for handover in made:
+        handover.close()
+
+
+def test_the_bell_rings_before_the_copies(
+    folder: Path, stream: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the stream waits for the answer once the device has multiplied what is in slots."""
+
+    def note(name: str, at: Any, module: Any) -> None:
+        own = getattr(module, at)
+
+        def call(*arguments: Any) -> Any:
+            stream.seen.append(name)
+            return own(*arguments)
+
+        monkeypatch.setattr(module, at, call)
+
+    note("copy", "copy_missed", cached)
+    note("multiply", "forward_stored", cached)
+    with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=7)) as session:
+        logits = session.prefill(prompts(0)[0])
+        stream.seen.clear()
+        session.decode(logits.argmax(-1, keepdim=True))
+        num_layers = len(session.loaded.cached._layers)
+    assert stream.seen == ["write", "write", "copy", "multiply", "wait"] * num_layers
+
+
+def test_a_hand_over_gives_the_same(
+    folder: Path, stream: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a step that ended while the cores computed for it."""
+    decision = offload(dividing(2, 0.5), prefill_chunk=7)
+    with open_session(folder, decision) as session:
+        handed = run_hostile(session)
+        session.prefill(prompts(2)[0])
+        stream.seen.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(Handover, "end", abort)
+            with pytest.raises(Abort):
+                session.decode(torch.tensor([[3]]))
+        assert stream.seen == ["write", "write"]
+        again = run_hostile(session)
+        assert stream.seen[2] == "wait"
+        session.check()
+    monkeypatch.setitem(SERVERS, Backend.HOST, ByCores)
+    with open_session(folder, decision) as session:
+        expected = run_hostile(session)
+    assert all(map(torch.equal, handed, expected))
+    assert all(map(torch.equal, again, expected))
+
+
+def abort(*_: object) -> torch.Tensor:
+    raise Abort
+
+
+def test_no_share_is_the_link_alone(folder: Path) -> None:
+    logits = []
+    for rule in (dividing(2, 0.0), keeping(2, every=1)):
+        with open_session(folder, offload(rule, prefill_chunk=7)) as session:
+            logits.append(run_hostile(session))
+            assert not any(found.by_cores for found in session.count_experts().values())
+    assert all(map(torch.equal, *logits))
+
+
+def test_some_layers_are_divided_beside_others(tmp_path: Path) -> None:
+    """Layers with slots that are divided, and that are not, and the cores' own, in one model."""
+    stored, plain = save("qwen3_moe", "fp8_block", tmp_path, num_hidden_layers=4)
+    exact = run_in_float32(plain)
+    own = typical_error(run_fed(stored, offload()), exact)
+    rules = [dividing(2, 0.5, every=4), keeping(2, every=3)]
+    rules.append(
+        Rule.model_validate(
+            keeping(2, every=1).model_dump(mode="json")
+            | {
+                "decode": "host",
+                "cached_experts": None,
+            }
+        )
+    )
+    assert typical_error(run_fed(stored, offload(*rules)), exact) < MOST_ROUNDING * own
+
+
+def test_what_the_cores_cannot_multiply_is_refused(tmp_path: Path) -> None:
+    stored, _ = save_stored("qwen3_moe", "fp8_block", tmp_path / "wide")
+    with pytest.raises(OffplanError, match="computes in bfloat16, found a model in float32"):
+        open_session(stored, offload(dividing(2, 0.5)))
+    with pytest.raises(ValueError, match=r"rule 1 has cached_experts.*expected `store: host`"):
+        offload(dividing(2, 0.5), store="peer")

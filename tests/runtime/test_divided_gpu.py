@@ -1,0 +1,166 @@
+"""Kept experts of which cores and link divide those missed, on a GPU: captured, and replayed."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from offplan.plan import Offload, Rule
+from offplan.runtime.memory.handover import Handover
+from offplan.runtime.session import Session
+from tests.hostcores.cores import require_cores
+from tests.runtime.cached import Abort, abort_in, keeping, prompts
+from tests.runtime.divided import dividing, run_beside_lists, save
+from tests.runtime.plans import offload, open_session
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+require_cores()
+
+CASES = [("qwen3_moe", "values"), ("qwen3_moe", "fp8_block"), ("gpt_oss", "mxfp4")]
+CASES.append(("deepseek_v3", "fp8_block"))
+"""Of these the last has shared experts."""
+RULES = [dividing(1, None), dividing(2, 0.5, "uva"), dividing(3, 0.6), dividing(2, 0.5, every=2)]
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("divided")
+
+
+@functools.cache
+def saved(folder: Path, family: str, form: str) -> Path:
+    into = folder / f"{family}-{form}"
+    into.mkdir()
+    return save(family, form, into, **({"num_experts": 8} if family == "qwen3_moe" else {}))[0]
+
+
+def run_history(session: Session) -> torch.Tensor:
+    """Logits of all steps behind prompts of several batches, of the same tokens whatever is made.
+
+    Of each batch the first steps run uncaptured, the others are replayed.
+    """
+    made = []
+    with session.stream():
+        for number, prompt in enumerate(prompts(0)):
+            fed = torch.Generator().manual_seed(number)
+            session.prefill(prompt)
+            for _ in range(NUM_STEPS):
+                tokens = torch.randint(0, 64, (len(prompt), 1), generator=fed)
+                made.append(session.decode(tokens.to(session.device)).clone())
+        made = [each.float().cpu() for each in made]
+    session.check()
+    return torch.cat(made)
+
+
+def decide(*rules: Rule) -> Offload:
+    return offload(*rules, prefill_chunk=7)
+
+
+@functools.cache
+def run_resident(checkpoint: Path) -> torch.Tensor:
+    with open_session(checkpoint, decide(), "cuda") as session:
+        return run_history(session)
+
+
+def require_near(made: torch.Tensor, resident: torch.Tensor) -> None:
+    """A token may be sent to other experts by what is rounded before them: the median is near."""
+    assert made.isfinite().all()
+    assert (made - resident).abs().mean(-1).median() < 0.05 * resident.std()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["1", "2, in place", "3", "2 of every second layer"])
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_logits_are_near_resident_ones(folder: Path, family: str, form: str, rule: Rule) -> None:
+    checkpoint = saved(folder, family, form)
+    with open_session(checkpoint, decide(rule), "cuda") as session:
+        made = run_history(session)
+        counts = session.count_experts().values()
+        assert any(found.hits for found in counts)
+        assert any(found.by_cores for found in counts)
+        assert rule.host_share != 0.5 or any(found.copied for found in counts)
+    require_near(made, run_resident(checkpoint))
+
+
+def test_the_same_bits_and_counts_for_the_same_history(folder: Path) -> None:
+    """Three times: of two sessions the first goes on after a pass that was aborted."""
+    checkpoint = saved(folder, "qwen3_moe", "values")
+    runs, counts = [], []
+    with open_session(checkpoint, decide(RULES[1]), "cuda") as session:
+        for _ in range(2):
+            session.warm_up(1, 10)
+            with session.stream():
+                abort_in(session, 1)
+                with pytest.raises(Abort):
+                    session.prefill(prompts(0)[1])
+            runs.append(run_history(session))
+            counts.append(session.count_experts())
+    with open_session(checkpoint, decide(RULES[1]), "cuda") as session:
+        session.warm_up(1, 10)
+        with session.stream():
+            abort_in(session, 1)
+            with pytest.raises(Abort):
+                session.prefill(prompts(0)[1])
+        runs.append(run_history(session))
+        counts.append(session.count_experts())
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+    assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+def test_counts_are_those_of_a_list(folder: Path, share: float) -> None:
+    decision = decide(dividing(2, share))
+    checkpoint = saved(folder, "qwen3_moe", "fp8_block")
+    with open_session(checkpoint, decision, "cuda", capture=False) as session, session.stream():
+        session.warm_up(1, 7)
+        session.loaded.cached.empty()
+        run_beside_lists(session, share)
+
+
+def test_a_step_that_is_aborted_between_begin_and_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cores may still compute for it when the next product is begun."""
+    checkpoint = saved(folder, "qwen3_moe", "fp8_block")
+    with open_session(checkpoint, decide(RULES[1]), "cuda", capture=False) as session:
+        expected = run_history(session)
+    with open_session(checkpoint, decide(RULES[1]), "cuda", capture=False) as session:
+        with session.stream():
+            session.prefill(prompts(0)[0])
+            with monkeypatch.context() as patched:
+                patched.setattr(Handover, "end", _abort)
+                with pytest.raises(Abort):
+                    session.decode(torch.tensor([[3]], device="cuda"))
+        require_near(run_history(session), expected)
+
+
+def _abort(*_: object) -> torch.Tensor:
+    raise Abort
+
+
+def test_a_host_function_gives_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = saved(folder, "gpt_oss", "mxfp4")
+
+    def run() -> torch.Tensor:
+        with open_session(checkpoint, decide(RULES[1]), "cuda") as session:
+            return run_history(session)
+
+    expected = run()
+    monkeypatch.setattr(Handover, "_can_wait", lambda self: False)
+    assert torch.equal(run(), expected)
+
+
+def test_no_share_is_the_link_alone(folder: Path) -> None:
+    """Bit for bit what kept experts give without the cores."""
+    checkpoint, logits = saved(folder, "qwen3_moe", "fp8_block"), []
+    for rule in (dividing(2, 0.0), keeping(2, every=1)):
+        with open_session(checkpoint, decide(rule), "cuda") as session:
+            logits.append(run_history(session))
+    assert torch.equal(*logits)
