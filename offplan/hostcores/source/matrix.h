@@ -54,6 +54,14 @@ struct Matrix {
   }
 };
 
+// Rows that loops multiply, some at a time: `first` and the rows `between`, twice `between` ...
+// beyond it, then the ones behind those. Rows that lie side by side would share a page of memory,
+// and processors read ahead of one place of a page only. Source: Intel with AMX, MXFP4 of 2,048
+// columns: one core read 8.9 GB/s by four rows side by side, where a plain read has 14.8.
+struct Rows {
+  int64_t first, count, between, together;
+};
+
 // How far ahead of a chunk loops are to read, which take so many rows at a time: into the rest of
 // the same rows, or beyond their end into the rows that come next.
 struct Ahead {
@@ -66,9 +74,8 @@ struct Ahead {
 static inline Ahead look_ahead(int64_t row_bytes, int64_t chunks, int64_t width, int64_t rows) {
   const int64_t distance = AHEAD / (rows * width);
   if (distance < chunks)
-    return {chunks - distance, distance * width, rows * row_bytes - (chunks - distance) * width};
-  const int64_t groups = (distance + chunks / 2) / chunks;
-  return {0, 0, groups * rows * row_bytes};
+    return {chunks - distance, distance * width, row_bytes - (chunks - distance) * width};
+  return {0, 0, (distance + chunks / 2) / chunks * row_bytes};
 }
 
 // The products of one instruction set.

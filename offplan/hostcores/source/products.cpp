@@ -112,7 +112,9 @@ int multiply(Team& team, const Dense& dense) {
 // ---- routed experts ----
 
 static inline float exponential(float x) {  // e^x by 2^t, off by 2e-7 of itself
-  const float t = std::min(std::max(x * 1.44269504f, -126.f), 126.f);
+  float t = x * 1.44269504f;
+  t = t < -126.f ? -126.f : t;
+  t = t > 126.f ? 126.f : t;
   const float whole = (t + 12582912.f) - 12582912.f, f = t - whole;
   const float p = 1.f + f * (0.69314718f + f * (0.24022651f + f * (0.055504109f +
                   f * (0.0096181291f + f * (0.0013333558f + f * 0.000154035f)))));
@@ -135,22 +137,32 @@ static inline float activate(int64_t kind, float x, float alpha) {
   }
 }
 
+// Columns that are gated at a time.
+static const int64_t GATED = 256;
+
+// Gate `num` columns from `first` on. Loops are short and without branches, for the compiler.
 template <int64_t KIND>
-static void gate_values(const Experts& e, const float* made, const uint16_t* bias, int64_t inner,
-                        uint16_t* to) {
+static void gate_values(const Experts& e, const float* made, const uint16_t* bias, int64_t first,
+                        int64_t num, uint16_t* to) {
   const float alpha = (float)e.alpha, limit = (float)e.limit, offset = (float)e.offset;
-  const int64_t step = e.is_interleaved ? 2 : 1, up = e.is_interleaved ? 1 : inner;
-  for (int64_t j = 0; j < inner; j++) {
-    float gate = made[j * step] + (bias ? from_bf16(bias[j * step]) : 0.f);
-    gate = gate > limit ? limit : gate;  // a NaN stays one
-    float value = activate(KIND, gate, alpha);
-    if (e.is_gated) {
-      float by = made[j * step + up] + (bias ? from_bf16(bias[j * step + up]) : 0.f);
-      by = by > limit ? limit : by < -limit ? -limit : by;
-      value *= by + offset;
+  const int64_t step = e.is_interleaved ? 2 : 1, up = e.is_interleaved ? 1 : e.down.num_in;
+  float gates[GATED], ups[GATED];
+  auto gather = [&](int64_t from, float* into) {
+    for (int64_t j = 0; j < num; j++) into[j] = made[from + j * step];
+    if (bias)
+      for (int64_t j = 0; j < num; j++) into[j] += from_bf16(bias[from + j * step]);
+  };
+  gather(first * step, gates);
+  for (int64_t j = 0; j < num; j++) gates[j] = gates[j] > limit ? limit : gates[j];  // NaN stays
+  for (int64_t j = 0; j < num; j++) gates[j] = activate(KIND, gates[j], alpha);
+  if (e.is_gated) {
+    gather(first * step + up, ups);
+    for (int64_t j = 0; j < num; j++) {
+      ups[j] = ups[j] > limit ? limit : ups[j];
+      gates[j] *= (ups[j] < -limit ? -limit : ups[j]) + offset;
     }
-    to[j] = to_bf16(value);
   }
+  for (int64_t j = 0; j < num; j++) to[first + j] = to_bf16(gates[j]);
 }
 
 struct Pair {
@@ -169,7 +181,8 @@ struct ExpertsJob {
   float* made;            // [pairs, up.num_out]
   uint16_t* gated;        // [pairs, inner]
   float* parts;           // [pairs, hidden]
-  std::atomic<int64_t>* num_done;  // experts that are done with each unit of down
+  std::atomic<int64_t>* num_gated;  // pieces of each pair that are gated
+  std::atomic<int64_t>* num_done;   // experts that are done with each unit of down
   Deal tokens, up_blocks, gates, down_blocks;
   Meeting ready, multiplied, activated;
 };
@@ -220,20 +233,23 @@ static void experts_body(void* arguments, int, int num_workers) {
     }
   job.multiplied.wait(num_workers);
 
-  const int64_t num_pairs = job.starts[job.num_used];
-  while (job.gates.take(num_pairs, num_workers * 4, first, stop))
-    for (int64_t i = first; i < stop; i++) {
+  const int64_t num_pairs = job.starts[job.num_used], pieces = (inner + GATED - 1) / GATED;
+  while (job.gates.take(num_pairs * pieces, num_workers, first, stop))
+    for (int64_t unit = first; unit < stop; unit++) {
+      const int64_t i = unit / pieces, begin = unit % pieces * GATED;
+      const int64_t num = std::min(GATED, inner - begin);
       const uint16_t* bias = e.up_bias ? e.up_bias + job.pairs[i].expert * wide : nullptr;
       const float* made = job.made + i * wide;
       uint16_t* to = job.gated + i * inner;
       switch (e.activation) {
-        case SILU: gate_values<SILU>(e, made, bias, inner, to); break;
-        case GELU: gate_values<GELU>(e, made, bias, inner, to); break;
-        case GELU_TANH: gate_values<GELU_TANH>(e, made, bias, inner, to); break;
-        case RELU: gate_values<RELU>(e, made, bias, inner, to); break;
-        default: gate_values<RELU_SQUARED>(e, made, bias, inner, to); break;
+        case SILU: gate_values<SILU>(e, made, bias, begin, num, to); break;
+        case GELU: gate_values<GELU>(e, made, bias, begin, num, to); break;
+        case GELU_TANH: gate_values<GELU_TANH>(e, made, bias, begin, num, to); break;
+        case RELU: gate_values<RELU>(e, made, bias, begin, num, to); break;
+        default: gate_values<RELU_SQUARED>(e, made, bias, begin, num, to); break;
       }
-      e.kernels->prepare(e.down, to, job.hidden + i * job.hidden_stride);
+      if (job.num_gated[i].fetch_add(1, std::memory_order_acq_rel) == pieces - 1)
+        e.kernels->prepare(e.down, to, job.hidden + i * job.hidden_stride);
     }
   job.activated.wait(num_workers);
 
@@ -264,7 +280,7 @@ static int multiply_some(Team& team, const Experts& e) {
                         Room::rounded(most * sizeof(Pair)) + Room::rounded(most * 8) +
                         input_stride * e.num_tokens + hidden_stride * most +
                         Room::rounded(most * e.up.num_out * 4) + Room::rounded(most * inner * 2) +
-                        Room::rounded(most * e.down.num_out * 4) + Room::rounded(units * 8);
+                        Room::rounded(most * e.down.num_out * 4) + Room::rounded((most + units) * 8);
   if (!room.reserve(bytes)) return 1;
   int64_t* counts = room.take<int64_t>(e.num_experts + 1);
   int64_t* starts = room.take<int64_t>(most + 1);
@@ -288,9 +304,11 @@ static int multiply_some(Team& team, const Experts& e) {
                  room.take<uint8_t>(input_stride * e.num_tokens),
                  room.take<uint8_t>(hidden_stride * most), input_stride, hidden_stride,
                  room.take<float>(most * e.up.num_out), room.take<uint16_t>(most * inner),
-                 room.take<float>(most * e.down.num_out), room.take<std::atomic<int64_t>>(units),
+                 room.take<float>(most * e.down.num_out), nullptr, nullptr,
                  {}, {}, {}, {}, {}, {}, {}};
-  for (int64_t u = 0; u < units; u++) new (&job.num_done[u]) std::atomic<int64_t>(0);
+  job.num_gated = room.take<std::atomic<int64_t>>(most + units);
+  job.num_done = job.num_gated + most;
+  for (int64_t i = 0; i < most + units; i++) new (&job.num_gated[i]) std::atomic<int64_t>(0);
   if (!num_used) memset(e.outputs, 0, e.num_tokens * e.down.num_out * (e.precise ? 4 : 2));
   team.run(experts_body, &job);
   return 0;

@@ -39,15 +39,15 @@ INLINE void spread(const Matrix& a, float* to) {
     for (int64_t i = groups; i < chunks * scales_of_chunk(a); i++) to[i] = 0;
 }
 
-// Fetch what loops that begin at row `first` only read ahead of themselves.
-static inline void fetch_first(const Matrix& a, int64_t first) {
-  const int64_t rows = 4, row_bytes = a.row_bytes();
+// Fetch what loops that begin at row `first`, and `between` apart, only read ahead of themselves.
+static inline void fetch_first(const Matrix& a, int64_t first, int64_t between) {
+  const int64_t rows = between ? 4 : 1, row_bytes = a.row_bytes();
   const int64_t each = row_bytes < AHEAD / rows ? row_bytes : AHEAD / rows;
   for (int64_t i = 0; i < rows; i++) {
-    const char* codes = (const char*)a.part[CODES] + (first + i) * row_bytes;
+    const char* codes = (const char*)a.part[CODES] + (first + i * between) * row_bytes;
     for (int64_t at = 0; at < each; at += 64) _mm_prefetch(codes + at, _MM_HINT_T1);
     if (a.kind != PACKED) continue;
-    const char* exponents = (const char*)a.part[EXPONENTS] + (first + i) * row_bytes / 2;
+    const char* exponents = (const char*)a.part[EXPONENTS] + (first + i * between) * row_bytes / 2;
     for (int64_t at = 0; at < each / 2; at += 64) {
       _mm_prefetch(codes + row_bytes / 2 + at, _MM_HINT_T1);
       _mm_prefetch(exponents + at, _MM_HINT_T1);
