@@ -123,7 +123,7 @@ static void multiply_floats(const Matrix& a, const uint8_t* const* x, float* con
   float scales[Form::HAS_SCALES ? ROWS : 1][Form::HAS_SCALES ? MOST_COLUMNS / CHUNK : 1];
   const int64_t between = of.between;
   for (int64_t n = 0; n < of.count * of.together; n += ROWS) {
-    const int64_t r = of.first + n / of.together + n % of.together * between;
+    const int64_t r = of.first + n / of.together * of.step + n % of.together * between;
     Floats sums[ROWS][INPUTS];
     for (int i = 0; i < ROWS; i++) {
       if (Form::HAS_SCALES) row_scales(a, r + i * between, scales[i]);
@@ -255,7 +255,7 @@ static void multiply_words(const Matrix& a, const uint8_t* const* x, float* cons
   float zeros[ZERO ? ROWS : 1][ZERO ? MOST_COLUMNS / CHUNK * G : 1];
   const int64_t between = of.between;
   for (int64_t n = 0; n < of.count * of.together; n += ROWS) {
-    const int64_t r = of.first + n / of.together + n % of.together * between;
+    const int64_t r = of.first + n / of.together * of.step + n % of.together * between;
     Floats sums[ROWS][INPUTS];
     for (int i = 0; i < ROWS; i++) {
       row_scales(a, r + i * between, scales[i]);
@@ -407,22 +407,22 @@ static void prepare(const Matrix& a, const uint16_t* x, uint8_t* prepared) {
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
-  const int64_t between = (stop - first) / 4, fours = first + between * 4;
-  fetch_first(a, first, between);
+  const Rows fours = Rows::fours(first, stop), rest = Rows::rest(first + fours.count * 4, stop);
+  fetch_first(a, first, fours.between);
   if (num == 1) {
-    Form::template multiply<1, 4>(a, x, y, {first, between, between, 4}, first);
+    Form::template multiply<1, 4>(a, x, y, fours, first);
   } else {
-    for (int64_t r = first; r < first + between; r++)
+    for (int64_t n = 0; n < fours.count; n++)
       for (int64_t i = 0; i < num;) {
-        const Rows of = {r, 1, between, 4};
+        const Rows of = fours.only(n);
         if (num - i >= 4) Form::template multiply<4, 2>(a, x + i, y + i, of, first), i += 4;
         else if (num - i >= 2) Form::template multiply<2, 2>(a, x + i, y + i, of, first), i += 2;
         else Form::template multiply<1, 4>(a, x + i, y + i, of, first), i += 1;
       }
   }
-  if (fours < stop)
+  if (rest.count)
     for (int64_t i = 0; i < num; i++)
-      Form::template multiply<1, 1>(a, x + i, y + i, {fours, stop - fours, 0, 1}, first);
+      Form::template multiply<1, 1>(a, x + i, y + i, rest, first);
 }
 
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,

@@ -203,7 +203,7 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
   alignas(64) float zeros[Form::ZERO ? ROWS : 1][Form::ZERO ? MOST_COLUMNS / CHUNK * G : 1];
   const int64_t between = of.between;
   for (int64_t n = 0; n < of.count * of.together; n += ROWS) {
-    const int64_t r = of.first + n / of.together + n % of.together * between;
+    const int64_t r = of.first + n / of.together * of.step + n % of.together * between;
     typename Form::Row rows[ROWS];
     Floats sums[ROWS][INPUTS];
     for (int i = 0; i < ROWS; i++) {
@@ -269,15 +269,15 @@ static void all_inputs(const Matrix& a, const uint8_t* const* x, float* const* y
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
-  const int64_t between = (stop - first) / 4, fours = first + between * 4;
-  fetch_first(a, first, between);
+  const Rows fours = Rows::fours(first, stop), rest = Rows::rest(first + fours.count * 4, stop);
+  fetch_first(a, first, fours.between);
   if (num <= 2) {
-    all_inputs<Form, 4, 8>(a, x, y, num, {first, between, between, 4}, first);
+    all_inputs<Form, 4, 8>(a, x, y, num, fours, first);
   } else {  // more inputs than are multiplied at once read these rows from the first cache
-    for (int64_t r = first; r < first + between; r++)
-      all_inputs<Form, 4, 8>(a, x, y, num, {r, 1, between, 4}, first);
+    for (int64_t n = 0; n < fours.count; n++)
+      all_inputs<Form, 4, 8>(a, x, y, num, fours.only(n), first);
   }
-  if (fours < stop) all_inputs<Form, 1, 1>(a, x, y, num, {fours, stop - fours, 0, 1}, first);
+  if (rest.count) all_inputs<Form, 1, 1>(a, x, y, num, rest, first);
 }
 
 // Patches add what codes have left out.

@@ -66,7 +66,7 @@ static inline void row_scales(const Matrix& a, int64_t r, float* to) {
   const int64_t groups = a.row_scales, size = SIZES[a.scale_type];
   const uint8_t* from = a.part[SCALES] + shared_row(r, a.scale_rows) * groups * size;
   if (a.scale_rows == 1) {  // those of rows that the loops are about to come to
-    const char* next = (const char*)from + a.rows_ahead * groups * size;
+    const char* next = (const char*)from + (takes_rows_apart() ? a.rows_ahead / 4 : a.rows_ahead) * groups * size;
     for (int64_t at = 0; at < groups * size; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
   }
   float whole = (float)a.factor;

@@ -91,7 +91,7 @@ def describe(form: Form, parts: Parts) -> Matrix:
         matrix.part[place] = value.data_ptr()
         matrix.step[place] = value.stride(0) * value.itemsize if stacked else 0
     codes = parts[Part.WEIGHT] if form.kind in (Kind.RAW, Kind.PACKED) else codes_of(parts)
-    matrix.rows_ahead = 1 + _AHEAD_BYTES // (4 * max(1, codes.shape[-1]))
+    matrix.rows_ahead = 4 + _AHEAD_BYTES // max(1, codes.shape[-1])
     halves = 2 if form.kind in FP4_GROUPS or BITS.get(form.kind) == 4 else 1
     matrix.num_out, matrix.num_in = codes.shape[-2], codes.shape[-1] * halves
     if form.kind not in (Kind.RAW, Kind.PACKED):
