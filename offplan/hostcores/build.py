@@ -22,7 +22,14 @@ from offplan.forms.host_kernels import CHUNK_COLUMNS, MOST_COLUMNS
 SOURCE = Path(__file__).parent / "source"
 COMPILERS = ("c++", "g++", "clang++")
 """Compilers that are looked for, in order, where the environment variable CXX names none."""
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-trapping-math",
+)
 _DEFINES = (
     f"-DPATCH_ROWS={PATCH_ROWS}",
     f"-DBASE_BYTES={BASE_BYTES}",

@@ -18,6 +18,8 @@ from offplan.units import format_bytes
 REMEDY = "close what else takes memory"
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every GPU of the process."""
+_OF_THIS_PROCESS = (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,) if hasattr(mmap, "MAP_PRIVATE") else ()
+"""Python's default are shared pages, which Linux takes for a file and gives no huge ones."""
 
 
 class HostBlock:
@@ -35,7 +37,7 @@ class HostBlock:
         self.nbytes = num_bytes
         self._remedy = remedy
         try:
-            pages = mmap.mmap(-1, num_bytes)
+            pages = mmap.mmap(-1, num_bytes, *_OF_THIS_PROCESS)
         except (OSError, ValueError) as error:
             raise MemoryLimitError(
                 f"the host has no room for {format_bytes(num_bytes)} more ({error}); {remedy}"

@@ -116,15 +116,17 @@ struct Packed {
 
 template <class Form, int INPUTS, int ROWS>
 static void multiply_floats(const Matrix& a, const uint8_t* const* x, float* const* y,
-                            int64_t first, int64_t stop, int64_t out) {
+                            Rows of, int64_t out) {
   const int64_t width = Form::IN_HALVES ? 16 : 32, end = Form::IN_HALVES ? a.num_in / 2 : a.num_in;
   const int64_t whole = end / width, chunks = a.chunks();
   const Ahead ahead = look_ahead(a.row_bytes(), chunks, a.run_bytes(), ROWS);
   float scales[Form::HAS_SCALES ? ROWS : 1][Form::HAS_SCALES ? MOST_COLUMNS / CHUNK : 1];
-  for (int64_t r = first; r < stop; r += ROWS) {
+  const int64_t between = of.between;
+  for (int64_t n = 0; n < of.count * of.together; n += ROWS) {
+    const int64_t r = of.first + n / of.together * of.step + n % of.together * between;
     Floats sums[ROWS][INPUTS];
     for (int i = 0; i < ROWS; i++) {
-      if (Form::HAS_SCALES) row_scales(a, r + i, scales[i]);
+      if (Form::HAS_SCALES) row_scales(a, r + i * between, scales[i]);
       for (int m = 0; m < INPUTS; m++) sums[i][m] = _mm256_setzero_ps();
     }
     auto step = [&](const Run& p, int64_t c, Floats part[INPUTS]) __attribute__((always_inline)) {
@@ -148,15 +150,15 @@ static void multiply_floats(const Matrix& a, const uint8_t* const* x, float* con
         if (g * PER + PER <= whole) {
 #pragma GCC unroll 4
           for (int64_t d = 0; d < PER; d++) {
-            const Run p = Form::run(a, r + i, g * PER + d);
+            const Run p = Form::run(a, r + i * between, g * PER + d);
             Form::fetch(p, g * PER + d, further);
             step(p, g * PER + d, part);
           }
         } else {
-          for (int64_t c = g * PER; c < stop_c; c++) step(Form::run(a, r + i, c), c, part);
+          for (int64_t c = g * PER; c < stop_c; c++) step(Form::run(a, r + i * between, c), c, part);
           if (whole * width < end) {
             uint8_t rest[64] = {};
-            step(Form::pad(Form::run(a, r + i, whole), end - whole * width, rest), whole, part);
+            step(Form::pad(Form::run(a, r + i * between, whole), end - whole * width, rest), whole, part);
           }
         }
         for (int m = 0; m < INPUTS; m++)
@@ -167,7 +169,7 @@ static void multiply_floats(const Matrix& a, const uint8_t* const* x, float* con
       }
     }
     for (int i = 0; i < ROWS; i++)
-      for (int m = 0; m < INPUTS; m++) y[m][r + i - out] = total(sums[i][m]);
+      for (int m = 0; m < INPUTS; m++) y[m][r + i * between - out] = total(sums[i][m]);
   }
 }
 
@@ -240,7 +242,7 @@ INLINE Floats two(float low, float high) {
 
 template <bool IS_BYTES, bool IS_FLOAT, int G, bool ZERO, int INPUTS, int ROWS>
 static void multiply_words(const Matrix& a, const uint8_t* const* x, float* const* y,
-                           int64_t first, int64_t stop, int64_t out) {
+                           Rows of, int64_t out) {
   const int64_t chunks = a.chunks(), whole = a.num_in / CHUNK, row_bytes = a.row_bytes();
   const int64_t chunk_bytes = IS_BYTES ? CHUNK : CHUNK / 2;
   const Ahead ahead = look_ahead(row_bytes, chunks, chunk_bytes, ROWS);
@@ -251,11 +253,13 @@ static void multiply_words(const Matrix& a, const uint8_t* const* x, float* cons
   const Floats zero_unit = _mm256_set1_ps(IS_BYTES ? 1.f : 256.f);
   float scales[ROWS][MOST_COLUMNS / CHUNK * G];
   float zeros[ZERO ? ROWS : 1][ZERO ? MOST_COLUMNS / CHUNK * G : 1];
-  for (int64_t r = first; r < stop; r += ROWS) {
+  const int64_t between = of.between;
+  for (int64_t n = 0; n < of.count * of.together; n += ROWS) {
+    const int64_t r = of.first + n / of.together * of.step + n % of.together * between;
     Floats sums[ROWS][INPUTS];
     for (int i = 0; i < ROWS; i++) {
-      row_scales(a, r + i, scales[i]);
-      if (ZERO) row_zeros(a, r + i, zeros[i]);
+      row_scales(a, r + i * between, scales[i]);
+      if (ZERO) row_zeros(a, r + i * between, zeros[i]);
       for (int m = 0; m < INPUTS; m++) sums[i][m] = _mm256_setzero_ps();
     }
     auto step = [&](const uint8_t* p, int i, int64_t c) __attribute__((always_inline)) {
@@ -322,7 +326,7 @@ static void multiply_words(const Matrix& a, const uint8_t* const* x, float* cons
     for (int64_t c = 0; c < whole; c++)
 #pragma GCC unroll 4
       for (int i = 0; i < ROWS; i++) {
-        const uint8_t* p = a.part[CODES] + (r + i) * row_bytes + c * chunk_bytes;
+        const uint8_t* p = a.part[CODES] + (r + i * between) * row_bytes + c * chunk_bytes;
         prefetch(p, ahead.of(c));
         if (IS_BYTES) prefetch(p + 64, ahead.of(c));
         step(p, i, c);
@@ -330,13 +334,13 @@ static void multiply_words(const Matrix& a, const uint8_t* const* x, float* cons
     if (whole < chunks)
       for (int i = 0; i < ROWS; i++) {
         uint8_t rest[CHUNK] = {};
-        memcpy(rest, a.part[CODES] + (r + i) * row_bytes + whole * chunk_bytes,
+        memcpy(rest, a.part[CODES] + (r + i * between) * row_bytes + whole * chunk_bytes,
                row_bytes - whole * chunk_bytes);
         step(rest, i, whole);
       }
     for (int i = 0; i < ROWS; i++)
       for (int m = 0; m < INPUTS; m++)
-        y[m][r + i - out] = total(sums[i][m]) * code_unit * unit_of(x[m], chunks);
+        y[m][r + i * between - out] = total(sums[i][m]) * code_unit * unit_of(x[m], chunks);
   }
 }
 
@@ -346,9 +350,9 @@ template <class Form>
 struct AsFloats {
   static void lay(const Matrix& a, const uint16_t* x, uint8_t* to) { lay_floats<Form>(a, x, to); }
   template <int INPUTS, int ROWS>
-  static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t first,
-                       int64_t stop, int64_t out) {
-    multiply_floats<Form, INPUTS, ROWS>(a, x, y, first, stop, out);
+  static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, Rows of,
+                       int64_t out) {
+    multiply_floats<Form, INPUTS, ROWS>(a, x, y, of, out);
   }
 };
 template <bool IS_BYTES, bool IS_FLOAT, int G, bool ZERO>
@@ -358,9 +362,9 @@ struct AsWords {
     else lay_words<Halves4>(a, x, to);
   }
   template <int INPUTS, int ROWS>
-  static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t first,
-                       int64_t stop, int64_t out) {
-    multiply_words<IS_BYTES, IS_FLOAT, G, ZERO, INPUTS, ROWS>(a, x, y, first, stop, out);
+  static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, Rows of,
+                       int64_t out) {
+    multiply_words<IS_BYTES, IS_FLOAT, G, ZERO, INPUTS, ROWS>(a, x, y, of, out);
   }
 };
 
@@ -403,26 +407,26 @@ static void prepare(const Matrix& a, const uint16_t* x, uint8_t* prepared) {
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
-  const int64_t fours = first + (stop - first) / 4 * 4;
+  const Rows fours = Rows::fours(first, stop), rest = Rows::rest(first + fours.count * 4, stop);
+  fetch_first(a, first, fours.between);
   if (num == 1) {
-    Form::template multiply<1, 4>(a, x, y, first, fours, first);
+    Form::template multiply<1, 4>(a, x, y, fours, first);
   } else {
-    for (int64_t r = first; r < fours; r += 4)
+    for (int64_t n = 0; n < fours.count; n++)
       for (int64_t i = 0; i < num;) {
-        if (num - i >= 4) Form::template multiply<4, 2>(a, x + i, y + i, r, r + 4, first), i += 4;
-        else if (num - i >= 2)
-          Form::template multiply<2, 2>(a, x + i, y + i, r, r + 4, first), i += 2;
-        else Form::template multiply<1, 4>(a, x + i, y + i, r, r + 4, first), i += 1;
+        const Rows of = fours.only(n);
+        if (num - i >= 4) Form::template multiply<4, 2>(a, x + i, y + i, of, first), i += 4;
+        else if (num - i >= 2) Form::template multiply<2, 2>(a, x + i, y + i, of, first), i += 2;
+        else Form::template multiply<1, 4>(a, x + i, y + i, of, first), i += 1;
       }
   }
-  if (fours < stop)
+  if (rest.count)
     for (int64_t i = 0; i < num; i++)
-      Form::template multiply<1, 1>(a, x + i, y + i, fours, stop, first);
+      Form::template multiply<1, 1>(a, x + i, y + i, rest, first);
 }
 
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                  int64_t first, int64_t stop) {
-  fetch_first(a, first);
   choose(a, [&](auto form) { all_rows<decltype(form)>(a, x, y, num, first, stop); });
   if (a.kind != PACKED) return;
   const int32_t *patches = (const int32_t*)a.part[PATCHES],

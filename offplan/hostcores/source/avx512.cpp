@@ -194,20 +194,22 @@ INLINE const float* sums_of(const uint8_t* x, int64_t chunks) {
 }
 
 template <class Form, int INPUTS, int ROWS>
-static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t first,
-                     int64_t stop, int64_t out) {
+static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, Rows of,
+                     int64_t out) {
   const int64_t chunks = a.chunks(), whole = a.num_in / CHUNK;
   constexpr int G = Form::SCALES;
   const Ahead ahead = look_ahead(a.row_bytes(), chunks, a.run_bytes(), ROWS);
   alignas(64) float scales[G ? ROWS : 1][G ? MOST_COLUMNS / CHUNK * G : 1];
   alignas(64) float zeros[Form::ZERO ? ROWS : 1][Form::ZERO ? MOST_COLUMNS / CHUNK * G : 1];
-  for (int64_t r = first; r < stop; r += ROWS) {
+  const int64_t between = of.between;
+  for (int64_t n = 0; n < of.count * of.together; n += ROWS) {
+    const int64_t r = of.first + n / of.together * of.step + n % of.together * between;
     typename Form::Row rows[ROWS];
     Floats sums[ROWS][INPUTS];
     for (int i = 0; i < ROWS; i++) {
-      rows[i] = Form::row(a, r + i);
-      if (G) row_scales(a, r + i, scales[i]);
-      if (Form::ZERO) row_zeros(a, r + i, zeros[i]);
+      rows[i] = Form::row(a, r + i * between);
+      if (G) row_scales(a, r + i * between, scales[i]);
+      if (Form::ZERO) row_zeros(a, r + i * between, zeros[i]);
       for (int m = 0; m < INPUTS; m++) sums[i][m] = _mm512_setzero_ps();
     }
     auto step = [&](auto tail, int64_t c) __attribute__((always_inline)) {
@@ -243,37 +245,39 @@ static void multiply(const Matrix& a, const uint8_t* const* x, float* const* y, 
     for (int64_t c = 0; c < whole; c++) step(std::false_type{}, c);
     if (whole < chunks) step(std::true_type{}, whole);
     for (int i = 0; i < ROWS; i++)
-      for (int m = 0; m < INPUTS; m++) y[m][r + i - out] = _mm512_reduce_add_ps(sums[i][m]);
+      for (int m = 0; m < INPUTS; m++)
+        y[m][r + i * between - out] = _mm512_reduce_add_ps(sums[i][m]);
   }
 }
 
 template <class Form, int ROWS, int MOST>
 static void all_inputs(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
-                       int64_t first, int64_t stop, int64_t out) {
+                       Rows of, int64_t out) {
   int64_t i = 0;
   if (MOST >= 8)
     for (; i + 8 <= num; i += 8)
-      multiply<Form, MOST >= 8 ? 8 : 1, ROWS / 2 ? ROWS / 2 : 1>(a, x + i, y + i, first, stop, out);
+      multiply<Form, MOST >= 8 ? 8 : 1, ROWS / 2 ? ROWS / 2 : 1>(a, x + i, y + i, of, out);
   if (MOST >= 4)
     for (; i + 4 <= num; i += 4)
-      multiply<Form, MOST >= 4 ? 4 : 1, ROWS>(a, x + i, y + i, first, stop, out);
+      multiply<Form, MOST >= 4 ? 4 : 1, ROWS>(a, x + i, y + i, of, out);
   if (MOST >= 2)
     for (; i + 2 <= num; i += 2)
-      multiply<Form, MOST >= 2 ? 2 : 1, ROWS>(a, x + i, y + i, first, stop, out);
-  for (; i < num; i++) multiply<Form, 1, ROWS>(a, x + i, y + i, first, stop, out);
+      multiply<Form, MOST >= 2 ? 2 : 1, ROWS>(a, x + i, y + i, of, out);
+  for (; i < num; i++) multiply<Form, 1, ROWS>(a, x + i, y + i, of, out);
 }
 
 template <class Form>
 static void all_rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                      int64_t first, int64_t stop) {
-  const int64_t fours = first + (stop - first) / 4 * 4;
+  const Rows fours = Rows::fours(first, stop), rest = Rows::rest(first + fours.count * 4, stop);
+  fetch_first(a, first, fours.between);
   if (num <= 2) {
-    all_inputs<Form, 4, 8>(a, x, y, num, first, fours, first);
+    all_inputs<Form, 4, 8>(a, x, y, num, fours, first);
   } else {  // more inputs than are multiplied at once read these rows from the first cache
-    for (int64_t r = first; r < fours; r += 4)
-      all_inputs<Form, 4, 8>(a, x, y, num, r, r + 4, first);
+    for (int64_t n = 0; n < fours.count; n++)
+      all_inputs<Form, 4, 8>(a, x, y, num, fours.only(n), first);
   }
-  if (fours < stop) all_inputs<Form, 1, 1>(a, x, y, num, fours, stop, first);
+  if (rest.count) all_inputs<Form, 1, 1>(a, x, y, num, rest, first);
 }
 
 // Patches add what codes have left out.
@@ -366,7 +370,6 @@ static void prepare(const Matrix& a, const uint16_t* x, uint8_t* prepared) {
 
 static void rows(const Matrix& a, const uint8_t* const* x, float* const* y, int64_t num,
                  int64_t first, int64_t stop) {
-  fetch_first(a, first);
   choose(a, [&](auto form) { all_rows<decltype(form)>(a, x, y, num, first, stop); });
   if (a.kind == PACKED) patch(a, x, y, num, first, stop);
 }

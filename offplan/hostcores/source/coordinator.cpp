@@ -2,18 +2,12 @@
 #include <sched.h>
 #include <time.h>
 
-static int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1000000000ll + now.tv_nsec;
-}
 static void doze(int64_t ns) {
   const timespec time = {ns / 1000000000, ns % 1000000000};
   nanosleep(&time, nullptr);
 }
-// Nanoseconds without a bell after which the coordinator dozes between looks; a step's layers are
-// closer to one another. Source: estimated.
-static const int64_t SPIN_NS = 20000000, DOZE_NS = 50000, WATCH_NS = 20000000;
+// Nanoseconds between looks at a bell, once the coordinator dozes, and between the watchdog's.
+static const int64_t DOZE_NS = 50000, WATCH_NS = 20000000;
 // Nanoseconds for which a bell may go unheard.
 static const int64_t UNHEARD_NS = 1000000000;
 

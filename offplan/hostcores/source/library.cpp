@@ -30,12 +30,12 @@ struct Pool : Team {
   };
   Worker* workers = nullptr;
   int num_started = 0;
-  std::atomic<uint32_t> round{0};
-  std::atomic<int> left{0}, num_asleep{0};
+  alignas(64) std::atomic<uint32_t> round{0};
+  alignas(64) std::atomic<int> left{0};
+  alignas(64) std::atomic<int> num_asleep{0};
   std::atomic<bool> ends{false};
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
-  int64_t spins = 20000;
   Body body;
   void* arguments;
 
@@ -51,7 +51,11 @@ struct Pool : Team {
     Pool& pool = *self.pool;
     pin(self.core);
     for (uint32_t seen = 0;;) {
-      for (int64_t i = 0; i < pool.spins && pool.round.load() == seen; i++) _mm_pause();
+      const int64_t since = now_ns();
+      for (int64_t i = 1; pool.round.load(std::memory_order_relaxed) == seen; i++) {
+        if (i % 64 == 0 && now_ns() - since > SPIN_NS) break;
+        _mm_pause();
+      }
       if (pool.round.load() == seen) {
         pthread_mutex_lock(&pool.mutex);
         pool.num_asleep.fetch_add(1);

@@ -54,6 +54,27 @@ struct Matrix {
   }
 };
 
+// Whether loops take rows that lie apart: Intel's processors read ahead of one place of a page only,
+// and short rows share one. AMD's lose by rows that are a power of two apart. Source: Intel with AMX,
+// MXFP4 of 2,048 columns, four rows side by side: one core reads 8.9 GB/s where a plain read has
+// 14.8; Zen 5, one core: 36 GB/s side by side, 28 apart.
+static inline bool takes_rows_apart() {
+  static const bool is_intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+  return is_intel;
+}
+
+// Rows that loops multiply, some at a time: `first` and those `between`, twice `between` ... beyond
+// it, then those `step` further.
+struct Rows {
+  int64_t first, count, between, together, step;
+  static Rows fours(int64_t first, int64_t stop) {
+    const int64_t count = (stop - first) / 4;
+    return takes_rows_apart() ? Rows{first, count, count, 4, 1} : Rows{first, count, 1, 4, 4};
+  }
+  static Rows rest(int64_t first, int64_t stop) { return {first, stop - first, 0, 1, 1}; }
+  Rows only(int64_t n) const { return {first + n * step, 1, between, together, step}; }
+};
+
 // How far ahead of a chunk loops are to read, which take so many rows at a time: into the rest of
 // the same rows, or beyond their end into the rows that come next.
 struct Ahead {
@@ -64,11 +85,11 @@ struct Ahead {
 };
 // Of rows of so many bytes and chunks, where `width` bytes of a chunk lie in a run.
 static inline Ahead look_ahead(int64_t row_bytes, int64_t chunks, int64_t width, int64_t rows) {
+  const int64_t next = takes_rows_apart() ? 1 : rows;
   const int64_t distance = AHEAD / (rows * width);
   if (distance < chunks)
-    return {chunks - distance, distance * width, rows * row_bytes - (chunks - distance) * width};
-  const int64_t groups = (distance + chunks / 2) / chunks;
-  return {0, 0, groups * rows * row_bytes};
+    return {chunks - distance, distance * width, next * row_bytes - (chunks - distance) * width};
+  return {0, 0, (distance + chunks / 2) / chunks * next * row_bytes};
 }
 
 // The products of one instruction set.

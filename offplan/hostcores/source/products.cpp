@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 
 // Memory of one thread that starts products, kept from one to the next; grows, and ends with it.
 struct Room {
@@ -32,21 +33,32 @@ static inline void store(void* to, int64_t at, float value, bool precise) {
   else ((uint16_t*)to)[at] = to_bf16(value);
 }
 
-// Blocks that a worker takes at a time: several while there are many, one at the end.
-static inline int64_t share(int64_t left, int64_t workers) {
-  return std::max<int64_t>(1, std::min<int64_t>(4, left / (4 * workers)));
-}
-
-struct Deal {  // deals blocks out
-  std::atomic<int64_t> next{0};
-  bool take(int64_t num, int64_t workers, int64_t& first, int64_t& stop) {
+struct Deal {  // deals units out: several at a time while there are many, one at the end
+  alignas(64) std::atomic<int64_t> next{0};
+  bool take(int64_t num, int64_t workers, int64_t& first, int64_t& stop, int64_t most = 4) {
     const int64_t seen = next.load(std::memory_order_relaxed);
     if (seen >= num) return false;
-    const int64_t count = share(num - seen, workers);
+    const int64_t count =
+        std::max<int64_t>(1, std::min<int64_t>(most, (num - seen) / (4 * workers)));
     first = next.fetch_add(count);
     stop = std::min(first + count, num);
     return first < num;
   }
+};
+
+// How the rows of a matrix are dealt out: so many at a time that a worker reads some 64 KB in a run,
+// few enough that at the end none waits long for another. Source: 16 cores, where blocks of 64 rows
+// by all experts left half of them idle.
+struct Grain {
+  int64_t rows, units, most;
+  explicit Grain(const Matrix& a) {
+    const int64_t wanted = (UNIT_BYTES / std::max<int64_t>(1, a.row_bytes()) + 15) / 16 * 16;
+    rows = a.kind == PACKED ? BLOCK : std::max<int64_t>(16, std::min(wanted, BLOCK));
+    units = (a.num_out + rows - 1) / rows;
+    most = 4 * BLOCK / rows;
+  }
+ private:
+  static const int64_t UNIT_BYTES = 1 << 16;
 };
 
 // ---- one matrix ----
@@ -68,22 +80,25 @@ static void dense_body(void* arguments, int, int num_workers) {
     for (int64_t i = first; i < stop; i++)
       d.kernels->prepare(a, d.inputs + i * a.num_in, job.prepared + i * job.stride);
   job.ready.wait(num_workers);
-  const int64_t num_blocks = (a.num_out + BLOCK - 1) / BLOCK;
+  const Grain grain(a);
   float sums[MOST_INPUTS][BLOCK];
   const uint8_t* x[MOST_INPUTS];
   float* y[MOST_INPUTS];
-  while (job.blocks.take(num_blocks, num_workers, first, stop))
-    for (int64_t b = first; b < stop; b++)
+  while (job.blocks.take(grain.units, num_workers, first, stop, grain.most)) {
+    const int64_t last = std::min(stop * grain.rows, a.num_out);
+    for (int64_t row = first * grain.rows, end; row < last; row = end) {
+      end = std::min(row + BLOCK, last);
       for (int64_t begin = 0; begin < d.num_inputs; begin += MOST_INPUTS) {
         const int64_t num = std::min(d.num_inputs - begin, MOST_INPUTS);
         for (int64_t i = 0; i < num; i++)
           x[i] = job.prepared + (begin + i) * job.stride, y[i] = sums[i];
-        const int64_t end = std::min((b + 1) * BLOCK, a.num_out);
-        d.kernels->rows(a, x, y, num, b * BLOCK, end);
+        d.kernels->rows(a, x, y, num, row, end);
         for (int64_t i = 0; i < num; i++)
-          for (int64_t r = b * BLOCK; r < end; r++)
-            store(d.outputs, (begin + i) * a.num_out + r, sums[i][r - b * BLOCK], d.precise);
+          for (int64_t r = row; r < end; r++)
+            store(d.outputs, (begin + i) * a.num_out + r, sums[i][r - row], d.precise);
       }
+    }
+  }
 }
 
 int multiply(Team& team, const Dense& dense) {
@@ -97,7 +112,9 @@ int multiply(Team& team, const Dense& dense) {
 // ---- routed experts ----
 
 static inline float exponential(float x) {  // e^x by 2^t, off by 2e-7 of itself
-  const float t = std::min(std::max(x * 1.44269504f, -126.f), 126.f);
+  float t = x * 1.44269504f;
+  t = t < -126.f ? -126.f : t;
+  t = t > 126.f ? 126.f : t;
   const float whole = (t + 12582912.f) - 12582912.f, f = t - whole;
   const float p = 1.f + f * (0.69314718f + f * (0.24022651f + f * (0.055504109f +
                   f * (0.0096181291f + f * (0.0013333558f + f * 0.000154035f)))));
@@ -120,22 +137,32 @@ static inline float activate(int64_t kind, float x, float alpha) {
   }
 }
 
+// Columns that are gated at a time.
+static const int64_t GATED = 256;
+
+// Gate `num` columns from `first` on. Loops are short and without branches, for the compiler.
 template <int64_t KIND>
-static void gate_values(const Experts& e, const float* made, const uint16_t* bias, int64_t inner,
-                        uint16_t* to) {
+static void gate_values(const Experts& e, const float* made, const uint16_t* bias, int64_t first,
+                        int64_t num, uint16_t* to) {
   const float alpha = (float)e.alpha, limit = (float)e.limit, offset = (float)e.offset;
-  const int64_t step = e.is_interleaved ? 2 : 1, up = e.is_interleaved ? 1 : inner;
-  for (int64_t j = 0; j < inner; j++) {
-    float gate = made[j * step] + (bias ? from_bf16(bias[j * step]) : 0.f);
-    gate = gate > limit ? limit : gate;  // a NaN stays one
-    float value = activate(KIND, gate, alpha);
-    if (e.is_gated) {
-      float by = made[j * step + up] + (bias ? from_bf16(bias[j * step + up]) : 0.f);
-      by = by > limit ? limit : by < -limit ? -limit : by;
-      value *= by + offset;
+  const int64_t step = e.is_interleaved ? 2 : 1, up = e.is_interleaved ? 1 : e.down.num_in;
+  float gates[GATED], ups[GATED];
+  auto gather = [&](int64_t from, float* into) {
+    for (int64_t j = 0; j < num; j++) into[j] = made[from + j * step];
+    if (bias)
+      for (int64_t j = 0; j < num; j++) into[j] += from_bf16(bias[from + j * step]);
+  };
+  gather(first * step, gates);
+  for (int64_t j = 0; j < num; j++) gates[j] = gates[j] > limit ? limit : gates[j];  // NaN stays
+  for (int64_t j = 0; j < num; j++) gates[j] = activate(KIND, gates[j], alpha);
+  if (e.is_gated) {
+    gather(first * step + up, ups);
+    for (int64_t j = 0; j < num; j++) {
+      ups[j] = ups[j] > limit ? limit : ups[j];
+      gates[j] *= (ups[j] < -limit ? -limit : ups[j]) + offset;
     }
-    to[j] = to_bf16(value);
   }
+  for (int64_t j = 0; j < num; j++) to[first + j] = to_bf16(gates[j]);
 }
 
 struct Pair {
@@ -148,13 +175,35 @@ struct ExpertsJob {
   int64_t num_used;       // experts that are chosen
   const int64_t* starts;  // [num_used + 1], where each one's pairs begin
   const Pair* pairs;      // by expert
+  const int64_t* places;  // [tokens, num_chosen], where each one's pair is, -1 where there is none
   uint8_t *inputs, *hidden;
   int64_t input_stride, hidden_stride;
   float* made;            // [pairs, up.num_out]
   uint16_t* gated;        // [pairs, inner]
+  float* parts;           // [pairs, hidden]
+  std::atomic<int64_t>* num_gated;  // pieces of each pair that are gated
+  std::atomic<int64_t>* num_done;   // experts that are done with each unit of down
   Deal tokens, up_blocks, gates, down_blocks;
   Meeting ready, multiplied, activated;
 };
+
+// Add what a token's experts have made of some columns, always in the same order.
+static void add_parts(const ExpertsJob& job, int64_t begin, int64_t end) {
+  const Experts& e = job.e;
+  const int64_t hidden = e.down.num_out;
+  for (int64_t t = 0; t < e.num_tokens; t++) {
+    float sums[BLOCK] = {};
+    for (int64_t i = t * e.num_chosen; i < (t + 1) * e.num_chosen; i++) {
+      if (job.places[i] < 0) continue;
+      const float* part = job.parts + job.places[i] * hidden;
+      const uint16_t* bias = e.down_bias ? e.down_bias + e.chosen[i] * hidden : nullptr;
+      for (int64_t r = begin; r < end; r++)
+        sums[r - begin] += e.factors[i] * (part[r] + (bias ? from_bf16(bias[r]) : 0.f));
+    }
+    for (int64_t r = begin; r < end; r++)
+      store(e.outputs, t * hidden + r, sums[r - begin], e.precise);
+  }
+}
 
 static void experts_body(void* arguments, int, int num_workers) {
   ExpertsJob& job = *(ExpertsJob*)arguments;
@@ -168,60 +217,56 @@ static void experts_body(void* arguments, int, int num_workers) {
 
   const uint8_t* x[MOST_INPUTS];
   float* y[MOST_INPUTS];
-  const int64_t blocks = (wide + BLOCK - 1) / BLOCK;
-  while (job.up_blocks.take(job.num_used * blocks, num_workers, first, stop))
-    for (int64_t unit = first; unit < stop; unit++) {
-      const int64_t used = unit / blocks, begin = unit % blocks * BLOCK;
+  const Grain up(e.up), down(e.down);
+  while (job.up_blocks.take(job.num_used * up.units, num_workers, first, stop, up.most))
+    for (int64_t unit = first, end; unit < stop; unit = end) {
+      const int64_t used = unit / up.units, begin = unit % up.units * up.rows;
       const int64_t from = job.starts[used], num = job.starts[used + 1] - from;
+      end = std::min(stop, (used + 1) * up.units);
       for (int64_t i = 0; i < num; i++) {
         const int64_t pair = job.pairs[from + i].number;
         x[i] = job.inputs + pair / e.num_chosen * job.input_stride;
         y[i] = job.made + (from + i) * wide + begin;
       }
       e.kernels->rows(e.up.of(job.pairs[from].expert), x, y, num, begin,
-                      std::min(begin + BLOCK, wide));
+                      std::min(begin + (end - unit) * up.rows, wide));
     }
   job.multiplied.wait(num_workers);
 
-  const int64_t num_pairs = job.starts[job.num_used];
-  while (job.gates.take(num_pairs, num_workers * 4, first, stop))
-    for (int64_t i = first; i < stop; i++) {
+  const int64_t num_pairs = job.starts[job.num_used], pieces = (inner + GATED - 1) / GATED;
+  while (job.gates.take(num_pairs * pieces, num_workers, first, stop))
+    for (int64_t unit = first; unit < stop; unit++) {
+      const int64_t i = unit / pieces, begin = unit % pieces * GATED;
+      const int64_t num = std::min(GATED, inner - begin);
       const uint16_t* bias = e.up_bias ? e.up_bias + job.pairs[i].expert * wide : nullptr;
       const float* made = job.made + i * wide;
       uint16_t* to = job.gated + i * inner;
       switch (e.activation) {
-        case SILU: gate_values<SILU>(e, made, bias, inner, to); break;
-        case GELU: gate_values<GELU>(e, made, bias, inner, to); break;
-        case GELU_TANH: gate_values<GELU_TANH>(e, made, bias, inner, to); break;
-        case RELU: gate_values<RELU>(e, made, bias, inner, to); break;
-        default: gate_values<RELU_SQUARED>(e, made, bias, inner, to); break;
+        case SILU: gate_values<SILU>(e, made, bias, begin, num, to); break;
+        case GELU: gate_values<GELU>(e, made, bias, begin, num, to); break;
+        case GELU_TANH: gate_values<GELU_TANH>(e, made, bias, begin, num, to); break;
+        case RELU: gate_values<RELU>(e, made, bias, begin, num, to); break;
+        default: gate_values<RELU_SQUARED>(e, made, bias, begin, num, to); break;
       }
-      e.kernels->prepare(e.down, to, job.hidden + i * job.hidden_stride);
+      if (job.num_gated[i].fetch_add(1, std::memory_order_acq_rel) == pieces - 1)
+        e.kernels->prepare(e.down, to, job.hidden + i * job.hidden_stride);
     }
   job.activated.wait(num_workers);
 
-  float sums[MOST_INPUTS][BLOCK], made[MOST_INPUTS][BLOCK];
-  while (job.down_blocks.take((hidden + BLOCK - 1) / BLOCK, num_workers, first, stop))
-    for (int64_t b = first; b < stop; b++) {
-      const int64_t begin = b * BLOCK, end = std::min(begin + BLOCK, hidden);
-      memset(sums, 0, e.num_tokens * sizeof sums[0]);
-      for (int64_t used = 0; used < job.num_used; used++) {
-        const int64_t from = job.starts[used], num = job.starts[used + 1] - from;
-        const int64_t expert = job.pairs[from].expert;
-        for (int64_t i = 0; i < num; i++)
-          x[i] = job.hidden + (from + i) * job.hidden_stride, y[i] = made[i];
-        e.kernels->rows(e.down.of(expert), x, y, num, begin, end);
-        for (int64_t i = 0; i < num; i++) {
-          const int64_t pair = job.pairs[from + i].number;
-          const uint16_t* bias = e.down_bias ? e.down_bias + expert * hidden + begin : nullptr;
-          for (int64_t r = 0; r < end - begin; r++)
-            sums[pair / e.num_chosen][r] +=
-                e.factors[pair] * (made[i][r] + (bias ? from_bf16(bias[r]) : 0.f));
-        }
+  while (job.down_blocks.take(job.num_used * down.units, num_workers, first, stop, down.most))
+    for (int64_t unit = first, end; unit < stop; unit = end) {
+      const int64_t used = unit / down.units, begin = unit % down.units;
+      const int64_t from = job.starts[used], num = job.starts[used + 1] - from;
+      end = std::min(stop, (used + 1) * down.units);
+      for (int64_t i = 0; i < num; i++) {
+        x[i] = job.hidden + (from + i) * job.hidden_stride;
+        y[i] = job.parts + (from + i) * hidden + begin * down.rows;
       }
-      for (int64_t t = 0; t < e.num_tokens; t++)
-        for (int64_t r = begin; r < end; r++)
-          store(e.outputs, t * hidden + r, sums[t][r - begin], e.precise);
+      e.kernels->rows(e.down.of(job.pairs[from].expert), x, y, num, begin * down.rows,
+                      std::min((begin + end - unit) * down.rows, hidden));
+      for (int64_t u = begin; u < begin + end - unit; u++)  // whoever is last adds them up
+        if (job.num_done[u].fetch_add(1, std::memory_order_acq_rel) == job.num_used - 1)
+          add_parts(job, u * down.rows, std::min((u + 1) * down.rows, hidden));
     }
 }
 
@@ -230,14 +275,17 @@ static int multiply_some(Team& team, const Experts& e) {
   const int64_t most = e.num_tokens * e.num_chosen, inner = e.down.num_in;
   const int64_t input_stride = Room::rounded(e.kernels->prepared_bytes(e.up));
   const int64_t hidden_stride = Room::rounded(e.kernels->prepared_bytes(e.down));
+  const int64_t units = Grain(e.down).units;
   const int64_t bytes = Room::rounded((e.num_experts + 1) * 8) + Room::rounded((most + 1) * 8) +
-                        Room::rounded(most * sizeof(Pair)) + input_stride * e.num_tokens +
-                        hidden_stride * most + Room::rounded(most * e.up.num_out * 4) +
-                        Room::rounded(most * inner * 2);
+                        Room::rounded(most * sizeof(Pair)) + Room::rounded(most * 8) +
+                        input_stride * e.num_tokens + hidden_stride * most +
+                        Room::rounded(most * e.up.num_out * 4) + Room::rounded(most * inner * 2) +
+                        Room::rounded(most * e.down.num_out * 4) + Room::rounded((most + units) * 8);
   if (!room.reserve(bytes)) return 1;
   int64_t* counts = room.take<int64_t>(e.num_experts + 1);
   int64_t* starts = room.take<int64_t>(most + 1);
   Pair* pairs = room.take<Pair>(most);
+  int64_t* places = room.take<int64_t>(most);
   memset(counts, 0, (e.num_experts + 1) * 8);
   auto is_valid = [&](int64_t p) { return e.chosen[p] >= 0 && e.chosen[p] < e.num_experts; };
   for (int64_t p = 0; p < most; p++)
@@ -248,13 +296,20 @@ static int multiply_some(Team& team, const Experts& e) {
     if (counts[i + 1]) starts[num_used + 1] = starts[num_used] + counts[i + 1], num_used++;
     counts[i + 1] += counts[i];
   }
-  for (int64_t p = 0; p < most; p++)
-    if (is_valid(p)) pairs[counts[e.chosen[p]]++] = {p, e.chosen[p]};
-  ExpertsJob job{e, num_used, starts, pairs,
+  for (int64_t p = 0; p < most; p++) {
+    places[p] = is_valid(p) ? counts[e.chosen[p]]++ : -1;
+    if (is_valid(p)) pairs[places[p]] = {p, e.chosen[p]};
+  }
+  ExpertsJob job{e, num_used, starts, pairs, places,
                  room.take<uint8_t>(input_stride * e.num_tokens),
                  room.take<uint8_t>(hidden_stride * most), input_stride, hidden_stride,
                  room.take<float>(most * e.up.num_out), room.take<uint16_t>(most * inner),
+                 room.take<float>(most * e.down.num_out), nullptr, nullptr,
                  {}, {}, {}, {}, {}, {}, {}};
+  job.num_gated = room.take<std::atomic<int64_t>>(most + units);
+  job.num_done = job.num_gated + most;
+  for (int64_t i = 0; i < most + units; i++) new (&job.num_gated[i]) std::atomic<int64_t>(0);
+  if (!num_used) memset(e.outputs, 0, e.num_tokens * e.down.num_out * (e.precise ? 4 : 2));
   team.run(experts_body, &job);
   return 0;
 }

@@ -39,15 +39,15 @@ INLINE void spread(const Matrix& a, float* to) {
     for (int64_t i = groups; i < chunks * scales_of_chunk(a); i++) to[i] = 0;
 }
 
-// Fetch what loops that begin at row `first` only read ahead of themselves.
-static inline void fetch_first(const Matrix& a, int64_t first) {
-  const int64_t rows = 4, row_bytes = a.row_bytes();
+// Fetch what loops that begin at row `first`, and `between` apart, only read ahead of themselves.
+static inline void fetch_first(const Matrix& a, int64_t first, int64_t between) {
+  const int64_t rows = between ? 4 : 1, row_bytes = a.row_bytes();
   const int64_t each = row_bytes < AHEAD / rows ? row_bytes : AHEAD / rows;
   for (int64_t i = 0; i < rows; i++) {
-    const char* codes = (const char*)a.part[CODES] + (first + i) * row_bytes;
+    const char* codes = (const char*)a.part[CODES] + (first + i * between) * row_bytes;
     for (int64_t at = 0; at < each; at += 64) _mm_prefetch(codes + at, _MM_HINT_T1);
     if (a.kind != PACKED) continue;
-    const char* exponents = (const char*)a.part[EXPONENTS] + (first + i) * row_bytes / 2;
+    const char* exponents = (const char*)a.part[EXPONENTS] + (first + i * between) * row_bytes / 2;
     for (int64_t at = 0; at < each / 2; at += 64) {
       _mm_prefetch(codes + row_bytes / 2 + at, _MM_HINT_T1);
       _mm_prefetch(exponents + at, _MM_HINT_T1);
@@ -66,7 +66,7 @@ static inline void row_scales(const Matrix& a, int64_t r, float* to) {
   const int64_t groups = a.row_scales, size = SIZES[a.scale_type];
   const uint8_t* from = a.part[SCALES] + shared_row(r, a.scale_rows) * groups * size;
   if (a.scale_rows == 1) {  // those of rows that the loops are about to come to
-    const char* next = (const char*)from + a.rows_ahead * groups * size;
+    const char* next = (const char*)from + (takes_rows_apart() ? a.rows_ahead / 4 : a.rows_ahead) * groups * size;
     for (int64_t at = 0; at < groups * size; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
   }
   float whole = (float)a.factor;
