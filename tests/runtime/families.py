@@ -100,7 +100,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention"] * 5},
     # or neither chunks nor positions would count before thousands of tokens
     **{name: {"attention_chunk_size": 6, "floor_scale": 4} for name in ("llama4", "llama4_text")},
-    "longcat_flash": {"n_layer": None, "n_layers": None, "num_key_value_heads": 4},
+    # the last is 5.17's name
+    "longcat_flash": {"n_layer": None, "n_layers": None, "num_key_value_heads": 4, "num_layers": 5},
     # stock zeroes the padding's row of the embedding, whatever is stored: docs/families.md
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},
     **{family: {"rope_parameters": MROPE} for family in _MROPES.split()},
@@ -287,7 +288,7 @@ def compare_stock(
         try:
             config = make_config(family, VARIANTS[variant])
             _save_model(config, AutoModelForCausalLM, dtype, 0, folder)
-            _PUBLISHED.get(family, change)(folder)
+            PUBLISHED.get(family, change)(folder)
             stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             # torch folds products of three dimensions where weights ask for gradients
             stock.requires_grad_(False)
@@ -374,7 +375,8 @@ def _save_as_published(folder: Path) -> None:
     save_file({name.removeprefix("model."): t for name, t in tensors.items()}, path)
 
 
-_PUBLISHED: dict[str, Callable[[Path], object]] = {"deepseek_v4": _save_as_published}
+PUBLISHED: dict[str, Callable[[Path], object]] = {"deepseek_v4": _save_as_published}
+"""What makes a saved folder of a family one that transformers reads."""
 
 
 def make_config(family: str, changes: dict[str, Any], text: str | None = None) -> Any:

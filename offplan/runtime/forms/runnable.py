@@ -69,7 +69,7 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
     has_experts = hasattr(module, "has_gate")
     # each of bitsandbytes' weights of 4 bits has a state of a length of its own
     is_alone = form.kind in (Kind.NF4, Kind.FP4)
-    if type(module) is not nn.Linear and not (has_experts and not is_alone):
+    if not isinstance(module, nn.Linear) and not (has_experts and not is_alone):
         raise refuse(f"{name} of a {type(module).__name__} is stored as {form.kind.value}")
     if is_transposed(module) and form.kind is not Kind.MXFP4:
         raise refuse(f"{name}, whose rows are inputs, is stored as {form.kind.value}")
