@@ -71,7 +71,7 @@ def find_passes(model: Model) -> StockPasses:
     No weight is read. Raises CheckpointError where they cannot be counted.
     """
     key = {
-        "model": [model.headers_sha256, model.config_sha256, model.dtype],
+        "model": [model.headers_sha256, model.config_sha256, model.dtype, model.code],
         **installed_versions(),
     }
     found = _PASSES.find(key)

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from offplan.checkpoint import model_types
-from offplan.checkpoint.model_types import STOCK_CHUNKS
 from offplan.errors import OffplanError
 from offplan.plan import Offload
 from offplan.runtime.model.frequencies import RENEWING
+from offplan.runtime.passes.stock import reads_chunks
 from tests.runtime.plans import group, offload, open_session
 
 TEXT_PARTS = [
@@ -304,15 +304,10 @@ def compare_stock(
                 return Outcome("wrong", f"{float(difference):.1e}")
         except OffplanError as error:
             return Outcome("refused", str(error).replace(name, family))
-        reads_chunks = _reads_chunks(folder)
-        if family in STOCK_CHUNKS and not reads_chunks:
+        is_equal = _reads_chunks(folder)
+        if reads_chunks(stock.config) and not is_equal:
             return Outcome("wrong", "in chunks")
-        return Outcome("exact", "chunks" if reads_chunks else "whole")
-
-
-class _Everything(frozenset[str]):
-    def __contains__(self, name: object) -> bool:
-        return True
+        return Outcome("exact", "chunks" if is_equal else "whole")
 
 
 def _reads_chunks(folder: Path) -> bool:
@@ -320,7 +315,7 @@ def _reads_chunks(folder: Path) -> bool:
     long = torch.randint(3, 60, (1, 40 + NUM_STEPS), generator=torch.Generator().manual_seed(0))
     whole = run_planned(folder, long, offload(group(2, 1)), stock=True)
     try:
-        with patch("offplan.runtime.passes.stock.STOCK_CHUNKS", _Everything()):
+        with patch("offplan.runtime.passes.stock.reads_chunks", return_value=True):
             parts = run_planned(folder, long, offload(group(2, 1), prefill_chunk=7), stock=True)
     except Exception:  # whatever transformers does with a chunk
         return False

@@ -130,13 +130,30 @@ def test_offloading_moves_bytes_and_changes_nothing(falcon: Path) -> None:
         assert session.link_bytes - before == sum(slab.nbytes for slab in slabs)
 
 
-def test_a_longer_prompt_than_the_plan_has_room_for_is_refused(falcon: Path) -> None:
+def test_a_longer_prompt_than_the_plan_has_room_for_is_refused(tmp_path: Path) -> None:
     decision = offload(group(2, 1), prefill_chunk=8)
-    with (
-        open_session(falcon, decision, stock=True) as session,
-        pytest.raises(InputError, match=r"14 tokens.*room for 8.*--prompt-tokens 14"),
-    ):
+    # its cache keeps the window, and it attends to all tokens
+    for family, variant in (("jamba", "plain"), ("falcon", "windows")):
+        folder = save(family, tmp_path / family, variant)
+        with (
+            open_session(folder, decision, stock=True) as session,
+            pytest.raises(InputError, match=r"14 tokens.*room for 8.*--prompt-tokens 14"),
+        ):
+            session.prefill(PROMPT)
+
+
+def test_a_prompt_in_chunks_is_the_whole_one(falcon: Path) -> None:
+    whole = run_greedily(falcon, offload(group(1, 1)), PROMPT, stock=True)
+    decision = offload(group(1, 1), prefill_chunk=5)
+    parts = run_greedily(falcon, decision, PROMPT, stock=True, late_copies=True)
+    for some, others in zip(parts, whole, strict=True):
+        torch.testing.assert_close(some, others, atol=1e-5, rtol=1e-5)
+    with open_session(falcon, decision, stock=True) as session:
+        before = session.link_bytes
         session.prefill(PROMPT)
+        slabs = session.loaded.placement.slabs
+        # each of the three chunks finds two slabs in the ring, and leaves two for the next pass
+        assert session.link_bytes - before >= 3 * sum(slab.nbytes for slab in slabs)
 
 
 def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:

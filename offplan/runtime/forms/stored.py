@@ -83,7 +83,7 @@ class StoredLinear(nn.Linear):
 
 
 @cache
-def _store_class(own: type[nn.Linear]) -> type[nn.Linear]:
+def _store_class(own: Any) -> Any:
     """Return the class of a linear layer of codes; one of a forward of its own keeps that."""
     if own is nn.Linear:
         return StoredLinear
@@ -134,7 +134,8 @@ def hold_stored(
     if Part.NESTED_SCALE in parts:
         used.append(Part.NESTED_OFFSET)  # which is known once the parts are loaded
     stored = StoredWeight(name, form, tuple(used))
-    dtype = module._parameters.pop(name).dtype
+    dtype = module.get_parameter(name).dtype
+    del module._parameters[name]
     for part, value in parts.items():
         parameter = nn.Parameter(value, requires_grad=False)
         module.register_parameter(part_name(name, part), parameter)
