@@ -28,6 +28,7 @@ from offplan.backends import Backend
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.choices import Store
 from offplan.costs.activations import activation_bytes
+from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.cores import find_use
 from offplan.costs.kept_experts import hit_rate
@@ -52,6 +53,7 @@ from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.kernel_sizes import MAX_PAIRS
 from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase
 from offplan.plan import Budget, Packing, Rule
 from offplan.planner.classes import SegmentClass, expert_class, segment_classes
 from offplan.planner.question import Question
@@ -330,6 +332,11 @@ class Space:
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
         pairs = zip(sizes, prompts, strict=True)
         return tuple(self.setting(*pair, place) for pair in pairs for place in places)
+
+    @cached_property
+    def calls(self) -> NDArray[np.int64]:
+        """How often a pass of each phase calls each layer, [phases, layers]."""
+        return np.array([count_calls(self.stage, phase) for phase in Phase])
 
     @cached_property
     def table(self) -> SettingTable:

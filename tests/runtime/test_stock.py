@@ -11,14 +11,15 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
+from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
-from offplan.held.held import hold, hold_stock
+from offplan.held.held import Held, hold, hold_stock
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
 from offplan.library.runnable import why_not_run
 from offplan.library.sessions import open_session as open_planned
-from offplan.plan import Workload, dump_plan
+from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.measuring.stock_passes import LiveBytes, count_passes
@@ -188,6 +189,33 @@ def test_a_plan_is_for_transformers_passes_where_ours_refuse(falcon: Path) -> No
         assert session.prefill(PROMPT).shape == (1, 64)
     with pytest.raises(ExportError, match="transformers' own passes"):
         export_plan(plan, model, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "slots"), [("hrm_text", 64, 1), ("hrm_text", 64, 2), ("falcon", 5, 2)]
+)
+def test_predicted_bytes_are_those_that_cross(
+    family: str, chunk: int, slots: int, tmp_path: Path
+) -> None:
+    # HRM calls its layers several times, and Falcon's prompt is read in three chunks
+    require(family)
+    model = open_model(str(save(family, tmp_path)))
+    rules = (group(2, 1),) if family == "falcon" else (group(1, 1, "mlp"),)
+    decision = offload(*rules, prefetch_step=slots, prefill_chunk=chunk)
+    workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
+    machine, budget = load_machine("h200-pcie5").profile, Budget(gpu_memory=2**30)
+    priced = predict(Held((hold_stock(model),)), machine, workload, budget, decision)
+    with open_session(tmp_path, decision, stock=True) as session:
+        session.warm_up(1, 14)
+        before = session.link_bytes
+        session.prefill(PROMPT)
+        of_prompt = session.link_bytes - before
+        with session.stream():
+            session.decode(PROMPT[:, :1])  # the first step finds the ring as the prompt left it
+            before = session.link_bytes
+            session.decode(PROMPT[:, :1])
+    assert of_prompt == priced.prefill.link_bytes
+    assert session.link_bytes - before == priced.decode.link_bytes
 
 
 def test_stock_can_be_asked_for(tmp_path: Path) -> None:

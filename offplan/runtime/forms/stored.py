@@ -140,7 +140,8 @@ def hold_stored(
         parameter = nn.Parameter(value, requires_grad=False)
         module.register_parameter(part_name(name, part), parameter)
     if isinstance(module, nn.Linear):
-        module.__class__ = _store_class(type(module))
+        own: Any = type(module)
+        module.__class__ = _store_class(own)
         vars(module).update(stored=stored, dtype_of_values=dtype)
     else:
         vars(module).setdefault("stored_experts", {})[name] = stored
