@@ -15,10 +15,12 @@ from multiprocessing import get_context
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from offplan.checkpoint.model_types import STOCK_CHUNKS
+from offplan.checkpoint.model_types import STOCK_CHUNKS, STOCK_CHUNKS_WITHOUT_WINDOW
 from tests.runtime.families import TEXT_PARTS, Outcome, compare, compare_stock
 
 VARIANTS = ("plain", "windows")
+WHOLE = "FAMILIES WHOSE PROMPTS RUN WHOLE"
+"""What stands in the introduction for their list."""
 INTRODUCTION = f"""\
 # Families
 
@@ -57,10 +59,13 @@ runs by offplan's own passes on texts of at most `index_topk` tokens (2,048 unle
 another number): of such a text the indexers choose all tokens. Plans of a longer context are for
 transformers' own passes.
 
-**Prompts** run whole in transformers' own passes: a plan's chunk is at least its prompt, and `run`
-refuses a longer prompt. In transformers {transformers.__version__} only these families give the
-same result in chunks: {", ".join(sorted(STOCK_CHUNKS))}. They read a longer prompt in chunks, and
-the weights cross the link once for each chunk.
+**Prompts** in transformers' own passes: a plan's chunk is at least its prompt. A longer prompt runs
+in chunks where a test has shown the same result, and the weights cross the link once for each
+chunk. `run` refuses a longer prompt of these families: {WHOLE}. Some families attend to
+all tokens whatever `sliding_window` says; where the config names one, `run` refuses theirs, too.
+
+**Code of a checkpoint** (`auto_map`) runs by transformers' own passes, only with
+`--trust-remote-code` on the command line of `plan`, `analyze`, `run` or `bench`.
 
 **Refused** in transformers' own passes are weights that are packed without loss, a layer that calls
 another layer, weights that are read outside their layer or shared by two layers,
@@ -143,7 +148,9 @@ def main() -> None:
         text_parts = dict(zip(TEXT_PARTS, judged, strict=True))
     by_own, by_stock = own.get(("exact", ""), []), stock.get(("exact", ""), [])
     added = [family for family in by_stock if family not in by_own]
-    print(f"{INTRODUCTION}\n## Exact: {len(by_own) + len(added)} families\n")
+    whole = [each for each in by_stock if each not in STOCK_CHUNKS | STOCK_CHUNKS_WITHOUT_WINDOW]
+    print(INTRODUCTION.replace(WHOLE, ", ".join(whole)))
+    print(f"## Exact: {len(by_own) + len(added)} families\n")
     print(f"By offplan's own passes, {len(by_own)}:\n{', '.join(by_own)}\n")
     print(f"By transformers' own passes alone, {len(added)} more:\n{', '.join(added)}\n")
     others = [family for family in by_own if family not in by_stock]

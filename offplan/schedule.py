@@ -16,6 +16,7 @@ the last turns of prefill left there.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offplan.backends import Backend
 from offplan.placement import Phase, Placement, SlabEntry, Span
@@ -238,15 +239,23 @@ class RequestSchedule:
     """A step that leaves the ring as it finds it."""
 
 
-def build_request(placement: Placement, num_layers: int, ring: Ring) -> RequestSchedule:
-    """Order a request that starts from ``ring``; its prompt is one pass, in however many chunks."""
-    prefill = build_pass(placement, num_layers, Phase.PREFILL, ring, Phase.DECODE)
-    first = build_pass(placement, num_layers, Phase.DECODE, prefill.after, Phase.DECODE)
-    steady = build_pass(placement, num_layers, Phase.DECODE, first.after, Phase.DECODE)
+def build_request(
+    placement: Placement, num_layers: int, ring: Ring, calls: Calls | None = None
+) -> RequestSchedule:
+    """Order a request that starts from ``ring``; its prompt is one pass, in however many chunks.
+
+    ``calls`` is that of ``build_pass``.
+    """
+    build = partial(build_pass, placement, num_layers, calls=calls)
+    prefill = build(Phase.PREFILL, ring, Phase.DECODE)
+    first = build(Phase.DECODE, prefill.after, Phase.DECODE)
+    steady = build(Phase.DECODE, first.after, Phase.DECODE)
     return RequestSchedule(prefill, first, steady)
 
 
-def build_steady_request(placement: Placement, num_layers: int) -> RequestSchedule:
+def build_steady_request(
+    placement: Placement, num_layers: int, calls: Calls | None = None
+) -> RequestSchedule:
     """Order a request that finds the ring as an earlier, equal request left it."""
-    first = build_request(placement, num_layers, empty_ring(placement))
-    return build_request(placement, num_layers, first.decode.after)
+    first = build_request(placement, num_layers, empty_ring(placement), calls)
+    return build_request(placement, num_layers, first.decode.after, calls)

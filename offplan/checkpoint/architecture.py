@@ -233,7 +233,10 @@ def read_architecture(config: Mapping[str, Any], num_layers: int = 0) -> Archite
 
 
 def _read_num_layers(text: Mapping[str, Any]) -> int | None:
-    num_layers = read_count(text, *_NUM_LAYERS)
+    keys: tuple[str, ...] = _NUM_LAYERS
+    if text.get("model_type") == "longcat_flash":  # transformers 5.17 counts its halves, too
+        keys = ("num_layers", *keys)
+    num_layers = read_count(text, *keys)
     for key in _NUM_LAYERS:
         if text.get(key) is not None and not 0 < (read_count(text, key) or 0) <= MAX_LAYERS:
             raise CheckpointError(

@@ -139,6 +139,9 @@ class Model:
     where that is not known."""
     towers: frozenset[str] = frozenset()
     """Names in ``outside`` of what reads images and sound beside a text part that runs alone."""
+    code: str | None = None
+    """Fingerprint of the checkpoint's own Python files where the caller lets offplan run them; None
+    where they are never run."""
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was not understood, what a config cannot show."""
 

@@ -39,6 +39,8 @@ INDEX_TOPK: dict[str, int] = _FACTS["indexed"]
 """Tokens that an indexer chooses of a longer text where the config does not say how many."""
 STOCK_CHUNKS = frozenset(_FACTS["stock_chunks"])
 """Model types whose prompts transformers' own passes read in chunks with the same result."""
+STOCK_CHUNKS_WITHOUT_WINDOW = frozenset(_FACTS["stock_chunks_without_window"])
+"""Model types of which they do so where the config names no window."""
 TEXT_PARTS: dict[str, list[str]] = _FACTS["text_parts"]
 """Multimodal model types whose text part runs alone, and the model types it may have there."""
 TEXT_SIZES: dict[str, dict[str, int]] = _FACTS["text_sizes"]

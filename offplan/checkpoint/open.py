@@ -9,6 +9,7 @@ from offplan.checkpoint.assemble import assemble
 from offplan.checkpoint.folder import ADAPTER_ALONE, read_folder
 from offplan.checkpoint.jsontext import quote
 from offplan.checkpoint.model import Model
+from offplan.checkpoint.own_code import fingerprint_code, names_code
 from offplan.checkpoint.tensors import CONFIG_NAME, Stored
 from offplan.errors import CheckpointError, HubError
 from offplan.files import StrPath
@@ -36,6 +37,7 @@ def open_model(
     revision: str | None = None,
     name: str | None = None,
     dtype: str | None = None,
+    trust_remote_code: bool = False,
     on_progress: Progress | None = None,
 ) -> Model:
     """Read what a model is, without reading a weight.
@@ -45,8 +47,10 @@ def open_model(
     taken first, and the Hub is not asked for ``org/name`` where there is a folder ``org``, unless a
     ``revision`` is given: a branch, tag or commit, for the Hub only. ``name`` is what the model is
     called from here on, in plans too; it is ``source`` if left out. ``dtype`` is the type that the
-    weights of a ``config.json`` alone are stored in, what it states if left out. ``on_progress``
-    hears (shards read, shards in all).
+    weights of a ``config.json`` alone are stored in, what it states if left out. With
+    ``trust_remote_code`` transformers' own passes may run Python code of the checkpoint where
+    transformers does not know its model type; none runs here. ``on_progress`` hears (shards read,
+    shards in all).
 
     Raises CheckpointError when the source cannot be found, read or understood, and HubError when
     the Hub does not answer.
@@ -74,6 +78,8 @@ def open_model(
             f"{source}: found weights of {model.dtype}, expected {dtype}; --dtype is for a "
             "config.json alone that is not quantised: convert the checkpoint, or leave --dtype out"
         )
+    if trust_remote_code and names_code(model.config):
+        model = replace(model, code=fingerprint_code(source, model.revision))
     return model if name is None else replace(model, source=name)
 
 

@@ -7,6 +7,8 @@ import transformers
 
 from offplan.checkpoint.config import class_type, read_model_type
 from offplan.checkpoint.jsontext import describe, quote
+from offplan.checkpoint.model import Model
+from offplan.checkpoint.own_code import CONFIG_CLASS, load_own_class, names_code, refuse_code
 from offplan.errors import CheckpointError
 
 _DROPPED = {"auto_map", "quantization_config", "return_dict"}
@@ -21,10 +23,15 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
     """
     model_type = read_model_type(config)
     if model_type not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(
+        lacking = (
             f"{where}: found model_type {quote(model_type)}, which transformers "
-            f"{transformers.__version__} does not have (code from a checkpoint is never run); "
-            "update transformers, or, to plan, name the folder or the Hub id of the checkpoint"
+            f"{transformers.__version__} does not have"
+        )
+        if names_code(config):
+            raise CheckpointError(f"{lacking}; {refuse_code(where, config)}")
+        raise CheckpointError(
+            f"{lacking}; update transformers, or, to plan, name the folder or the Hub id of the "
+            "checkpoint"
         )
     built_type = transformers.CONFIG_MAPPING[class_type(model_type, config)]
     try:
@@ -33,6 +40,23 @@ def build_config(config: Mapping[str, Any], where: str) -> transformers.PreTrain
         raise cannot_build(where, error) from error
     if not isinstance(built.get_text_config(), transformers.PreTrainedConfig):
         raise cannot_build(where, ValueError("it has a part for text that its class does not know"))
+    return built
+
+
+def runs_own_code(model: Model) -> bool:
+    """Whether a model is built by code of the checkpoint's own, which the caller lets run."""
+    return model.code is not None and model.model_type not in transformers.CONFIG_MAPPING
+
+
+def build_config_of(model: Model) -> transformers.PreTrainedConfig:
+    """Do what ``build_config`` does for a model, by its own code where the caller lets that run."""
+    if not runs_own_code(model):
+        return build_config(model.config, model.source)
+    own_class = load_own_class(model, CONFIG_CLASS)
+    try:
+        built: transformers.PreTrainedConfig = own_class.from_dict(_sanitise(model.config))
+    except Exception as error:
+        raise cannot_build(model.source, error) from error
     return built
 
 

@@ -21,6 +21,7 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Requests timed.")] = 5,
     stock: options.Stock = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
     device: options.Device = None,
     json: options.Json = False,
@@ -30,7 +31,7 @@ def bench(
 
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()
-    loaded, found = open_plan_to_run(plan, model, stock=stock)
+    loaded, found = open_plan_to_run(plan, model, stock=stock, trust_remote_code=trust_remote_code)
 
     with waiting("starting torch"):
         from offplan.cli.threads import settle_threads

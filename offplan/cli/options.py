@@ -116,6 +116,14 @@ Stock = Annotated[
         help="Run transformers' own passes, as is done anyway where offplan's cannot.",
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code of the checkpoint, with all your rights, where transformers does not "
+        "know the model.",
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the result to this file; - is stdout.")
 ]

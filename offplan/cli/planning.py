@@ -33,13 +33,18 @@ def read_workload(batch: int, prompt_tokens: int, output_tokens: int, context: i
         raise InputError("; ".join(told)) from None
 
 
-def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
+def open_plan(
+    path: Path, model: str | None, *, trust_remote_code: bool = False
+) -> tuple[Plan, Model]:
     """Read a plan, and the headers of its model: there, or where ``model`` says instead.
+
+    ``trust_remote_code`` lets code of the checkpoint run.
 
     A plan that was edited is priced again, which is noted, and not written to its file.
     """
     plan = load_plan(path)
-    found = open_planned_model(plan, model, ProgressBar("reading headers"))
+    progress = ProgressBar("reading headers")
+    found = open_planned_model(plan, model, progress, trust_remote_code=trust_remote_code)
     priced = price_again(plan, found)
     if changes := list_changes(plan, priced):
         why = "was edited, or made by another version, and is priced again"
@@ -47,14 +52,17 @@ def open_plan(path: Path, model: str | None) -> tuple[Plan, Model]:
     return priced, found
 
 
-def open_plan_to_run(path: Path, model: str | None, *, stock: bool) -> tuple[Plan, Model]:
+def open_plan_to_run(
+    path: Path, model: str | None, *, stock: bool, trust_remote_code: bool = False
+) -> tuple[Plan, Model]:
     """Do what ``open_plan`` does, with the prediction that offplan's own runtime has.
 
-    ``stock`` asks for transformers' own passes.
+    ``stock`` asks for transformers' own passes, ``trust_remote_code`` lets code of the checkpoint
+    run.
 
     Raises PlanError for a plan of several GPUs.
     """
-    plan, found = open_plan(path, model)
+    plan, found = open_plan(path, model, trust_remote_code=trust_remote_code)
     plan.require_one_gpu()
     own = price_as_run(plan, found, stock=stock)
     if own.goal.stock and not plan.goal.stock:

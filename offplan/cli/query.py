@@ -98,6 +98,7 @@ class Query:
         ),
     ] = None
     stock: options.Stock = False
+    trust_remote_code: options.TrustRemoteCode = False
     tensor_parallel: Annotated[int, options.ranks("--tp", "--for")] = 1
     pipeline_parallel: Annotated[int, options.ranks("--pp", "--for")] = 1
     expert_parallel: Annotated[int, options.ranks("--ep", "--for")] = 1
@@ -159,6 +160,7 @@ class Query:
             revision=self.revision,
             name=self.source,
             dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
             on_progress=ProgressBar("reading headers"),
         )
         if self.routing is not None:  # before anything is measured

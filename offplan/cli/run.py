@@ -26,7 +26,9 @@ def run(given: RunOptions) -> None:
     given.check()
     check_writable(given.record_routing, force=given.force)
     lines = given.read_lines()
-    plan, model = open_plan_to_run(given.plan, given.model, stock=given.stock)
+    plan, model = open_plan_to_run(
+        given.plan, given.model, stock=given.stock, trust_remote_code=given.trust_remote_code
+    )
     if given.record_routing is not None:
         require_routing(model, stock=plan.goal.stock)
 

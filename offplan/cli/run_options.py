@@ -78,6 +78,7 @@ class RunOptions:
         typer.Option(help="File for how soon tokens choose the same experts again, as JSON."),
     ] = None
     stock: options.Stock = False
+    trust_remote_code: options.TrustRemoteCode = False
     dummy_weights: options.DummyWeights = False
     device: options.Device = None
     json: options.Json = False

@@ -178,13 +178,15 @@ def activation_parts(stage: Stage, workload: Workload, prefill_chunk: int) -> di
 def scratch_bytes(stage: Stage) -> int:
     """Bytes of the memory that dense layers make the values of their codes in, for many tokens.
 
-    It holds those of the largest weight. Source: ``runtime.forms.stored.share_scratch``.
+    It holds those of the largest weight. Code of transformers that reads a weight in another way
+    than nn.Linear is given its values in memory of their own.
+    Source: ``runtime.forms.stored.share_scratch``.
     """
     if stage.dtype not in KERNEL_TYPES:
         return 0
     coded = (p for layer in stage.layers for p in layer.parameters if not p.form.is_raw)
     most = max((p.num_weights for p in coded if not p.is_expert), default=0)
-    return most * stage.element_bytes
+    return most * stage.element_bytes * (2 if stage.runner.is_stock else 1)
 
 
 def coded_experts_bytes(stage: Stage) -> int:

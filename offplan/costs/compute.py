@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
+from offplan.costs.calls import count_calls
 from offplan.costs.timeline import to_ps
 from offplan.costs.work import LayerWork, PassShape, head_expands, layer_work, packed_slowdown
 from offplan.held.packing import is_packed
@@ -44,7 +45,7 @@ class PassCompute:
     shapes: tuple[PassShape, ...]
     """Shapes of its chunks, which go through each layer one after another; a decode step is one."""
     layer_ps: tuple[int, ...]
-    """Picoseconds of each layer, all chunks, in the order of execution."""
+    """Picoseconds of each layer, all chunks and calls, in the order of execution."""
     outside_ps: int
     """Picoseconds of embedding, norm and head, which only the prompt's last token reaches."""
     measured: bool
@@ -85,9 +86,10 @@ class ModelCompute:
         ]
         outside = [outside_time(self.machine, self.stage, shape) for shape in shapes]
         times = {key: sum(to_ps(chunk[key].seconds) for chunk in chunks) for key in self.works}
+        calls = count_calls(self.stage, shapes[0].phase)
         return PassCompute(
             shapes,
-            layer_ps=tuple(times[key] for key in self.keys),
+            layer_ps=tuple(n * times[key] for n, key in zip(calls, self.keys, strict=True)),
             outside_ps=to_ps(outside[-1].seconds),
             measured=all(t.measured for chunk in chunks for t in chunk.values())
             and all(time.measured for time in outside),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from offplan.costs.calls import list_calls
 from offplan.costs.compute import ModelCompute
 from offplan.costs.pass_times import pass_times
 from offplan.costs.timeline import (
@@ -64,9 +65,10 @@ def trace_plan(plan: Plan, stage: Stage, machine: MachineProfile) -> RequestLane
     ``stage`` is as the plan's runner holds it, ``machine`` has the link to the plan's store.
     """
     placement = place(stage, plan.offload)
-    request = build_steady_request(placement, len(stage.layers))
     compute = ModelCompute(stage, machine)
     prompt = compute.price(*prefill_shapes(plan.workload, plan.offload.prefill_chunk))
+    calls = list_calls(stage, len(prompt.shapes))
+    request = build_steady_request(placement, len(stage.layers), calls)
     step = compute.price(decode_shape(plan.workload))
     return RequestLanes(
         trace_prompt(request.prefill, pass_times(placement, stage, machine, prompt)),

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from offplan.backends import Backend
+from offplan.costs.calls import count_calls
 from offplan.costs.compute import PassCompute
 from offplan.costs.cores import CoresUse, add_uses, cores_by_layer
 from offplan.costs.kept_experts import keeping_by_layer
@@ -23,8 +24,13 @@ def pass_times(
         return to_ps(machine.copy_seconds(span.nbytes))
 
     shapes, num_layers = priced.shapes, len(stage.layers)
+    calls = count_calls(stage, shapes[0].phase)
     reuse = stage.reuse(shapes[0].batch)
-    read = read_bytes_by_layer(placement, machine, stage.experts, num_layers, shapes, reuse)
+    once = read_bytes_by_layer(placement, machine, stage.experts, num_layers, shapes, reuse)
+    read = [
+        {backend: count * num_bytes for backend, num_bytes in layer.items()}
+        for count, layer in zip(calls, once, strict=True)
+    ]
     cores_ps: tuple[int, ...] = ()
     uses: list[CoresUse] = []
     if shapes[0].phase is Phase.DECODE:
@@ -54,6 +60,7 @@ def pass_times(
         cores_bytes=cores_bytes,
         cores_products=cores_products,
         missed_ps=missed_ps,
+        num_calls=count_calls(stage, shapes[0].phase, len(shapes)),
         keeping_ps=keeping_by_layer(placement, stage.experts, machine, num_layers, shapes),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from offplan.costs.calls import list_calls
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.engine_times import add_up_engine, engine_pass_times
 from offplan.costs.kept_experts import predict_use
@@ -13,7 +14,15 @@ from offplan.costs.pass_times import pass_times
 from offplan.costs.phase_terms import list_phase
 from offplan.costs.steady import OnePlan
 from offplan.costs.term import Input, Term
-from offplan.costs.timeline import WAITING, PhaseTimes, add_up, add_up_prompt, to_seconds
+from offplan.costs.timeline import (
+    WAITING,
+    PhaseTimes,
+    add_up,
+    add_up_prompt,
+    price_decode,
+    price_prefill,
+    to_seconds,
+)
 from offplan.costs.work import decode_shape, prefill_shapes
 from offplan.held.held import Held
 from offplan.held.stage import Stage
@@ -52,8 +61,13 @@ def price_request(
         phases = zip(Phase, times, took, (num_passes, 1), strict=True)
         return RequestTimes(*(add_up_engine(engine, placement, *phase) for phase in phases))
     prompt, step = (pass_times(placement, stage, machine, each) for each in (prefill, decode))
+    calls = list_calls(stage, num_passes)
+    request = build_steady_request(placement, len(stage.layers), calls)
+    if calls is not None:
+        return RequestTimes(
+            price_prefill(request.prefill, prompt), price_decode(request.decode, step)
+        )
     took = OnePlan.of(placement, prompt, step, num_passes).price(None)
-    request = build_steady_request(placement, len(stage.layers))
     return RequestTimes(
         add_up_prompt(request.prefill, prompt, took[0]),
         add_up(request.decode, step, took[1], WAITING),

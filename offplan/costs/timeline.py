@@ -75,6 +75,13 @@ class PassTimes:
     missed_ps: tuple[int, ...] = ()
     """Picoseconds that each layer waits beyond reading where the cores multiply a share of the
     experts that it misses; negative where its other products hide both. Empty where none do."""
+    num_calls: tuple[int, ...] = ()
+    """How often the pass calls each layer, which takes an equal part in each; empty for once."""
+
+    def share_ps(self, layer: int) -> tuple[int, int]:
+        """Picoseconds that one call of a layer reads weights at use, and runs its kernels."""
+        count = self.num_calls[layer] if self.num_calls else 1
+        return self.uva_ps[layer] // count, self.busy_ps[layer] // count
 
     @cached_property
     def busy_ps(self) -> tuple[int, ...]:
@@ -249,7 +256,7 @@ def _run_pass(
             began, compute = compute, max(compute, slots[op.slot])
             record("compute", "wait", op.span.layer, began, compute)
         elif isinstance(op, Compute):
-            reading = times.uva_ps[op.layer]
+            reading, busy = times.share_ps(op.layer)
             if reading:
                 took = read(reading, max(0, link - compute))
                 record("link", "read", op.layer, compute, compute + reading)
@@ -258,7 +265,7 @@ def _run_pass(
                 link = max(link, compute) + reading
                 slots = [max(done, compute) + reading for done in slots]
                 compute += took
-            began, compute = compute, compute + times.busy_ps[op.layer]
+            began, compute = compute, compute + busy
             record("compute", "compute", op.layer, began, compute)
     record("compute", "compute", None, compute, compute + times.outside_ps)
     state[:] = [compute + times.outside_ps, link, *slots]

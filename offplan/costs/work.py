@@ -8,6 +8,7 @@ from offplan.checkpoint.architecture import Architecture
 from offplan.checkpoint.model import Experts, KVCache, Layer
 from offplan.checkpoint.parameter import Parameter
 from offplan.checkpoint.windows import Mixer
+from offplan.costs.calls import count_calls
 from offplan.forms.form import Kind
 from offplan.held.packing import is_packed, unpack_layer
 from offplan.held.stage import Stage
@@ -155,7 +156,7 @@ class LayerWork:
     mixer: Mixer
     attention: Mapping[Phase, AttentionDims]
     experts: Experts | None
-    operators: Mapping[Phase, int] | None = None
+    operators: Mapping[Phase, float] | None = None
     """Operators that transformers' own pass launches, by phase; None where offplan's passes run."""
     unpacked: "LayerWork | None" = None
     """The work of the same layer as the checkpoint stores it; None where nothing is packed."""
@@ -286,7 +287,11 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         experts=experts,
         operators=None
         if stage.passes is None
-        else {phase: stage.passes.operators[phase.value][layer.index] for phase in Phase},
+        else {
+            phase: stage.passes.operators[phase.value][layer.index]
+            / max(1, count_calls(stage, phase)[layer.index])
+            for phase in Phase
+        },
         unpacked=layer_work(stage, unpack_layer(layer)) if is_any_packed else None,
     )
 

@@ -44,14 +44,11 @@ class StockPasses:
         return ceil(prompt), ceil(batch * (fixed + of_token * context))
 
     def describe_calls(self) -> str | None:
-        """Say that a pass calls layers several times, which the link is not priced for."""
+        """Say that a pass calls layers several times, if it does."""
         called = self.calls["decode"]
         if len(called) == len({*called}):
             return None
-        return (
-            f"a pass makes {len(called)} calls of {len({*called})} layers: copies are predicted as "
-            "if each were called once"
-        )
+        return f"a pass makes {len(called)} calls of {len({*called})} layers, each with its weights"
 
 
 def _encode(answer: StockPasses) -> bytes:
@@ -71,7 +68,7 @@ def find_passes(model: Model) -> StockPasses:
     No weight is read. Raises CheckpointError where they cannot be counted.
     """
     key = {
-        "model": [model.headers_sha256, model.config_sha256, model.dtype],
+        "model": [model.headers_sha256, model.config_sha256, model.dtype, model.code],
         **installed_versions(),
     }
     found = _PASSES.find(key)

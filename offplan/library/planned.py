@@ -17,18 +17,29 @@ from offplan.routing.profile import RoutingProfile, load_routing
 
 
 def read_planned_model(
-    plan: Plan, model: StrPath | None = None, on_progress: Progress | None = None
+    plan: Plan,
+    model: StrPath | None = None,
+    on_progress: Progress | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Model:
     """Read the headers of a plan's model as it is by now: where the plan says, or at ``model``.
 
-    ``on_progress`` hears (shards read, shards in all). Raises CheckpointError and HubError.
+    ``trust_remote_code`` and ``on_progress`` are those of ``open_model``; no plan grants the first.
+    Raises CheckpointError and HubError.
     """
     revision = plan.model.revision if model is None else None
     source = _locate(plan) if model is None else os.fspath(model)
     # of a config alone the plan says what type its weights are stored in
     dtype = plan.model.dtype if revision is None and source.endswith(".json") else None
     try:
-        return open_model(source, revision=revision, dtype=dtype, on_progress=on_progress)
+        return open_model(
+            source,
+            revision=revision,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
     except CheckpointError:
         if dtype is None:
             raise
@@ -82,19 +93,23 @@ def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
 
 
 def open_planned_model(
-    plan: Plan, model: Model | StrPath | None = None, on_progress: Progress | None = None
+    plan: Plan,
+    model: Model | StrPath | None = None,
+    on_progress: Progress | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Model:
     """Read the headers of a plan's model, and check that they are those of the plan.
 
     ``model`` is where it is to be read (a folder, a ``config.json`` or a Hub id) instead of where
-    the plan says, or the model itself where it is open already. ``on_progress`` hears (shards read,
-    shards in all).
+    the plan says, or the model itself where it is open already. ``trust_remote_code`` and
+    ``on_progress`` are those of ``open_model``.
 
     Raises CheckpointError, HubError, and DriftError if the headers, or the type that the model
     computes in, are not those of the plan.
     """
     if not isinstance(model, Model):
-        model = read_planned_model(plan, model, on_progress)
+        model = read_planned_model(plan, model, on_progress, trust_remote_code=trust_remote_code)
     for drift in describe_drift(plan, model):
         raise DriftError(drift)
     return model

@@ -55,7 +55,7 @@ def why_not_run(stage: Stage, context: int = 1) -> str | None:
         return str(error)
     key = {
         "stock": is_stock,
-        "model": [model.source, model.headers_sha256, model.config_sha256],
+        "model": [model.source, model.headers_sha256, model.config_sha256, model.code],
         # a plan may have some of it packed
         "held": [stage.outside_key, *(layer.key for layer in stage.layers)],
         **installed_versions(),
@@ -74,7 +74,7 @@ def needs_stock(model: Model, context: int) -> bool:
     That they can is kept on disk.
     """
     key = {
-        "model": [model.source, model.headers_sha256, model.config_sha256],
+        "model": [model.source, model.headers_sha256, model.config_sha256, model.code],
         "is_long": is_long(model, context),
         **installed_versions(),
     }

@@ -255,9 +255,9 @@ class Prices:
         table, row_ps = space.table, space.table.row_ps[setting]
         prompt = PassTable(
             compute_ps=table.layer_ps[setting],
-            read_ps=prompt_reads[numbers, setting[:, None]],
+            read_ps=space.calls[0] * prompt_reads[numbers, setting[:, None]],
             span_bytes=contents.prompt_bytes[numbers],
-            copy_ps=contents.prompt_copy_ps[numbers],
+            copy_ps=space.calls[0] * contents.prompt_copy_ps[numbers],
             outside_ps=table.outside_ps[setting],
             prefetch_step=prefetch_step,
         )
@@ -269,9 +269,10 @@ class Prices:
         by_cores = np.where(copies, contents.beside_cores_ps[numbers], by_cores)
         step = PassTable(
             compute_ps=np.array(space.decode.layer_ps) + by_cores,
-            read_ps=np.where(keeps, contents.kept_read_ps[numbers], contents.step_read_ps[numbers]),
+            read_ps=space.calls[1]
+            * np.where(keeps, contents.kept_read_ps[numbers], contents.step_read_ps[numbers]),
             span_bytes=streamed,
-            copy_ps=contents.step_copy_ps[numbers],
+            copy_ps=space.calls[1] * contents.step_copy_ps[numbers],
             outside_ps=np.full(len(numbers), space.decode.outside_ps),
             prefetch_step=prefetch_step,
         )

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from offplan.backends import Backend
 from offplan.checkpoint.tensors import TensorInfo
 from offplan.costs.activations import activation_bytes
+from offplan.costs.calls import count_calls
 from offplan.costs.compute import ModelCompute, PassCompute
 from offplan.costs.cores import find_use
 from offplan.costs.link import (
@@ -46,6 +47,7 @@ from offplan.held.runner import Runner
 from offplan.held.stage import Stage
 from offplan.held.unit import Unit, group_units
 from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase
 from offplan.plan import Budget, Packing
 from offplan.planner.classes import SegmentClass, segment_classes
 from offplan.planner.options import Option, list_options
@@ -226,6 +228,11 @@ class Space:
         prompts = [self.compute.price(*prefill_shapes(self.question.workload, n)) for n in sizes]
         pairs = zip(sizes, prompts, strict=True)
         return tuple(self.setting(*pair, place) for pair in pairs for place in places)
+
+    @cached_property
+    def calls(self) -> NDArray[np.int64]:
+        """How often a pass of each phase calls each layer, [phases, layers]."""
+        return np.array([count_calls(self.stage, phase) for phase in Phase])
 
     @cached_property
     def table(self) -> SettingTable:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from offplan.checkpoint.jsontext import describe
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.transformers_config import build_config
+from offplan.checkpoint.transformers_config import build_config_of
 from offplan.checkpoint.weights import find_small_files, has_weights
 from offplan.errors import InputError
 from offplan.plan import Workload
@@ -150,7 +150,7 @@ def read_chat(
 def _check_placeholders(model: Model, tokens: torch.Tensor) -> None:
     if not model.architecture.is_multimodal:
         return
-    config = build_config(model.config, model.source)
+    config = build_config_of(model)
     for key in _PLACEHOLDERS:
         token = getattr(config, key, None)
         if token is not None and token in tokens:

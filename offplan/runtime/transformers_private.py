@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.moe import ExpertsInterface as ExpertsInterface
 from transformers.integrations.moe import use_experts_implementation as use_experts_implementation
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as modeling_deepseek_v2
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts as Llama4TextExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe as Llama4TextMoe
@@ -85,6 +86,16 @@ def compute_buffers(model: PreTrainedModel, module: nn.Module) -> None:
     Source: transformers builds on the meta device too, and recomputes them in ``_init_weights``.
     """
     model._init_weights(module)
+
+
+def build_own(own_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model of a class that a checkpoint's own code has, able to ``generate``.
+
+    Source: transformers 5.23, ``_BaseAutoModelClass.from_config``.
+    """
+    own_class = add_generation_mixin_to_remote_model(own_class)
+    built: PreTrainedModel = own_class._from_config(config, dtype=dtype)
+    return built
 
 
 def asks_for_decoders(auto_class: Any, config: Any) -> bool:

@@ -1,6 +1,7 @@
 """Tiny checkpoints in each stored form, and beside each one the values that it stands for."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.runtime.families import PUBLISHED
 
 Tensors = dict[str, torch.Tensor]
 Quantised = tuple[Tensors, torch.Tensor]
@@ -52,6 +55,12 @@ LATENTS = {
 OWN_SIZES = {
     "deepseek_v3": LATENTS,
     "deepseek_v32": {**LATENTS, "index_n_heads": 2, "index_head_dim": 128},
+    "deepseek_v4": {
+        **{"num_key_value_heads": 1, "kv_lora_rank": 128, "q_lora_rank": 128, "head_dim": 128},
+        **{"qk_rope_head_dim": 64, "o_groups": 2, "o_lora_rank": 128, "n_shared_experts": 1},
+        **{"index_n_heads": 2, "index_head_dim": 128, "index_topk": 8, "sliding_window": 8},
+        "num_hash_layers": 1,
+    },
     "gpt_oss": {"intermediate_size": 128, "sliding_window": 8},
 }
 
@@ -318,6 +327,10 @@ ALONE: dict[str, tuple[Callable[..., Quantised], dict[str, Any]]] = {
 """Forms of linear layers that experts are not stored in."""
 
 
+_MATRIX = re.compile(r"proj|\.attn\.w|\.indexer\.wq|\.w[123]\.")
+"""What names of matrices have that are stored as codes; the last three are DeepSeek-V4's."""
+
+
 def save_stored(
     family: str, form: str, folder: Path, dtype: torch.dtype = torch.float32, **sizes: int
 ) -> tuple[Path, Path]:
@@ -334,6 +347,8 @@ def save_stored(
                 parameter.normal_(0, 0.1)
     plain, stored = folder / "plain", folder / "stored"
     model.to(dtype).save_pretrained(plain)
+    if family in PUBLISHED:
+        PUBLISHED[family](plain)
     values = load_file(plain / "model.safetensors")
     tensors: Tensors = {}
     for name, value in list(values.items()):
@@ -341,7 +356,7 @@ def save_stored(
             found = _draw_mxfp4(value)
             tensors |= {f"{name}_{end}": tensor for end, tensor in found.items()}
             values[name] = convert_moe_packed_tensors(found["blocks"], found["scales"], dtype=dtype)
-        elif form != "mxfp4" and value.ndim == 2 and "proj" in name:
+        elif form != "mxfp4" and value.ndim == 2 and _MATRIX.search(name):
             parts, expanded = store(value.float())
             tensors |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
             values[name] = expanded.to(dtype)

@@ -1,5 +1,6 @@
 """The comparison with accelerate offloads what the plan does, and computes the same."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from offplan.runtime.measuring import accelerated
 from offplan.runtime.measuring.accelerated import bench_accelerate
 from offplan.runtime.measuring.bench import Bench
 from tests.runtime.conftest import save_tiny
+from tests.runtime.families import draw_weights, make_config
 from tests.runtime.plans import group, make_bench, offload
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26], [58, 9, 7, 9, 3]])
@@ -53,7 +55,14 @@ def test_sparse_attention_is_refused(tmp_path: Path) -> None:
         bench_accelerate(question(save_tiny("deepseek_v32", tmp_path)))
 
 
-def test_it_computes_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", [None, "falcon", "nemotron_h", "rwkv"])
+def test_it_computes_the_same(
+    family: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if family is not None:  # transformers' own passes
+        config = make_config(family, {})
+        checkpoint = tmp_path
+        draw_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(checkpoint)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     expected = stock.generate(PROMPT, max_new_tokens=5, do_sample=False, eos_token_id=None)
     taken: list[torch.Tensor] = []
@@ -67,7 +76,7 @@ def test_it_computes_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
         return time_requests(bench, prefill, decode, *counted)
 
     monkeypatch.setattr(accelerated, "time_requests", note)
-    cost = bench_accelerate(question(checkpoint))
+    cost = bench_accelerate(replace(question(checkpoint), stock=family is not None))
     assert torch.equal(torch.cat(taken, dim=1), expected[:, PROMPT.shape[1] :])
     assert cost.decode.link_bytes is None
     assert 0 < cost.decode.step.min_s <= cost.decode.step.median_s <= cost.decode.step.max_s

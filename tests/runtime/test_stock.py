@@ -1,21 +1,25 @@
 """Transformers' own passes with offplan's movement of weights: the same bits, or a refusal."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from offplan.checkpoint.open import open_model
+from offplan.costs.predict import predict
 from offplan.engines.export import export_plan
 from offplan.errors import CheckpointError, ExportError, InputError
-from offplan.held.held import hold, hold_stock
+from offplan.held.held import Held, hold, hold_stock
 from offplan.library.asking import ask
 from offplan.library.machines import load_machine
+from offplan.library.runnable import why_not_run
 from offplan.library.sessions import open_session as open_planned
-from offplan.plan import Workload, dump_plan
+from offplan.plan import Budget, Workload, dump_plan
 from offplan.planner.make import make_plan
 from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.measuring.stock_passes import LiveBytes, count_passes
@@ -28,8 +32,10 @@ from tests.runtime.families import (
     compare_stock,
     draw_weights,
     make_config,
+    run_stock,
 )
 from tests.runtime.plans import group, offload, open_session, run_greedily
+from tests.runtime.quantise import ALONE, FORMS, save_stored
 
 EXACT = """
 bamba bloom deepseek_v4 falcon falcon_h1 granitemoehybrid hrm_text jamba jetmoe kimi_linear lfm3
@@ -38,11 +44,29 @@ longcat_flash mamba minimax mpt nemotron_h openai-gpt recurrent_gemma rwkv zaya
 """Families that offplan's own passes refuse; HRM's call its layers several times."""
 BOTH = "deepseek_v32 gpt_neox llama qwen3_next"
 """Families that run in both ways, one of them an encoder by its config."""
+FAILING = {("deepseek_v4", torch.bfloat16)}
+"""What transformers 5.17 itself cannot compute."""
+STORED = [
+    *(("qwen3", form) for form in FORMS | ALONE),
+    *(("qwen3_moe", form) for form in ("fp8_block", "int4_zeros", "gptq", "awq", "nvfp4")),
+    *(("deepseek_v4", form) for form in ("fp8_block", "fp8_channel", "int4", "mxfp4_rows")),
+    *(("deepseek_v3", "fp8_block"), ("deepseek_v32", "fp8_block"), ("gpt_oss", "mxfp4")),
+]
+"""Families with the forms that their weights are stored in."""
+
+
+def require(family: str, dtype: torch.dtype = torch.float32) -> None:
+    """Skip a test of what the installed transformers does not have, or cannot compute itself."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    if (family, dtype) in FAILING and transformers.__version__.startswith("5.17."):
+        pytest.skip(f"transformers {transformers.__version__} fails with {family} in {dtype}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*EXACT.split(), *BOTH.split()])
 def test_a_family_gives_the_same_bits(family: str) -> None:
+    require(family)
     outcome = compare_stock(family, slots=1)
     assert outcome.kind == "exact", outcome.why
 
@@ -50,8 +74,29 @@ def test_a_family_gives_the_same_bits(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["falcon", "nemotron_h", "deepseek_v4"])
 def test_a_family_gives_the_same_bits_in_bfloat16(family: str) -> None:
+    require(family, torch.bfloat16)
     outcome = compare_stock(family, dtype=torch.bfloat16)
     assert outcome.kind == "exact", outcome.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "form"), STORED)
+def test_tokens_are_those_of_the_values(family: str, form: str, tmp_path: Path) -> None:
+    require(family)
+    stored, plain = save_stored(family, form, tmp_path)
+    values = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    for prompt in (PROMPT, BATCH):
+        got = run_greedily(stored, offload(group(2, 1)), prompt, stock=True, late_copies=True)
+        for ours, theirs in zip(got, run_stock(values, prompt, cached=True), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_codes_whose_shape_is_not_known_are_refused_before_loading(tmp_path: Path) -> None:
+    require("deepseek_v4")
+    stored, _ = save_stored("deepseek_v4", "nf4", tmp_path)
+    reason = why_not_run(hold(open_model(str(stored)), stock=True))
+    assert reason is not None
+    assert re.search(r"attn.wq_b.weight stands for \[256, 256\] in nf4", reason)
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +131,30 @@ def test_offloading_moves_bytes_and_changes_nothing(falcon: Path) -> None:
         assert session.link_bytes - before == sum(slab.nbytes for slab in slabs)
 
 
-def test_a_longer_prompt_than_the_plan_has_room_for_is_refused(falcon: Path) -> None:
+def test_a_longer_prompt_than_the_plan_has_room_for_is_refused(tmp_path: Path) -> None:
     decision = offload(group(2, 1), prefill_chunk=8)
-    with (
-        open_session(falcon, decision, stock=True) as session,
-        pytest.raises(InputError, match=r"14 tokens.*room for 8.*--prompt-tokens 14"),
-    ):
+    # its cache keeps the window, and it attends to all tokens
+    for family, variant in (("jamba", "plain"), ("falcon", "windows")):
+        folder = save(family, tmp_path / family, variant)
+        with (
+            open_session(folder, decision, stock=True) as session,
+            pytest.raises(InputError, match=r"14 tokens.*room for 8.*--prompt-tokens 14"),
+        ):
+            session.prefill(PROMPT)
+
+
+def test_a_prompt_in_chunks_is_the_whole_one(falcon: Path) -> None:
+    whole = run_greedily(falcon, offload(group(1, 1)), PROMPT, stock=True)
+    decision = offload(group(1, 1), prefill_chunk=5)
+    parts = run_greedily(falcon, decision, PROMPT, stock=True, late_copies=True)
+    for some, others in zip(parts, whole, strict=True):
+        torch.testing.assert_close(some, others, atol=1e-5, rtol=1e-5)
+    with open_session(falcon, decision, stock=True) as session:
+        before = session.link_bytes
         session.prefill(PROMPT)
+        slabs = session.loaded.placement.slabs
+        # each of the three chunks finds two slabs in the ring, and leaves two for the next pass
+        assert session.link_bytes - before >= 3 * sum(slab.nbytes for slab in slabs)
 
 
 def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:
@@ -127,6 +189,33 @@ def test_a_plan_is_for_transformers_passes_where_ours_refuse(falcon: Path) -> No
         assert session.prefill(PROMPT).shape == (1, 64)
     with pytest.raises(ExportError, match="transformers' own passes"):
         export_plan(plan, model, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "slots"), [("hrm_text", 64, 1), ("hrm_text", 64, 2), ("falcon", 5, 2)]
+)
+def test_predicted_bytes_are_those_that_cross(
+    family: str, chunk: int, slots: int, tmp_path: Path
+) -> None:
+    # HRM calls its layers several times, and Falcon's prompt is read in three chunks
+    require(family)
+    model = open_model(str(save(family, tmp_path)))
+    rules = (group(2, 1),) if family == "falcon" else (group(1, 1, "mlp"),)
+    decision = offload(*rules, prefetch_step=slots, prefill_chunk=chunk)
+    workload = Workload(batch=1, prompt_tokens=14, output_tokens=8, context=48)
+    machine, budget = load_machine("h200-pcie5").profile, Budget(gpu_memory=2**30)
+    priced = predict(Held((hold_stock(model),)), machine, workload, budget, decision)
+    with open_session(tmp_path, decision, stock=True) as session:
+        session.warm_up(1, 14)
+        before = session.link_bytes
+        session.prefill(PROMPT)
+        of_prompt = session.link_bytes - before
+        with session.stream():
+            session.decode(PROMPT[:, :1])  # the first step finds the ring as the prompt left it
+            before = session.link_bytes
+            session.decode(PROMPT[:, :1])
+    assert of_prompt == priced.prefill.link_bytes
+    assert session.link_bytes - before == priced.decode.link_bytes
 
 
 def test_stock_can_be_asked_for(tmp_path: Path) -> None:

@@ -66,11 +66,13 @@ def check_form(name: str, parameter: Parameter, module: nn.Module) -> None:
     form, codes = parameter.form, parameter.tensors[0]
     if not _is_known(parameter):
         order = f" in the order of {form.word_order.value}" if form.word_order is not None else ""
-        raise refuse(f"{name} is stored as {form.kind.value} ({codes.dtype}){order}")
+        scales = [f"scales of {scale.dtype}" for scale in parameter.of(Part.SCALE)[:1]]
+        types = ", ".join([codes.dtype, *scales])
+        raise refuse(f"{name} is stored as {form.kind.value} ({types}){order}")
     has_experts = is_experts(module)
     # each of bitsandbytes' weights of 4 bits has a state of a length of its own
     is_alone = form.kind in (Kind.NF4, Kind.FP4)
-    if type(module) is not nn.Linear and not (has_experts and not is_alone):
+    if not isinstance(module, nn.Linear) and not (has_experts and not is_alone):
         raise refuse(f"{name} of a {type(module).__name__} is stored as {form.kind.value}")
     if is_transposed(module) and form.kind is not Kind.MXFP4:
         raise refuse(f"{name}, whose rows are inputs, is stored as {form.kind.value}")

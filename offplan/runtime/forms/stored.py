@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,12 +50,19 @@ class StoredWeight:
         return operators.expand(self.form, parts, dtype)
 
 
+def _make_values(module: Any) -> torch.Tensor:
+    """Return the values of a stored weight, for code that reads more of it than its products."""
+    values: torch.Tensor = module.stored.expand(module, module.dtype_of_values)
+    return values
+
+
 class StoredLinear(nn.Linear):
     """A linear layer whose weight is stored in another form than its values."""
 
     stored: StoredWeight
     scratch: torch.Tensor | None = None
     """Flat memory that its values are made in for many rows, where it shares one with others."""
+    weight = property(_make_values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, [..., in], times the weight: [..., out].
@@ -73,9 +82,17 @@ class StoredLinear(nn.Linear):
         return made if self.bias is None else made + self.bias
 
 
+@cache
+def _store_class(own: Any) -> Any:
+    """Return the class of a linear layer of codes; one of a forward of its own keeps that."""
+    if own is nn.Linear:
+        return StoredLinear
+    return type(f"Stored{own.__name__}", (own,), {"weight": property(_make_values)})
+
+
 def leave_part(module: nn.Module, name: str, unread: Part) -> None:
     """Have a part of a weight read no more, which says what holds without it."""
-    is_linear = isinstance(module, StoredLinear)
+    is_linear = isinstance(module, nn.Linear)
     holder, key = (vars(module), "stored") if is_linear else (vars(module)["stored_experts"], name)
     parts = tuple(part for part in holder[key].parts if part is not unread)
     holder[key] = replace(holder[key], parts=parts)
@@ -117,12 +134,14 @@ def hold_stored(
     if Part.NESTED_SCALE in parts:
         used.append(Part.NESTED_OFFSET)  # which is known once the parts are loaded
     stored = StoredWeight(name, form, tuple(used))
+    dtype = module.get_parameter(name).dtype
     del module._parameters[name]
     for part, value in parts.items():
         parameter = nn.Parameter(value, requires_grad=False)
         module.register_parameter(part_name(name, part), parameter)
-    if type(module) is nn.Linear:
-        module.__class__ = StoredLinear
-        vars(module)["stored"] = stored
+    if isinstance(module, nn.Linear):
+        own: Any = type(module)
+        module.__class__ = _store_class(own)
+        vars(module).update(stored=stored, dtype_of_values=dtype)
     else:
         vars(module).setdefault("stored_experts", {})[name] = stored

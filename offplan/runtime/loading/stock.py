@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from offplan.checkpoint.model import Model
-from offplan.checkpoint.transformers_config import build_config, cannot_build
+from offplan.checkpoint.own_code import MODEL_CLASS, load_own_class
+from offplan.checkpoint.transformers_config import build_config_of, cannot_build, runs_own_code
 from offplan.runtime.loading.skeleton import keep_in_float32, name_layers
 from offplan.runtime.refusal import refuse
-from offplan.runtime.transformers_private import asks_for_decoders, rename
+from offplan.runtime.transformers_private import asks_for_decoders, build_own, rename
 
 
 def build_stock(model: Model) -> PreTrainedModel:
@@ -24,9 +25,11 @@ def build_stock(model: Model) -> PreTrainedModel:
             f"{model.source} is multimodal ({model.model_type}): transformers' own passes are run "
             "for models of text"
         )
-    config = build_config(model.config, model.source)
-    if getattr(config, "is_decoder", None) is False and asks_for_decoders(
-        AutoModelForCausalLM, config
+    config, is_own = build_config_of(model), runs_own_code(model)
+    if (
+        getattr(config, "is_decoder", None) is False
+        and not is_own
+        and asks_for_decoders(AutoModelForCausalLM, config)
     ):
         raise refuse(
             f"{model.source} is an encoder (is_decoder is false in its config): it sees what "
@@ -40,12 +43,20 @@ def build_stock(model: Model) -> PreTrainedModel:
         config.tie_word_embeddings = False
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+            skeleton = _build(model, config)
     except Exception as error:
         raise cannot_build(model.source, error) from error
     name_layers(skeleton, find_layers(skeleton, model))
     keep_in_float32(skeleton, model)
     return skeleton.eval().requires_grad_(False)
+
+
+def _build(model: Model, config: PreTrainedConfig) -> PreTrainedModel:
+    dtype = getattr(torch, model.dtype)
+    if runs_own_code(model):
+        return build_own(load_own_class(model, MODEL_CLASS), config, dtype)
+    built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return built
 
 
 def find_layers(skeleton: PreTrainedModel, model: Model) -> list[nn.Module]:

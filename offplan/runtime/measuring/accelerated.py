@@ -14,9 +14,13 @@ from offplan.runtime.device import on_device
 from offplan.runtime.faults import memory_limits
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.mapping import map_tensors
+from offplan.runtime.loading.offloaded import pin_split
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
 from offplan.runtime.loading.skeleton import build_skeleton, decoder_layers
+from offplan.runtime.loading.stock import build_stock
 from offplan.runtime.measuring.bench import Bench, Measurement, PhaseCost, Spread, time_requests
+from offplan.runtime.model.generation import StockGeneration
+from offplan.runtime.transformers_private import rescale_layers
 
 
 def require_accelerate() -> Any:
@@ -40,10 +44,10 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
     Raises InputError where accelerate is not installed, MemoryLimitError, and what loading raises.
     """
     cpu_offload = require_accelerate()
-    if bench.model.architecture.index_topk is not None:
+    if bench.model.architecture.index_topk is not None and not bench.stock:
         raise InputError(
             f"{bench.model.source} has sparse attention, whose indexers stock transformers needs "
-            "and offplan leaves out: leave --vs accelerate out"
+            "and offplan leaves out: leave --vs accelerate out, or add --stock"
         )
     with on_device(bench.device):
         module, offloaded = _load(bench, on_stage("loading"))
@@ -51,14 +55,22 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
         cpu_offload(part, execution_device=bench.device)
     prompt = bench.prompt.to(bench.device)
 
-    def step(tokens: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        output = module(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    def begin() -> tuple[torch.Tensor, Any]:
+        if not bench.stock:
+            return step(prompt, None)
+        text = StockGeneration(module, prompt, bench.context + 1)
+        return text.prefill(0, prompt.shape[1]).argmax(-1, keepdim=True), text
+
+    def step(tokens: torch.Tensor, kept: Any) -> tuple[torch.Tensor, Any]:
+        if bench.stock:
+            return kept.decode(tokens).argmax(-1, keepdim=True), kept
+        output = module(input_ids=tokens, past_key_values=kept, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
 
     with torch.inference_mode(), on_device(bench.device):
         prefill_s, step_s = time_requests(
             bench,
-            lambda: step(prompt, None),
+            begin,
             lambda state: step(*state),
             bench.num_repeats + 1,
             on_stage("measuring"),
@@ -71,14 +83,16 @@ def bench_accelerate(bench: Bench, on_stage: Stages = silent) -> Measurement:
 
 def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     """Load a stock model; also return its offloaded parameters: they are on the CPU."""
-    module = build_skeleton(bench.model)
-    module.set_attn_implementation("sdpa")
-    stage = hold(bench.model)
+    stage = hold(bench.model, stock=bench.stock)
+    module = build_stock(bench.model) if bench.stock else build_skeleton(bench.model)
+    if not bench.stock:
+        module.set_attn_implementation("sdpa")
     targets = map_tensors(module, stage)
+    state = module.state_dict()
+    stage = pin_split(stage, targets, state) if bench.stock else stage
     # it holds every weight as it is stored
     slabs = place(stage, bench.offload.model_copy(update={"packing": None})).slabs
     on_host = {tensor for slab in slabs for entry in slab.entries for tensor in entry.unit.tensors}
-    state = module.state_dict()
     parameters: dict[str, nn.Parameter] = {}
     offloaded: set[nn.Parameter] = set()
     for name, target in targets.items():
@@ -90,6 +104,8 @@ def _load(bench: Bench, on_progress: Progress) -> tuple[Any, set[nn.Parameter]]:
     materialise_buffers(module, bench.device, targets)
     load_weights(bench.folder, targets, parameters, on_progress)
     assign(find_places(module), parameters)
+    if bench.stock:
+        rescale_layers(module)
     return module, offloaded
 
 

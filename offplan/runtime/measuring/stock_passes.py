@@ -148,8 +148,8 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
             _fit_cache(kept, [each.cache_bytes[index] for each in counted])
             for index in range(len(layers))
         ],
-        prompt_bytes=_fit_square(sizes[-3:], [each.prompt_bytes for each in counted[-3:]]),
-        step_bytes=_fit_line(sizes[-2:], [each.step_bytes for each in counted[-2:]]),
+        prompt_bytes=_fit_square(sizes, [each.prompt_bytes for each in counted]),
+        step_bytes=_fit_line(sizes, [each.step_bytes for each in counted]),
         pinned=pinned,
         operators=first.operators,
     )
@@ -295,20 +295,23 @@ def _fit_cache(sizes: Sequence[int], found: Sequence[int]) -> tuple[int, int | N
 
 
 def _fit_square(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float, float]:
-    """Fit bytes for any prompt, for each token and for each pair, none of them below zero."""
-    points = torch.tensor([[1.0, n, n * n] for n in sizes], dtype=torch.float64)
-    fixed, of_token, of_pair = torch.linalg.solve(
-        points, torch.tensor(found, dtype=torch.float64)
+    """Fit bytes for any prompt, for each token and for each pair, none of them below zero.
+
+    They grow as those of the three longest prompts do, and reach what was found of each.
+    """
+    points = torch.tensor([[1.0, n, n * n] for n in sizes[-3:]], dtype=torch.float64)
+    _, of_token, of_pair = torch.linalg.solve(
+        points, torch.tensor(found[-3:], dtype=torch.float64)
     ).tolist()
-    if of_pair < 0:  # it grows more slowly: a line above all that was found
-        of_pair, of_token = 0.0, max(0.0, (found[-1] - found[0]) / (sizes[-1] - sizes[0]))
+    if of_pair < 0:  # it grows more slowly
+        of_pair, of_token = 0.0, max(0.0, (found[-1] - found[-3]) / (sizes[-1] - sizes[-3]))
     of_token = max(0.0, of_token)
     fixed = max(each - of_token * n - of_pair * n * n for n, each in zip(sizes, found, strict=True))
     return max(0.0, fixed), of_token, of_pair
 
 
 def _fit_line(sizes: Sequence[int], found: Sequence[float]) -> tuple[float, float]:
-    of_token = max(0.0, (found[-1] - found[0]) / (sizes[-1] - sizes[0]))
+    of_token = max(0.0, (found[-1] - found[-2]) / (sizes[-1] - sizes[-2]))
     return max(0.0, max(f - of_token * n for n, f in zip(sizes, found, strict=True))), of_token
 
 

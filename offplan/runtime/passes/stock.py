@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offplan.checkpoint.model_types import STOCK_CHUNKS
+from offplan.checkpoint.model_types import STOCK_CHUNKS, STOCK_CHUNKS_WITHOUT_WINDOW
 from offplan.errors import InputError
 from offplan.placement import Phase, Placement
 from offplan.runtime.forms.experts import STORED_EXPERTS_NAME, holds_codes
@@ -87,7 +87,7 @@ class StockRunner:
                 f"context is {self._context}"
             )
         model = self._loaded.model
-        if num_tokens > self._chunk and model.architecture.model_type not in STOCK_CHUNKS:
+        if num_tokens > self._chunk and not reads_chunks(self._module.config):
             raise InputError(
                 f"the prompt has {num_tokens} tokens, and the plan's passes have room for "
                 f"{self._chunk} (prefill_chunk); prompts of {model.model_type} are read whole, "
@@ -267,6 +267,19 @@ class StockRunner:
                 f"{min(uncalled)}, whose weights are to be moved"
             )
         return tuple(order)
+
+
+def reads_chunks(config: Any) -> bool:
+    """Whether prompts in chunks are known to give what whole ones do, by a transformers config.
+
+    Source: ``DynamicCache``, which keeps a window where a config names one, whoever attends to it.
+    """
+    text = config.get_text_config()
+    keys = ("sliding_window", "attention_chunk_size", "layer_types")
+    named = [getattr(text, key, None) for key in keys]
+    is_windowed = any(named[:2]) or "sliding_attention" in (named[2] or ())
+    without = not is_windowed and text.model_type in STOCK_CHUNKS_WITHOUT_WINDOW
+    return without or text.model_type in STOCK_CHUNKS
 
 
 def _choose_stored_experts(module: Any) -> None:
