@@ -196,10 +196,10 @@ class Rows:
 
         Of the free rows it takes the one whose cache holds most of the prompt's beginning, and
         reads the rest alone. Where the row of another text holds more, a free row is given a copy,
-        of what the host knows of that text. A state that cannot go back, as linear attention has, serves a prompt
-        that goes on from all of it; where rotary embeddings change with the text's length, what is
-        as long as to change them is read as a whole. Raises InputError for a prompt that is empty
-        or beyond the context, and where no row is free, MemoryLimitError.
+        of what the host knows of that text. A state that cannot go back, as linear attention has,
+        serves a prompt that goes on from all of it; where rotary embeddings change with the text's
+        length, what is as long as to change them is read as a whole. Raises InputError for a prompt
+        that is empty or beyond the context, and where no row is free, MemoryLimitError.
         """
         (joined,) = self.join_all([prompt])
         return joined
