@@ -429,6 +429,20 @@ def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
         texts.check(Alone(folder, 64))
 
 
+def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(group(2, 1)), stock=True) as session:
+        texts = Greedy(Rows(session, 1))
+        texts.rows.warm_up(5)
+        for prompt in PROMPTS[:2]:
+            (row,) = texts.join(prompt)
+            for _ in range(3):
+                texts.step()
+            texts.leave(row)
+        assert texts.read == [len(each) for each in PROMPTS[:2]]
+        texts.check(Alone(folder, 64))
+
+
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "linear", "shared_keys"])
 def test_texts_lie_where_the_smallest_step_finds_them(tmp_path: Path, name: str) -> None:
     folder, batches = save_tiny(name, tmp_path), list[int]()
