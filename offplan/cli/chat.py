@@ -37,12 +37,7 @@ def chat(
         str | None, typer.Option(help="Talk to this server of OpenAI's API instead.")
     ] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="OFFPLAN_API_KEY",
-            show_envvar=False,
-            help="The server's key; or OFFPLAN_API_KEY.",
-        ),
+        str | None, options.api_key(help="The server's key; or OFFPLAN_API_KEY.")
     ] = None,
     model: Annotated[
         str | None,

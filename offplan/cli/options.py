@@ -65,6 +65,9 @@ def complete_engine(start: str) -> list[str]:
     return [name for name in ENGINES if name.startswith(start)]
 
 
+api_key = partial(typer.Option, envvar="OFFPLAN_API_KEY", show_envvar=False)
+"""An option that takes a server's key."""
+
 engine = partial(typer.Option, metavar="ENGINE", parser=str.lower, autocompletion=complete_engine)
 """An option that takes an engine."""
 

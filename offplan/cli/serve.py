@@ -35,10 +35,8 @@ def serve(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="OFFPLAN_API_KEY",
-            show_envvar=False,
-            help="Key that clients must send; better in OFFPLAN_API_KEY, which `ps` does not show.",
+        options.api_key(
+            help="Key that clients must send; better in OFFPLAN_API_KEY, which `ps` does not show."
         ),
     ] = None,
     insecure: Annotated[

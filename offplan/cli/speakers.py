@@ -88,7 +88,7 @@ class LocalSpeaker:
             while len(self._texts) and not self._is_stopped:
                 for _, added in self._texts.step():
                     if not isinstance(added, Added):
-                        raise added
+                        raise self._texts.explain_nan(continued)
                     yield added.piece
         finally:
             self._texts.leave(continued)

@@ -179,6 +179,11 @@ class JoinedTexts:
             self.leave(each)
         return lost
 
+    def explain_nan(self, each: Continued, cause: str = "") -> NotANumberError:
+        """Return the error of a text that left by a NaN; finds its layer without a ``cause``."""
+        cause = cause or self._rows.find_nan([*each.text.prompt, *each.made])
+        return NotANumberError(cause, [each.text.number], [f"text {each.text.number}"])
+
     def leave(self, each: Continued) -> None:
         """Take a text out, if it is there."""
         self._joined.pop(each, None)
@@ -248,8 +253,7 @@ class JoinedTexts:
         text = each.text
         if token == NO_TOKEN:
             self.leave(each)
-            cause = "`offplan run` finds the layer that gave it"
-            return NotANumberError(cause, [text.number], [f"text {text.number}"])
+            return self.explain_nan(each, "its layer is not known")
         each.made.append(token)
         piece = text.add(token)
         if text.finish is not None:
@@ -314,6 +318,6 @@ def continue_texts(
             count = min(len(waiting), together.num_free)
             together.join([waiting.popleft() for _ in range(count)])
     if failed:
-        cause = rows.find_nan([*failed[0].text.prompt, *failed[0].made])
+        cause = together.explain_nan(failed[0]).cause
         numbers = [each.text.number for each in failed]
         raise NotANumberError(cause, numbers, [f"text {number}" for number in numbers])

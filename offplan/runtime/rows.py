@@ -87,7 +87,7 @@ class _OneText:
         made: torch.Tensor = self._runner.prefill(readings[0].tokens)
         return made
 
-    def step(self, tokens: torch.Tensor, length: int, moves: object) -> torch.Tensor:
+    def step(self, tokens: torch.Tensor, length: int, rows: object) -> torch.Tensor:
         """Extend the one text."""
         made: torch.Tensor = self._runner.decode(tokens)
         return made
@@ -99,6 +99,8 @@ class _Part(NamedTuple):
     row: int
     prompt: list[int]
     start: int
+    source: int
+    """The row that holds the tokens before: itself, or that of a text which goes on."""
 
 
 class Rows:
@@ -145,8 +147,6 @@ class Rows:
         self._num_left = 0
         self._slots = [*range(num_rows)]
         """Where each row lies in the cache: a step runs for the first of these places."""
-        self._moves: tuple[Sequence[int], torch.Tensor] | None = None
-        """Slots of the last step that did not extend all, and by how much positions then grow."""
         self._captures_prompts = False
         self._cache: object = None
         """The cache that they are rows of; None before the first pass."""
@@ -188,17 +188,18 @@ class Rows:
                 for size in self._sizes:
                     for _ in range(min(NUM_WARMUP_STEPS, self.session.context - prompt_tokens)):
                         tokens = torch.tensor(prompt[:1]).expand(size, 1).to(self.session.device)
-                        self._runner.step(tokens, prompt_tokens + 1, 0)
+                        self._runner.step(tokens, prompt_tokens + 1, ())
         self.session.end_warm_up()
 
     def join(self, prompt: Sequence[int]) -> Joined:
         """Read a prompt into a free row.
 
         Of the free rows it takes the one whose cache holds most of the prompt's beginning, and
-        reads the rest alone. A state that cannot go back, as linear attention has, serves a prompt
-        that goes on from all of it; where rotary embeddings change with the text's length, what is
-        as long as to change them is read as a whole. Raises InputError for a prompt that is empty
-        or beyond the context, and where no row is free, MemoryLimitError.
+        reads the rest alone. Where the row of another text holds more, a free row is given a copy,
+        of what the host knows of that text. A state that cannot go back, as linear attention has,
+        serves a prompt that goes on from all of it; where rotary embeddings change with the text's
+        length, what is as long as to change them is read as a whole. Raises InputError for a prompt
+        that is empty or beyond the context, and where no row is free, MemoryLimitError.
         """
         (joined,) = self.join_all([prompt])
         return joined
@@ -231,6 +232,9 @@ class Rows:
             parts = self._assign([[*prompt] for prompt in prompts])
             for part in parts:  # what is not read to its end is nothing to go on from
                 self._rows[part.row].forget()
+                if part.source != part.row:
+                    slots = self._slots[part.source], self._slots[part.row]
+                    self._runner.copy(*slots, part.start)
             joined = {}
             for together in self._divide(parts):
                 logits = self._read(together).clone()
@@ -298,7 +302,7 @@ class Rows:
             if any(each.length in (each.num_begun, self.session.context) for each in extended):
                 self._set_lengths()
             if self.session.routing is not None:
-                self.session.routing.note_step([self._slots[row] for row in rows])
+                self.session.routing.note_step()
         return made
 
     def leave(self, row: int) -> None:
@@ -385,20 +389,27 @@ class Rows:
                     each.forget()
                 raise
             self._slots[row], self._slots[other] = self._slots[other], self._slots[row]
-            self._moves = None
             self._set_lengths()
 
     def _assign(self, prompts: Sequence[list[int]]) -> list[_Part]:
         """Choose a free row for each prompt: by what it holds, or else the one left longest ago."""
-        free = [row for row, each in enumerate(self._rows) if not each.in_use]
+        used = [*self.in_use] if self._runner.goes_back else []
+        free = [row for row in range(self.num_rows) if row not in self.in_use]
         parts = []
         for prompt in prompts:
-            held = {row: self._count_held(self._rows[row], prompt) for row in free}
+            held = {row: self._count_held(self._rows[row], prompt) for row in (*free, *used)}
+            source = max((*free, *used), key=held.__getitem__)
+            is_copied = source in used
             row = max(
-                free, key=lambda row: (held[row], not self._rows[row].length, -self._rows[row].left)
+                free,
+                key=lambda row: (
+                    not is_copied and held[row],
+                    not self._rows[row].length,
+                    -self._rows[row].left,
+                ),
             )
             free.remove(row)
-            parts.append(_Part(row, prompt, held[row]))
+            parts.append(_Part(row, prompt, held[source], source if is_copied else row))
         return parts
 
     def _count_held(self, row: _Row, prompt: list[int]) -> int:
@@ -407,7 +418,7 @@ class Rows:
         The last token is not of them: its logits are wanted.
         """
         regime = self._runner.regime
-        held = row.read_tokens()
+        held = row.tokens if row.in_use else row.read_tokens()  # of a text that goes on: no wait
         if len({regime(len(prompt)), regime(row.num_begun), regime(len(held))}) > 1:
             return 0
         common = 0
@@ -444,7 +455,7 @@ class Rows:
     def _read(self, parts: Sequence[_Part]) -> torch.Tensor:
         """Read parts in one pass; returns logits, [parts, vocabulary], that the next overwrites."""
         readings = []
-        for row, prompt, start in parts:
+        for row, prompt, start, _ in parts:
             tokens = torch.tensor([prompt[start:]]).to(self.session.device)
             readings.append(Reading(tokens, start, self._rows_of(row)))
         return self._runner.read(readings, may_capture=self._captures_prompts)
@@ -490,7 +501,7 @@ class Rows:
             for slot, each in zip(self._slots, self._rows, strict=True):
                 if slot < size and not each.in_use:
                     each.forget()  # its state goes on with an idle token
-        of_step = self.length(rows[0]) + 1, self._find_moves(slots)
+        of_step = self.length(rows[0]) + 1, slots
         logits: torch.Tensor
         if size == 1:
             logits = self._runner.step(tokens[rows[0] : rows[0] + 1], *of_step)
@@ -507,22 +518,12 @@ class Rows:
             logits[row] = made[slot]
         return logits
 
-    def _find_moves(self, slots: Sequence[int]) -> torch.Tensor | int:
-        """Return by how much positions grow: not at all for rows that the step does not extend."""
-        if len(slots) == self.num_rows:
-            return 1
-        if self._moves is None or self._moves[0] != slots:
-            moves = torch.zeros(self.num_rows, dtype=torch.int64)
-            moves[slots] = 1
-            self._moves = slots, moves.to(self.session.device)
-        return self._moves[1]
-
     def _read_again(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
         """Read the whole text of a row anew, and its next token (``Frequencies.renewal``)."""
         text = self._rows[row]
         whole = [*text.read_tokens(), int(tokens[row])]
         try:
-            logits = self._read([_Part(row, whole, 0)]).clone()
+            logits = self._read([_Part(row, whole, 0, row)]).clone()
         except BaseException:
             text.forget()
             raise

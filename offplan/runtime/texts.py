@@ -27,13 +27,15 @@ class Text:
         rules: TokenRules | None = None,
         stop_strings: Sequence[str] = (),
         number: int = 0,
+        keeps_special: bool = False,
     ) -> None:
         """Continue the tokens ``prompt`` by up to ``num_tokens``, decoded by ``tokenizer``.
 
         What ends texts by the model's ``rules`` ends this one, and so does one of ``stop_strings``;
         a string is left out. ``number`` is the text's own among all, by which its random numbers
-        are seeded.
+        are seeded. ``keeps_special`` leaves special tokens in the text, but the one that ends it.
         """
+        self._keeps_special = keeps_special
         self.prompt = list(prompt)
         self.number = number
         self.made = ""
@@ -72,7 +74,8 @@ class Text:
         Source: the two windows by which vLLM and TGI decode incrementally. A token may end in a
         part of a character for long: what stands before the part is certain all the same.
         """
-        self._fresh.append(token)
+        if not (self._keeps_special and token in self.rules.end_tokens):
+            self._fresh.append(token)
         text = self._decode_tokens(self._known + self._fresh)
         num_held = 0 if self.finish else len(text) - len(text.rstrip(_PART))
         if len(self._fresh) >= _MOST_HELD:
@@ -106,7 +109,9 @@ class Text:
     def _decode_tokens(self, tokens: list[int]) -> str:
         return str(
             self.tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                tokens,
+                skip_special_tokens=not self._keeps_special,
+                clean_up_tokenization_spaces=False,
             )
         )
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding as Phi3Ro
 from transformers.models.phimoe.modeling_phimoe import (
     PhimoeRotaryEmbedding as PhimoeRotaryEmbedding,
 )
+from transformers.utils.chat_parsing import ResponseParser as ResponseParser
 
 GATED_DELTA_NETS = frozenset(
     {
@@ -96,6 +98,23 @@ def build_own(own_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
     own_class = add_generation_mixin_to_remote_model(own_class)
     built: PreTrainedModel = own_class._from_config(config, dtype=dtype)
     return built
+
+
+def find_response_template(tokenizer: Any, model_type: str) -> Any:
+    """Return what says how a model's answers are divided into text, thoughts and calls of tools.
+
+    The tokenizer's own, or else what transformers knows of the family; None where neither has one
+    that can be read.
+    """
+    from transformers.cli.serving.utils import get_response_template
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
+    try:
+        found = get_response_template(tokenizer, model)
+        return None if found is None else load_response_template(found)
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def asks_for_decoders(auto_class: Any, config: Any) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offplan.runtime.joined import Added
+from offplan.serve.calls import CallParser
 from offplan.serve.requests import ChatRequest, Request
 from offplan.serve.token_names import TokenNames
 
@@ -24,6 +25,17 @@ class Choice:
     """Tokens of its prompt that a pass read; the others were in the cache."""
     made: list[Added] = field(default_factory=list)
     finish: str | None = None
+    calls: CallParser | None = None
+    """What finds calls of tools in it; None leaves the text as it is."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended, as the API has it; None while it goes on."""
+        return "tool_calls" if self.finish == "stop" and self._has_calls else self.finish
+
+    @property
+    def _has_calls(self) -> bool:
+        return self.calls is not None and self.calls.num_calls > 0
 
 
 class Answer:
@@ -49,9 +61,9 @@ class Answer:
         choices = [
             {
                 "index": index,
-                **self._tell_text("".join(each.piece for each in choice.made)),
+                **self._tell_text(choice, "".join(each.piece for each in choice.made)),
                 "logprobs": self._tell_logprobs(choice, choice.made),
-                "finish_reason": choice.finish,
+                "finish_reason": choice.reason,
             }
             for index, choice in enumerate(self.choices)
         ]
@@ -62,9 +74,9 @@ class Answer:
         choice = self.choices[index]
         told = {
             "index": index,
-            **self._tell_piece(added.piece),
+            **self._tell_piece(choice, added),
             "logprobs": self._tell_logprobs(choice, [added]),
-            "finish_reason": choice.finish,
+            "finish_reason": choice.reason,
         }
         return self._chunk([told])
 
@@ -92,10 +104,10 @@ class Answer:
             },
         }
 
-    def _tell_text(self, text: str) -> dict[str, Any]:
+    def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _tell_piece(self, piece: str) -> dict[str, Any]:
+    def _tell_piece(self, choice: Choice, added: Added) -> dict[str, Any]:
         raise NotImplementedError
 
     def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
@@ -122,11 +134,22 @@ class ChatAnswer(Answer):
             self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
         ]
 
-    def _tell_text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls is not None:
+            parts = choice.calls.feed(text, is_last=True)
+            for call in parts.get("tool_calls", ()):
+                del call["index"]  # a stream's alone
+            # beside calls the space between them is nothing that was said
+            said = parts.get("content", "")
+            said = said.strip() or None if "tool_calls" in parts else said
+            message |= {**parts, "content": said}
+        return {"message": message}
 
-    def _tell_piece(self, piece: str) -> dict[str, Any]:
-        return {"delta": {"content": piece} if piece else {}}
+    def _tell_piece(self, choice: Choice, added: Added) -> dict[str, Any]:
+        if choice.calls is not None:
+            return {"delta": choice.calls.feed(added.piece, is_last=added.finish is not None)}
+        return {"delta": {"content": added.piece} if added.piece else {}}
 
     def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
         if self.request.num_logprobs is None:
@@ -152,11 +175,11 @@ class CompletionAnswer(Answer):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def _tell_text(self, text: str) -> dict[str, Any]:
+    def _tell_text(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _tell_piece(self, piece: str) -> dict[str, Any]:
-        return {"text": piece}
+    def _tell_piece(self, choice: Choice, added: Added) -> dict[str, Any]:
+        return {"text": added.piece}
 
     def _tell_logprobs(self, choice: Choice, made: Sequence[Added]) -> dict[str, Any] | None:
         if self.request.num_logprobs is None:

@@ -218,7 +218,10 @@ class _Generating:
                 num_left -= 1
                 service.worker.submit(jobs[-1])
             running = _Running(jobs, events)
-            choices = [Choice(len(text.prompt)) for text in texts]
+            choices = [
+                Choice(len(text.prompt), calls=service.reader.make_call_parser(asked, text))
+                for text in texts
+            ]
             answer = make_answer(asked, choices, service.name, service.names)
             respond = _stream if asked.stream else _respond
             await _until_gone(receive, respond(answer, running, send))

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offplan.checkpoint.model import Model
@@ -11,6 +11,8 @@ from offplan.runtime.prompts import read_chat, read_prompt
 from offplan.runtime.rules import TokenRules
 from offplan.runtime.sampling import MAX_SEED, Sampling
 from offplan.runtime.texts import Text
+from offplan.runtime.transformers_private import find_response_template
+from offplan.serve.calls import CallParser
 from offplan.serve.errors import ApiError, refuse_length
 from offplan.serve.requests import ChatRequest, CompletionRequest, Request
 
@@ -25,6 +27,13 @@ class Reader:
     rules: TokenRules
     context: int
     """Tokens that a prompt and its text may have together."""
+    template: Any = field(init=False)
+    """How calls of tools are written; None where that is not known."""
+
+    def __post_init__(self) -> None:
+        """Find how the model calls tools."""
+        found = find_response_template(self.tokenizer, self.model.model_type)
+        object.__setattr__(self, "template", found)
 
     @classmethod
     def of(
@@ -44,6 +53,19 @@ class Reader:
             # what a model's own files do wrong is said in the words of `run`
             raise ApiError(400, str(error)) from None
         return [self._make_text(request, number, each) for number, each in enumerate(prompts)]
+
+    def finds_calls(self, request: Request) -> bool:
+        """Whether calls of tools are told from the text of an answer."""
+        is_chat = isinstance(request, ChatRequest)
+        return self.template is not None and is_chat and bool(request.shown_tools)
+
+    def make_call_parser(self, request: Request, text: Text) -> CallParser | None:
+        """Return what finds calls of tools in a request's text; None where it stays as it is."""
+        if not self.finds_calls(request):
+            return None
+        assert isinstance(request, ChatRequest), "others have no tools"
+        prompt = self.tokenizer.decode(text.prompt)
+        return CallParser(self.template, prompt, request.shown_tools or [])
 
     def _read_prompts(self, request: Request) -> list[list[int]]:
         if isinstance(request, ChatRequest):
@@ -78,6 +100,7 @@ class Reader:
             rules=self.rules,
             stop_strings=request.stop or (),
             number=number,
+            keeps_special=self.finds_calls(request),
         )
 
 

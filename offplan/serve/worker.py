@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from offplan.errors import OffplanError
+from offplan.errors import InputError, NotANumberError, OffplanError
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.serve.errors import ApiError
 from offplan.serve.metrics import Metrics
@@ -62,6 +62,8 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._running: dict[Continued, Job] = {}
         self._num_reserved = 0
+        self._nan = ""
+        """Where the first NaN came from; empty while there was none."""
         self._is_draining = self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="offplan-session", daemon=True)
 
@@ -167,6 +169,10 @@ class Worker:
             self._texts.join([job.continued for job in jobs])
         except Exception as error:
             lost = self._find_lost()
+            if isinstance(error, InputError) and len(jobs) == 1 and not lost:
+                self._end(jobs[0])
+                jobs[0].tell(Failed(ApiError(400, str(error))))
+                return
             if len(jobs) == 1:
                 self._fail([*jobs, *lost], error)
                 return
@@ -192,6 +198,8 @@ class Worker:
 
     def _take(self, job: Job, added: Added | Exception) -> None:
         if not isinstance(added, Added):
+            if isinstance(added, NotANumberError):
+                added = self._explain(job)
             self._fail([job], added)
             return
         now, before = time.perf_counter(), job.last_s
@@ -204,6 +212,12 @@ class Worker:
         if job.continued.text.finish is not None:
             self._end(job)
         job.tell(added)
+
+    def _explain(self, job: Job) -> NotANumberError:
+        """Find the layer of the first NaN; a broken model gives others, and each waits for it."""
+        found = self._texts.explain_nan(job.continued, self._nan)
+        self._nan = found.cause
+        return found
 
     def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
         """End jobs by the error of a pass; the client learns no more than its kind."""

@@ -16,6 +16,7 @@ from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes.forward import Forward
 from offplan.runtime.rows import Rows
 from offplan.runtime.session import Session
+from offplan.runtime.transformers_private import list_experts
 from tests.runtime.conftest import save_tiny
 from tests.runtime.plans import CONTEXT, group, offload, open_session
 
@@ -170,6 +171,29 @@ def test_a_prompt_goes_on_from_the_row_that_has_most_of_it(tmp_path: Path) -> No
             texts.join([1])
         texts.step()
         texts.check(Alone(folder, 64))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "shared_keys", "linear"])
+def test_a_prefix_that_another_text_holds_is_copied(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    with open_session(folder, offload(group(2, 1), prefill_chunk=3)) as session:
+        texts = Greedy(Rows(session, 4))
+        (first,) = texts.join(LONG[:12])
+        for _ in range(3):
+            texts.step()
+        texts.join([*LONG[:9], 40], LONG[:12])
+        texts.step()
+        (last,) = texts.join([*LONG[:10], 50])
+        texts.step()
+        # a state that has gone on cannot be that of a shorter text
+        assert texts.read == ([12, 10, 12, 11] if name == "linear" else [12, 1, 1, 1])
+        # a free row that holds as much is gone on from
+        texts.leave(first)
+        texts.leave(last)
+        assert texts.join([*LONG[:9], 41]) == [first]
+        for _ in range(3):
+            texts.step()
+        texts.check(Alone(folder, 3))
 
 
 def test_a_step_for_fewer_rows_than_there_are(tmp_path: Path) -> None:
@@ -358,6 +382,27 @@ def test_what_steps_with_idle_rows_choose_is_not_recorded(tmp_path: Path) -> Non
         assert (steps[1][:, [0, 2]] == steps[1][:, [1]]).all()
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe_tied", "deepseek_v2", "sinks", "chunked"])
+def test_idle_rows_are_sent_where_a_text_is(tmp_path: Path, name: str) -> None:
+    """They read no expert that no text reads, and the texts are the same, bit for bit."""
+    folder, sent, made = save_tiny(name, tmp_path), list[torch.Tensor](), list[list[torch.Tensor]]()
+    for idle in (5, 9):
+        with open_session(folder, offload(group(2, 1))) as session:
+            texts = Greedy(Rows(session, 3, sizes=()))
+            first, second, _ = texts.join(PROMPTS[0], PROMPTS[1], [idle] * 4)
+            texts.step()
+            texts.leave(first)
+            texts.leave(2)
+            for experts in list_experts(session.loaded.module):
+                experts.register_forward_pre_hook(lambda _, arguments: sent.append(arguments[1]))
+            for _ in range(3):
+                texts.step()
+            made.append(texts.texts[second][1])
+    assert sent
+    assert all((rows == rows[0]).all() for rows in (each.view(3, -1) for each in sent))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
 class WithoutRows:
     """A runner that has no rows."""
 
@@ -381,6 +426,20 @@ def test_a_runner_without_rows_has_one_text_at_a_time(tmp_path: Path) -> None:
         texts.join([*made, 1])
         assert texts.read == [len(LONG), len(made) + 1]
         texts.step()
+        texts.check(Alone(folder, 64))
+
+
+def test_passes_of_transformers_own_have_one_text_at_a_time(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path)
+    with open_session(folder, offload(group(2, 1)), stock=True) as session:
+        texts = Greedy(Rows(session, 1))
+        texts.rows.warm_up(5)
+        for prompt in PROMPTS[:2]:
+            (row,) = texts.join(prompt)
+            for _ in range(3):
+                texts.step()
+            texts.leave(row)
+        assert texts.read == [len(each) for each in PROMPTS[:2]]
         texts.check(Alone(folder, 64))
 
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 
+from offplan.errors import InputError
 from offplan.runtime.generate import generate
 from offplan.runtime.joined import Added, Continued, JoinedTexts
 from offplan.runtime.rows import Rows
@@ -145,6 +146,16 @@ def test_a_fault_ends_what_was_in_the_pass_and_nothing_else(
     with pytest.raises(openai.APIError, match="ended this text"):
         list(stream)
     assert client.completions.create(**asked).choices[0].text == "Gr"
+
+
+def test_a_prompt_that_passes_cannot_read_is_the_clients_mistake(
+    scripted: Served, rows: ScriptedRows
+) -> None:
+    rows.faults[0] = InputError("the prompt has 40 tokens, and the passes have room for 32")
+    answered = scripted.ask("/v1/completions", {"prompt": "a"})
+    assert (answered.status, not scripted.faults) == (400, True)
+    assert "room for 32" in answered.data["error"]["message"]
+    assert scripted.ask("/v1/completions", {"prompt": "a"}).status == 200
 
 
 def test_a_signal_drains_and_a_second_one_ends(scripted: Served, rows: ScriptedRows) -> None:

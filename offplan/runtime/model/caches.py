@@ -235,13 +235,22 @@ class LayerCaches(Cache):
 
         Takes as much memory as one row of a block has.
         """
-        parts = [block[:, :, :, :num_tokens] for blocks in self._blocks for block in blocks.whole]
-        parts = [part.transpose(0, 1) for part in parts]
+        parts = self._rows_of(num_tokens)
         parts += [part for state in self._states.values() for part in state.tensors()]
         for part in parts:
             kept = part[row].clone()
             part[row] = part[other]
             part[other] = kept
+
+    def copy(self, row: int, other: int, num_tokens: int) -> None:
+        """Write what a row holds of its first ``num_tokens`` tokens to another; no states."""
+        for part in self._rows_of(num_tokens):
+            part[other] = part[row]
+
+    def _rows_of(self, num_tokens: int) -> list[torch.Tensor]:
+        """Return the first tokens of all blocks, each [rows, layers, heads, num_tokens, dim]."""
+        blocks = [block for blocks in self._blocks for block in blocks.whole]
+        return [block[:, :, :, :num_tokens].transpose(0, 1) for block in blocks]
 
     def clear_states(self, rows: slice = ALL) -> None:
         """Write zeros over the states of ``rows``, with which a text begins."""

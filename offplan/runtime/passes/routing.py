@@ -1,6 +1,5 @@
 """Notes, on the device, which experts each decode step chooses."""
 
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,6 @@ class RoutingRecorder:
         self._batch = 0
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._num_noted = 0
-        self._idle: dict[int, tuple[list[int], int]] = {}
-        """Rows of a step that had no text, and one that had, by the step's place."""
         self._fetched: list[Steps] = []
         for index, layer in enumerate(layers):
             for experts in list_experts(layer):
@@ -66,14 +63,11 @@ class RoutingRecorder:
             log = torch.zeros(shape, dtype=torch.int16, device=self._step.device)
             vars(experts)["routing_log"] = log
 
-    def note_step(self, rows: Collection[int] | None = None) -> None:
+    def note_step(self) -> None:
         """Count a step that was queued; fetches all that was noted once there is no more room.
 
-        Where ``rows`` of the batch alone had a text, the others count as copies of the first.
+        Rows without a text are sent where the first one with a text is, and are noted so.
         """
-        if rows is not None and len(rows) < self._batch:
-            idle = [row for row in range(self._batch) if row not in rows]
-            self._idle[self._num_noted] = idle, min(rows)
         self._num_noted += 1
         self._step.add_(1)
         if self._num_noted == MOST_STEPS:
@@ -83,9 +77,6 @@ class RoutingRecorder:
         if self._num_noted:
             logs = [vars(experts)["routing_log"][: self._num_noted] for experts in self._experts]
             steps = torch.stack(logs, dim=1).cpu().numpy()
-            for step, (idle, first) in self._idle.items():
-                steps[step][:, idle] = steps[step][:, [first]]
-            self._idle.clear()
             if self._fetched and self._fetched[-1].shape[1:] == steps.shape[1:]:
                 steps = np.concatenate([self._fetched.pop(), steps])
             self._fetched.append(steps)

@@ -16,6 +16,7 @@ from offplan.runtime.loading.loaded import LoadedModel
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.gpu_memory import PeakMemory
 from offplan.runtime.model.caches import LayerCaches, Position
+from offplan.runtime.model.extended import ExtendedRows
 from offplan.runtime.model.filled import filled_mask
 from offplan.runtime.model.frequencies import Frequencies
 from offplan.runtime.model.kernels import ExpertKernels, find_filled
@@ -76,6 +77,7 @@ class ModelRunner:
         self._text: torch.Tensor | None = None
         """The tokens of each sequence where they are to be read again, int64 on the device."""
         self._expansions = keep_latents(module)
+        self._extended = ExtendedRows(module, device)
         layers = decoder_layers(module)
         self.linear = [index for index, part in enumerate(find_linear(layers)) if part]
         """Indices of the layers that have linear attention, whose states cannot go back."""
@@ -200,19 +202,20 @@ class ModelRunner:
             self._text[:, self.length] = tokens[:, 0]
             if self.length + 1 == self.frequencies.renewal:
                 return self.prefill(self._text)
-        logits = self.step(tokens, self.length + 1, 1)
+        logits = self.step(tokens, self.length + 1, None)
         self.length += 1
         return logits
 
-    def step(self, tokens: torch.Tensor, length: int, moves: torch.Tensor | int) -> torch.Tensor:
+    def step(self, tokens: torch.Tensor, length: int, rows: Sequence[int] | None) -> torch.Tensor:
         """Run one decode pass of the first rows, int64 of [batch, 1] on the device.
 
-        Positions then grow by ``moves``: 1, or int64 of [rows], 0 for rows that are to stay as they
-        are. The others' texts are of one ``step_regime``, that of ``length`` tokens. Returns
-        logits, [batch, vocabulary], which the next pass overwrites.
+        It extends ``rows`` of the cache, all with None; the others stay as they are and are sent to
+        no experts but those that ``rows`` choose. Their texts are of one ``step_regime``, that of
+        ``length`` tokens. Returns logits, [batch, vocabulary], which the next pass overwrites.
         """
         with self._whole_or_afresh():
             self._cached.mend()
+            self._extended.choose(rows)
             self.frequencies.set_length(length)
             if self._position.is_shared:
                 self._position.shared.fill_(length - 1)
@@ -225,7 +228,7 @@ class ModelRunner:
                 tokens,
                 may_capture=self._capture and steady,
             )
-            self._position.tensor.add_(moves)
+            self._position.tensor.add_(self._extended.moves)
         return logits
 
     def step_regime(self, length: int) -> Hashable:
@@ -258,6 +261,11 @@ class ModelRunner:
         """Exchange the first ``num_tokens`` tokens of two rows; positions stay as they are."""
         assert self.layers.cache is not None
         self.layers.cache.swap(row, other, num_tokens)
+
+    def copy(self, row: int, other: int, num_tokens: int) -> None:
+        """Have another row hold a row's first ``num_tokens`` tokens; positions stay as they are."""
+        assert self.layers.cache is not None
+        self.layers.cache.copy(row, other, num_tokens)
 
     def set_length(self, num_tokens: int) -> None:
         """Say that the cache holds so many tokens; queued on the current stream."""
@@ -354,6 +362,7 @@ class ModelRunner:
         def run(tokens: torch.Tensor) -> torch.Tensor:
             self._loaded.enter_phase(phase)
             self._experts.choose(phase, num_tokens)
+            self._extended.enter(num_tokens if phase is Phase.DECODE else 0)
             return forward(tokens)
 
         return run
@@ -407,6 +416,8 @@ class ModelRunner:
             # compiled before theirs exists would be compiled again once it does.
             device = self._loaded.store.device
             self._position.allocate(batch)
+            self._extended.allocate(batch)
+            self._extended.enter(0)
             self.forward.chunk(torch.zeros(batch, 1, dtype=torch.int64, device=device), 0, 1)
         self._batch = batch
 

@@ -1,0 +1,65 @@
+"""The rows that a step extends; the others' tokens pass the layers for nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offplan.runtime.transformers_private import list_experts
+
+
+class ExtendedRows:
+    """Keeps idle rows of a step where they are, and has them read no expert of their own.
+
+    What a captured step reads of it lies at one address. Works on the current stream.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Route for the experts of ``module``, before its layers are compiled."""
+        self._device = device
+        self._experts = list_experts(module)
+        self._rows: Sequence[int] | None = None
+        for experts in self._experts:
+            vars(experts)["routed_as"] = None
+            # whatever notes choices is to note these
+            experts.register_forward_pre_hook(_route, prepend=True)
+        self.allocate(1)
+
+    def allocate(self, num_rows: int) -> None:
+        """Begin anew for so many rows, all of them extended."""
+        self._rows = None
+        self.moves = torch.ones(num_rows, dtype=torch.int64, device=self._device)
+        """By how much each row's position grows in a step: 0 for an idle row."""
+        self._routed_as = torch.arange(num_rows, device=self._device)
+        """The row whose experts each row's token is sent to: itself, or an extended one."""
+
+    def choose(self, rows: Sequence[int] | None) -> None:
+        """Have the next step extend these rows of the cache, or all with None."""
+        if rows == self._rows:
+            return
+        every = range(len(self.moves))
+        extended = {*every} if rows is None else {*rows}
+        stand_in = min(extended, default=0)
+        self.moves.copy_(torch.tensor([int(row in extended) for row in every]))
+        self._routed_as.copy_(torch.tensor([row if row in extended else stand_in for row in every]))
+        self._rows = None if rows is None else [*rows]
+
+    def enter(self, num_rows: int) -> None:
+        """Set the model up for a step of so many rows; 0 is for what is no step of rows."""
+        routed_as = self._routed_as[:num_rows] if num_rows > 1 and self._rows is not None else None
+        for experts in self._experts:
+            vars(experts)["routed_as"] = routed_as
+
+
+def _route(experts: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Send each row's token to the experts that its stand-in chose, [tokens, choices].
+
+    What an idle row computes is read by nobody, so the weights may stay its own.
+    """
+    rows = vars(experts)["routed_as"]
+    if rows is None:
+        return None
+    hidden, chosen, *others = arguments
+    chosen = chosen.view(len(rows), -1).index_select(0, rows).view_as(chosen)
+    return (hidden, chosen, *others)

@@ -1,0 +1,103 @@
+"""Calls of tools: what a model writes comes back as OpenAI's clients want it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from offplan.runtime.transformers_private import find_response_template
+from tests.serve import NAME, ScriptedRows, Served, scripted_texts, serving
+from tests.serve.conftest import Tiny
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+ASKED: dict[str, Any] = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "<|im_start|>assistant\n"}],
+    "tools": [WEATHER],
+    "temperature": 0,
+    "max_tokens": 200,
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
+SAID = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL % 'Köln'}\n{CALL % '京都'}"
+
+
+@pytest.fixture
+def calling(rows: ScriptedRows, tiny: Tiny) -> Iterator[Served]:
+    """A server whose model is of a family that transformers knows the calls of."""
+    model = replace(tiny.model, model_type="qwen3")
+    with serving(scripted_texts(rows), model, tiny.tokenizer) as served:
+        yield served
+
+
+def set_script(rows: ScriptedRows, tiny: Tiny, text: str) -> None:
+    rows.script[:-1] = tiny.tokenizer(text).input_ids
+
+
+def test_calls_whole_and_streamed(calling: Served, rows: ScriptedRows, tiny: Tiny) -> None:
+    set_script(rows, tiny, SAID)
+    client = calling.client()
+    (choice,) = client.chat.completions.create(**ASKED).choices
+    calls = [each.function for each in choice.message.tool_calls]
+    arguments = ['{"city": "Köln"}', '{"city": "京都"}']
+    assert [(each.name, each.arguments) for each in calls] == [
+        ("get_weather", each) for each in arguments
+    ]
+    assert len({each.id for each in choice.message.tool_calls}) == 2
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.reasoning_content.strip() == "Where?"
+
+    with client.chat.completions.stream(**ASKED) as stream:
+        made = stream.get_final_completion().choices[0]
+    assert made.finish_reason == "tool_calls"
+    assert [each.function.arguments for each in made.message.tool_calls] == arguments
+    assert made.message.content.strip() == "I look."
+
+    # what came back goes in again, with what the tool gave
+    said = [*ASKED["messages"], choice.message.model_dump(exclude_none=True)]
+    said.append({"role": "tool", "tool_call_id": calls and "call_1", "content": "12 degrees"})
+    assert client.chat.completions.create(**{**ASKED, "messages": said, "max_tokens": 1}).choices
+    assert not calling.faults
+
+
+def test_what_is_no_call_stays_text(calling: Served, rows: ScriptedRows, tiny: Tiny) -> None:
+    client = calling.client()
+    for said in ("It rains.", "a <tool_call is none", '{"name": "get_weather"}'):
+        set_script(rows, tiny, said)
+        (choice,) = client.chat.completions.create(**ASKED).choices
+        assert (choice.message.content, choice.finish_reason) == (said, "stop")
+        assert choice.message.tool_calls is None
+        chunks = [*client.chat.completions.create(**ASKED, stream=True)]
+        assert "".join(each.choices[0].delta.content or "" for each in chunks) == said
+    for wrong in ('{"name": "get_weather", ', "[1, 2]", '{"name": 3}'):
+        set_script(rows, tiny, f"<tool_call>{wrong}</tool_call>")
+        (choice,) = client.chat.completions.create(**ASKED).choices
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert wrong in choice.message.content
+        chunks = [*client.chat.completions.create(**ASKED, stream=True)]
+        assert wrong in "".join(each.choices[0].delta.content or "" for each in chunks)
+    assert not calling.faults
+
+
+def test_without_tools_or_a_known_family_all_is_text(
+    calling: Served, scripted: Served, rows: ScriptedRows, tiny: Tiny
+) -> None:
+    set_script(rows, tiny, SAID)
+    for served, asked in ((calling, {**ASKED, "tool_choice": "none"}), (scripted, ASKED)):
+        (choice,) = served.client().chat.completions.create(**asked).choices
+        assert (choice.message.content, choice.finish_reason) == (SAID, "stop")
+
+
+def test_a_template_that_cannot_be_read_is_none(tiny: Tiny) -> None:
+    class Tokenizer:
+        response_template: ClassVar[Any] = {"fields": {"content": {"close_pattern": "("}}}
+
+    assert find_response_template(Tokenizer(), "qwen3") is None
+    assert find_response_template(tiny.tokenizer, "gemma4") is not None
+    assert find_response_template(tiny.tokenizer, "llama") is None
