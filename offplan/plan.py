@@ -169,7 +169,7 @@ class Goal(Record):
         if self.ranks.num_gpus > 1 and self.engine is None:
             raise ValueError(
                 f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
-                "name the engine that is to run the plan, --for vllm or --for sglang"
+                "name the engine that runs the plan, --for vllm or --for sglang"
             )
         if self.stock and self.engine is not None:
             raise ValueError(

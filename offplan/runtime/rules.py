@@ -107,8 +107,8 @@ def read_rules(model: Model, tokenizer: Any) -> TokenRules:
         value = getattr(found, key, None)
         if value is not None and value not in neutral:
             raise InputError(
-                f"{where} has {key} {quote(value)}, which `run` does not heed and which would "
-                "change what it generates: take it out of a copy, and plan that"
+                f"{where} has {key} {quote(value)}, which `run` does not support and which would "
+                "change the text: copy the model's folder, take the key out, and plan the copy"
             )
     ends = _list(found.eos_token_id, int, "eos_token_id", where)
     if not ends:
