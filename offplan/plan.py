@@ -446,7 +446,7 @@ class Plan(Record):
     goal: Goal = Goal()
     machine: MachineRef
     routing: RoutingRef | None = None
-    """Left out where tokens were taken to choose all experts alike."""
+    """Left out where the plan assumes that tokens choose all experts equally often."""
     offload: Offload
     prediction: Prediction
 

@@ -97,7 +97,7 @@ def _read_json(text: str, where: str) -> Any:
 
 
 def _read_request(record: Any, where: str) -> Request:
-    """Read what a line asks for, and refuse what would not be heeded."""
+    """Read what a line asks for, and refuse what offplan does not support."""
     if isinstance(record, dict) and "body" in record:
         body, kind = _open_batch(record, where)
     else:

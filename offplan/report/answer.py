@@ -120,16 +120,16 @@ def describe_ranks(plan: Plan, held: Held, machine: MachineProfile) -> list[str]
     told = [
         f"Each of {ranks.num_gpus} GPUs ({ranks.label}) takes this GPU memory; its share of the "
         f"weights is {weights}{of_stage}. The host memory is the sum over all GPUs.",
-        "offplan does not count what GPUs send each other, in time or in buffers.",
+        "The prediction does not count what GPUs send each other, in time or in buffers.",
     ]
     if ranks.tensor > 1 and not machine.knows_ranks(ranks.tensor):
         told.append(
-            f"offplan assumes that each has the whole link while {ranks.tensor} copy at once; "
+            f"The prediction assumes that each GPU has the whole link while {ranks.tensor} copy; "
             "offplan measure on a host with as many GPUs measures what it has."
         )
     if ranks.expert > 1:
         told.append(
-            "offplan assumes that each expert computes as many tokens as any other; where one "
+            "It assumes that each expert computes as many tokens as any other; where one "
             "computes more, all GPUs wait for its GPU."
         )
     return told
