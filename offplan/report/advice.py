@@ -50,8 +50,8 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
         lines.append(_describe_unused(analysis.unused, plan))
     if reads_experts(plan, analysis.held.stage) and plan.routing is None:
         lines.append(
-            "The prediction assumes that tokens choose all experts equally often, which is the slowest "
-            "case. `offplan run PLAN --record-routing FILE` records what they choose; "
+            "The prediction assumes that tokens choose all experts equally often, which is the "
+            "slowest case. `offplan run PLAN --record-routing FILE` records what they choose; "
             "--cached-experts auto --routing FILE plans by the record."
         )
     if analysis.unpackable:
