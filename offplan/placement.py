@@ -199,7 +199,7 @@ def place(stage: Stage, offload: Offload) -> Placement:
     embedding = stage.input_embedding if offload.embeddings == "host" else None
     if offload.embeddings == "host" and stage.model.input_embedding is None:
         raise PlanError(
-            "embeddings: host needs an input embedding of its own; that of "
+            "embeddings: host needs an input embedding of its own; the embedding of "
             f"{stage.model.source} is tied to the head, changes its type when it is loaded, or "
             "was not found"
         )

@@ -169,7 +169,7 @@ class Goal(Record):
         if self.ranks.num_gpus > 1 and self.engine is None:
             raise ValueError(
                 f"{self.ranks.label} without an engine: offplan's own runtime runs on one GPU; "
-                "name the engine that is to run the plan, --for vllm or --for sglang"
+                "name the engine that runs the plan, --for vllm or --for sglang"
             )
         if self.stock and self.engine is not None:
             raise ValueError(
@@ -465,7 +465,7 @@ class Plan(Record):
     goal: Goal = Goal()
     machine: MachineRef
     routing: RoutingRef | None = None
-    """Left out where tokens were taken to choose all experts alike."""
+    """Left out where the plan assumes that tokens choose all experts equally often."""
     offload: Offload
     prediction: Prediction
 

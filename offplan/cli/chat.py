@@ -56,7 +56,7 @@ def chat(
         float | None,
         typer.Option(help="Draw tokens; 0 is greedy. [default: greedy, or the server's]"),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the N likeliest tokens.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the likeliest of this probability together.")
     ] = None,

@@ -13,7 +13,7 @@ import typer
 from offplan.cli.output import QUIET
 
 Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="No notes and no progress on stderr; errors alone.")
+    bool, typer.Option("-q", "--quiet", help="Print only errors to stderr: no notes, no progress.")
 ]
 
 

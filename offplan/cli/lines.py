@@ -97,7 +97,7 @@ def _read_json(text: str, where: str) -> Any:
 
 
 def _read_request(record: Any, where: str) -> Request:
-    """Read what a line asks for, and refuse what would not be heeded."""
+    """Read what a line asks for, and refuse what offplan does not support."""
     if isinstance(record, dict) and "body" in record:
         body, kind = _open_batch(record, where)
     else:
@@ -121,8 +121,8 @@ def _open_batch(record: Mapping[str, Any], where: str) -> tuple[Any, type[Reques
     """Return the body of a line of OpenAI's batch files, and the kind of its request."""
     if unknown := sorted(record.keys() - _BATCH_KEYS):
         raise InputError(
-            f"{where}: {quote(unknown[0])} is not heeded; a line with a body has custom_id, method "
-            "and url beside it"
+            f"{where}: offplan reads no {quote(unknown[0])}; a line with a body has custom_id, "
+            "method and url beside the body"
         )
     kinds: dict[str, type[Request]] = {
         "/v1/chat/completions": ChatRequest,
@@ -143,8 +143,8 @@ def _check(record: Any, where: str) -> None:
         raise InputError(f"{where}: expected an object with either prompt or messages")
     if unknown := sorted(record.keys() - _KEYS):
         raise InputError(
-            f"{where}: {quote(unknown[0])} is not heeded; a line has prompt or messages, an id, "
-            f"and of OpenAI's fields {', '.join(sorted(_OPTIONS))}"
+            f"{where}: offplan reads no {quote(unknown[0])}; a line has prompt or messages, an "
+            f"id, and these fields of OpenAI's: {', '.join(sorted(_OPTIONS))}"
         )
     if not isinstance(record.get("prompt", ""), str):
         raise InputError(f"{where}: prompt should be a text")

@@ -170,7 +170,7 @@ CachedExperts = Annotated[
         "--cached-experts",
         parser=read_cached_experts,
         metavar="N, auto or off",
-        help="Keep so many experts of a layer on the GPU, those used last. "
+        help="Keep the N experts of a layer that were used last on the GPU. "
         f"[default: {DEFAULT_CACHED_EXPERTS}]",
     ),
 ]

@@ -59,7 +59,7 @@ class Query:
         choices.Store,
         typer.Option(
             **options.choice(choices.Store),
-            help="Offload to host memory, or to that of a second GPU.",
+            help="Offload to host memory, or to a second GPU's memory.",
         ),
     ] = "host"
     batch: Annotated[

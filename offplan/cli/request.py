@@ -165,7 +165,7 @@ def read_sampling(
     """Return how tokens are drawn: None, greedily, where nothing is named to draw by.
 
     Raises InputError for a value that cannot be drawn with, and for one that greedy generation
-    would not heed.
+    does not use.
     """
     if temperature == 0 or (temperature, top_k, top_p) == (None, None, None):
         if (top_k, top_p, seed) != (None, None, None):

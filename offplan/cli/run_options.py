@@ -58,9 +58,7 @@ class RunOptions:
         float | None,
         typer.Option(help="Draw tokens: logits are divided by it; 0 is greedy. [default: greedy]"),
     ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw from so many of the likeliest tokens.")
-    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Draw from the N likeliest tokens.")] = None
     top_p: Annotated[
         float | None,
         typer.Option(help="Draw from the likeliest tokens that have this probability together."),

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def settle_threads(device: "torch.device | str") -> None:
     """Have torch compute with as many threads as there are idle cores, and note fewer than usual.
 
-    Threads of one product wait for each other: one that has to wait for a core holds up all others,
-    by which a step of a tiny model takes 30 to 90 times as long. A GPU's device and a number in
+    Threads of one product wait for each other: one that has to wait for a core holds up all others.
+    How long they spin meanwhile is set in ``cli.main``. A GPU's device and a number in
     OMP_NUM_THREADS are left alone.
     """
     if "cpu" not in str(device) or os.environ.get("OMP_NUM_THREADS"):

@@ -169,7 +169,7 @@ def activation_parts(stage: Stage, workload: Workload, prefill_chunk: int) -> di
     prompt, step = phase_bytes(stage, workload, prefill_chunk)
     return {
         "temporaries of the larger phase": max(prompt, step),
-        "those of a step for captured graphs": step,
+        "temporaries of a step, for captured graphs": step,
         "scratch": scratch_bytes(stage),
         "experts stored as codes": coded_experts_bytes(stage),
     }

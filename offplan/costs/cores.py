@@ -1,7 +1,8 @@
 """What products take that the host's cores compute where the weights lie.
 
 A layer waits for each: the hand-over's round trip, and the bytes at the rate of the cores. Beside
-copies to the GPU the cores read more slowly; copies are taken to be as fast as without. None of it
+copies to the GPU the cores read more slowly; offplan assumes that copies do not
+slow down. None of it
 has been measured on a GPU's host yet.
 """
 

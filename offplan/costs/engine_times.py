@@ -47,7 +47,7 @@ def add_up_engine(
     step_ps: Fraction | int,
     num_passes: int,
 ) -> PhaseTimes:
-    """Add up the link's work of a prompt of so many passes, taken to be alike, or of a step.
+    """Add up the link's work of a prompt, whose passes are assumed to be alike, or of a step.
 
     ``times`` are those of ``engine_pass_times``.
     """

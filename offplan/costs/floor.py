@@ -15,7 +15,8 @@ from offplan.routing.profile import BatchReuse
 class Floor:
     """The least that any plan of this budget must move, and the time that takes.
 
-    Real plans pay for the ring, for whole layers or parameters, and for what does not overlap.
+    Real plans also take time and memory for the ring, for whole layers or parameters, and for what
+    does not overlap.
     """
 
     missing_bytes: int
@@ -43,8 +44,9 @@ def find_floor(
 
     ``ways`` are the stage as plans may hold it, each with the bytes of its weights that have no
     room. What is not on the GPU when a pass starts must cross before it ends, if the pass reads it.
-    What is read least is missing first: rows of the input embedding, then routed experts: by
-    uniform routing, or those that caches of the best sizes miss by a profile. ``resident_ps`` are
+    The weights that a pass reads least are the first that have no room: the input embedding, of
+    which it reads rows, then routed experts, by uniform routing or by what caches of the best sizes
+    miss in a profile. ``resident_ps`` are
     the fastest prompt and decode step with everything resident; ``elsewhere_ps`` the same of a
     pipeline's other stages, which come on top. ``with_cores`` has the host's cores
     read in decode, beside the link.

@@ -160,6 +160,6 @@ def _join(stages: Sequence[Derivation]) -> Derivation:
         inputs = tuple(Input(f"stage {n}", t.value, t.unit) for n, t in enumerate(same))
         if same[0].path.startswith("gpu_memory."):
             total, inputs = same[largest].value, ()
-            formula = f"that of stage {largest}, whose GPUs hold most"
+            formula = f"the term of stage {largest}, whose GPUs hold most"
         joined.append(replace(same[0], value=total, formula=formula, inputs=inputs))
     return Derivation(tuple(joined), stages[largest].measured)

@@ -7,8 +7,8 @@ the copies. A copy starts when everything before it in the compute queue is done
 it is done; a wait holds compute until its copy is done; a layer that reads weights in place first
 spends their time on both queues, because kernels and DMA share the link. The kernels have nearly
 all of it while they run: what is copied meanwhile is late by what they read, and they take a little
-longer, at most until it is copied. In a decode step that copies at all, the link is taken to be
-busy whenever kernels read.
+longer, at most until it is copied. In a decode step that copies at all, the timeline assumes
+that the link is busy whenever kernels read.
 
 In a decode step every rule then takes a maximum or adds a constant, so it is a linear map over the
 max-plus semiring, and takes in steady state exactly the map's largest cycle mean: no iteration has

@@ -155,8 +155,8 @@ def _version_notes(engine: Engine, version: Version, demand: EngineDemand) -> li
     if version[:2] == engine.newest[:2] or not demand.moved:
         return []
     return [
-        f"names of parameters are those of {engine.title} {format_version(engine.newest)}: "
-        f"offplan check --engine {engine.name} --log FILE says whether they moved"
+        f"the names of parameters are from {engine.title} {format_version(engine.newest)}: "
+        f"offplan check --engine {engine.name} --log FILE says whether the weights moved"
     ]
 
 

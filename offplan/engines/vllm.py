@@ -105,8 +105,8 @@ def demand_rule(rule: Rule, placement: Placement, stage: Stage, version: Version
         return EngineDemand(flags, environment, notes, tuple(moved), more)
     if stage.model.towers and version >= TOWERS_FIRST:
         raise ExportError(
-            "vLLM reads the towers' parameters in place before those of layers: the bytes that "
-            "the plan gives to layers would go to what reads images and sound"
+            "vLLM reads parameters of towers in place before it reads parameters of layers: the "
+            "bytes that the plan gives to layers would go to what reads images and sound"
         )
     num_bytes = _uva_bytes(rule, placement, stage)
     moved = first_layers(taken, num_bytes)
@@ -171,8 +171,8 @@ def find_names(stage: Stage) -> Mapping[str, str]:
         if name in FACTS["usual"]:
             return {}
     raise ExportError(
-        f"it is not known how vLLM builds {', '.join(found) or stage.model.model_type}, or it "
-        "builds it in a way that offloads nothing: no rule can be said of it"
+        f"offplan does not know how vLLM builds {', '.join(found) or stage.model.model_type}, or "
+        "vLLM builds it in a way that offloads nothing: no flag offloads it"
     )
 
 

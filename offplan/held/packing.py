@@ -120,13 +120,13 @@ def pack_stage(stage: Stage, packing: Packing | None) -> Stage:
         if len({is_packed(p) for p in layer.parameters if _is_matrix(p) and p.is_expert}) > 1:
             raise PlanError(
                 f"packing takes some of the routed experts' weights of layer {layer.index} only: "
-                "those of a layer are multiplied in one way; take all of them, or none"
+                "kernels multiply a layer's experts in one way; take all of them, or none"
             )
     outside = stage.outside
     if packing.output_head and not unpacked.takes_head:
         if why_not := _why_not_pack_head(model):
             raise PlanError(
-                f"packing takes the output head, and that of {source} cannot be packed: "
+                f"packing takes the output head, and the head of {source} cannot be packed: "
                 f"{why_not}; leave out `output_head`"
             )
         outside = tuple(_pack(p) if p is stage.head else p for p in outside)

@@ -44,7 +44,8 @@ class Stage:
     packing: Packing | None = None
     """The packing by which weights are held."""
     routing: RoutingProfile | None = field(default=None, compare=False)
-    """How soon experts are chosen again; None where tokens are taken to choose all alike."""
+    """How soon experts are chosen again; None assumes that tokens choose all
+    equally often."""
     passes: StockPasses | None = field(default=None, compare=False)
     """What transformers' own passes take, where they run and that was asked for."""
 

@@ -74,15 +74,15 @@ def describe_drift(plan: Plan, model: Model) -> Iterator[str]:
         )
     if plan.model.config_sha256 not in (None, model.config_sha256):
         yield (
-            f"the plan was made for another config.json ({plan.model.config_sha256[:12]}) than "
-            f"that of {model.source} ({model.config_sha256[:12]}), which may give other tokens: "
+            f"the plan was made for config.json {plan.model.config_sha256[:12]}; "
+            f"{model.source} has {model.config_sha256[:12]}, which may give other tokens: "
             "plan it again (offplan replan --accept-drift), or restore the file"
         )
     generation = plan.model.generation_config_sha256
     if generation is not None and model.generation not in (None, generation):
         yield (
-            f"the plan was made for another generation_config.json ({generation[:12]}) than that "
-            f"of {model.source} ({model.generation[:12] or 'none'}), which may give other texts: "
+            f"the plan was made for generation_config.json {generation[:12]}; {model.source} has "
+            f"{model.generation[:12] or 'none'}, which may give other texts: "
             "plan it again (offplan replan --accept-drift), or restore the file"
         )
     if model.dtype != plan.model.dtype:

@@ -272,7 +272,8 @@ class MachineProfile(Record):
         """Return the profile with the link that each GPU has while so many of the host copy.
 
         It is the slowest one's of as many that copied at once, or of the next larger number that
-        was measured; where none was, each is taken to have the whole link.
+        was measured; where none was, offplan assumes that each
+        GPU has the whole link.
         """
         together = [number for number in self.concurrent_rates if number >= num_gpus]
         if num_gpus == 1 or not together:
@@ -320,7 +321,7 @@ ASSUMED_CORES = Figure[LinkRate].model_validate(
         "source": "two channels of DDR5-5600 have 90 GB/s, of which cores read two thirds",
     }
 )
-"""What the host's cores are taken to read where a profile does not say."""
+"""Rate that offplan assumes of the host's cores where a profile has none."""
 ASSUMED_TRIP = Figure[ShortTime].model_validate(
     {
         "value": 15e-6,
@@ -328,7 +329,7 @@ ASSUMED_TRIP = Figure[ShortTime].model_validate(
         "source": "two copies of some KB, a bell that is heard, and a stream that goes on",
     }
 )
-"""What a hand-over to the cores is taken to take where a profile does not say."""
+"""Seconds that offplan assumes of a hand-over to the cores where a profile has none."""
 
 
 class PeerStoreProfile(MachineProfile):

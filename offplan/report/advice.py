@@ -21,21 +21,24 @@ def describe_alternatives(analysis: Analysis) -> list[str]:
     if not told:
         return []
     return [
-        f"In fewer bits this model would give here: {'; '.join(told)}. Each is another checkpoint, "
-        "with its own quality; offplan sized it from this one's shapes."
+        f"A checkpoint of this model in fewer bits would give here: {'; '.join(told)}. Its answers "
+        "differ from this one's; offplan estimates its size and speed from the same shapes."
+    ]
+
+
+def describe_type(analysis: Analysis) -> list[str]:
+    """Name weights of float32, which another type would halve; nothing for others."""
+    if analysis.held.model.dtype != "float32" or (analysis.machine and analysis.machine.is_cpu):
+        return []
+    return [
+        "Its weights are float32, twice the bytes of bfloat16. --dtype bfloat16 plans for a "
+        "checkpoint in bfloat16, where MODEL is a config.json alone."
     ]
 
 
 def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
-    """Say what there is to say beside a plan's figures, a line for each; often nothing."""
-    lines = []
-    model = analysis.held.model
-    if model.dtype == "float32" and not (analysis.machine and analysis.machine.is_cpu):
-        lines.append(
-            "Its weights are float32, twice the bytes of bfloat16: of a config.json alone, --dtype "
-            "bfloat16 plans for a checkpoint of those."
-        )
-    lines += describe_alternatives(analysis)
+    """Name what a plan's figures leave out, a line for each; often nothing."""
+    lines = [*describe_type(analysis), *describe_alternatives(analysis)]
     if analysis.sooner is not None:
         lines.append(_describe_sooner(plan, analysis.sooner))
     if analysis.rereads is not None:
@@ -47,9 +50,9 @@ def describe_advice(analysis: Analysis, plan: Plan) -> list[str]:
         lines.append(_describe_unused(analysis.unused, plan))
     if reads_experts(plan, analysis.held.stage) and plan.routing is None:
         lines.append(
-            "Tokens are taken to choose all experts alike, the least that can be promised: "
-            "`offplan run PLAN --record-routing FILE` records how they do, and --cached-experts "
-            "auto --routing FILE plans by it."
+            "The prediction assumes that tokens choose all experts equally often, which is the "
+            "slowest case. `offplan run PLAN --record-routing FILE` records what they choose; "
+            "--cached-experts auto --routing FILE plans by the record."
         )
     if analysis.unpackable:
         names = ",".join(analysis.unpackable)
@@ -77,10 +80,8 @@ def _describe_sooner(plan: Plan, sooner: Plan) -> str:
     """Say what a first token that comes sooner costs, and how to ask for it."""
     more = sooner.prediction.objective_s / plan.prediction.objective_s - 1
     target = sooner.goal.targets.replace(" s", "s").replace(" ms", "ms").replace(" us", "us")
-    return (
-        f"A first token after {format_seconds(sooner.prediction.prefill.step_s)} takes {more:.1%} "
-        f"longer in all: {target}"
-    )
+    first = format_seconds(sooner.prediction.prefill.step_s)
+    return f"A plan with its first token after {first} takes {more:.1%} longer in all: {target}"
 
 
 def _describe_rereads(rereads: Rereads, where: str) -> str:

@@ -17,7 +17,7 @@ from offplan.library.analysis import Analysis
 from offplan.machine.profile import MachineProfile
 from offplan.plan import Packing, Plan, Rule
 from offplan.ranks import ONE_RANK
-from offplan.report.advice import describe_advice, describe_alternatives
+from offplan.report.advice import describe_advice, describe_alternatives, describe_type
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
@@ -33,7 +33,8 @@ def render_answer(analysis: Analysis, command: str, output: Path | None) -> list
     head = [Text(describe_model(model))]
     if analysis.infeasible is not None:
         why = str(analysis.infeasible)  # memory that lacks, or a target that is missed
-        lines = [f"{why[0].upper()}{why[1:]}", *describe_alternatives(analysis)]
+        lines = [f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"]
+        lines += [*describe_type(analysis), *describe_alternatives(analysis)]
         return [Group(*head, *map(Text, lines))]
     if analysis.result is None or analysis.machine is None:
         told = describe_running(model, analysis.why_not_run, stock=held.runner.is_stock)
@@ -94,18 +95,18 @@ def describe_fit(plan: Plan, machine: MachineProfile) -> str:
     memory, prediction = plan.prediction.gpu_memory, plan.prediction
     budget = format_budget(plan.budget.gpu_memory)
     told = f"It fits {machine.name}: {format_bytes(memory.total_bytes)} of {budget} of GPU memory"
-    whole, reserve = machine.gpu_memory.value, machine.display_bytes
-    if reserve and plan.budget.gpu_memory == whole - reserve:
-        takes = f"--gpu-memory {format_budget(whole)}".replace(" GiB", "GiB")
-        told += f" ({format_bytes(reserve)} left to display and driver; {takes} takes it)"
+    left, reserve = "", machine.display_bytes
+    if reserve and plan.budget.gpu_memory == machine.gpu_memory.value - reserve:
+        takes = f"--gpu-memory {format_budget(machine.gpu_memory.value)}".replace(" GiB", "GiB")
+        left = f" {format_bytes(reserve)} of the GPU stays free for the display; {takes} takes it."
     locked = prediction.host_memory_bytes
     if not locked:
-        return f"{told}, nothing on the host." if not plan.offload.rules else f"{told}."
-    if machine.host_memory is not None:
-        room = f"of {format_bytes(machine.host_memory.value)} that can be locked there"
-    else:
-        room = "check that as much can be locked: this machine's profile does not say"
-    return f"{told}, {format_bytes(locked)} of page-locked host memory ({room})."
+        return f"{told}{'' if plan.offload.rules else ', nothing on the host'}.{left}"
+    if machine.host_memory is None:
+        left += " This machine's profile does not say how much host memory can be page-locked."
+        return f"{told}, {format_bytes(locked)} of page-locked host memory.{left}"
+    room = format_bytes(machine.host_memory.value)
+    return f"{told}, {format_bytes(locked)} of {room} of page-locked host memory.{left}"
 
 
 def describe_ranks(plan: Plan, held: Held, machine: MachineProfile) -> list[str]:
@@ -117,19 +118,19 @@ def describe_ranks(plan: Plan, held: Held, machine: MachineProfile) -> list[str]
     layers = " and ".join(str(len(stage.layers)) for stage in stages)
     of_stage = f" in {ranks.pipeline} stages of {layers} layers" if ranks.pipeline > 1 else ""
     told = [
-        f"That is each of {ranks.num_gpus} GPUs ({ranks.label}), whose share of the weights is "
-        f"{weights}{of_stage}; host memory is that of all together.",
-        "Not counted: what GPUs send each other, in time and in buffers.",
+        f"Each of {ranks.num_gpus} GPUs ({ranks.label}) takes this GPU memory; its share of the "
+        f"weights is {weights}{of_stage}. The host memory is the sum over all GPUs.",
+        "The prediction does not count what GPUs send each other, in time or in buffers.",
     ]
     if ranks.tensor > 1 and not machine.knows_ranks(ranks.tensor):
         told.append(
-            f"Each is taken to have the whole link while {ranks.tensor} copy at once: offplan "
-            "measure on a host with as many GPUs finds what it has."
+            f"The prediction assumes that each GPU has the whole link while {ranks.tensor} copy; "
+            "offplan measure on a host with as many GPUs measures what it has."
         )
     if ranks.expert > 1:
         told.append(
-            "Tokens are taken to be sent to all experts alike; where they are not, GPUs wait for "
-            "the busiest one."
+            "It assumes that each expert computes as many tokens as any other; where one "
+            "computes more, all GPUs wait for its GPU."
         )
     return told
 
@@ -147,9 +148,9 @@ def describe_speed(plan: Plan) -> str:
     step_s = prediction.decode.step_s
     rate = format_frequency(workload.batch / step_s)
     return (
-        f"{rate} tokens a second{batch}, {format_seconds(step_s)} each; the first after "
-        f"{format_seconds(prediction.prefill.step_s)} (prompt of {workload.prompt_tokens}; "
-        f"{prediction.basis})."
+        f"{rate} tokens a second{batch}, {format_seconds(step_s)} each; the first token "
+        f"{format_seconds(prediction.prefill.step_s)} after a prompt of {workload.prompt_tokens} "
+        f"({prediction.basis})."
     )
 
 

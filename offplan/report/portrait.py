@@ -81,7 +81,7 @@ class Portrait:
             yield f"Layers{where}", piles, draw_layers(stage, plan.offload)
         told = "Each bar is as long as its budget; one without a budget is at the GPU's scale."
         if len(stages) > 1:
-            told += " GPU memory is that of a GPU of the stage that takes most, the host's is all."
+            told += " GPU memory: one GPU of the stage that takes most. Host memory: all stages."
         yield "Memory", told, draw_memory(plan)
         if self.lanes is not None:
             steps = format_seconds(self.lanes.prefill.step_s)

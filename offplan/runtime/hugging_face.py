@@ -187,7 +187,7 @@ class OffplanForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _refuse(given: dict[str, Any]) -> None:
-    """Raise InputError for arguments that would not be heeded."""
+    """Raise InputError for arguments that a session does not support."""
     for name in _NEVER:
         if given.get(name) is not None and given[name] is not False:
             raise InputError(f"{name} is not supported: a plan's session has tokens in, logits out")

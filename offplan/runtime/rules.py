@@ -22,7 +22,7 @@ from offplan.checkpoint.model import Model
 from offplan.checkpoint.weights import find_small_files
 from offplan.errors import InputError
 
-_NOT_HEEDED: Mapping[str, tuple[Any, ...]] = {
+_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "constraints": (),
     "force_words_ids": (),
@@ -100,15 +100,15 @@ def read_rules(model: Model, tokenizer: Any) -> TokenRules:
     End tokens are those of the generation config, or else of the config, and the tokenizer's own.
 
     Raises InputError for a file that cannot be read, for a value that is none and for what would
-    change a greedy text and is not heeded, and HubError.
+    change a greedy text and is not supported, and HubError.
     """
     found, where = _read(model)
-    for key, neutral in _NOT_HEEDED.items():
+    for key, neutral in _NOT_SUPPORTED.items():
         value = getattr(found, key, None)
         if value is not None and value not in neutral:
             raise InputError(
-                f"{where} has {key} {quote(value)}, which `run` does not heed and which would "
-                "change what it generates: take it out of a copy, and plan that"
+                f"{where} has {key} {quote(value)}, which `run` does not support and which would "
+                "change the text: copy the model's folder, take the key out, and plan the copy"
             )
     ends = _list(found.eos_token_id, int, "eos_token_id", where)
     if not ends:

@@ -104,7 +104,7 @@ def _check_model(plan: Plan, model: Model) -> Iterator[Finding]:
             files += " and config.json"
         if plan.model.generation_config_sha256 and model.generation is not None:
             files = f"{files.replace(' and', ',')} and generation_config.json"
-        text = f"{files} of {plan.model.source}{at} are those of the plan"
+        text = f"{files} of {plan.model.source}{at} are unchanged since the plan"
         yield Finding("model", "holds", text)
 
 
@@ -119,7 +119,7 @@ def _check_profile(plan: Plan, model: Model | None) -> tuple[MachineProfile | No
         text = f"figures were measured on {plan.machine.name} and kept in no profile"
         return None, Finding("profile", "unknown", text)
     if machine.fingerprint == plan.machine.fingerprint:
-        return machine, Finding("profile", "holds", f"the figures of {name} are those of the plan")
+        return machine, Finding("profile", "holds", f"the figures of {name} are unchanged")
     planned = plan.machine
     figures = (
         ("name", planned.name, machine.name),
@@ -149,7 +149,7 @@ def _check_routing(plan: Plan, routing: RoutingRef, model: Model | None) -> Find
     except InputError as error:
         return Finding("routing", "unknown", f"it cannot be compared: {error}")
     if profile.fingerprint == routing.fingerprint:
-        return Finding("routing", "holds", f"the reuse in {routing.file} is that of the plan")
+        return Finding("routing", "holds", f"the reuse in {routing.file} is unchanged")
     was, now = routing.fingerprint[:12], profile.fingerprint[:12]
     text = f"the plan was made from {routing.file} as {was}, which is {now} by now: {again}"
     return Finding("routing", "drift", text)

@@ -144,7 +144,7 @@ def _check_flags(export: Export, startup: Startup) -> Iterator[Finding]:
         yield Finding("flags", "drift", text)
         return
     if startup.flags:
-        yield Finding("flags", "holds", "those that it says are those of the plan")
+        yield Finding("flags", "holds", "the flags in the log are the plan's flags")
 
 
 def _normal(values: tuple[str, ...] | None) -> list[float | str]:

@@ -389,7 +389,7 @@ def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
     path, model = tmp_path / "plan.yaml", "tests/models/deepseek-v2-lite/config.json"
     asked = ("plan", model, "--machine", "rtx4090", "--gpu-memory", "10GiB", "-o", path)
     code, _, err = cli(*asked, "--for", "vllm", "--tp", 2, "--ep", 2)
-    assert (code, "each of 2 GPUs (--tp 2 --ep 2)" in err) == (0, True)
+    assert (code, "Each of 2 GPUs (--tp 2 --ep 2)" in err) == (0, True)
     plan = yaml.safe_load(path.read_text())
     assert plan["goal"] == {
         "objective": "latency",

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from offplan.cli import threads
+from offplan.cli import main, threads
 from tests.cli import CLI, ROOT
 
 RUN = ("run", ROOT / "plans" / "tiny-moe.yaml", "--prompt", "Weights", "--device", "cpu")
@@ -54,3 +54,19 @@ def test_a_run_beside_other_work_says_so(cli: CLI, monkeypatch: pytest.MonkeyPat
     code, _, err = cli(*RUN)
     assert (code, chosen) == (0, [1])
     assert "computing with 1 of 4 threads" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "1000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_that_wait_sleep_soon_unless_told(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", environment := dict(given))
+    main._let_waiting_threads_sleep()
+    assert environment.get("GOMP_SPINCOUNT") == expected

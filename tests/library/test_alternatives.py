@@ -41,8 +41,8 @@ def test_the_answer_reports_what_fewer_bits_would_give(
     machine = ("--machine", "rtx4060,ram=64GiB", "--gpu-memory", "8GiB")
     asked = (strip_quantisation("qwen3-8b-fp8", tmp_path), *machine)
     told = " ".join(cli("analyze", *asked).out.split())
-    assert "In fewer bits this model would give here: FP8 (8.788 GiB) " in told
-    assert "tokens a second with nothing on the host. Each is another checkpoint" in told
+    assert "A checkpoint of this model in fewer bits would give here: FP8 (8.788 GiB) " in told
+    assert "tokens a second with nothing on the host. Its answers differ" in told
     data = json.loads(cli("analyze", *asked, "--json").out)
     step_s = data["plan"]["prediction"]["decode"]["step_s"]
     found = {each["bits"]: each for each in data["alternatives"]}
@@ -50,7 +50,7 @@ def test_the_answer_reports_what_fewer_bits_would_give(
     assert found[4]["host_bytes"] == 0
     # an answer that fewer bits do not change, and one of which no plan fits
     assert (
-        "In fewer bits"
+        "in fewer bits"
         not in cli("analyze", *asked[:1], "--machine", "rtx4090", "--for", "vllm").out
     )
     told = cli("analyze", *asked, "--host-memory", "1GiB").out

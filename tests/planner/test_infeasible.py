@@ -62,7 +62,7 @@ def test_an_engine_may_need_more_than_others(share: float, moves: bool) -> None:
     assert make_plan(question.with_gpu_memory(given + lack)).plan.goal == goal
     with pytest.raises(InfeasibleError):
         make_plan(question.with_gpu_memory(given + lack - given // RESOLUTION - 1))
-    assert ("it is not known how vLLM builds" in str(error.value)) is not moves
+    assert ("offplan does not know how vLLM builds" in str(error.value)) is not moves
 
 
 def test_a_machine_may_be_too_small_for_an_engine() -> None:

@@ -85,7 +85,7 @@ def test_what_changes_no_greedy_text(model: Model, content: dict[str, Any]) -> N
     ],
 )
 def test_what_is_not_heeded_is_refused(model: Model, key: str, value: object) -> None:
-    with pytest.raises(InputError, match=rf"generation_config.json has {key} .* does not heed"):
+    with pytest.raises(InputError, match=rf"generation_config.json has {key} .* does not support"):
         read(model, {key: value})
 
 

@@ -186,7 +186,7 @@ def choose_tile(weight: Operands, block_m: int, shared_bytes: int) -> tuple[int,
 
     A tile is one of the weight and one of ``block_m`` inputs in each plane. Source: triton 3.6
     compiles the kernels of words for compute capability 9.0 to 0.75 to 0.96 of the shared memory
-    that is reckoned here.
+    that this function estimates.
     """
     layout: Layout | None = weight.constants.get("FORM")
     extra = TABLE_BYTES * BLOCK_OUT if layout and layout.code == "table" else 0

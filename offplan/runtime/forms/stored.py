@@ -14,7 +14,7 @@ from offplan.kernel_sizes import CODES_ROWS, KERNEL_TYPES, PACKED_ROWS
 from offplan.runtime.forms.reference import Parts, expand
 
 UNUSED = frozenset((Part.SHAPE, Part.INPUT_SCALE, Part.STATE))
-"""Parts that no value is computed with: what a STATE says is heeded once it is loaded."""
+"""Parts that no value is computed with: what a STATE says is applied once it is loaded."""
 KERNEL_DTYPES = tuple(getattr(torch, name) for name in KERNEL_TYPES)
 """Types of inputs that the kernels multiply."""
 

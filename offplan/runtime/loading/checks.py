@@ -78,7 +78,7 @@ def check_headers(name: str, target: Target, wanted: torch.Tensor) -> None:
         if tensor.shape != shape:
             raise CheckpointError(
                 f"{tensor.name} has the shape {tensor.shape}; the model wants {shape}: the "
-                "config is not that of these weights"
+                "config belongs to other weights"
             )
         if wanted.is_floating_point() != (tensor.dtype in FLOATS):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What only the contents of stored parts say, not their headers, heeded once these are loaded."""
+"""What the contents of stored parts change once they are loaded: their headers do not say it."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from offplan.runtime.loading.target import Codes, Target
 from offplan.runtime.refusal import refuse
 
 
-def heed_contents(
+def apply_contents(
     skeleton: PreTrainedModel,
     targets: Mapping[str, Target],
     loaded: Mapping[str, torch.Tensor],

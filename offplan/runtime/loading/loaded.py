@@ -21,7 +21,7 @@ from offplan.runtime.loading.by_cores import (
     take_from_cores,
 )
 from offplan.runtime.loading.cached import CachedExperts
-from offplan.runtime.loading.contents import heed_contents
+from offplan.runtime.loading.contents import apply_contents
 from offplan.runtime.loading.loader import load_weights
 from offplan.runtime.loading.packed import OverfullError, bringing_kernels
 from offplan.runtime.loading.places import assign, find_places, materialise_buffers
@@ -81,7 +81,7 @@ class LoadedModel:
             self.store.page_lock()
             dtype = self.model.dtype
             share_scratch(decoder_layers(self.module), getattr(torch, dtype), device)
-            heed_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
+            apply_contents(self.module, targets, loaded, device, dtype, is_random=folder is None)
             assign(self._places, self.store.resident)
             self.cached = CachedExperts(
                 self.model, self.module, self.placement, prepared.cached, self.store

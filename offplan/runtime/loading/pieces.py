@@ -13,7 +13,7 @@ def arrange(
 ) -> tuple[tuple[Piece, ...], Shape] | None:
     """Find the view of one parameter that each source fills.
 
-    ``shapes`` are those that the sources are taken to have. Returns the views and the parameter's
+    ``shapes`` are the shapes that are assumed of the sources. Returns the views and the parameter's
     shape, None where views will not do.
     """
     if converter is None:

@@ -65,7 +65,7 @@ def prepare(
     placement = place(stage, offload)
     if stock and placement.expert_slots:
         raise PlanError(
-            "a rule has cached_experts, and transformers' own passes are to run the model: kept "
+            "a rule has cached_experts, and transformers' own passes run this model: kept "
             "experts need offplan's own passes, so leave cached_experts out"
         )
     offloaded = find_offloaded(placement, targets, wanted)

@@ -21,8 +21,8 @@ from offplan.runtime.refusal import refuse
 MAX_VARIANTS = 64
 """Compilations kept for one layer class: kinds of layers x phases x where their weights lie."""
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "deterministic": True}
-"""No kernel is tried out in several shapes: that takes memory for a moment that the plan has not
-reckoned with, as much as the GPU's L2 cache and copies of what the kernel changes, and by the shape
+"""No kernel is tried out in several shapes: that takes memory for a moment that the plan does
+not count, as much as the GPU's L2 cache and copies of what the kernel changes, and by the shape
 of a reduction tokens would differ from one start to the next.
 
 Source: torch 2.11, ``InductorBenchmarker.benchmark_gpu`` and ``_persistent_reduction_configs``; 12

@@ -264,7 +264,7 @@ class StockRunner:
         if uncalled:
             raise refuse(
                 f"a {phase.value} pass of {type(self._module).__name__} does not call layer "
-                f"{min(uncalled)}, whose weights are to be moved"
+                f"{min(uncalled)}, whose weights the plan moves"
             )
         return tuple(order)
 
