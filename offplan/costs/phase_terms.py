@@ -50,6 +50,7 @@ def list_phase(
     formula = f"streamed + {' + '.join(read)}, re-reads included"
     if use is not None:
         formula += ", and experts missed x bytes of an expert"
+        formula += ", less what the host's cores read" if taken.times.missed_ps else ""
     inputs = (*crossing, *list_use(use))
     yield Term(f"{phase}.link_bytes", taken.link_bytes, "bytes", formula, inputs)
     copies = Input("copies", taken.num_copies, "count")

@@ -58,10 +58,6 @@ class Loads(NamedTuple):
     climbing: Floats
     """The option that has rungs; NO_RULE for none."""
 
-    def at(self, setting: Ints, rule: Ints) -> "Loads":
-        """Select rules, each in a setting."""
-        return Loads(*(column[setting, rule] for column in self))
-
     def with_second(self, other: "Loads") -> "Loads":
         """Return what two rules of each plan take together: layers that stream are shared."""
         shared = Loads._fields.index("slot_bytes")

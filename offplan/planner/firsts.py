@@ -1,14 +1,14 @@
 """First rules: what a budget leaves of a space's rules, in each setting and with each ring."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offplan.planner.aims import NEVER, Floats
 from offplan.planner.estimates import Rules, estimate
 from offplan.planner.in_place import InPlace, InPlaceRules
+from offplan.planner.patterns import choose
 from offplan.planner.prices import NO_RULE, Ints, Prices
 from offplan.planner.space import PREFETCH_STEPS, Room
 
@@ -28,10 +28,6 @@ class Rows(NamedTuple):
     """The second rule; NO_RULE for none."""
     lacking_bytes: Floats
     """Bytes that these rules leave to be taken off the GPU; at most 0 where they are a plan."""
-
-    def choose(self, rows: NDArray[Any]) -> "Rows":
-        """Keep some of the rows."""
-        return Rows(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,9 @@ def list_firsts(prices: Prices, rules: Rules, in_place: InPlaceRules, room: Room
         num_candidates += int(rules.num_patterns[first[fits]].sum())
         rows = np.flatnonzero(fits | (lacking < of_rule) & (on_host <= 0))
         first, setting, slots = first[rows], setting[rows], np.full(len(rows), num_slots)
-        times = estimate(prices, rules.loads.at(setting, first), setting, slots, -lacking[rows])
+        times = estimate(
+            prices, choose(rules.loads, setting, first), setting, slots, -lacking[rows]
+        )
         # what is no plan by itself leaves something
         left = np.where(fits[rows], lacking[rows], np.maximum(1, lacking[rows]))
         found.append(Rows(*times, setting, slots, first, np.full(len(rows), NO_RULE), left))

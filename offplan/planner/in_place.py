@@ -54,8 +54,8 @@ class InPlaceRules:
                 lacks.append(lack)
         numbers, of_plan = np.array(contents), np.array(settings)
         slots = np.ones_like(of_plan)
-        times = self.prices.price_contents(numbers, of_plan, slots)
-        _, on_host, _ = self.prices.weigh_contents(numbers, slots)
+        times = self.prices.price(numbers, of_plan, slots)
+        _, on_host, _ = self.prices.weigh(numbers, slots)
         columns = zip(*times, on_host - room.host_bytes[of_plan], strict=True)
         return [
             InPlace(setting, rule, (float(prompt_ps), float(step_ps)), float(lack), float(host))

@@ -42,10 +42,6 @@ class Candidates(NamedTuple):
     second: Ints
     second_pattern: Ints
 
-    def choose(self, rows: Ints) -> "Candidates":
-        """Keep some of the candidates."""
-        return Candidates(*(column[rows] for column in self))
-
 
 class Rungs(NamedTuple):
     """The rungs that candidates have memory for."""
@@ -54,10 +50,6 @@ class Rungs(NamedTuple):
     """The option whose ladders they are of; NO_RULE where none has any, [candidates]."""
     of_layer: Ints
     """Rungs of each layer, [candidates, layers]."""
-
-    def choose(self, rows: Ints) -> "Rungs":
-        """Keep those of some of the candidates."""
-        return Rungs(self.option[rows], self.of_layer[rows])
 
 
 class Content(NamedTuple):
@@ -142,10 +134,7 @@ class Prices:
         in_decode = [(u, way.decode) for u, way in reads]
         never = [(u, way.decode) for u, way in reads if not way.prefill.streams]
         by_cores = [[u for u, way in each if way.is_by_cores] for each in (in_decode, never)]
-        prompt_reads, step_read_ps = (
-            space.prompt_reads(in_prefill)[0],
-            space.step_reads(in_decode)[0],
-        )
+        prompt_reads, step_read_ps = space.prompt_reads(in_prefill), space.step_reads(in_decode)
         engine = space.stage.runner.pass_rules
         if engine is not None and engine.copies_in_place and not any(spans):
             # it copies what it is told to read in place, for each chunk
@@ -164,7 +153,7 @@ class Prices:
             prompt_copy_ps=copies[0],
             step_copy_ps=copies[1],
             step_read_ps=step_read_ps,
-            kept_read_ps=space.step_reads(never)[0],
+            kept_read_ps=space.step_reads(never),
             step_cores_ps=space.cores_ps(by_cores[0]),
             beside_cores_ps=space.cores_ps(by_cores[0], beside=True),
             kept_cores_ps=space.cores_ps(by_cores[1]),
@@ -181,8 +170,8 @@ class Prices:
             self._tables[first, second] = np.array(numbers)
         return self._tables[first, second]
 
-    def _contents_of(self, candidates: Candidates) -> Ints:
-        """Numbers of the contents, [candidates, layers]."""
+    def number_all(self, candidates: Candidates) -> Ints:
+        """Number the contents of all layers, [candidates, layers]."""
         pairs = np.column_stack([candidates.first, candidates.second])
         distinct, which = np.unique(pairs, axis=0, return_inverse=True)
         tables = np.stack([self._table(int(first), int(second)) for first, second in distinct])
@@ -200,15 +189,11 @@ class Prices:
     def _kind_of(self) -> Ints:
         return np.array(self.space.kind_of)
 
-    def weigh(self, candidates: Candidates) -> tuple[Ints, Ints, Ints]:
+    def weigh(self, numbers: Ints, prefetch_step: Ints) -> tuple[Ints, Ints, Ints]:
         """Bytes off the GPU less the ring's, bytes of slabs, and layers that stream.
 
-        Each is an array of shape [candidates].
+        Plans are given by the numbers of their layers' contents, [plans, layers].
         """
-        return self.weigh_contents(self._contents_of(candidates), candidates.prefetch_step)
-
-    def weigh_contents(self, numbers: Ints, prefetch_step: Ints) -> tuple[Ints, Ints, Ints]:
-        """Weigh plans by the numbers of their layers' contents, [plans, layers]."""
         contents, _ = self.contents
         spans = contents.prompt_bytes[numbers], contents.step_bytes[numbers]
         num_turns = np.maximum(*((each > 0).sum(axis=1) for each in spans))
@@ -237,19 +222,14 @@ class Prices:
         rungs = ladders.climb(option, takes, spare)
         return rungs.any(axis=1) | (option == NO_RULE), Rungs(option, rungs)
 
-    def price(self, candidates: Candidates, rungs: Rungs | None = None) -> tuple[Floats, Floats]:
-        """Price both phases as the candidates' schedules would be, on an engine or not.
-
-        Returns the picoseconds of each one's prompt and
-        decode step, rounded to floats at the end.
-        """
-        numbers = self._contents_of(candidates)
-        return self.price_contents(numbers, candidates.setting, candidates.prefetch_step, rungs)
-
-    def price_contents(
+    def price(
         self, numbers: Ints, setting: Ints, prefetch_step: Ints, rungs: Rungs | None = None
     ) -> tuple[Floats, Floats]:
-        """Price plans by the numbers of their layers' contents, [plans, layers]."""
+        """Price both phases as the plans' schedules would be, on an engine or not.
+
+        Plans are given by the numbers of their layers' contents, [plans, layers]. Returns the
+        picoseconds of each one's prompt and decode step, rounded to floats at the end.
+        """
         space = self.space
         contents, prompt_reads = self.contents
         table, row_ps = space.table, space.table.row_ps[setting]

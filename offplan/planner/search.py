@@ -27,7 +27,7 @@ from offplan.planner.estimates import Rules, estimate, list_rules
 from offplan.planner.firsts import Firsts, Rows, list_firsts
 from offplan.planner.in_place import InPlaceRules
 from offplan.planner.limits import check_range
-from offplan.planner.patterns import list_patterns
+from offplan.planner.patterns import choose, list_patterns
 from offplan.planner.prices import NO_RULE, Candidates, Ints, Prices
 from offplan.planner.space import Room, Space, find_room
 from offplan.planner.stages import Stages
@@ -188,7 +188,7 @@ class Searcher:
         firsts = self.firsts(budget)
         run = _Run(self, find_room(self.space, budget), aim, limit)
         run.try_in_place(firsts)
-        run.try_all(firsts.rows.choose(firsts.rows.lacking_bytes <= 0), 16)
+        run.try_all(choose(firsts.rows, firsts.rows.lacking_bytes <= 0), 16)
         if rival is not None:
             run.offer(rival.rank, rival.times_ps, rival.write)
         if not self.space.runner.takes_one_rule and max_rules > 1:
@@ -234,7 +234,7 @@ class _Run:
     def list_pairs(self, firsts: Rows) -> Rows:
         """List the pairs of two rules whose estimates are better than the best plan so far."""
         rules, loads, slot_bytes = self.rules, self.rules.loads, self.rules.loads.slot_bytes[0]
-        rows = firsts.choose(self._gain(self._relieve(firsts)))
+        rows = choose(firsts, self._gain(self._relieve(firsts)))
         # what each option's second rules have to free, and the smallest rule that does
         more = np.maximum(0, rules.least_slot - slot_bytes[rows.first][:, None])
         missing = np.maximum(1, rows.lacking_bytes[:, None] + rows.num_slots[:, None] * more)
@@ -259,12 +259,12 @@ class _Run:
         row, second = self._better(
             rows, np.repeat(row, counts), np.repeat(second, counts) + following
         )
-        return self._pair(rows.choose(row), second)
+        return self._pair(choose(rows, row), second)
 
     def _pair(self, rows: Rows, second: Ints) -> Rows:
         """Add second rules to first ones."""
         loads, setting, num_slots = self.rules.loads, rows.setting, rows.num_slots
-        one, two = loads.at(setting, rows.first), loads.at(setting, second)
+        one, two = choose(loads, setting, rows.first), choose(loads, setting, second)
         both = one.with_second(two)
         more = num_slots * (both.slot_bytes - one.slot_bytes)
         spare = two.unit_bytes - rows.lacking_bytes - more
@@ -276,8 +276,8 @@ class _Run:
         climbs = np.flatnonzero(self.rules.loads.climbing[0, rows.first] >= 0)
         if not len(climbs):
             return rows
-        some = rows.choose(climbs)
-        loads = self.rules.loads.at(some.setting, some.first)
+        some = choose(rows, climbs)
+        loads = choose(self.rules.loads, some.setting, some.first)
         spare = self.space.dense_bytes - some.lacking_bytes
         prompt_ps, step_ps = rows.prompt_ps.copy(), rows.step_ps.copy()
         times = estimate(self.prices, loads, some.setting, some.num_slots, spare)
@@ -286,7 +286,7 @@ class _Run:
 
     def _better(self, rows: Rows, row: Ints, second: Ints) -> tuple[Ints, Ints]:
         """Keep the pairs whose estimates are better than the best plan so far."""
-        kept = self._gain(self._pair(rows.choose(row), second))
+        kept = self._gain(self._pair(choose(rows, row), second))
         return row[kept], second[kept]
 
     def _gain(self, rows: Rows) -> NDArray[np.bool_]:
@@ -299,7 +299,7 @@ class _Run:
         values = self.aim.values(rows.prompt_ps, rows.step_ps) * (1 + self.aim.tolerance)
         order, start = np.argsort(values, kind="stable"), 0
         while start < len(order) and values[order[start]] < self.most:
-            self._try(self._spread(rows.choose(order[start : start + size])))
+            self._try(self._spread(choose(rows, order[start : start + size])))
             start, size = start + size, min(2 * size, BLOCK)
 
     def _spread(self, rows: Rows) -> Candidates:
@@ -308,7 +308,7 @@ class _Run:
         counts = np.where(rows.second == NO_RULE, rules.num_patterns[rows.first], 1)
         row = np.repeat(np.arange(len(counts)), counts)
         following = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows = rows.choose(row)
+        rows = choose(rows, row)
         return Candidates(
             rows.setting,
             rows.num_slots,
@@ -320,19 +320,21 @@ class _Run:
 
     def _try(self, candidates: Candidates) -> None:
         """Price candidates that fit, and keep those that may be chosen."""
-        off_gpu, on_host, num_turns = self.prices.weigh(candidates)
+        numbers = self.prices.number_all(candidates)
+        off_gpu, on_host, num_turns = self.prices.weigh(numbers, candidates.prefetch_step)
         padding = self.space.padding_bytes[candidates.first]
         spare = off_gpu - self.room.lacking_bytes[candidates.setting] - padding
         fits, rungs = self.prices.climb(candidates, spare)
         fits &= (spare >= 0) & (on_host <= self.room.host_bytes[candidates.setting])
         fits &= (num_turns > candidates.prefetch_step) | (candidates.prefetch_step == 0)
         rows = np.flatnonzero(fits)
-        candidates, on_host = candidates.choose(rows), on_host[fits]
-        rungs = None if rungs is None else rungs.choose(rows)
+        candidates, on_host = choose(candidates, rows), on_host[fits]
+        rungs = None if rungs is None else choose(rungs, rows)
         if not fits.any():
             return
         self.search.num_priced += len(on_host)
-        prompt_ps, step_ps = self.prices.price(candidates, rungs)
+        given = numbers[rows], candidates.setting, candidates.prefetch_step, rungs
+        prompt_ps, step_ps = self.prices.price(*given)
         if self.stages is not None:
             more = self.stages.price(candidates)
             fits = on_host + more.host_bytes <= self.room.host_bytes[candidates.setting]

@@ -124,11 +124,12 @@ class Stages:
         prompt_ps, step_ps = np.zeros(len(candidates.setting)), np.zeros(len(candidates.setting))
         same, host_bytes = np.ones(len(prompt_ps), dtype=bool), np.zeros(len(prompt_ps), np.int64)
         for count, prices in self._prices:
-            _, on_host, num_turns = prices.weigh(candidates)
+            numbers = prices.number_all(candidates)
+            _, on_host, num_turns = prices.weigh(numbers, candidates.prefetch_step)
             takes = (on_host > 0) | (candidates.first == NO_RULE)
             same &= takes & (num_turns >= candidates.prefetch_step)
             host_bytes += count * on_host
-            times = prices.price(candidates)
+            times = prices.price(numbers, candidates.setting, candidates.prefetch_step)
             prompt_ps, step_ps = prompt_ps + count * times[0], step_ps + count * times[1]
         return OtherStages(prompt_ps, step_ps, same, host_bytes)
 

@@ -120,9 +120,10 @@ def test_the_search_prices_them_as_the_schedule_does(
     of = [data.draw(st.integers(0, len(patterns.group_size) - 1)) for _ in range(2)]
     of[1] = NO_RULE if second == NO_RULE else of[1]
     setting = data.draw(st.integers(0, len(space.settings) - 1))
-    numbers = (setting, prefetch_step, first, of[0], second, of[1])
-    candidate = Candidates(*(np.array([number]) for number in numbers))
-    off_gpu, *_ = searcher.prices.weigh(candidate)
+    taken = (setting, prefetch_step, first, of[0], second, of[1])
+    candidate = Candidates(*(np.array([number]) for number in taken))
+    numbers = searcher.prices.number_all(candidate)
+    off_gpu, *_ = searcher.prices.weigh(numbers, candidate.prefetch_step)
     spare = int(share * max(0, int(off_gpu[0])))
     fits, rungs = searcher.prices.climb(candidate, np.array([spare]))
     assume(fits[0])
@@ -155,7 +156,7 @@ def test_the_search_prices_them_as_the_schedule_does(
     assert placement.expert_slots_bytes <= spare
     request = placement, space.stage, space.machine, chosen.prefill, space.decode
     prompt_ps, step_ps = run_request(*request)
-    found = searcher.prices.price(candidate, rungs)
+    found = searcher.prices.price(numbers, candidate.setting, candidate.prefetch_step, rungs)
     # misses and what a prompt leaves are rounded to picoseconds by themselves, layer by layer
     rounded_ps = 2 * len(experts)
     assert abs(found[0][0] - prompt_ps) <= rounded_ps

@@ -18,8 +18,8 @@ from offplan.library.asking import pose
 from offplan.placement import Placement, place
 from offplan.plan import Backend, Goal, Offload, Rule, Workload
 from offplan.planner.estimates import estimate
-from offplan.planner.patterns import list_patterns
-from offplan.planner.prices import NO_RULE, Candidates
+from offplan.planner.patterns import choose, list_patterns
+from offplan.planner.prices import NO_RULE, Candidates, Ints
 from offplan.planner.search import Searcher
 from offplan.planner.space import Space
 from tests.costs.builders import DENSE, MOE, dense_model, make_machine, make_model, moe_model
@@ -97,9 +97,16 @@ def draw_options(draw: Callable[..., Any], searcher: Searcher) -> list[int]:
     ]
 
 
+def weigh(searcher: Searcher, case: Case) -> tuple[Ints, Ints, Ints]:
+    candidates, prices = case.candidates(), searcher.prices
+    return prices.weigh(prices.number_all(candidates), candidates.prefetch_step)
+
+
 def price(searcher: Searcher, case: Case) -> tuple[float, float]:
     """Price one plan as the search does."""
-    prompt_ps, step_ps = searcher.prices.price(case.candidates())
+    candidates, prices = case.candidates(), searcher.prices
+    numbers = prices.number_all(candidates)
+    prompt_ps, step_ps = prices.price(numbers, candidates.setting, candidates.prefetch_step)
     return float(prompt_ps[0]), float(step_ps[0])
 
 
@@ -126,7 +133,7 @@ def test_the_search_prices_as_the_schedule_does(
     alone = price_request(*request)
     assert (alone.prefill.step_ps, alone.decode.step_ps) == (prompt_ps, step_ps)
 
-    off_gpu, on_host, _ = searcher.prices.weigh(case.candidates())
+    off_gpu, on_host, _ = weigh(searcher, case)
     on_gpu = placement.resident_bytes + placement.ring_bytes
     assert off_gpu.tolist() == [stage.loaded_bytes - setting.host_bytes - on_gpu]
     if searcher.space.runner.name is None:
@@ -167,11 +174,11 @@ def test_a_plan_takes_no_less_than_its_estimate(data: st.DataObject, searcher: S
         (int(rules.option[rule]), int(rules.patterns[rules.first_pattern[rule]]))
         for rule in numbers
     )
-    num_turns = int(searcher.prices.weigh(Case(setting, 0, taken).candidates())[2][0])
+    num_turns = int(weigh(searcher, Case(setting, 0, taken))[2][0])
     assume(num_turns != 1)  # fewer slots than layers that stream, as the space has it
     num_slots = data.draw(st.integers(1, min(4, num_turns - 1))) if num_turns else 0
     where = np.array([setting])
-    loads = [rules.loads.at(where, np.array([rule])) for rule in (*numbers, NO_RULE)]
+    loads = [choose(rules.loads, where, np.array([rule])) for rule in (*numbers, NO_RULE)]
     both = loads[0].with_second(loads[1])
     exact_ps = price(searcher, Case(setting, num_slots, taken))
     rounded_ps = len(space.kind_of) * (4 + space.table.num_chunks[setting] * space.reading_ps(3))
