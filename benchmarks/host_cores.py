@@ -4,11 +4,12 @@
                                     [--area-mib 2048]
 
 Each sample lies between two reads of as many bytes by the same threads, and its ratio is to their
-mean: 1 is what the memory gives. Each call has other bytes, of ``--area-mib`` that no cache holds: an
-Intel host with 300 MB of cache read 256 MiB again and again at 290 GB/s, and 2 GiB at 144. Samples whose two reads differ by more than 15 % are left out. One
-thread is timed by its own clock, which stands while others have the core. A matrix of ``--mib`` is
-multiplied by 1, 2, 4 and 8 rows; eight experts of one token are sent through gate and up, SiLU and
-down as one region; so are 8 tokens of two experts each that share eight. No GPU is needed.
+mean: 1 is what the memory gives. Each call has other bytes, of ``--area-mib`` that no cache holds:
+an Intel host with 300 MB of cache read 256 MiB again and again at 290 GB/s, and 2 GiB at 144.
+Samples whose two reads differ by more than 15 % are left out. One thread is timed by its own clock,
+which stands while others have the core. A matrix of ``--mib`` is multiplied by 1, 2, 4 and 8 rows;
+eight experts of one token are sent through gate and up, SiLU and down as one region; so are 8
+tokens of two experts each that share eight. No GPU is needed.
 """
 
 import argparse

@@ -34,6 +34,7 @@ def measure(
         ),
     ] = "cuda",
     packing: options.Packing = True,
+    host_threads: options.HostThreads = None,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -41,7 +42,8 @@ def measure(
     """Measure this machine and print its profile; plans can be made from it elsewhere.
 
     Everything is measured afresh, on the current GPU and, for what they share, the host's others.
-    With --device cpu the CPU plays GPU, and copies within host memory are its link.
+    With --device cpu the CPU plays GPU, and copies within host memory are its link. The host's
+    cores multiply the model's weights, if there is a C++ compiler.
     """
     from offplan.checkpoint.open import open_model
     from offplan.cli.planning import read_workload
@@ -67,6 +69,8 @@ def measure(
         device=device,
         afresh=True,
         with_others=True,
+        with_cores=True,
+        host_threads=host_threads,
         packing=packing,
         on_stage=ProgressBar,
     ).profile

@@ -180,6 +180,15 @@ HostCores = Annotated[
         "--host-cores", help="Let the host's cores multiply weights in decode (not yet on a GPU)."
     ),
 ]
+HostThreads = Annotated[
+    int | None,
+    typer.Option(
+        "--host-threads",
+        min=1,
+        help="Threads of the host's cores. [default: three in four physical cores]",
+        show_default=False,
+    ),
+]
 Routing = Annotated[
     Path | None,
     typer.Option(

@@ -66,6 +66,7 @@ def list_phase(
         (Input("kernels that keep experts", to_seconds(keeping), "s"),) if keeping else ()
     )
     if taken.times.cores_products:
+        threads = machine.host_threads
         formula = "round trips x cores_round_trip + bytes / cores, beside copies where it copies"
         name, waiting = "host's cores", sum(taken.times.cores_ps)
         if taken.times.missed_ps:
@@ -79,6 +80,7 @@ def list_phase(
             Input("bytes read by the host's cores", taken.times.cores_bytes, "bytes"),
             show_figure("cores", machine.cores_rate, "bytes_per_s"),
             show_figure("cores_beside_copies", machine.cores_rate_beside, "bytes_per_s"),
+            *((show_figure("host_threads", threads, "count"),) if threads else ()),
         )
     slowdown = Input("slowdown of reading beside copies", taken.times.uva_slowdown, "count")
     waited_ps = taken.step_ps - taken.compute_ps

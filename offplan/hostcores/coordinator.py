@@ -135,25 +135,29 @@ def choose_cores(
     siblings: Path = Path("/sys/devices/system/cpu"),
     nearest: Iterable[int] = (),
     num_threads: int | None = None,
+    quota: float | None = None,
 ) -> list[int]:
     """Choose the cores to compute on, one for each thread, one a physical core.
 
     They are of ``nearest``, the GPU's own NUMA node, where those are allowed; a physical core in
     four, at least one, is left to the loop that makes the steps. ``num_threads`` takes as many as
-    it says. Raises OffplanError where there are not so many.
+    it says. A container's ``quota``, in cores, counts as the number of physical cores where it is
+    smaller. Raises OffplanError where there are not so many.
     """
     usable = sorted(set(allowed) & set(nearest)) or sorted(allowed)
     first_of: dict[int, int] = {}
     for core in usable:
         first_of.setdefault(min(_read_siblings(siblings, core), default=core), core)
-    physical = [*first_of.values()]
+    physical, whose = [*first_of.values()], "physical cores"
+    if quota is not None and quota < len(physical):
+        physical, whose = physical[: max(1, int(quota))], "cores of the container's CPU quota"
     if num_threads is None:
         left = max(1, len(physical) // 4) if len(physical) > 1 else 0
         return physical[: len(physical) - left]
     if num_threads > len(physical):
         raise OffplanError(
-            f"found {len(physical)} physical cores to compute on, and {num_threads} threads are "
-            f"asked for: ask for {len(physical)} at most"
+            f"found {len(physical)} {whose} to compute on, and {num_threads} threads are asked "
+            f"for: ask for {len(physical)} at most (--host-threads)"
         )
     return physical[:num_threads]
 

@@ -1,4 +1,4 @@
-"""The memory limits of the control groups that this process is in."""
+"""The limits of the control groups that this process is in: memory, and time of cores."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +39,28 @@ def memory_groups(proc: Path, cgroup: Path) -> Iterator[MemoryGroup]:
                 stat = read_numbers(folder / "memory.stat")
                 cached = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
                 yield MemoryGroup(folder, int(limit), int(used) - cached)
+
+
+def core_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Find how many cores' time this process may take; None where no group limits it.
+
+    Source: the kernel's cgroup-v2.rst (``cpu.max``) and scheduler/sched-bwc.rst.
+    """
+    quotas = []
+    for line in read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = cgroup, ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            base, names = cgroup / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        group = base / path.strip("/")
+        for folder in [group, *group.parents][: len(Path(path).parts)]:
+            words = " ".join(read_text(folder / name) for name in names).split()
+            if len(words) == 2 and all(word.isdecimal() for word in words):  # not "max", not -1
+                quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
 
 
 def read_numbers(path: Path) -> dict[str, int]:

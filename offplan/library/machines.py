@@ -15,6 +15,9 @@ from offplan.files import StrPath
 from offplan.held.held import hold
 from offplan.held.packing import pack_everything, packable
 from offplan.held.stage import Stage
+from offplan.hostcores.build import check_platform
+from offplan.hostcores.coordinator import choose_cores
+from offplan.hostmem.cgroups import core_quota
 from offplan.library.runnable import why_not_run
 from offplan.machine.name import parse_name
 from offplan.machine.profile import LayerTime, MachineProfile, load_profile
@@ -34,6 +37,12 @@ class Machine:
     """Bytes of GPU memory that a process can have: all of it, or what nobody else has taken."""
     profile_name: str | None = None
     """The name or file that the profile was read from; None where it was measured."""
+
+
+def check_threads(host_threads: int) -> None:
+    """Raise OffplanError where the host's cores cannot compute with so many threads."""
+    check_platform()
+    choose_cores(os.sched_getaffinity(0), num_threads=host_threads, quota=core_quota())
 
 
 def load_machine(name: StrPath) -> Machine:
@@ -56,6 +65,8 @@ def measure_here(
     device: DeviceName = "cuda",
     afresh: bool = False,
     with_others: bool = False,
+    with_cores: bool = False,
+    host_threads: int | None = None,
     packing: bool = True,
     on_stage: Stages = silent,
 ) -> Machine:
@@ -66,9 +77,11 @@ def measure_here(
     one if left out), with ``packing`` also packed, and how often its products read weights in
     place. Times of layers are kept on disk, and found there where nothing that they depend on has
     changed, unless all is to be measured ``afresh``. ``with_others`` also uses the host's other
-    GPUs: the link while several copy at once, and a second one's memory as a store. The ``device``
-    ``cpu`` is measured as one that plays GPU, to try offplan without any. ``on_stage`` hears what
-    begins.
+    GPUs: the link while several copy at once, and a second one's memory as a store. ``with_cores``
+    has the host's cores multiply the model's weights by ``host_threads`` threads, one for each of
+    most physical cores where it is left out; where they cannot, their figures stay out.
+    The ``device`` ``cpu`` is measured as one that plays GPU, to try offplan without any.
+    ``on_stage`` hears what begins.
 
     Takes a minute or so, nearly all of the GPU's memory in turns, and synchronises the device.
     Raises OffplanError where there is no CUDA device, CheckpointError for a model that cannot run
@@ -76,6 +89,8 @@ def measure_here(
     """
     if device == "cuda":
         require_gpu()
+    if host_threads is not None:
+        check_threads(host_threads)
     workload = workload or Workload()
     if model is not None and (obstacle := why_not_run(hold(model), workload.context)) is not None:
         if why_not_run(hold(model, stock=True), workload.context) is not None:
@@ -98,6 +113,8 @@ def measure_here(
         if packing and packable(model):
             held.append(hold(model, pack_everything(model)))
         profile = _add_model(profile, held, workload, device, on_stage, afresh=afresh)
+    if with_cores:
+        profile = _add_cores(profile, model, device, host_threads, on_stage)
     return Machine(profile, profile.gpu_memory.value - used)
 
 
@@ -138,6 +155,30 @@ def _add_model(
     rate, progress = profile.uva.value, on_stage("measuring reads in place")
     reads = measure_model_reads(held[0], workload, chunks, rate, progress)
     return profile.model_copy(update={"layer_times": times, "in_place_reads": reads})
+
+
+def _add_cores(
+    profile: MachineProfile,
+    model: Model | None,
+    device: DeviceName,
+    host_threads: int | None,
+    on_stage: Stages,
+) -> MachineProfile:
+    """Add to a profile what the host's cores read of a model's weights that they multiply."""
+    import torch
+
+    from offplan.runtime.measuring.cores import measure_cores
+
+    stage, progress = None if model is None else hold(model), on_stage("measuring the host's cores")
+    try:
+        figures = measure_cores(stage, torch.device(device), host_threads)
+    except OffplanError:
+        if host_threads is not None:
+            raise
+        figures = {}  # no compiler, no kernel: plans without the cores need none
+    if progress is not None:
+        progress(1, 1)
+    return MachineProfile.model_validate(profile.model_dump() | figures)
 
 
 def find_machine(

@@ -178,6 +178,8 @@ class MachineProfile(Record):
     cores_round_trip: Figure[ShortTime] | None = None
     """Seconds from the device's last write before a product to its first read behind it, beside
     those of the product; absent is 15 us."""
+    host_threads: Figure[int] | None = None
+    """Threads that the cores' figures are of; absent is one a physical core, a quarter left out."""
     peer: Figure[LinkRate] | None = None
     """Device memory of a second GPU to this one, one large DMA."""
     peer_latency: Figure[ShortTime] | None = None

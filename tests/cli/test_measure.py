@@ -27,7 +27,7 @@ from offplan.machine.profile import (
     parse_profile,
 )
 from offplan.plan import Workload, load_plan
-from offplan.runtime.measuring import layer_key, layer_times
+from offplan.runtime.measuring import cores, layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
 
 WORKLOAD = Workload(batch=1, prompt_tokens=32, output_tokens=96, context=256)
@@ -49,6 +49,10 @@ class Machine:
     def time_reads(self, products: Any, *_: Any) -> tuple[InPlaceRead, ...]:
         return tuple(InPlaceRead(shape=s, tokens=tokens, factor=3) for s, tokens in products)
 
+    def time_cores(self, stage: Any, device: Any, num_threads: int | None) -> dict[str, Any]:
+        figure = {"value": 1e11, "basis": "measured", "source": f"{num_threads} threads"}
+        return {} if stage is None else {"cores": figure}
+
     def time_layers(self, model: Model, *_: Any) -> tuple[LayerTime, ...]:
         packs = any(is_packed(parameter) for parameter in model.layers[0].parameters)
         self.num_layer_times += not packs
@@ -63,6 +67,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(offplan.machine.measure, "measure_machine", machine.measure)
     monkeypatch.setattr(layer_times, "measure_layer_times", machine.time_layers)
     monkeypatch.setattr(layer_times, "measure_in_place_reads", machine.time_reads)
+    monkeypatch.setattr(cores, "measure_cores", machine.time_cores)
     monkeypatch.setattr(offplan.runtime.memory.gpu_memory, "bytes_in_use", lambda device: 2**30)
     monkeypatch.setattr(offplan.library.machines, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -136,7 +141,9 @@ def test_measure_times_layers_afresh_and_keeps_them(
         assert (code, err) == (0, f"offplan: wrote {path}\n")
         assert "NVIDIA H200, PCIe 5 x16" in out
         assert "55.4 GB/s" in out
-    assert len(parse_profile(path.read_text(), "here").layer_times) == 3
+    kept = parse_profile(path.read_text(), "here")
+    assert len(kept.layer_times) == 3
+    assert kept.cores_rate.value == 1e11
     assert (machine.num_layer_times, machine.with_others) == (2, [True, True])
     measure_here(open_model(str(TINY_MOE)), WORKLOAD)
     assert machine.num_layer_times == 2

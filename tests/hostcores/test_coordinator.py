@@ -153,6 +153,16 @@ def test_cores_are_physical_ones_near_the_gpu(tmp_path: Path) -> None:
         choose_cores(range(16), folder, num_threads=9)
 
 
+def test_a_quota_counts_as_the_cores_that_there_are(tmp_path: Path) -> None:
+    folder = make_topology(tmp_path, [str(core) for core in range(16)])
+    assert choose_cores(range(16), folder, quota=4.5) == [0, 1, 2]
+    assert choose_cores(range(16), folder, quota=0.5) == [0]
+    assert len(choose_cores(range(16), folder, quota=64.0)) == 12
+    assert choose_cores(range(16), folder, num_threads=4, quota=4.5) == [0, 1, 2, 3]
+    with pytest.raises(OffplanError, match=r"found 4 cores of the container's CPU quota"):
+        choose_cores(range(16), folder, num_threads=5, quota=4.5)
+
+
 def test_lists_of_cores_are_read() -> None:
     assert parse_cores("0-3,8\n") == [0, 1, 2, 3, 8]
     assert parse_cores("\n") == []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from offplan.hostmem.cgroups import core_quota
 from offplan.hostmem.limits import pin_limit
 
 
@@ -41,3 +42,26 @@ def test_the_least_limit_counts(
     if ulimit is not None:
         lockable[0] = ulimit
     assert pin_limit(2**27, proc=tmp_path, cgroup=tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {}, None),
+        (
+            "3:cpu,cpuacct:/\n2:memory:/\n",
+            {"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            4.0,
+        ),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_the_quota_of_cores(
+    tmp_path: Path, group: str, files: dict[str, str], expected: float | None
+) -> None:
+    for name, text in {"self/cgroup": group, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert core_quota(proc=tmp_path, cgroup=tmp_path) == expected

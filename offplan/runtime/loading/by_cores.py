@@ -183,6 +183,11 @@ def take_from_cores(given: Iterable[nn.Module]) -> None:
         vars(module)["cores"] = None
 
 
+def task_of(module: "ByCoresModule") -> "LinearTask | ExpertsTask":
+    """Return what the cores compute of a module that a plan gives them."""
+    return _TASKS[int(vars(module)["task"])]
+
+
 class LinearTask(NamedTuple):
     """The product of a linear layer."""
 

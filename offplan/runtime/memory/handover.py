@@ -22,6 +22,7 @@ from offplan.errors import OffplanError
 from offplan.hostcores.coordinator import Coordinator, choose_cores, parse_cores
 from offplan.hostcores.library import Dense, Words
 from offplan.hostmem.block import HostBlock
+from offplan.hostmem.cgroups import core_quota
 from offplan.runtime.forms import cores
 
 SLOWEST_BYTES_PER_S = 5e9
@@ -133,6 +134,7 @@ class Handover:
             os.sched_getaffinity(0),
             nearest=nearest_cores(device) if on_gpu else (),
             num_threads=num_threads,
+            quota=core_quota(),
         )
         self._words = HostBlock(ctypes.sizeof(Words), pin=on_gpu)
         team = library.team(len(chosen), chosen)
