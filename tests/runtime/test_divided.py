@@ -1,5 +1,6 @@
 """Kept experts of which cores and link divide those missed, on the CPU."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ import torch
 from offplan.backends import Backend
 from offplan.errors import OffplanError
 from offplan.plan import Rule
+from offplan.runtime.loading.by_cores import ExpertsTask
 from offplan.runtime.memory.handover import Handover
 from offplan.runtime.memory.servers import SERVERS, ByCores
 from offplan.runtime.model import cached
+from offplan.runtime.model.layers import DecoderLayers
+from offplan.runtime.passes import runner
+from offplan.runtime.rows import Rows
 from tests.hostcores.cores import require_cores
 from tests.runtime.cached import Abort, keeping, prompts, run_hostile
 from tests.runtime.divided import dividing, run_beside_lists, save
@@ -41,7 +46,8 @@ def test_logits_are_as_near_to_float32(family: str, form: str, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3_moe", "values", tmp_path_factory.mktemp("divided"), num_experts=8)[0]
+    into, config = tmp_path_factory.mktemp("divided"), {"num_experts": 8, "num_hidden_layers": 4}
+    return save("qwen3_moe", "values", into, **config)[0]
 
 
 @pytest.mark.parametrize("prefill", ["prefetch", "uva"])
@@ -154,6 +160,56 @@ def test_a_hand_over_gives_the_same(
 
 def abort(*_: object) -> torch.Tensor:
     raise Abort
+
+
+@pytest.mark.slow
+def test_compiled_layers_run_no_code_of_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that are divided, that keep experts and that are resident share what was compiled."""
+    decision = offload(dividing(2, 0.5, every=3), keeping(2, every=2), prefill_chunk=7)
+
+    def run() -> tuple[list[torch.Tensor], dict[int, Any]]:
+        with open_session(folder, decision) as session:
+            made = [session.prefill(prompts(0)[0]).clone()]
+            made += [session.decode(torch.tensor([[token]])).clone() for token in range(20)]
+            return made, session.count_experts()
+
+    logits, counts = run()
+    # on a GPU it is called within an operator
+    monkeypatch.setattr(ExpertsTask, "begin", torch.compiler.disable(ExpertsTask.begin))
+    own = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda of, **_: own(of, backend="eager", dynamic=False))
+    compile_all = functools.partial(DecoderLayers, compiled=True)
+    monkeypatch.setattr(runner, "DecoderLayers", lambda layers, **_: compile_all(layers))
+    torch.compiler.reset()
+    try:
+        got, found = run()
+    finally:
+        torch.compiler.reset()
+    assert all(map(torch.equal, got, logits))
+    assert found == counts
+    assert sorted(bool(each.by_cores) for each in found.values()) == [False, False, True]
+
+
+def test_texts_that_join_and_leave(folder: Path) -> None:
+    """The same bits each time, with rows of the batch that have no text."""
+
+    def run() -> list[torch.Tensor]:
+        with open_session(folder, offload(dividing(2, 0.5), prefill_chunk=4)) as session:
+            rows = Rows(session, 2)
+            first = rows.join([1, 2, 3, 4, 5, 6, 7, 8, 9])
+            made = [first.logits.clone()]
+            made += [rows.step({first.row: token})[first.row].clone() for token in (3, 4)]
+            second = rows.join([7, 3])
+            made.append(second.logits.clone())
+            made += [each.clone() for each in rows.step({first.row: 1, second.row: 2}).values()]
+            rows.leave(first.row)
+            made.append(rows.step({second.row: 6})[second.row].clone())
+            assert any(found.by_cores for found in session.count_experts().values())
+            return made
+
+    assert all(map(torch.equal, run(), run()))
 
 
 def test_no_share_is_the_link_alone(folder: Path) -> None:
