@@ -225,10 +225,10 @@ class Model:
 
 
 INPUT_EMBEDDINGS = frozenset(
-    ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
+    ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embed")
 )
 """Names that models give to the module of their input embedding."""
-OUTPUT_HEADS = frozenset(("lm_head", "embed_out", "output", "output_layer"))
+OUTPUT_HEADS = frozenset(("lm_head", "embed_out", "output", "output_layer", "head"))
 """Names that models give to the module that turns hidden states into logits."""
 
 

@@ -1,7 +1,8 @@
 """The work of one decoder layer, whatever the machine: bytes to read, products to compute."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from offplan.checkpoint.architecture import Architecture
@@ -158,6 +159,8 @@ class LayerWork:
     experts: Experts | None
     operators: Mapping[Phase, float] | None = None
     """Operators that transformers' own pass launches, by phase; None where offplan's passes run."""
+    moved: Callable[[PassShape], float] | None = None
+    """Bytes that these read and write in a call beside weights, the cache's among them."""
     unpacked: "LayerWork | None" = None
     """The work of the same layer as the checkpoint stores it; None where nothing is packed."""
 
@@ -289,11 +292,27 @@ def layer_work(stage: Stage, layer: Layer) -> LayerWork:
         if stage.passes is None
         else {
             phase: stage.passes.operators[phase.value][layer.index]
-            / max(1, count_calls(stage, phase)[layer.index])
+            / _num_calls(stage, layer.index, phase)
             for phase in Phase
         },
+        moved=None if stage.passes is None else partial(moved_bytes, stage, layer.index),
         unpacked=layer_work(stage, unpack_layer(layer)) if is_any_packed else None,
     )
+
+
+def moved_bytes(stage: Stage, index: int, shape: PassShape) -> float:
+    """Bytes that operators of transformers' own passes read and write beside weights.
+
+    Those of a call of a layer, or, for the index -1, of what lies outside the layers.
+    """
+    assert stage.passes is not None, "offplan's own passes are priced by formulas"
+    size = shape.batch, shape.tokens, shape.context
+    moved = stage.passes.moved_bytes(index, shape.phase.value, *size)
+    return moved / (1 if index < 0 else _num_calls(stage, index, shape.phase))
+
+
+def _num_calls(stage: Stage, index: int, phase: Phase) -> int:
+    return max(1, count_calls(stage, phase)[index])
 
 
 def expands(parameter: Parameter, shape: PassShape, element_bytes: int) -> bool:

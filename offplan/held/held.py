@@ -6,7 +6,7 @@ from offplan.checkpoint.model import KVCache, Layer, Model
 from offplan.held.packing import pack_stage
 from offplan.held.runner import OWN_RUNTIME, STOCK_RUNTIME, Runner
 from offplan.held.stage import Stage
-from offplan.held.stock import find_passes
+from offplan.held.stock import StockPasses, find_passes
 from offplan.plan import Packing, Workload
 from offplan.ranks import Ranks
 from offplan.routing.profile import RoutingProfile
@@ -63,12 +63,13 @@ def hold(model: Model, packing: Packing | None = None, *, stock: bool = False) -
     return pack_stage(hold_whole(model, STOCK_RUNTIME if stock else OWN_RUNTIME), packing)
 
 
-def hold_stock(model: Model) -> Stage:
+def hold_stock(model: Model, passes: StockPasses | None = None) -> Stage:
     """Lower a model to what offplan's runtime holds of it for transformers' own passes.
 
-    Raises CheckpointError where what these passes take cannot be counted.
+    ``passes`` are what these take where that is known. Raises CheckpointError where it cannot be
+    counted.
     """
-    stage, passes = hold_whole(model, STOCK_RUNTIME), find_passes(model)
+    stage, passes = hold_whole(model, STOCK_RUNTIME), passes or find_passes(model)
     caches = [KVCache(of_token, window, state) for of_token, window, state in passes.caches]
     layers = [
         replace(layer, kv_cache=cache) for layer, cache in zip(stage.layers, caches, strict=True)

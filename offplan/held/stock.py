@@ -34,7 +34,20 @@ class StockPasses:
     pinned: Sequence[str]
     """Stored tensors of layers that loading splits or joins: no rule takes them."""
     operators: Mapping[str, Sequence[int]]
-    """Operators that a call of each layer launches, by phase; then those outside the layers."""
+    """Operators that a pass launches in each layer, by phase; then those outside the layers."""
+    prompt_moved: Sequence[tuple[float, float, float]]
+    """Bytes that operators read and write beside weights in each layer, and outside the layers: for
+    any prompt, for each token, and for each pair of tokens."""
+    step_moved: Sequence[tuple[float, float]]
+    """The same of a decode step: for any, and for each token of its context."""
+
+    def moved_bytes(self, index: int, phase: str, batch: int, tokens: int, context: int) -> float:
+        """Bytes that operators of a pass read and write in a layer; -1 is what lies outside."""
+        if phase == "decode":
+            fixed, of_token = self.step_moved[index]
+            return fixed + batch * of_token * context
+        fixed, of_token, of_pair = self.prompt_moved[index]
+        return fixed + batch * (of_token * tokens + of_pair * tokens * tokens)
 
     def activation_bytes(self, batch: int, chunk: int, context: int) -> tuple[int, int]:
         """Bytes of the temporaries of a prompt of ``chunk`` tokens, and of a decode step."""

@@ -60,6 +60,8 @@ class LiveBytes(TorchDispatchMode):
         """Bytes that live, and the most since ``begin``."""
         self.operators = Counter[int | None]()
         """Operators that launch something, by the layer that runs."""
+        self.moved = Counter[int | None]()
+        """Bytes that these read and write, weights left out, by the layer that runs."""
         self.layer: int | None = None
         self._seen = weakref.WeakKeyDictionary[Any, None]()
 
@@ -67,6 +69,7 @@ class LiveBytes(TorchDispatchMode):
         """Begin a pass."""
         self.peak = self.now
         self.operators.clear()
+        self.moved.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -81,6 +84,10 @@ class LiveBytes(TorchDispatchMode):
             made = func(*args, **(kwargs or {}))
         if not func.is_view:
             self.operators[self.layer] += 1
+            touched = [v for v in tree_leaves((args, kwargs, made)) if isinstance(v, torch.Tensor)]
+            values = (v for v in touched if not isinstance(v, nn.Parameter))
+            # what is expanded is there once
+            self.moved[self.layer] += sum(min(v.nbytes, _stored_bytes(v)) for v in values)
         for value in tree_leaves(made):
             if isinstance(value, torch.Tensor):
                 self._note(value.untyped_storage())
@@ -97,6 +104,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _drop(self, size: int) -> None:
         self.now -= size
+
+
+def _stored_bytes(value: torch.Tensor) -> int:
+    return value.untyped_storage().nbytes()
 
 
 def count_passes(model: Model) -> StockPasses:
@@ -152,6 +163,14 @@ def _count(model: Model, sizes: Sequence[int], *, is_fake: bool) -> StockPasses:
         step_bytes=_fit_line(sizes, [each.step_bytes for each in counted]),
         pinned=pinned,
         operators=first.operators,
+        prompt_moved=[
+            _fit_square(sizes, [each.moved["prefill"][index] for each in counted])
+            for index in range(len(layers) + 1)
+        ],
+        step_moved=[
+            _fit_line(sizes, [each.moved["decode"][index] for each in counted])
+            for index in range(len(layers) + 1)
+        ],
     )
 
 
@@ -197,6 +216,7 @@ class _Counted:
     def __init__(self, num_layers: int) -> None:
         self.calls: dict[str, list[int]] = {"prefill": [], "decode": []}
         self.operators: dict[str, list[int]] = {}
+        self.moved: dict[str, list[int]] = {}
         self.cache_bytes = [0] * num_layers
         self.prompt_bytes = self.step_bytes = 0
 
@@ -231,11 +251,9 @@ def _run(
                     counted.prompt_bytes = taken
                 else:
                     counted.step_bytes = taken
-                counted.operators[phase] = [
-                    live.operators[first[kind] if is_alike else index]
-                    for index, kind in enumerate(kinds)
-                ]
-                counted.operators[phase].append(live.operators[None])
+                ran = [first[k] if is_alike else n for n, k in enumerate(kinds)]
+                counted.operators[phase] = [live.operators[each] for each in (*ran, None)]
+                counted.moved[phase] = [live.moved[each] for each in (*ran, None)]
     finally:
         calls.close()
     of_layers = text.layer_bytes(len(layers))
