@@ -148,6 +148,13 @@ def test_errors(served: Served) -> None:
     assert not served.faults
 
 
+def test_more_prompts_than_will_ever_have_room(scripted: Served) -> None:
+    client = scripted.client()
+    with pytest.raises(openai.BadRequestError, match="5 prompts, and this server takes 4"):
+        client.completions.create(model=NAME, prompt=["a"] * 5, max_tokens=1)
+    assert len(client.completions.create(model=NAME, prompt=["a"] * 4, max_tokens=1).choices) == 4
+
+
 def test_stop_strings_that_span_tokens(scripted: Served) -> None:
     client = scripted.client()
     asked = {"model": NAME, "prompt": "a", "max_tokens": 200, "temperature": 0}
