@@ -3,7 +3,8 @@
     python -m benchmarks.serve [CONFIG_JSON] [--layers 12] [--clients 10] [--tokens 256]
 
 Without a config it takes Qwen3-8B's sizes. Each way of keeping the weights is loaded once and timed
-four times: steps of the session alone, as ``offplan bench`` times them; texts without a server; and
+five times: steps of the session alone, as ``offplan bench`` times them; texts without a server,
+in this thread and in another; and
 streams over HTTP, whose clients run in a process of their own, for one client and for several.
 ``share`` is the part of a step that the server adds to the session's. Needs the extra ``serve``;
 runs on the CPU as well, with a small config.
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,9 @@ def time_way(
         rows.warm_up(NUM_PROMPT)
         for number in (1, given.clients):
             found[f"texts_step_s_{number}"] = time_texts(rows, tokenizer, number, given.tokens)
+        with ThreadPoolExecutor(1) as beside:
+            ran = beside.submit(time_texts, rows, tokenizer, 1, given.tokens)
+            found["texts_in_a_thread_step_s_1"] = ran.result()
         serving, port, thread = serve(model, session, tokenizer, rows)
         try:
             for number in (1, given.clients):
@@ -196,6 +201,7 @@ def time_way(
         finally:
             serving.end()
             thread.join()
+        found["texts_again_step_s_1"] = time_texts(rows, tokenizer, 1, given.tokens)
         found["gpu_bytes"] = session.gpu_bytes
     return found | {"took_s": time.perf_counter() - began}
 

@@ -49,7 +49,7 @@ class CallParser:
         body, self._body = self._body, ""
         function = value.get("function") if isinstance(value, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
+        if not isinstance(function, dict) or not isinstance(name, str):
             delta["content"] = delta.get("content", "") + body
             return
         arguments = function.get("arguments")

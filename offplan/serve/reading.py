@@ -56,16 +56,13 @@ class Reader:
 
     def finds_calls(self, request: Request) -> bool:
         """Whether calls of tools are told from the text of an answer."""
-        is_chat = isinstance(request, ChatRequest)
-        return self.template is not None and is_chat and bool(request.shown_tools)
+        return self.template is not None and bool(_list_tools(request))
 
     def make_call_parser(self, request: Request, text: Text) -> CallParser | None:
         """Return what finds calls of tools in a request's text; None where it stays as it is."""
         if not self.finds_calls(request):
             return None
-        assert isinstance(request, ChatRequest), "others have no tools"
-        prompt = self.tokenizer.decode(text.prompt)
-        return CallParser(self.template, prompt, request.shown_tools or [])
+        return CallParser(self.template, self.tokenizer.decode(text.prompt), _list_tools(request))
 
     def _read_prompts(self, request: Request) -> list[list[int]]:
         if isinstance(request, ChatRequest):
@@ -102,6 +99,11 @@ class Reader:
             number=number,
             keeps_special=self.finds_calls(request),
         )
+
+
+def _list_tools(request: Request) -> list[dict[str, Any]]:
+    """Return the tools that a request shows to the model."""
+    return (isinstance(request, ChatRequest) and request.shown_tools) or []
 
 
 def read_drawing(request: Request, temperature: float = 1.0) -> Sampling | None:

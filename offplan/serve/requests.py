@@ -107,6 +107,9 @@ class Message(_Object):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
+    # gradio's chat keeps these in what was said, and sends all of it
+    metadata: Any = None
+    options: Any = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:

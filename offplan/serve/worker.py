@@ -74,14 +74,21 @@ class Worker:
     def reserve(self, num_jobs: int) -> None:
         """Keep room for so many jobs, which ``submit`` or ``give_up`` takes back.
 
-        Raises ApiError with 503 where too many wait already, and while the server ends.
+        Raises ApiError with 503 where too many wait already, and while the server ends, with 400
+        for more than there will ever be room for.
         """
+        room = self._most_waiting + self._texts.num_rows
+        if num_jobs > room:
+            raise ApiError(
+                400,
+                f"{num_jobs} prompts, and this server takes {room} at a time: send fewer",
+                param="prompt",
+            )
         with self._changed:
             if self._is_draining or self._is_stopped:
                 raise _refuse_ending()
             found = len(self._waiting) + self._num_reserved
-            most = self._most_waiting + self._texts.num_rows - len(self._running)
-            if found + num_jobs > most:
+            if found + num_jobs > room - len(self._running):
                 raise ApiError(503, f"{found} texts wait already: ask later", code="queue_full")
             self._num_reserved += num_jobs
             self._note()

@@ -136,11 +136,23 @@ def test_errors(served: Served) -> None:
         client.completions.create(model=NAME, prompt="a", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="n other than 1"):
         client.completions.create(model=NAME, prompt="a", n=2)
+    for field in ("presence_penalty", "frequency_penalty", "echo"):
+        with pytest.raises(openai.BadRequestError, match=f"{field} other than"):
+            client.completions.create(model=NAME, prompt="a", extra_body={field: 1})
+        neutral = {field: False if field == "echo" else 0}
+        client.completions.create(model=NAME, prompt="a", max_tokens=1, extra_body=neutral)
     with pytest.raises(openai.BadRequestError, match="offplan knows no such field"):
         client.completions.create(model=NAME, prompt="a", extra_body={"min_p": 0.1})
     with pytest.raises(openai.BadRequestError, match="there is no token 300"):
         client.completions.create(model=NAME, prompt=[1, 300])
     assert not served.faults
+
+
+def test_more_prompts_than_will_ever_have_room(scripted: Served) -> None:
+    client = scripted.client()
+    with pytest.raises(openai.BadRequestError, match="5 prompts, and this server takes 4"):
+        client.completions.create(model=NAME, prompt=["a"] * 5, max_tokens=1)
+    assert len(client.completions.create(model=NAME, prompt=["a"] * 4, max_tokens=1).choices) == 4
 
 
 def test_stop_strings_that_span_tokens(scripted: Served) -> None:

@@ -1,4 +1,8 @@
-"""Requests that nobody means: each is answered, and none with a mistake of the server."""
+"""Requests that nobody means: each is answered, and none with a mistake of the server.
+
+Bodies are right but for a field or two. Of those that schemathesis makes of the requests' schemas
+19 in 20 get 400 for their first field, so that they try less.
+"""
 
 import http.client
 import json

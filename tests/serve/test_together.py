@@ -2,10 +2,13 @@
 
 import http.client
 import json
+import mmap
+import os
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -23,9 +26,13 @@ from tests.serve.conftest import Tiny
 
 PROMPTS = [
     *("Weights that do not", "A plan", "Wei", "The GPU waits", "memory", "cross the link before"),
-    *("W" * 40, "x", "Weights that do not fit the GPU wait in host memory and cross"),
+    *("W" * 40, "x", "host", "Weights that do not fit the GPU wait in host memory and cross"),
 ]
 NUM_TOKENS = 24
+SOAK_S = float(os.environ.get("OFFPLAN_SOAK_S", "0"))
+"""Seconds for which ten clients ask at once; three requests of each without it, and 60 for a soak:
+``OFFPLAN_SOAK_S=60 pytest -s -n 0 tests/serve/test_together.py -k ten_clients``."""
+MOST_GROWTH_BYTES = 32 * 2**20
 
 
 def alone(tiny: Tiny, prompt: str, sampling: Sampling | None = None) -> str:
@@ -44,6 +51,12 @@ def wait_for(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "it does not come"
         time.sleep(0.01)
+
+
+def find_memory() -> int:
+    """Bytes of memory that this process, client and server, has in use; 0 where nobody says."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * mmap.PAGESIZE if path.exists() else 0
 
 
 def count_texts(served: Served) -> float:
@@ -67,10 +80,15 @@ def test_ten_clients_one_hangs_and_one_goes_away(served: Served, tiny: Tiny) -> 
     sampling = Sampling(temperature=2.0, seed=5)
     expected = {prompt: (alone(tiny, prompt), alone(tiny, prompt, sampling)) for prompt in PROMPTS}
 
+    num_asked, taken, began = 0, list[int](), time.monotonic()
+
     def ask(prompt: str) -> None:
+        nonlocal num_asked
         asked = {"model": NAME, "prompt": prompt, "max_tokens": NUM_TOKENS}
-        client = served.client()
-        for _ in range(3):
+        client, number = served.client(), 0
+        while number < 3 or time.monotonic() < began + SOAK_S:
+            number, num_asked = number + 1, num_asked + 2
+            taken.append(find_memory())
             whole = client.completions.create(**asked, temperature=0).choices[0].text
             chunks = client.completions.create(**asked, **drawn, stream=True)
             streamed = "".join(chunk.choices[0].text for chunk in chunks)
@@ -85,6 +103,10 @@ def test_ten_clients_one_hangs_and_one_goes_away(served: Served, tiny: Tiny) -> 
         list(clients.map(ask, PROMPTS))
     hanging.close()
     assert not served.faults
+    print(f"{num_asked} requests in {time.monotonic() - began:.0f} s")
+    settled = max(taken[: len(taken) // 2])
+    print(f"{settled / 2**20:.0f} MiB in the first half, then {max(taken) / 2**20:.0f}")
+    assert max(taken) - settled < MOST_GROWTH_BYTES
 
 
 def test_a_client_that_goes_away_stops_its_text(scripted: Served, rows: ScriptedRows) -> None:
