@@ -39,7 +39,7 @@ def render_plan_file(plan: Plan) -> list[RenderableType]:
     asked = _render_list("Asked", describe_question(plan))
     decision = _render_list("Plan", describe_offload(plan))
     tables = [_render_memory(plan), _render_prediction(plan)]
-    held = Text("So says the file; `offplan check` tells whether it still holds.")
+    held = Text("The file says so; `offplan check` reports whether it still holds.")
     return [Group(*asked, *decision), *tables, Group(Text(describe_request(plan)), held)]
 
 
