@@ -4,8 +4,13 @@
 lm_eval's command line with that model in it: lm_eval looks for models in no other package.
 """
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and find_spec("lm_eval") is None:
+    sys.exit("offplan: found no lm_eval, which evaluates; install it: pip install 'lm_eval[hf]'")
 
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model

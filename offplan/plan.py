@@ -118,7 +118,8 @@ class Workload(Record):
         if self.prompt_tokens + self.output_tokens > self.context:
             raise ValueError(
                 f"context of {self.context} tokens is less than prompt_tokens + output_tokens "
-                f"({self.prompt_tokens} + {self.output_tokens}); raise --context"
+                f"({self.prompt_tokens} + {self.output_tokens}); raise --context, or lower "
+                "--prompt-tokens or --output-tokens"
             )
         return self
 
@@ -528,7 +529,7 @@ def load_plan(path: StrPath, *, in_any_budget: bool = False) -> Plan:
     except PlanError as error:
         if Path(path).exists() or Path(path).suffix in (".yaml", ".yml"):
             raise
-        raise PlanError(f"{error}; for a plan of a model run offplan plan -o plan.yaml") from None
+        raise PlanError(f"{error}; to plan a model run offplan plan {path} -o plan.yaml") from None
     try:
         data = load_yaml(text)
     except ValueError as error:

@@ -15,12 +15,13 @@ from offplan.errors import InputError
 def export(
     plan: options.Plan,
     engine: Annotated[
-        str,
+        str | None,
         options.engine(
             "--engine",
-            help="Whose command: vllm, vllm-worker, sglang, or a version of it, vllm==0.31.",
+            help="Whose command: vllm, vllm-worker, sglang, or a version of it, vllm==0.31. "
+            "[default: the plan's]",
         ),
-    ],
+    ] = None,
     form: Annotated[
         ExportFormat,
         typer.Option(
@@ -45,17 +46,22 @@ def export(
     from offplan.cli.planning import open_plan
     from offplan.engines.engine import format_version
     from offplan.engines.formats import render_export
-    from offplan.engines.registry import find_engine
+    from offplan.engines.registry import ENGINES, find_engine
     from offplan.library.exporting import describe_cost, export_here, plan_for
     from offplan.ranks import ONE_RANK, Ranks
     from offplan.report.answer import describe_fetch
 
+    if engine is not None:
+        find_engine(engine)  # a name that is none, before the model is opened
+    loaded, found = open_plan(plan, model)
+    engine = engine or loaded.goal.engine
+    if engine is None:
+        raise InputError(f"the plan names no engine: add --engine, one of {', '.join(ENGINES)}")
     if find_engine(engine)[0].is_worker and replan:
         raise InputError(
             f"--replan and --engine {engine}: a worker reads the plan from its file; make it with "
             f"offplan plan --for {engine}, and export that"
         )
-    loaded, found = open_plan(plan, model)
     asked = Ranks(tensor_parallel, pipeline_parallel, expert_parallel)
     ranks = loaded.goal.ranks if asked == ONE_RANK else asked
     if ranks != loaded.goal.ranks and not replan:

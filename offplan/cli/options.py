@@ -72,11 +72,15 @@ engine = partial(typer.Option, metavar="ENGINE", parser=str.lower, autocompletio
 """An option that takes an engine."""
 
 
+_SHORT_TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def _read_choice(words: Sequence[str], argument: str) -> str:
     """Read one of some words, in any case; raises InputError for another one."""
-    if argument.lower() not in words:
+    word = _SHORT_TYPES.get(argument.lower(), argument.lower())
+    if word not in words:
         raise InputError(f"{argument!r} is not one of {', '.join(words)}")
-    return argument.lower()
+    return word
 
 
 def choice(literal: Any) -> dict[str, Any]:

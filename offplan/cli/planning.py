@@ -128,7 +128,7 @@ def settle_context(question: Question, context: int) -> Question:
         if trained is not None and context > trained:
             print_note(
                 f"a context of {context} tokens is more than the {trained} that the model was "
-                "trained for: what it says beyond them may make no sense"
+                f"trained for: text beyond them may make no sense (--context {trained} ends there)"
             )
         return question
     if question.goal.objective == "throughput":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError, DriftError, InputError
+from offplan.errors import CheckpointError, DriftError, HubError, InputError
 from offplan.files import StrPath
 from offplan.machine.name import parse_name
 from offplan.machine.profile import MachineProfile, load_profile
@@ -40,7 +40,9 @@ def read_planned_model(
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
-    except CheckpointError:
+    except (CheckpointError, HubError) as error:
+        if dtype is None and model is None:
+            raise type(error)(f"{error}; or name a copy of the model with --model") from error
         if dtype is None:
             raise
     return open_model(source, on_progress=on_progress)  # another type, which is drift

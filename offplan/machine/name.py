@@ -84,6 +84,8 @@ class MachineName(NamedTuple):
         for change in self.changes:
             short, _, text = change.partition("=")
             key = _SHORT_KEYS.get(short.lower(), short.lower())
+            if key == short.lower() and (near := difflib.get_close_matches(key, _SHORT_KEYS, 1)):
+                raise ProfileError(f"--machine {self}: there is no {short!r}; is {near[0]} meant?")
             if key in data:
                 raise ProfileError(f"--machine {self}: {key} is given twice")
             if short.lower() == "pcie":

@@ -39,7 +39,7 @@ def render_plan_file(plan: Plan) -> list[RenderableType]:
     asked = _render_list("Asked", describe_question(plan))
     decision = _render_list("Plan", describe_offload(plan))
     tables = [_render_memory(plan), _render_prediction(plan)]
-    held = Text("So says the file; `offplan check` tells whether it still holds.")
+    held = Text("The file says so; `offplan check` reports whether it still holds.")
     return [Group(*asked, *decision), *tables, Group(Text(describe_request(plan)), held)]
 
 
@@ -115,8 +115,6 @@ def describe_crossovers(crossovers: Crossovers) -> list[str]:
     return [sentence for least, sentence in changes if least is not None]
 
 
-_DRAWN = 16
-"""Layers of a drawn pattern, unless a group has more."""
 STORES = {"host": "host", "peer": "second GPU"}
 """What people call a plan's store."""
 
@@ -170,8 +168,11 @@ def _describe_packing(packing: Packing) -> str:
 def _describe_pattern(pattern: Rule | Packing) -> str:
     if pattern.num_in_group == pattern.group_size:
         return "of every layer"
-    drawn = range(max(_DRAWN, pattern.group_size or 0))
-    return f"of layers # in {''.join('-#'[pattern.selects_layer(at)] for at in drawn)}..."
+    if pattern.num_in_group != 1 or pattern.group_size is None:
+        return f"of the last {pattern.num_in_group} in each {pattern.group_size} layers"
+    tens, ones = divmod(pattern.group_size % 100, 10)
+    end = {1: "st", 2: "nd", 3: "rd"}.get(ones, "th") if tens != 1 else "th"
+    return f"of every {pattern.group_size}{end} layer"
 
 
 def _render_memory(plan: Plan) -> Table:

@@ -120,8 +120,8 @@ def list_differences(plan: Plan, result: "RunResult | BenchResult | BenchFile") 
         )
     if (workload.batch, workload.prompt_tokens) != (result.batch, result.prompt_tokens):
         lines.append(
-            f"Predicted for batch {workload.batch} and {workload.prompt_tokens} prompt tokens; "
-            f"ran with {result.batch} and {result.prompt_tokens}."
+            f"Predicted for batch {workload.batch} and a prompt of {workload.prompt_tokens}; ran "
+            f"with batch {result.batch} and a prompt of {result.prompt_tokens}."
         )
     if reads_in_place(plan, "prefill", "decode"):
         lines.append("What kernels read in place over the link cannot be counted.")

@@ -61,10 +61,13 @@ def load_tokenizer(model: Model) -> Any:
     """
     folder = find_small_files(model, _TOKENIZER_FILES)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        lacking = "no tokenizer" if has_weights(model) else "neither weights nor a tokenizer"
+        lacking, instead = "no tokenizer", "leave --prompt out"
+        if not has_weights(model):
+            lacking = "neither weights nor a tokenizer"
+            instead = "name a folder that has both (--model DIR)"
         raise InputError(
             f"{model.source} has {lacking}: expected files such as {_TOKENIZER_FILES[0]} in "
-            f"{folder}; fetch them, or leave --prompt out"
+            f"{folder}; fetch them, or {instead}"
         )
     try:
         # whether to trust code, left open, would be asked on the terminal

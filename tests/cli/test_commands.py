@@ -397,7 +397,7 @@ def test_several_gpus_from_plan_to_export(cli: CLI, tmp_path: Path) -> None:
         "tensor_parallel": 2,
         "expert_parallel": 2,
     }
-    code, out, _ = cli("export", path, "--engine", "vllm")
+    code, out, _ = cli("export", path)
     assert code == 0
     assert "  --tensor-parallel-size 2 \\\n  --enable-expert-parallel \\\n" in out
     code, _, err = cli("replan", path)

@@ -20,7 +20,7 @@ ON = ("--machine", "cpu", "--gpu-memory", "1MiB")
         (("show", TINY_MOE), "found a folder with a model, expected a plan; make a plan of it"),
         (("show", ROOT / "docs"), "found a folder, expected a plan; name the plan's file"),
         (("show", PROFILE), "found a machine profile, expected a plan; make a plan: offplan plan"),
-        (("show", "org/model"), "No such file or directory; for a plan of a model run offplan"),
+        (("show", "org/model"), "No such file or directory; to plan a model run offplan plan"),
         (("analyze", PLAN, *ON), "found a plan, expected a model; name the model, or print"),
         (("analyze", PROFILE, *ON), "found a machine profile, expected a model; name the profile"),
         (("machines", PLAN), "found a plan, expected a machine; name a machine that"),
@@ -29,6 +29,8 @@ ON = ("--machine", "cpu", "--gpu-memory", "1MiB")
         (("analyze", CONFIG, *ON, "--context", "64q"), "as in 8192 or 8k, or max"),
         (("analyze", CONFIG, *ON, "--prompt-tokens", "k"), "--prompt-tokens 'k': write a number"),
         (("analyze", CONFIG, *ON, "--output-tokens", "0"), "--output-tokens '0': write a number"),
+        (("analyze", CONFIG, "--machine", "cpu,rma=64GiB"), "there is no 'rma'; is ram meant?"),
+        (("export", PLAN), "the plan names no engine: add --engine, one of vllm, vllm-worker"),
     ],
 )
 def test_what_was_found_and_what_was_expected(
@@ -41,8 +43,8 @@ def test_what_was_found_and_what_was_expected(
 
 def test_tokens_by_the_thousand(cli: CLI) -> None:
     asked = (CONFIG, "--machine", "cpu", "--prompt-tokens", "1K", "--output-tokens", 96)
-    code, out, _ = cli("plan", *asked, "--context", "2k")
-    assert code == 0
+    code, out, _ = cli("plan", *asked, "--context", "2k", "--dtype", "bf16")
+    assert (code, "dtype: bfloat16" in out) == (0, True)
     assert "prompt_tokens: 1024, output_tokens: 96, context: 2048" in out
 
 

@@ -142,8 +142,8 @@ Asked:
   1 MiB of GPU memory, host memory unlimited
   the least time of a request
 Plan:
-  on the host: experts.down_proj of layers # in -#-#-#-#-#-#-#-#... (prefill
-  prefetch, decode prefetch)
+  on the host: experts.down_proj of every 2nd layer (prefill prefetch, decode
+  prefetch)
 """
 
 

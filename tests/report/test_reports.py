@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import pytest
+
 from offplan.costs.crossovers import Crossovers
 from offplan.costs.floor import Floor
 from offplan.plan import Goal, Plan, parse_plan
@@ -67,11 +69,26 @@ def test_offload_in_words() -> None:
         chunks,
     ]
     assert describe_offload(make_plan(SPLIT, WHOLE)) == [
-        "on the host: experts of layers # in -#-#-#-#-#-#-#-#... (prefill prefetch, decode uva)",
+        "on the host: experts of every 2nd layer (prefill prefetch, decode uva)",
         "on the host: all parameters of every layer (prefill prefetch, decode prefetch)",
         ring,
         chunks,
     ]
+
+
+@pytest.mark.parametrize(
+    ("last", "group", "told"),
+    [
+        (1, 1, "of every layer"),
+        (1, 10, "of every 10th layer"),
+        (1, 11, "of every 11th layer"),
+        (1, 23, "of every 23rd layer"),
+        (6, 7, "of the last 6 in each 7 layers"),
+    ],
+)
+def test_layers_in_words(last: int, group: int, told: str) -> None:
+    rule = {**SPLIT, "group_size": group, "num_in_group": last}
+    assert f"experts {told} (" in describe_offload(make_plan(rule))[0]
 
 
 def test_a_second_gpu_in_words() -> None:
@@ -90,8 +107,7 @@ def test_an_embedding_on_the_host_in_words() -> None:
 
 PLAN = """\
 Plan:
-  on the host: experts of layers # in -#-#-#-#-#-#-#-#... (prefill prefetch,
-  decode uva)
+  on the host: experts of every 2nd layer (prefill prefetch, decode uva)
   slots in the ring (prefetch_step): 2
   prompts are read in chunks of 512 tokens
 Why (estimated):
@@ -181,7 +197,7 @@ over the link, a token     1.4 GiB          -       -
 
 Predicted with estimated times of the layers.
 Predicted for NVIDIA H200; ran on CPU.
-Predicted for batch 1 and 512 prompt tokens; ran with 1 and 7.
+Predicted for batch 1 and a prompt of 512; ran with batch 1 and a prompt of 7.
 What kernels read in place over the link cannot be counted.
 """
 
