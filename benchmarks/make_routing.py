@@ -11,27 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.traces import REUSES, make_trace
+from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
 from offplan.plan import ModelRef
-from offplan.routing.profile import check_routing, dump_routing, make_routing
+from offplan.routing.profile import RoutingProfile, check_routing, dump_routing, make_routing
 
 TOKENS = 600
 SEQUENCES = 4
 
 
-def main() -> None:
+def profile_trace(model: Model, reuse: str) -> RoutingProfile:
     """Draw traces of some sequences, and sum up how soon experts are chosen again."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config")
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--reuse", choices=REUSES, default="published")
-    given = parser.parse_args()
-    model = open_model(given.config)
-    if model.experts is None:
-        parser.error(f"{given.config} has no routed experts")
+    assert model.experts is not None, "a mixture of experts"
     sizes = model.experts.num_experts, model.experts.num_experts_per_token
     layers = [layer.index for layer in model.layers if layer.expert_bytes]
-    traces = [make_trace(*sizes, TOKENS, given.reuse, seed) for seed in range(SEQUENCES)]
+    traces = [make_trace(*sizes, TOKENS, reuse, seed) for seed in range(SEQUENCES)]
     steps = np.stack(traces, axis=1)[:, None]  # [tokens, layers, sequences, choices]
     reference = ModelRef.model_validate(model, from_attributes=True)
     profile = make_routing(reference, layers[:1], [steps], sizes[0])
@@ -45,7 +39,20 @@ def main() -> None:
         )
         for each in profile.batches
     )
-    profile = profile.model_copy(update={"batches": batches})
+    return profile.model_copy(update={"batches": batches})
+
+
+def main() -> None:
+    """Write the profile that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--reuse", choices=REUSES, default="published")
+    given = parser.parse_args()
+    model = open_model(given.config)
+    if model.experts is None:
+        parser.error(f"{given.config} has no routed experts")
+    profile = profile_trace(model, given.reuse)
     check_routing(profile, model, str(given.output))
     given.output.write_text(dump_routing(profile), "utf-8")
 

@@ -8,8 +8,9 @@ Weights are random; what routers choose is taken from a trace, within the captur
 first form plans for a machine and keeps as many experts of all layers in the same memory; the
 second keeps so many and compares with the same rule that keeps none; the third is given both plans.
 With ``--host-share 0.6`` the host's cores multiply that part of the kept experts that steps miss.
-Both run in turn, in one process. Prints JSON: experts hit as a list of the trace says and as the
-kernels counted, by layer, and the times of steps. Ends with an error where these counts differ.
+Both run in turn, in one process, by traces of each ``--reuse``. Prints JSON: experts hit as a list
+of the trace says and as the kernels counted, by layer, the times of steps, and what the cost model
+predicts of both for the machine. Ends with an error where these counts differ.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.make_routing import profile_trace
 from benchmarks.run_plan import describe_machine
 from benchmarks.traces import REUSES, make_trace
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
+from offplan.costs.kept_experts import predict_use
+from offplan.costs.predict import predict
+from offplan.engines.runner import lower
 from offplan.library.asking import ask
 from offplan.library.held_memory import count_held
 from offplan.library.machines import load_machine
-from offplan.plan import Offload, Plan, Rule, Workload, load_plan
+from offplan.placement import place
+from offplan.plan import Budget, Goal, Offload, Plan, Rule, Workload, load_plan
 from offplan.planner.make import make_plan
 from offplan.routing.divided import DividedSlots
 from offplan.routing.use_order import UseOrder
@@ -53,6 +59,7 @@ class Replay:
     def __init__(self, layers: nn.ModuleList, trace: torch.Tensor, prompt_tokens: int) -> None:
         """Take ``trace``, [layers, tokens, batch, choices], layer by layer with routed experts."""
         self._step = torch.zeros(1, dtype=torch.int64, device=trace.device)
+        self._layers: list[dict[str, Any]] = []
         rows = iter(trace)
         for layer in layers:
             for experts in list_experts(layer):
@@ -63,6 +70,14 @@ class Replay:
                     replay_prompt=prompt, replay_steps=steps, replay_step=self._step
                 )
                 experts.register_forward_pre_hook(_choose)
+                self._layers.append(vars(experts))
+
+    def change(self, trace: torch.Tensor) -> None:
+        """Have another trace choose, of the same shape; what is captured reads it as well."""
+        for own, row in zip(self._layers, trace.to(self._step.device), strict=True):
+            num_tokens = own["replay_prompt"].shape[1]
+            own["replay_prompt"].copy_(row[:num_tokens].transpose(0, 1))
+            own["replay_steps"].copy_(row[num_tokens:])
 
     def begin(self, batch: int) -> None:
         """Do nothing: what is chosen is there from the start."""
@@ -93,6 +108,8 @@ class ReplaySession(Session):
     def __init__(self, trace: torch.Tensor, prompt_tokens: int, *others: Any, **more: Any) -> None:
         self._trace, self._prompt_tokens = trace, prompt_tokens
         super().__init__(*others, record_routing=True, **more)
+
+    routing: Any
 
     def _watch_routing(self) -> Any:
         layers = decoder_layers(self.loaded.module)
@@ -224,6 +241,28 @@ def make_rule(cached: int | None, more: int | None = None, host_share: float | N
     )
 
 
+def ask_for(options: argparse.Namespace) -> Workload:
+    """Return the workload of the runs."""
+    return Workload(
+        batch=options.batch,
+        prompt_tokens=options.prompt,
+        output_tokens=options.steps + 1,
+        context=options.prompt + options.steps + 9,
+    )
+
+
+def predict_runs(
+    options: argparse.Namespace, model: Model, offload: Offload, reuse: str
+) -> dict[str, Any]:
+    """Predict a step by a profile of such traces: its time, and the experts that it hits."""
+    workload, machine = ask_for(options), load_machine(options.machine).profile
+    held = lower(model, Goal(), workload).pack(offload.packing)
+    held = held.route(None if reuse == "none" else profile_trace(model, reuse))
+    made = predict(held, machine, workload, Budget(gpu_memory=machine.gpu_memory.value), offload)
+    use = predict_use(place(held.stage, offload), held.stage, workload.batch)
+    return {"step_s": made.decode.step_s, "hits": None if use is None else use.found.hits}
+
+
 def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offload]:
     """Return what the two plans offload, by name."""
     if options.plans:
@@ -236,68 +275,101 @@ def find_offloads(options: argparse.Namespace, model: Model) -> dict[str, Offloa
         return {
             k: Offload(prefetch_step=1, prefill_chunk=chunk, rules=(r,)) for k, r in rules.items()
         }
-    steps = options.steps + 1
-    workload = Workload(
-        batch=options.batch,
-        prompt_tokens=options.prompt,
-        output_tokens=steps,
-        context=options.prompt + steps + 8,
-    )
+    workload = ask_for(options)
     machine, memory = load_machine(options.machine), parse_bytes(options.gpu_memory)
-    plan = make_plan(ask(model, machine, workload, gpu_memory=memory)).plan
+    question = ask(model, machine, workload, gpu_memory=memory, packing=not options.unpacked)
+    plan = make_plan(question).plan
     return {"today": plan.offload, "kept": keep_experts(plan, model, options.host_share)}
 
 
 def compare(options: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Run both plans in turn; returns what each took and counted."""
+    """Run both plans in turn by each trace; returns what each took and counted, by the reuse."""
     assert model.experts is not None
     offloads = find_offloads(options, model)
-    trace = draw(model, options.batch, options.prompt + options.steps + 8, options.reuse)
-    listed = count_hits(trace, options.prompt, options.steps, model.experts.num_experts)
+    length = options.prompt + options.steps + 8
+    traces = {reuse: draw(model, options.batch, length, reuse) for reuse in options.reuse}
     prompt = torch.arange(options.batch * options.prompt).view(options.batch, -1) % 1000 % 60
     sessions: dict[str, ReplaySession] = {}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in offloads}
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {
+        reuse: {name: [] for name in offloads} for reuse in traces
+    }
 
     def open_for(name: str) -> ReplaySession:
+        trace = torch.from_numpy(traces[options.reuse[0]])
         session = ReplaySession(
-            torch.from_numpy(trace),
-            options.prompt,
-            model,
-            offloads[name],
-            context=options.prompt + options.steps + 8,
-            device=options.device,
+            trace, options.prompt, model, offloads[name], context=length, device=options.device
         )
         session.warm_up(*prompt.shape)
         return session
 
+    # where one session is held at a time, all of its runs come before the other's
+    rounds: Iterable[tuple[str, int, str]] = itertools.product(
+        traces, range(options.rounds), offloads
+    )
+    if options.reopen:
+        rounds = (
+            (reuse, at, n) for n in offloads for reuse in traces for at in range(options.rounds)
+        )
     try:
-        for _ in range(options.rounds):
-            for name in offloads:
-                if name not in sessions:
-                    sessions[name] = open_for(name)
-                found[name].append(run(sessions[name], prompt, options.steps))
+        for reuse, _, name in rounds:
+            if name not in sessions:
                 if options.reopen:
-                    sessions.pop(name).close()
-                print(f"{name}: {found[name][-1]['step_s'] * 1e3:.3f} ms", file=sys.stderr)
-        predicted = {
-            name: predict(name, offload.rules, listed, trace, options, found[name])
-            for name, offload in offloads.items()
-            if found[name][0]["hits"]
-        }
+                    while sessions:
+                        sessions.popitem()[1].close()
+                sessions[name] = open_for(name)
+            with sessions[name].stream():
+                sessions[name].routing.change(torch.from_numpy(traces[reuse]))
+            runs[reuse][name].append(run(sessions[name], prompt, options.steps))
+            print(
+                f"{name}, {reuse}: {runs[reuse][name][-1]['step_s'] * 1e3:.3f} ms", file=sys.stderr
+            )
     finally:
         for session in sessions.values():
             session.close()
     return {
         "offloads": {k: o.model_dump(mode="json", exclude_none=True) for k, o in offloads.items()},
-        "predicted_hits": predicted,
-        "choices": int(listed[:, -1].sum()),
-        "runs": found,
-        "speedup": statistics.median(r["step_s"] for r in found["today"])
-        / statistics.median(r["step_s"] for r in found["kept"]),
+        "by_reuse": {
+            reuse: sum_up(options, model, offloads, traces[reuse], reuse, found)
+            for reuse, found in runs.items()
+        },
     }
 
 
-def predict(
+def sum_up(
+    options: argparse.Namespace,
+    model: Model,
+    offloads: dict[str, Offload],
+    trace: np.ndarray[Any, Any],
+    reuse: str,
+    found: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Hold the runs by one trace to its list and to the cost model; prints a line of each plan."""
+    assert model.experts is not None
+    listed = count_hits(trace, options.prompt, options.steps, model.experts.num_experts)
+    predicted = {k: predict_runs(options, model, o, reuse) for k, o in offloads.items()}
+    step_s = {k: statistics.median(each["step_mean_s"] for each in r) for k, r in found.items()}
+    for name, each in predicted.items():
+        took = step_s[name]
+        line = f"{name}, {reuse}: predicted {each['step_s'] * 1e3:.2f} ms, took {took * 1e3:.2f}"
+        line += f" ({each['step_s'] / took:.2f})"
+        if each["hits"] is not None:
+            counted = sum(found[name][0]["hits"].values()) / options.steps
+            line += f"; predicted {each['hits']:.1f} hits a step, counted {counted:.1f}"
+        print(line, file=sys.stderr)
+    return {
+        "predicted": predicted,
+        "listed": {
+            name: list_counts(name, offload.rules, listed, trace, options, found[name])
+            for name, offload in offloads.items()
+            if found[name][0]["hits"]
+        },
+        "choices": int(listed[:, -1].sum()),
+        "runs": found,
+        "speedup": step_s["today"] / step_s["kept"],
+    }
+
+
+def list_counts(
     name: str,
     rules: Sequence[Rule],
     listed: np.ndarray[Any, Any],
@@ -355,12 +427,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--more", type=int)
     parser.add_argument("--host-share", type=float, help="what the cores take of those missed")
     parser.add_argument("--plans", type=Path, nargs=2)
-    parser.add_argument("--reuse", choices=REUSES, default="published")
+    parser.add_argument("--reuse", choices=REUSES, nargs="+", default=["published"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--unpacked", action="store_true", help="pack no weights")
     parser.add_argument("--reopen", action="store_true", help="hold one session at a time")
     options = parser.parse_args(arguments)
     model = read_config(options.config, options.set)

@@ -1,11 +1,14 @@
 """``offplan bench``: measure a plan against its prediction, its bound and other ways to run it."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from offplan.cli import options
 from offplan.cli.output import ProgressBar, check_stdout, print_note, print_result, waiting
+
+if TYPE_CHECKING:  # it imports torch
+    from offplan.runtime.session import Session
 
 
 def bench(
@@ -20,6 +23,8 @@ def bench(
         typer.Option(min=1, help="Decode steps timed in each request. [default: 20 if they fit]"),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Requests timed.")] = 5,
+    record_routing: options.RecordRouting = None,
+    force: options.Force = False,
     stock: options.Stock = False,
     trust_remote_code: options.TrustRemoteCode = False,
     dummy_weights: options.DummyWeights = False,
@@ -28,9 +33,11 @@ def bench(
 ) -> None:
     """Measure a plan's workload: time, bytes moved, stalls and memory, beside the prediction."""
     from offplan.cli.planning import open_plan_to_run
+    from offplan.cli.routing import check_file, save_routing
 
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()
+    check_file(record_routing, force=force)
     loaded, found = open_plan_to_run(plan, model, stock=stock, trust_remote_code=trust_remote_code)
 
     with waiting("starting torch"):
@@ -42,6 +49,12 @@ def bench(
 
     settle_threads(find_device(device))
     names = [] if vs is None else [name.strip().lower() for name in vs.split(",")]
+
+    def record(session: "Session") -> None:
+        assert record_routing is not None
+        print_note("the routing recorded is that of random tokens: `offplan run` records texts")
+        save_routing(session, loaded, record_routing, force=force)
+
     result = bench_plan(
         loaded,
         others=list(dict.fromkeys(names)),  # each once
@@ -52,6 +65,7 @@ def bench(
         dummy_weights=dummy_weights,
         on_stage=ProgressBar,
         tell=print_note,
+        record=None if record_routing is None else record,
     )
     ran = result.ran
     print_result(bench_payload(ran, result), *render_bench(ran, result), json=json)

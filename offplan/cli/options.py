@@ -134,6 +134,10 @@ TrustRemoteCode = Annotated[
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the result to this file; - is stdout.")
 ]
+RecordRouting = Annotated[
+    Path | None,
+    typer.Option(help="File for how soon tokens choose the same experts again, as JSON."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 

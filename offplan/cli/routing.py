@@ -1,9 +1,10 @@
-"""What ``run --record-routing`` saves and prints."""
+"""What ``--record-routing`` of ``run`` and ``bench`` saves and prints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offplan.cli.output import print_note, save_file
+from offplan.cli.output import STANDARD, check_writable, print_note, save_file
+from offplan.errors import InputError
 from offplan.plan import Plan
 
 if TYPE_CHECKING:  # it imports torch
@@ -12,6 +13,15 @@ if TYPE_CHECKING:  # it imports torch
 
 SHARES = 0.25, 0.5, 0.75
 """Shares of a layer's experts whose hits are printed."""
+
+
+def check_file(path: Path | None, *, force: bool) -> None:
+    """Raise InputError for a file that ``save_routing`` would refuse, and for stdout."""
+    if path == STANDARD:
+        raise InputError(
+            "--record-routing writes a file, and the result is printed to stdout: name a file"
+        )
+    check_writable(path, force=force)
 
 
 def save_routing(session: "Session", plan: Plan, path: Path, *, force: bool) -> None:

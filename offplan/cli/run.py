@@ -5,7 +5,6 @@ import sys
 from offplan.cli.output import (
     ProgressBar,
     check_stdout,
-    check_writable,
     print_note,
     print_result,
     waiting,
@@ -18,13 +17,13 @@ from offplan.cli.takes import takes
 def run(given: RunOptions) -> None:
     """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
     from offplan.cli.planning import open_plan_to_run
-    from offplan.cli.routing import save_routing
+    from offplan.cli.routing import check_file, save_routing
     from offplan.routing.profile import require_routing
 
     # before torch is imported, which takes seconds: the mistakes that need none
     check_stdout()
     given.check()
-    check_writable(given.record_routing, force=given.force)
+    check_file(given.record_routing, force=given.force)
     lines = given.read_lines()
     plan, model = open_plan_to_run(
         given.plan, given.model, stock=given.stock, trust_remote_code=given.trust_remote_code

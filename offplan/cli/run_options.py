@@ -71,10 +71,7 @@ class RunOptions:
         list[str] | None,
         typer.Option(parser=options.read_text, metavar="TEXT", help="End a text before this one."),
     ] = None
-    record_routing: Annotated[
-        Path | None,
-        typer.Option(help="File for how soon tokens choose the same experts again, as JSON."),
-    ] = None
+    record_routing: options.RecordRouting = None
     stock: options.Stock = False
     trust_remote_code: options.TrustRemoteCode = False
     dummy_weights: options.DummyWeights = False
@@ -87,9 +84,6 @@ class RunOptions:
         mistakes = {
             "--prompts takes prompts from its file: leave --prompt and --prompt-file out": (
                 self.prompts and (self.prompt or self.prompt_file)
-            ),
-            "--record-routing writes a file, and the text is printed to stdout: name a file": (
-                self.record_routing == STANDARD
             ),
             "--output is for the lines that --prompts makes": self.output and not self.prompts,
             "--chat and --stop-strings need a prompt": (

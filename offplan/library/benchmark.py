@@ -1,6 +1,6 @@
 """``bench_plan``: what a plan takes on this machine, beside other ways to run its workload."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,12 +17,13 @@ from offplan.library.settling import Tell, keep_priced, settle_by
 from offplan.library.unpackable import load_settled, settle_packing
 from offplan.plan import Plan, take_plan
 from offplan.progress import Stages, silent
+from offplan.routing.profile import require_routing
 from offplan.runtime.device import device_name, find_device
 from offplan.runtime.measuring.accelerated import require_accelerate
 from offplan.runtime.measuring.versus import WAYS, Bench, Measurement, measure_plan
 from offplan.runtime.memory.gpu_memory import bytes_in_use
 from offplan.runtime.prompts import random_prompt
-from offplan.runtime.session import NUM_WARMUP_STEPS
+from offplan.runtime.session import NUM_WARMUP_STEPS, Session
 
 DEFAULT_STEPS = 20
 """Decode steps that are timed in each request, where the context has room for them."""
@@ -65,6 +66,7 @@ def bench_plan(
     dummy_weights: bool = False,
     on_stage: Stages = silent,
     tell: Tell | None = None,
+    record: Callable[[Session], None] | None = None,
 ) -> BenchResult:
     """Measure a plan's workload on random tokens: time, bytes moved, stalls and memory.
 
@@ -73,6 +75,7 @@ def bench_plan(
     ``num_repeats`` requests ``num_steps`` decode steps are timed (DEFAULT_STEPS where they fit, if
     left out). ``model``, ``device``, ``dummy_weights`` and ``on_stage`` are as in ``open_session``.
     ``tell`` hears of weights that do not pack; without it no plan is made again around them.
+    ``record`` is given the plan's session once it was measured, with the routing of its steps.
 
     Raises what ``open_session`` raises, and InputError for a way that there is not, a model whose
     vocabulary is not known, and more steps than the context has room for.
@@ -81,6 +84,8 @@ def bench_plan(
     plan.require_one_gpu()
     found = open_planned_model(plan, model, on_stage("reading headers"))
     plan = price_again(plan, found)
+    if record is not None:
+        require_routing(found, stock=plan.goal.stock)
     workload = plan.workload
     room = workload.context - workload.prompt_tokens - NUM_WARMUP_STEPS
     num_steps = num_steps or max(1, min(DEFAULT_STEPS, room))
@@ -108,6 +113,7 @@ def bench_plan(
         num_repeats=num_repeats,
         used_before=bytes_in_use(chosen),
         stock=plan.goal.stock,
+        record=record,
     )
     # first, so that the peaks that only grow are the plan's own
     plan, measured = load_settled(

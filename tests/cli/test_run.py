@@ -158,6 +158,21 @@ def test_routing_is_recorded(cli: CLI, tmp_path: Path) -> None:
     code, _, err = cli("run", plan, *arguments, "--force", "--max-new-tokens", 1)
     assert (code, "no decode step was run" in err) == (2, True)
     assert load_routing(path) == profile
+    code, _, err = cli("run", plan, "--device", "cpu", "--record-routing", "-")
+    assert (code, "name a file" in err) == (2, True)
+
+
+def test_bench_records_the_routing_of_random_tokens(cli: CLI, tmp_path: Path) -> None:
+    plan, path = write_plan(tmp_path, RULES["resident"]), tmp_path / "routing.json"
+    arguments = ("--device", "cpu", "--steps", 4, "--repeats", 2, "--record-routing", path)
+    code, _, err = cli("bench", plan, *arguments)
+    assert (code, "is that of random tokens" in err) == (0, True)
+    profile = load_routing(path)
+    assert f"batch 1: a step chose {profile.num_experts_per_token}.0 of" in err
+    # three requests, of which one records copies; each takes two steps to warm up
+    assert profile.tokens == 3 * (4 + 2)
+    code, _, err = cli("bench", plan, *arguments)
+    assert (code, "exists; --force overwrites it" in err) == (2, True)
 
 
 def test_routing_of_a_dense_model_is_refused(cli: CLI, tmp_path: Path) -> None:

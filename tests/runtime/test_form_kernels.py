@@ -255,6 +255,21 @@ def test_products_of_codes(name: str, rows: int) -> None:
 
 @pytest.mark.gpu
 @runs_kernels
+@pytest.mark.parametrize("splits", [2, 3, 4])
+def test_parts_of_products_are_added_in_their_order(splits: int) -> None:
+    from offplan.runtime.forms.kernels import add_splits
+
+    parts = random(splits, 700).float()
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    made = torch.empty(700, dtype=DTYPES[0], device=DEVICE)
+    add_splits[(6,)](made, parts, 700, SPLITS=splits, BLOCK=128)
+    assert torch.equal(made, expected.to(DTYPES[0]))
+
+
+@pytest.mark.gpu
+@runs_kernels
 @by_form
 def test_last_blocks_reach_past_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 72 outputs and 384 inputs: a product takes 64 and 256 where words hold eight codes.

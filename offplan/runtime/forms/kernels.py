@@ -270,6 +270,16 @@ def multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def add_splits(out, sums, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add what programs made of parts of rows, [splits, size], in their order; round it once."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(sums + at, mask=at < size)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(sums + split * size + at, mask=at < size)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
 def multiply_each(  # type: ignore[no-untyped-def]
     x, out, order, starts, num_pairs, num_out, row_elements, split_elements, pairs_per_row,
     num_experts, weight, FORM: tl.constexpr, EXPERTS: tl.constexpr,

@@ -185,7 +185,8 @@ def take_from_cores(given: Iterable[nn.Module]) -> None:
 
 def task_of(module: "ByCoresModule") -> "LinearTask | ExpertsTask":
     """Return what the cores compute of a module that a plan gives them."""
-    return _TASKS[int(vars(module)["task"])]
+    found: LinearTask | ExpertsTask = tasks.find(vars(module)["task"])
+    return found
 
 
 class LinearTask(NamedTuple):

@@ -96,6 +96,8 @@ class Bench:
     """Bytes in use on the card before the process took any."""
     stock: bool = False
     """Whether transformers' own passes run the model."""
+    record: Callable[[Session], None] | None = None
+    """Told of the plan's session once it was measured, whose routing is then recorded."""
 
     def gpu_bytes(self, peak_in_use: int) -> int | None:
         """Count the bytes in use on the card at the peak that were not in use before."""

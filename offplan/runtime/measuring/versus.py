@@ -16,7 +16,7 @@ from offplan.runtime.session import Session
 
 def measure_plan(bench: Bench, on_stage: Stages = silent) -> Measurement:
     """Run the plan as it stands. Raises what Session and ``bench_session`` raise."""
-    return _measure(bench, bench.offload, TimedLink, on_stage)
+    return _measure(bench, bench.offload, TimedLink, on_stage, bench.record)
 
 
 def measure_resident(bench: Bench, on_stage: Stages = silent) -> Measurement:
@@ -48,7 +48,11 @@ WAYS: dict[str, Callable[[Bench, Stages], Measurement]] = {
 
 
 def _measure(
-    bench: Bench, offload: Offload, link_type: type[TimedLink], on_stage: Stages
+    bench: Bench,
+    offload: Offload,
+    link_type: type[TimedLink],
+    on_stage: Stages,
+    record: Callable[[Session], None] | None = None,
 ) -> Measurement:
     # of the way before: at its own end a frame, or an error on its way, still holds its session
     return_memory(bench.device)
@@ -59,7 +63,11 @@ def _measure(
         device=bench.device,
         folder=bench.folder,
         stock=bench.stock,
+        record_routing=record is not None,
         on_progress=on_stage("loading"),
         wrap_link=lambda link: link_type(link, bench.device),
     ) as session:
-        return bench_session(session, bench, on_stage("measuring"))
+        measured = bench_session(session, bench, on_stage("measuring"))
+        if record is not None:
+            record(session)
+        return measured
