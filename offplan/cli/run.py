@@ -12,6 +12,7 @@ from offplan.cli.output import (
 )
 from offplan.cli.run_options import RunOptions
 from offplan.cli.takes import takes
+from offplan.errors import InputError
 
 
 @takes(RunOptions)
@@ -19,6 +20,7 @@ def run(given: RunOptions) -> None:
     """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
     from offplan.cli.planning import open_plan_to_run
     from offplan.cli.routing import save_routing
+    from offplan.library.machines import check_threads
     from offplan.routing.profile import require_routing
 
     # before torch is imported, which takes seconds: the mistakes that need none
@@ -27,6 +29,13 @@ def run(given: RunOptions) -> None:
     check_writable(given.record_routing, force=given.force)
     lines = given.read_lines()
     plan, model = open_plan_to_run(given.plan, given.model, stock=given.stock)
+    if given.host_threads is not None:
+        if not any(rule.decode.is_by_cores for rule in plan.offload.rules):
+            raise InputError(
+                "--host-threads is for plans whose rules have `decode: host`, and this one has "
+                "none: leave it out, or plan with --host-cores"
+            )
+        check_threads(given.host_threads)
     if given.record_routing is not None:
         require_routing(model, stock=plan.goal.stock)
 
@@ -59,6 +68,7 @@ def run(given: RunOptions) -> None:
             device,
             dummy_weights=given.dummy_weights,
             record_routing=given.record_routing is not None,
+            host_threads=given.host_threads,
             on_stage=ProgressBar,
             settle=settle_by(print_note),
         )

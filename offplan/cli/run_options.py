@@ -79,6 +79,7 @@ class RunOptions:
     ] = None
     stock: options.Stock = False
     dummy_weights: options.DummyWeights = False
+    host_threads: options.HostThreads = None
     device: options.Device = None
     json: options.Json = False
 
