@@ -11,6 +11,7 @@ from offplan.cli.output import (
 )
 from offplan.cli.run_options import RunOptions
 from offplan.cli.takes import takes
+from offplan.errors import InputError
 
 
 @takes(RunOptions)
@@ -18,6 +19,7 @@ def run(given: RunOptions) -> None:
     """Run a plan: continue prompts, or random tokens, then show predicted against measured."""
     from offplan.cli.planning import open_plan_to_run
     from offplan.cli.routing import check_file, save_routing
+    from offplan.library.machines import check_threads
     from offplan.routing.profile import require_routing
 
     # before torch is imported, which takes seconds: the mistakes that need none
@@ -28,6 +30,13 @@ def run(given: RunOptions) -> None:
     plan, model = open_plan_to_run(
         given.plan, given.model, stock=given.stock, trust_remote_code=given.trust_remote_code
     )
+    if given.host_threads is not None:
+        if not any(rule.decode.is_by_cores for rule in plan.offload.rules):
+            raise InputError(
+                "--host-threads is for plans whose rules have `decode: host`, and this one has "
+                "none: leave it out, or plan with --host-cores"
+            )
+        check_threads(given.host_threads)
     if given.record_routing is not None:
         require_routing(model, stock=plan.goal.stock)
 
@@ -60,6 +69,7 @@ def run(given: RunOptions) -> None:
             device,
             dummy_weights=given.dummy_weights,
             record_routing=given.record_routing is not None,
+            host_threads=given.host_threads,
             on_stage=ProgressBar,
             settle=settle_by(print_note),
         )

@@ -75,6 +75,7 @@ class RunOptions:
     stock: options.Stock = False
     trust_remote_code: options.TrustRemoteCode = False
     dummy_weights: options.DummyWeights = False
+    host_threads: options.HostThreads = None
     device: options.Device = None
     json: options.Json = False
 

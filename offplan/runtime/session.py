@@ -52,6 +52,7 @@ class Session:
         capture: bool = True,
         record_routing: bool = False,
         stock: bool = False,
+        host_threads: int | None = None,
         on_progress: Progress | None = None,
         wrap_link: Callable[[Link], Link] = lambda link: link,
     ) -> None:
@@ -60,6 +61,8 @@ class Session:
         ``folder`` holds the model's files, None for random weights. ``capture`` (CUDA only)
         captures what is captured. ``record_routing`` notes which experts steps choose, under
         ``routing``. ``stock`` runs transformers' own passes, of which nothing is captured.
+        ``host_threads`` are what the host's cores compute with, of a plan that has them compute;
+        most physical cores if left out.
         ``wrap_link`` puts another link in front of the one that moves the bytes.
 
         Raises what LoadedModel raises, whatever was taken until then being given back,
@@ -78,7 +81,11 @@ class Session:
         self.memory = PeakMemory(self.device)
         self._closed = False
         with on_device(self.device):
-            self.loaded = LoadedModel(model, offload, self.device, folder, on_progress, stock=stock)
+            self.loaded = LoadedModel(
+                *(model, offload, self.device, folder, on_progress),
+                stock=stock,
+                host_threads=host_threads,
+            )
             try:
                 # loading ran on the default stream
                 self._stream = open_stream(self.device)

@@ -10,6 +10,7 @@ import yaml
 from offplan.machine.profile import load_profile
 from offplan.routing.profile import load_routing
 from tests.cli import CLI, RULES, TINY_MOE, write_plan
+from tests.hostcores.cores import require_cores
 
 WEIGHTS = (
     "Weights that do not fit the GPU wait in host memory and cross the link before their layer."
@@ -184,3 +185,17 @@ def test_routing_of_a_dense_model_is_refused(cli: CLI, tmp_path: Path) -> None:
     code, _, err = cli("run", path, *arguments)
     assert (code, "has no routed experts" in err) == (2, True)
     assert not (tmp_path / "routing").exists()
+
+
+def test_threads_of_the_hosts_cores(cli: CLI, tmp_path: Path) -> None:
+    require_cores()
+    asked = ("--device", "cpu", "--prompt", "Weights", "--host-threads")
+    rule = "[{group_size: 1, num_in_group: 1, prefill: uva, decode: host}]"
+    plan = write_plan(tmp_path, rule)
+    code, out, err = cli("run", plan, *asked, 1 << 20)
+    assert (code, out) == (1, "")
+    assert "1048576 threads are asked for: ask for" in err
+    plan = write_plan(tmp_path, RULES["resident"])
+    code, out, err = cli("run", plan, *asked, 1)
+    assert (code, out) == (2, "")
+    assert "--host-threads is for plans whose rules have `decode: host`" in err

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from offplan.checkpoint.open import open_model
 from offplan.errors import OffplanError, PlanError
 from offplan.placement import Phase
 from offplan.plan import Rule
-from offplan.runtime.loading.by_cores import ByCoresModule
+from offplan.runtime.loading.by_cores import ByCoresModule, task_of
+from offplan.runtime.session import Session
 from tests.hostcores.cores import require_cores
 from tests.runtime.families import MOST_ROUNDING
 from tests.runtime.fed import BATCH, FED, run_fed, run_in_float32, typical_error
@@ -117,3 +119,24 @@ def test_rules_say_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         Rule.model_validate({"max_bytes": 10, "prefill": "uva", "decode": "host"})
     with pytest.raises(ValueError, match=r"rule 1 is .*host's cores.*\(host\), which reads no sec"):
         offload(group(1, 1, decode="host"), store="peer")
+
+
+def test_as_many_threads_compute_as_are_asked_for(folder: Path) -> None:
+    decision = offload(group(1, 1, "experts", prefill="uva", decode="host"))
+    made = []
+    for num_threads in (None, 1, 2):
+        model = open_model(str(folder))
+        session = Session(
+            model, decision, context=16, device="cpu", folder=folder, host_threads=num_threads
+        )
+        with session:
+            task = next(
+                task_of(part)
+                for part in session.loaded.module.modules()
+                if isinstance(part, ByCoresModule)
+            )
+            assert num_threads in (None, task.server.num_threads)
+            with session.stream():
+                session.prefill(BATCH)
+                made.append(session.decode(FED[0][:, None]).clone())
+    assert all(torch.equal(each, made[0]) for each in made)

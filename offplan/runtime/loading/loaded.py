@@ -44,10 +44,12 @@ class LoadedModel:
         on_progress: Progress | None = None,
         *,
         stock: bool = False,
+        host_threads: int | None = None,
     ) -> None:
         """Load ``model`` as ``offload`` says; ``folder`` holds its files, None for random weights.
 
-        ``stock`` loads it for transformers' own passes.
+        ``stock`` loads it for transformers' own passes. ``host_threads`` are what the host's cores
+        compute with.
 
         Raises what ``prepare`` raises, CheckpointError for files that cannot be read or have
         changed, UnpackableError for weights that the plan packs and that have more patches than
@@ -65,7 +67,7 @@ class LoadedModel:
         """The phase whose parameters are in place; None where they may be mixed."""
         materialise_buffers(self.module, device, targets)
         self.store = WeightStore(
-            self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer
+            self.placement, prepared.wanted, prepared.offloaded, device, prepared.peer, host_threads
         )
         self.cached = CachedExperts(self.model, self.module, self.placement, {}, self.store)
         """The experts that lie in GPU memory one by one."""

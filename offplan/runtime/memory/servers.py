@@ -64,12 +64,18 @@ class ByCores(InPlace):
     Which modules these are is found by ``runtime.loading.by_cores``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_threads: int | None = None) -> None:
         """Load the library, compiled first where it is not there yet; raises OffplanError."""
-        self._handover = Handover(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._handover = Handover(device, num_threads=num_threads) if on_gpu else None
         library = cores.load()
         self._kernels = library.kernels()
-        self._team = library.team_of_caller(torch.get_num_threads())
+        self._team = library.team_of_caller(num_threads or torch.get_num_threads())
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute where the device is the CPU."""
+        return self._team.num_threads
 
     def multiply(self, weight: cores.Matrix, x: torch.Tensor) -> torch.Tensor:
         """Multiply rows, bfloat16 of [rows, in], by a weight: bfloat16 of [rows, out]."""

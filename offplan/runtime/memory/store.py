@@ -1,6 +1,7 @@
 """Weights live in one arena on the device and in a slab of the store for each layer."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from offplan.errors import MemoryLimitError
 from offplan.hostmem.block import HostBlock
 from offplan.placement import Phase, Placement, Span, align
 from offplan.runtime.device import on_device
-from offplan.runtime.memory.servers import SERVERS, Server
+from offplan.runtime.memory.servers import SERVERS, ByCores, Server
 from offplan.schedule import Serve, slots_read
 from offplan.units import format_bytes
 
@@ -63,13 +64,15 @@ class WeightStore:
         offloaded: Offloaded,
         device: torch.device,
         peer: torch.device | None = None,
+        host_threads: int | None = None,
     ) -> None:
         """Allocate everything; nothing is loaded yet, nor page-locked.
 
         ``wanted`` are the model's tensors by parameter name, on the meta device. Slabs lie on
-        ``peer``, another CUDA device, or in host memory. Raises MemoryLimitError.
+        ``peer``, another CUDA device, or in host memory. ``host_threads`` are what the host's cores
+        compute with. Raises MemoryLimitError.
         """
-        self.device, self.peer = device, peer
+        self.device, self.peer, self._host_threads = device, peer, host_threads
         self.placement, self._wanted = placement, wanted
         self._blocks: dict[int, HostBlock] = {}
         """Host memory by layer."""
@@ -164,7 +167,11 @@ class WeightStore:
 
     def _server(self, backend: Backend) -> Server:
         if backend not in self.servers:
-            self.servers[backend] = SERVERS[backend](self.device)
+            by_cores = backend.is_by_cores and self._host_threads is not None
+            make = (
+                partial(ByCores, num_threads=self._host_threads) if by_cores else SERVERS[backend]
+            )
+            self.servers[backend] = make(self.device)
         return self.servers[backend]
 
     def serve(self, op: Serve) -> None:
