@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -65,34 +65,20 @@ class InPlaceRules:
         ]
 
     @cached_property
-    def _sums(self) -> dict[int, list[int]]:
-        """Bytes of an option's first parameters, in layer then name order: of one, of two, ..."""
-        space = self.space
-        return {
-            number: list(
-                accumulate(
-                    unit.nbytes
-                    for kind in space.kind_of
-                    for unit in space.taken(option.segment_class)[kind]
-                )
-            )
-            for number, option in enumerate(space.options)
-            if option.prefill is option.decode and not option.decode.streams and not option.climbs
-        }
+    def _sums(self) -> dict[int, tuple[list[int], list[int]]]:
+        """Bytes of an option's first parameters, in layer then name order: of one, of two, ...
 
-    @cached_property
-    def _off_gpu(self) -> dict[int, list[int]]:
-        """What of these bytes leaves the GPU."""
-
-        def leaving(number: int, sums: list[int]) -> list[int]:
-            option = self.space.options[number]
-            if option.decode.gpu_bytes is None:
-                return sums
-            sizes = (later - sooner for sooner, later in pairwise([0, *sums]))
+        Beside them is what of these bytes leaves the GPU.
+        """
+        space, found = self.space, {}
+        for number, option in enumerate(space.options):
             ways = option.prefill, option.decode
-            return list(accumulate(off_gpu_bytes(size, *ways) for size in sizes))
-
-        return {number: leaving(number, sums) for number, sums in self._sums.items()}
+            if ways[0] is ways[1] and not (option.decode.streams or option.climbs):
+                taken = space.taken(option.segment_class)
+                sizes = [unit.nbytes for kind in space.kind_of for unit in taken[kind]]
+                leaving = (off_gpu_bytes(size, *ways) for size in sizes)
+                found[number] = list(accumulate(sizes)), list(accumulate(leaving))
+        return found
 
     def _take(self, number: int | None, lacking: int) -> tuple[tuple[Rule, ...], int, int]:
         """Take an option's first parameters until there is enough room.
@@ -101,11 +87,7 @@ class InPlaceRules:
         """
         if number is None:
             return (), 0, lacking
-        option, sums, off_gpu = (
-            self.space.options[number],
-            self._sums[number],
-            self._off_gpu[number],
-        )
+        option, (sums, off_gpu) = self.space.options[number], self._sums[number]
         needed = lacking + self._copied_bytes(option)
         last = bisect_left(off_gpu, min(needed, off_gpu[-1]))
         max_bytes = _roundest(sums[last - 1] if last else 0, sums[last])
