@@ -305,7 +305,8 @@ def compare_stock(
         except OffplanError as error:
             return Outcome("refused", str(error).replace(name, family))
         is_equal = _reads_chunks(folder)
-        if reads_chunks(stock.config) and not is_equal:
+        # in shorter types sums in another order are rounded otherwise
+        if dtype is torch.float32 and reads_chunks(stock.config) and not is_equal:
             return Outcome("wrong", "in chunks")
         return Outcome("exact", "chunks" if is_equal else "whole")
 

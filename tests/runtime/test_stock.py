@@ -175,7 +175,7 @@ def test_what_is_counted_is_what_is_taken(tmp_path: Path) -> None:
             for index in range(-1, len(passes.caches))
         )
         # attention without values is counted step by step
-        assert live.moved.total() <= 1.1 * moved <= 2 * live.moved.total()
+        assert live.moved.total() <= 1.1 * moved <= 4 * live.moved.total()
         tokens = prompt.shape[1]
         predicted = sum(tokens * each + state for each, _, state in passes.caches)
         assert text.cache_bytes <= predicted <= 1.1 * text.cache_bytes + 4096
