@@ -328,7 +328,7 @@ def test_bad_input_exits_2_in_one_line(
         ("fly", "plans/tiny-moe"),
         ("plan", "plans/tiny-moe", "--batch", "0"),
         ("plan", "plans/tiny-moe", "--fast"),
-        ("export", "plan.yaml"),
+        ("export",),
     ],
 )
 def test_bad_usage_exits_2(cli: CLI, arguments: tuple[object, ...]) -> None:

@@ -64,7 +64,7 @@ def test_a_plan_names_its_profile_and_every_command_knows_it(
     text = path.read_text("utf-8")
     assert cli("replan", path, "-o", path, "--force").code == 0
     assert path.read_text("utf-8") == text
-    out = cli("show", path).out
+    out = " ".join(cli("show", path).out.split())
     assert "the 3 experts of a layer used last are on the GPU, too" in out
     assert "experts are chosen again as ../routing.json has it" in out
     out = cli("explain", path).out
