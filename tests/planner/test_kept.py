@@ -289,6 +289,8 @@ def test_a_number_is_kept_as_asked() -> None:
         (moe_model(), 9, WORKLOAD, "host", "a layer of test/model has 8 experts"),
         (moe_model(), "auto", Workload(batch=600), "host", "a batch of 512"),
         (moe_model(), "auto", WORKLOAD, "peer", "the store is peer: take --store host"),
+        (replace(moe_model(), dtype="float32"), 3, WORKLOAD, "host", "experts computed in float32"),
+        (replace(moe_model(), model_type="gpt_oss"), 3, WORKLOAD, "host", "by transposed values"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
