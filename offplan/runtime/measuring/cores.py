@@ -78,11 +78,11 @@ def measure_cores(
             }
             if on_gpu:
                 found |= _measure_beside(work, num_bytes, how, alone.seconds)
-        if on_gpu:
-            found |= _measure_round_trip(device, len(chosen))
     finally:
         os.sched_setaffinity(0, allowed)
         team.close()
+    if on_gpu:  # by threads of its own, which are pinned to cores that the caller may use
+        found |= _measure_round_trip(device, len(chosen))
     return found
 
 
