@@ -71,9 +71,8 @@ def describe_question(plan: Plan) -> list[str]:
 
 def _describe_routing(plan: Plan) -> list[str]:
     kept, told = plan.goal.cached_experts, []
-    if kept != "off":
-        how = "as many as suit" if kept == "auto" else f"{kept} of each layer"
-        told.append(f"experts may be kept on the GPU one by one, {how}")
+    if isinstance(kept, int):
+        told.append(f"experts are kept on the GPU one by one, {kept} of each layer")
     if plan.routing is not None:
         told.append(f"experts are chosen again as {plan.routing.file} has it")
     return told
