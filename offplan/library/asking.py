@@ -42,6 +42,7 @@ def ask(
     cached_experts: int | Literal["off", "auto"] | None = None,
     routing: str | None = None,
     host_cores: bool = False,
+    host_threads: int | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
@@ -62,7 +63,8 @@ def ask(
     layer, or as many as suit (``auto``); left out, as DEFAULT_CACHED_EXPERTS says where experts can
     be kept. ``routing`` is the file of a routing profile, which says how soon experts are chosen
     again.
-    With ``host_cores`` rules may have the host's cores multiply what they take.
+    With ``host_cores`` rules may have the host's cores multiply what they take, by
+    ``host_threads`` threads, or as many as the machine's figures are of.
 
     Raises InputError for a routing profile that cannot be read or is not of the model and the
     batch, for experts that cannot be kept, for a limit below zero, for a name that no weight has
@@ -88,6 +90,7 @@ def ask(
             leave_unpacked=tuple(leave_unpacked),
             cached_experts=cached_experts,
             host_cores=host_cores,
+            host_threads=host_threads,
             tensor_parallel=ranks.tensor,
             pipeline_parallel=ranks.pipeline,
             expert_parallel=ranks.expert,
