@@ -519,6 +519,11 @@ class Plan(Record):
                 "engine's command"
             )
 
+    @property
+    def has_cores(self) -> bool:
+        """Whether a rule has the host's cores multiply."""
+        return any(rule.decode.is_by_cores for rule in self.offload.rules)
+
     def locate(self, path: str) -> str:
         """Return a path that the plan names as it is from here: it starts at the plan's file."""
         return str(self._folder / path)

@@ -110,6 +110,7 @@ def ask_again(
     accept_drift: bool = False,
     leave_unpacked: Sequence[str] | None = None,
     routing: str | None = None,
+    without_cores: bool = False,
     on_progress: Progress | None = None,
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
@@ -119,7 +120,8 @@ def ask_again(
     instead of where the plan says; ``machine`` takes the place of the one that the plan names. With
     ``accept_drift`` the question is about the model as it is by now, though it is not the plan's.
     ``leave_unpacked`` takes the place of the names that the plan records, and ``routing`` that of
-    its routing profile's file. ``on_progress`` hears (shards read, shards in all).
+    its routing profile's file. ``without_cores`` asks for a plan that leaves the host's cores out,
+    though the plan's question has them. ``on_progress`` hears (shards read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
     where the plan's profile is gone or not valid, and InputError for a plan whose machine was
@@ -146,6 +148,8 @@ def ask_again(
     goal = plan.goal
     if leave_unpacked is not None:
         goal = goal.model_copy(update={"leave_unpacked": tuple(leave_unpacked)})
+    if without_cores:
+        goal = goal.model_copy(update={"host_cores": False, "host_threads": None})
     asked = plan.workload, plan.budget, goal, plan.offload.store
     file = routing
     if file is None and plan.routing is not None:

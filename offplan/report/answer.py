@@ -157,7 +157,7 @@ def describe_speed(plan: Plan) -> str:
 
 def describe_cores(plan: Plan, machine: MachineProfile) -> list[str]:
     """Say what is assumed of the host's cores; nothing where no rule has them multiply."""
-    if not any(rule.decode.is_by_cores for rule in plan.offload.rules):
+    if not plan.has_cores:
         return []
     assumed = machine.with_threads(plan.goal.host_threads)
     rate, threads = assumed.cores_rate, assumed.host_threads

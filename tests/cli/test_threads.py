@@ -1,6 +1,7 @@
 """Threads of the CPU where other processes are busy."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +87,17 @@ def test_threads_of_a_plan_are_of_this_hosts_cores(cli: CLI) -> None:
     code, out, err = cli("analyze", config, "--host-cores", *there)
     assert code == 0
     assert "host's cores read 60 GB/s with 64 threads (estimated)." in " ".join(out.split())
+
+
+def test_a_plan_is_made_again_without_the_hosts_cores(cli: CLI, tmp_path: Path) -> None:
+    config = ROOT / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"
+    there = ("--machine", "rtx4090", "--gpu-memory", "8GiB")
+    cores, without = tmp_path / "cores.yaml", tmp_path / "without.yaml"
+    asked = ("--host-cores", "--host-threads", 4)
+    assert cli("plan", config, *there, *asked, "-o", cores).code == 0
+    assert cli("plan", config, *there, "-o", without).code == 0
+    assert "decode: host" in cores.read_text()
+    code, out, err = cli("replan", cores)
+    assert (code, out) == (0, cores.read_text())
+    code, out, _ = cli("replan", cores, "--no-host-cores")
+    assert (code, out) == (0, without.read_text())

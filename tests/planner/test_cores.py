@@ -21,6 +21,7 @@ from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
 from offplan.report.answer import describe_cores
 from offplan.report.plan import describe_crossovers, describe_offload
+from offplan.report.run import note_cores
 from offplan.runtime.generate import generate
 from tests.costs.builders import make_machine, moe_model
 from tests.held import hold_by
@@ -124,6 +125,17 @@ def test_fewer_threads_are_priced_and_told_of() -> None:
     (line,) = describe_cores(plans[None], machine)
     assert line.startswith(f"{told} 8 GB/s with 8 threads (")
     assert describe_cores(make_plan(ask(MODELS["moe"], machine, 0.5)).plan, machine) == []
+
+
+def test_cores_that_are_slower_than_priced_are_told_of() -> None:
+    plan = make_plan(ask(MODELS["moe"], MACHINE, 0.5, goal=WITH_CORES)).plan
+    here = plan.machine.name
+    (line,) = note_cores(plan, here, 0.01, 0.02)
+    assert line.startswith("With the host's cores a token takes 2.000 times what was predicted")
+    assert "`offplan replan --no-host-cores PLAN` plans without them" in line
+    assert note_cores(plan, here, 0.01, 0.011) == note_cores(plan, here, 0.01, None) == []
+    without = make_plan(ask(MODELS["moe"], MACHINE, 0.5)).plan
+    assert note_cores(without, here, 0.01, 0.02) == note_cores(plan, "CPU", 0.01, 0.02) == []
 
 
 def test_what_has_no_kernel_is_left_to_the_link(tmp_path: Path) -> None:
