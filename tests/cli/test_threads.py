@@ -97,7 +97,7 @@ def test_a_plan_is_made_again_without_the_hosts_cores(cli: CLI, tmp_path: Path) 
     assert cli("plan", config, *there, *asked, "-o", cores).code == 0
     assert cli("plan", config, *there, "-o", without).code == 0
     assert "decode: host" in cores.read_text()
-    code, out, err = cli("replan", cores)
+    code, out, _ = cli("replan", cores)
     assert (code, out) == (0, cores.read_text())
     code, out, _ = cli("replan", cores, "--no-host-cores")
     assert (code, out) == (0, without.read_text())
