@@ -158,6 +158,8 @@ class Goal(Record):
     how many of each layer."""
     host_cores: bool = False
     """Whether rules may have the host's cores multiply what they take (``decode: host``)."""
+    host_threads: Count | None = None
+    """Threads that the host's cores compute with; null for those of the profile's figures."""
     tensor_parallel: Count = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel: Count = 1
@@ -192,6 +194,11 @@ class Goal(Record):
             raise ValueError(
                 f"--host-cores with --for {self.engine}: no engine's flags have the host's cores "
                 "multiply weights; leave one of them out"
+            )
+        if self.host_threads is not None and not self.host_cores:
+            raise ValueError(
+                f"--host-threads {self.host_threads} without --host-cores, which lets the host's "
+                "cores multiply: add --host-cores, or leave --host-threads out"
             )
         if self.cached_experts != "off" and self.engine is not None:
             raise ValueError(
@@ -511,6 +518,11 @@ class Plan(Record):
                 f"{self.goal.engine}: offplan's own runtime runs on one; offplan export prints the "
                 "engine's command"
             )
+
+    @property
+    def has_cores(self) -> bool:
+        """Whether a rule has the host's cores multiply."""
+        return any(rule.decode.is_by_cores for rule in self.offload.rules)
 
     def locate(self, path: str) -> str:
         """Return a path that the plan names as it is from here: it starts at the plan's file."""

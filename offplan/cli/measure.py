@@ -12,6 +12,7 @@ from offplan.cli.output import (
     ProgressBar,
     check_stdout,
     check_writable,
+    print_note,
     print_result,
     save_file,
 )
@@ -63,7 +64,7 @@ def measure(
     if model is not None:
         timed = open_model(model, revision=revision, on_progress=ProgressBar("reading headers"))
     settle_threads(device)
-    profile = measure_here(
+    machine = measure_here(
         timed,
         workload,
         device=device,
@@ -73,7 +74,10 @@ def measure(
         host_threads=host_threads,
         packing=packing,
         on_stage=ProgressBar,
-    ).profile
+    )
+    profile = machine.profile
+    for each in machine.skipped:
+        print_note(f"not measured: {each}")
     if output is not None:
         save_file(output, dump_profile(profile), force=force)
     if json or output is not None:

@@ -107,6 +107,7 @@ class Query:
     cached_experts: options.CachedExperts = None
     routing: options.Routing = None
     host_cores: options.HostCores = False
+    host_threads: options.HostThreads = None
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
     ] = False
@@ -151,7 +152,7 @@ class Query:
         from offplan.checkpoint.open import open_model
         from offplan.cli.planning import note_budget, read_workload, settle_context
         from offplan.library.asking import ask, read_routing
-        from offplan.library.machines import find_machine
+        from offplan.library.machines import check_threads, find_machine
 
         tokens = self.prompt_tokens, self.output_tokens, self.context
         workload = read_workload(self.batch or 1, *tokens)
@@ -165,6 +166,8 @@ class Query:
         )
         if self.routing is not None:  # before anything is measured
             read_routing(str(self.routing), model, self.engine)
+        if self.host_cores and self.host_threads is not None and self.machine is None:
+            check_threads(self.host_threads)
         machine = find_machine(
             self.machine,
             model,
@@ -193,6 +196,7 @@ class Query:
             leave_unpacked=self.leave_unpacked or (),
             cached_experts=self.cached_experts,
             host_cores=self.host_cores,
+            host_threads=self.host_threads,
             routing=None if self.routing is None else str(self.routing),
             ranks=self.ranks,
         )

@@ -30,6 +30,9 @@ def replan(
     ] = False,
     leave_unpacked: options.LeaveUnpacked = None,
     routing: options.Routing = None,
+    without_cores: Annotated[
+        bool, typer.Option("--no-host-cores", help="Plan without the host's cores.")
+    ] = False,
     output: options.Output = None,
     force: options.Force = False,
     json: options.Json = False,
@@ -87,6 +90,7 @@ def replan(
         accept_drift=accept_drift,
         leave_unpacked=leave_unpacked,
         routing=None if routing is None else str(routing),
+        without_cores=without_cores,
     )
     if routing is not None:
         file = relocate_path(str(routing), Path(), plan.resolve().parent)

@@ -31,7 +31,7 @@ def run(given: RunOptions) -> None:
         given.plan, given.model, stock=given.stock, trust_remote_code=given.trust_remote_code
     )
     if given.host_threads is not None:
-        if not any(rule.decode.is_by_cores for rule in plan.offload.rules):
+        if not plan.has_cores:
             raise InputError(
                 "--host-threads is for plans whose rules have `decode: host`, and this one has "
                 "none: leave it out, or plan with --host-cores"

@@ -64,7 +64,7 @@ def find_crossovers(held: Held, machine: MachineProfile, plan: Plan) -> Crossove
     wins = _streaming_wins(stage, machine, plan.workload)
     engine = stage.runner.pass_rules
     reads = machine.store == "host" and (engine is None or not engine.copies_in_place)
-    by_cores = any(rule.decode.is_by_cores for rule in plan.offload.rules)
+    by_cores = plan.has_cores
     beats = _streaming_beats_cores(stage, machine, plan.workload)
     streams = any(rule.prefill.streams for rule in plan.offload.rules)
     return Crossovers(

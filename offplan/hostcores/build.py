@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offplan.errors import OffplanError
@@ -45,6 +46,17 @@ _FILES = {
 }
 """Flags of each file. What any processor runs is linked first: of what several files have in
 common, the linker keeps the first."""
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Has the library in wheels for Linux on x86-64, and nothing in a checkout."""
+_ZIG = (sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.17", "-s")
+_ZIG_PROCESSORS = {
+    "library.cpp": ("-mcpu=x86_64",),
+    "coordinator.cpp": ("-mcpu=x86_64",),
+    "products.cpp": ("-mcpu=x86_64",),
+    "avx2.cpp": ("-mcpu=x86_64_v3",),
+    "avx512.cpp": ("-mcpu=x86_64_v4+avx512bf16+avx512vbmi",),
+}
+"""What ``_FILES`` has, as zig names processors."""
 _TIMEOUT_S = 300
 
 
@@ -65,10 +77,14 @@ def check_platform() -> None:
 def find_library() -> Path:
     """Find the library for this source and compiler, compiling it first where it is not there yet.
 
-    That takes some ten seconds, once. Raises OffplanError where there is no compiler, it fails, or
-    the folder is not the user's alone.
+    That takes some ten seconds, once. What came with offplan's wheel is taken as it is, unless CXX
+    names a compiler. Raises OffplanError where there is no compiler, it fails, or the folder is not
+    the user's alone.
     """
     check_platform()
+    prebuilt = PREBUILT / f"hostcores-{_digest()}.so"
+    if prebuilt.exists() and not os.environ.get("CXX"):
+        return prebuilt  # who can write there can write offplan's own code, too
     folder = _make_folder()
     compiler = find_compiler()
     path = folder / f"hostcores-{_digest(compiler)}.so"
@@ -127,22 +143,43 @@ def _make_folder() -> Path:
     return folder
 
 
-def _digest(compiler: list[str]) -> str:
-    """Name what the library is made of: source, flags and compiler."""
+def prebuild() -> Path:
+    """Compile the library that a wheel has, by zig, for any Linux on x86-64 since glibc 2.17.
+
+    Raises OffplanError where the package ``ziglang`` is not there, or it fails.
+    """
+    shutil.rmtree(PREBUILT, ignore_errors=True)
+    PREBUILT.mkdir()
+    path = PREBUILT / f"hostcores-{_digest()}.so"
+    _compile([*_ZIG], PREBUILT, path, _ZIG_PROCESSORS)
+    path.chmod(0o755)
+    return path
+
+
+def _digest(compiler: Sequence[str] = ()) -> str:
+    """Name what the library is made of: source, flags and the compiler, if it is said."""
     digest = hashlib.sha256()
     for path in sorted(SOURCE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
-    digest.update(repr((_FLAGS, _DEFINES, _FILES, compiler)).encode() + version)
+    digest.update(repr((_FLAGS, _DEFINES, _FILES, compiler)).encode())
+    if compiler:
+        told = subprocess.run([*compiler, "--version"], capture_output=True, check=False)
+        digest.update(told.stdout)
     return digest.hexdigest()[:32]
 
 
-def _compile(compiler: list[str], folder: Path, path: Path) -> None:
+def _compile(
+    compiler: list[str],
+    folder: Path,
+    path: Path,
+    processors: Mapping[str, Sequence[str]] = _FILES,
+) -> None:
+    """Compile the files, each for its processor, in a folder of the user's."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         objects = [Path(made, name).with_suffix(".o") for name in _FILES]
         commands = [
             [*compiler, *_FLAGS, *_DEFINES, *flags, "-c", str(SOURCE / name), "-o", str(to)]
-            for (name, flags), to in zip(_FILES.items(), objects, strict=True)
+            for (name, flags), to in zip(processors.items(), objects, strict=True)
         ]
         whole = Path(made, path.name)
         link = [*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(whole)]
@@ -173,3 +210,7 @@ def _run(commands: list[list[str]]) -> None:
             )
     if failed is not None:
         raise failed
+
+
+if __name__ == "__main__":  # in a release: see .github/workflows/release.yml
+    print(prebuild())

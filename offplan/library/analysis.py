@@ -59,7 +59,8 @@ class Analysis:
         if self.result is None or self.machine is None:
             return None
         plan = self.result.plan
-        linked = self.machine.with_link(plan.offload.store, plan.goal.ranks)
+        goal = plan.goal
+        linked = self.machine.with_link(plan.offload.store, goal.ranks, goal.host_threads)
         return find_crossovers(self.held.pack(plan.offload.packing), linked, plan)
 
     @cached_property

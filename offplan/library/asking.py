@@ -42,6 +42,7 @@ def ask(
     cached_experts: int | Literal["off", "auto"] | None = None,
     routing: str | None = None,
     host_cores: bool = False,
+    host_threads: int | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Question:
     """Ask which plan is the best one; ``make_plan`` and ``find_frontier`` answer.
@@ -62,7 +63,8 @@ def ask(
     layer, or as many as suit (``auto``); left out, as DEFAULT_CACHED_EXPERTS says where experts can
     be kept. ``routing`` is the file of a routing profile, which says how soon experts are chosen
     again.
-    With ``host_cores`` rules may have the host's cores multiply what they take.
+    With ``host_cores`` rules may have the host's cores multiply what they take, by
+    ``host_threads`` threads, or as many as the machine's figures are of.
 
     Raises InputError for a routing profile that cannot be read or is not of the model and the
     batch, for experts that cannot be kept, for a limit below zero, for a name that no weight has
@@ -88,6 +90,7 @@ def ask(
             leave_unpacked=tuple(leave_unpacked),
             cached_experts=cached_experts,
             host_cores=host_cores,
+            host_threads=host_threads,
             tensor_parallel=ranks.tensor,
             pipeline_parallel=ranks.pipeline,
             expert_parallel=ranks.expert,
@@ -107,6 +110,7 @@ def ask_again(
     accept_drift: bool = False,
     leave_unpacked: Sequence[str] | None = None,
     routing: str | None = None,
+    without_cores: bool = False,
     on_progress: Progress | None = None,
 ) -> Question:
     """Ask the question that a plan answers, as its file records it.
@@ -116,7 +120,8 @@ def ask_again(
     instead of where the plan says; ``machine`` takes the place of the one that the plan names. With
     ``accept_drift`` the question is about the model as it is by now, though it is not the plan's.
     ``leave_unpacked`` takes the place of the names that the plan records, and ``routing`` that of
-    its routing profile's file. ``on_progress`` hears (shards read, shards in all).
+    its routing profile's file. ``without_cores`` asks for a plan that leaves the host's cores out,
+    though the plan's question has them. ``on_progress`` hears (shards read, shards in all).
 
     Raises CheckpointError, HubError and DriftError as ``open_planned_model`` does, ProfileError
     where the plan's profile is gone or not valid, and InputError for a plan whose machine was
@@ -143,6 +148,8 @@ def ask_again(
     goal = plan.goal
     if leave_unpacked is not None:
         goal = goal.model_copy(update={"leave_unpacked": tuple(leave_unpacked)})
+    if without_cores:
+        goal = goal.model_copy(update={"host_cores": False, "host_threads": None})
     asked = plan.workload, plan.budget, goal, plan.offload.store
     file = routing
     if file is None and plan.routing is not None:

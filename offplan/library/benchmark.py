@@ -113,6 +113,7 @@ def bench_plan(
         num_repeats=num_repeats,
         used_before=bytes_in_use(chosen),
         stock=plan.goal.stock,
+        host_threads=plan.goal.host_threads,
         record=record,
     )
     # first, so that the peaks that only grow are the plan's own

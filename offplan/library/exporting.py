@@ -63,6 +63,7 @@ def plan_for(plan: Plan, model: Model, engine: str, ranks: Ranks | None = None) 
         "cached_experts": "off",  # which no engine does
         "stock": False,
         "host_cores": False,
+        "host_threads": None,
         "objective": "latency",
         "tensor_parallel": ranks.tensor,
         "pipeline_parallel": ranks.pipeline,

@@ -37,6 +37,12 @@ class Machine:
     """Bytes of GPU memory that a process can have: all of it, or what nobody else has taken."""
     profile_name: str | None = None
     """The name or file that the profile was read from; None where it was measured."""
+    skipped: tuple[str, ...] = ()
+    """What was asked to be measured and was not, and why."""
+
+
+_OF_CORES = ("cores", "cores_beside_copies", "host_reads", "cores_round_trip")
+"""Figures of a profile that are of the host's cores."""
 
 
 def check_threads(host_threads: int) -> None:
@@ -113,9 +119,10 @@ def measure_here(
         if packing and packable(model):
             held.append(hold(model, pack_everything(model)))
         profile = _add_model(profile, held, workload, device, on_stage, afresh=afresh)
+    skipped: tuple[str, ...] = ()
     if with_cores:
-        profile = _add_cores(profile, model, device, host_threads, on_stage)
-    return Machine(profile, profile.gpu_memory.value - used)
+        profile, skipped = _add_cores(profile, model, device, host_threads, on_stage)
+    return Machine(profile, profile.gpu_memory.value - used, skipped=skipped)
 
 
 def _add_model(
@@ -163,22 +170,31 @@ def _add_cores(
     device: DeviceName,
     host_threads: int | None,
     on_stage: Stages,
-) -> MachineProfile:
-    """Add to a profile what the host's cores read of a model's weights that they multiply."""
+) -> tuple[MachineProfile, tuple[str, ...]]:
+    """Add to a profile what the host's cores read of a model's weights that they multiply.
+
+    Also returns what could not be measured, and why.
+    """
     import torch
 
     from offplan.runtime.measuring.cores import measure_cores
 
     stage, progress = None if model is None else hold(model), on_stage("measuring the host's cores")
+    skipped: tuple[str, ...] = ()
     try:
         figures = measure_cores(stage, torch.device(device), host_threads)
-    except OffplanError:
+    except OffplanError as error:
         if host_threads is not None:
             raise
-        figures = {}  # no compiler, no kernel: plans without the cores need none
+        figures, skipped = {}, (f"the host's cores: {error}",)  # plans without them need none
+    else:
+        missing = [name for name in _OF_CORES if name not in figures]
+        if missing:
+            why = "that takes a GPU" if device == "cpu" else "copies ended before the cores did"
+            skipped = (f"{', '.join(missing)}: {why}",)
     if progress is not None:
         progress(1, 1)
-    return MachineProfile.model_validate(profile.model_dump() | figures)
+    return MachineProfile.model_validate(profile.model_dump() | figures), skipped
 
 
 def find_machine(

@@ -136,7 +136,7 @@ def open_planned_machine(plan: Plan) -> MachineProfile | None:
     profile = open_planned_profile(plan)
     if profile is None:
         return None
-    return profile.with_link(plan.offload.store, plan.goal.ranks)
+    return profile.with_link(plan.offload.store, plan.goal.ranks, plan.goal.host_threads)
 
 
 def find_planned_routing(plan: Plan) -> RoutingProfile | None:

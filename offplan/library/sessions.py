@@ -69,8 +69,8 @@ def load_session(
 
     Returns the plan that was loaded by, too: the one that ``settle`` returns where weights turn out
     not to pack, which is looked for before they are loaded, too. Left out, they are held as they
-    are stored where the plan has room for them. ``record_routing`` and
-    ``host_threads`` are Session's.
+    are stored where the plan has room for them. ``record_routing`` and ``host_threads``, the
+    plan's if left out, are Session's.
     """
     if not dummy_weights:
         check_before_fetching(
@@ -88,7 +88,7 @@ def load_session(
             folder=None if dummy_weights else find_weights(model, on_stage("fetching weights")),
             record_routing=record_routing,
             stock=plan.goal.stock,
-            host_threads=host_threads,
+            host_threads=host_threads or plan.goal.host_threads,
             on_progress=on_stage("loading"),
         )
 

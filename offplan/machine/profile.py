@@ -262,13 +262,40 @@ class MachineProfile(Record):
         }
         return PeerStoreProfile.model_validate({**self._figures, **changes})
 
-    def with_link(self, store: Store, ranks: Ranks) -> "MachineProfile":
+    def with_link(
+        self, store: Store, ranks: Ranks, host_threads: int | None = None
+    ) -> "MachineProfile":
         """Return the profile with the link that each rank has to a plan's store.
 
+        The host's cores compute with ``host_threads``, those of the figures if it is left out.
         Those of one stage copy at once. A token passes one stage after the other, and copies end
         with the pass. Raises ProfileError where the link to the store is not known.
         """
-        return self.with_store(store).with_ranks(ranks.tensor)
+        return self.with_store(store).with_ranks(ranks.tensor).with_threads(host_threads)
+
+    def with_threads(self, num_threads: int | None) -> "MachineProfile":
+        """Return the profile with what so many threads of the host's cores read.
+
+        Fewer threads than the figures are of read in proportion less, which is an estimate. More
+        threads, and those of figures that do not tell theirs, read as much as the figures tell.
+        """
+        known = self.host_threads
+        if num_threads is None or (known is not None and known.value == num_threads):
+            return self
+        source = "asked for; the rate is of threads that the profile does not count"
+        if known is not None:
+            source = f"asked for; the rate was found with {known.value} threads"
+        threads = {"value": num_threads, "basis": "estimated", "source": source}
+        changes: dict[str, Any] = {"host_threads": threads}
+        if known is not None and num_threads < known.value:
+            for name in ("cores", "cores_beside_copies"):
+                if (figure := getattr(self, name)) is not None:
+                    changes[name] = {
+                        "value": figure.value * num_threads / known.value,
+                        "basis": "estimated",
+                        "source": f"{num_threads} of {known.value} threads of: {figure.source}",
+                    }
+        return type(self).model_validate({**self._figures, **changes})
 
     def with_ranks(self, num_gpus: int) -> "MachineProfile":
         """Return the profile with the link that each GPU has while so many of the host copy.

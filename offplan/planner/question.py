@@ -81,7 +81,7 @@ class Question:
     @cached_property
     def planned_machine(self) -> MachineProfile:
         """The machine's profile with the link to the store as its link, all ranks using theirs."""
-        return self.machine.with_link(self.store, self.goal.ranks)
+        return self.machine.with_link(self.store, self.goal.ranks, self.goal.host_threads)
 
     @property
     def may_pack(self) -> bool:

@@ -21,7 +21,7 @@ from offplan.report.advice import describe_advice, describe_alternatives, descri
 from offplan.report.analysis import describe_running
 from offplan.report.model import render_model
 from offplan.report.strip import MemoryBar, make_layer_strip, memory_parts
-from offplan.units import format_budget, format_bytes, format_frequency, format_seconds
+from offplan.units import format_budget, format_bytes, format_frequency, format_rate, format_seconds
 
 _SOME_FOLDER = "DIR"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -66,6 +66,7 @@ def describe_answer(analysis: Analysis, plan: Plan, machine: MachineProfile) -> 
         *(f"{note[0].upper()}{note[1:]}." for note in notes),
         *describe_ranks(plan, analysis.held, machine),
         describe_speed(plan),
+        *describe_cores(plan, machine),
         *describe_advice(analysis, plan),
         *_describe_running(analysis, plan),
     ]
@@ -152,6 +153,19 @@ def describe_speed(plan: Plan) -> str:
         f"{format_seconds(prediction.prefill.step_s)} after a prompt of {workload.prompt_tokens} "
         f"({prediction.basis})."
     )
+
+
+def describe_cores(plan: Plan, machine: MachineProfile) -> list[str]:
+    """Say what is assumed of the host's cores; nothing where no rule has them multiply."""
+    if not plan.has_cores:
+        return []
+    assumed = machine.with_threads(plan.goal.host_threads)
+    rate, threads = assumed.cores_rate, assumed.host_threads
+    by = "as many threads as suit" if threads is None else f"{threads.value} threads"
+    return [
+        f"The prediction assumes that the host's cores read {format_rate(rate.value)} with {by} "
+        f"({rate.basis})."
+    ]
 
 
 def describe_plainly(plan: Plan, held: Held) -> str:

@@ -14,6 +14,7 @@ from offplan.report.run import (
     add_experts,
     format_ratio,
     list_differences,
+    note_cores,
     reads_in_place,
 )
 from offplan.report.table import make_table
@@ -149,6 +150,7 @@ def _render_others(result: "BenchResult") -> Table:
 def _notes(plan: Plan, result: "BenchResult") -> list[str]:
     """Say how the figures were obtained, and what keeps them from being comparable."""
     measured = not isinstance(result.others.get("resident", ""), str)
+    predicted_s = plan.prediction.decode.step_s
     compute = "measured with everything resident" if measured else "as predicted"
     return [
         f"{result.device}, batch {result.batch}, {result.prompt_tokens} prompt tokens: medians of "
@@ -157,6 +159,7 @@ def _notes(plan: Plan, result: "BenchResult") -> list[str]:
         f"Bound: the larger of compute ({compute}) and bytes over the link's own rate.",
         "Host memory: predicted for the weights, measured for the whole process.",
         *list_differences(plan, result),
+        *note_cores(plan, result.device, predicted_s, result.plan.decode.step.median_s),
         *_notes_on_accelerate(plan, result),
         *(f"{name}: {why}" for name, why in result.others.items() if isinstance(why, str)),
     ]

@@ -109,7 +109,8 @@ def portray(plan: Plan, held: Held, machine: MachineProfile) -> Portrait:
     Raises PlanError for rules that do not fit the model, and ProfileError where the link to the
     plan's store is not known.
     """
-    linked = machine.with_link(plan.offload.store, plan.goal.ranks)
+    goal = plan.goal
+    linked = machine.with_link(plan.offload.store, goal.ranks, goal.host_threads)
     # an engine's queues are not the schedule's
     lanes = trace_plan(plan, held.stage, linked) if plan.goal.engine is None else None
     return Portrait(plan, held, machine, lanes)

@@ -58,7 +58,33 @@ def render_run(plan: Plan, result: RunResult) -> RenderableType:
     if (other := result.prediction) is not None:
         ttft, tpot = format_seconds(other.prefill.step_s), format_seconds(other.decode.step_s)
         lines.append(f"For what ran it predicts {ttft} to the first token and {tpot} a token.")
+    asked = (prediction if other is None else other).decode.step_s
+    lines += note_cores(plan, result.device, asked, measured.median_step_s)
     return Group(table, Text(), *map(Text, lines))
+
+
+SLOWER = 1.15
+"""Times its prediction from which on a step of a plan with the host's cores is called slower.
+
+Source: chosen; it is three times the error that predictions are asked to keep within.
+"""
+
+
+def note_cores(plan: Plan, device: str, predicted_s: float, measured_s: float | None) -> list[str]:
+    """Say that a step by the host's cores takes longer than priced, and how to plan without them.
+
+    Empty where no rule has the cores multiply, a step is not SLOWER, or the ``device`` that it ran
+    on is not the plan's.
+    """
+    elsewhere = device != plan.machine.name
+    if not plan.has_cores or elsewhere or (measured_s or 0.0) < SLOWER * predicted_s:
+        return []
+    return [
+        f"With the host's cores a token takes {format_ratio(measured_s, predicted_s)} times what "
+        "was predicted: other processes may use the cores, or they read more slowly than the "
+        "profile has it. `offplan replan --no-host-cores PLAN` plans without them; offplan measure "
+        "-o writes a profile of what they read."
+    ]
 
 
 def add_experts(table: Table, experts: ComparedExperts | None) -> None:

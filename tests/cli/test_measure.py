@@ -14,7 +14,7 @@ import offplan.machine.measure
 import offplan.runtime.memory.gpu_memory
 from offplan.checkpoint.model import Model
 from offplan.checkpoint.open import open_model
-from offplan.errors import CheckpointError
+from offplan.errors import CheckpointError, OffplanError
 from offplan.held.held import hold
 from offplan.held.packing import is_packed, pack_everything
 from offplan.library.machines import find_machine, measure_here
@@ -31,6 +31,13 @@ from offplan.runtime.measuring import cores, layer_key, layer_times
 from tests.cli import CLI, TINY_MOE
 
 WORKLOAD = Workload(batch=1, prompt_tokens=32, output_tokens=96, context=256)
+
+
+BESIDE = (
+    "offplan: not measured: cores_beside_copies, host_reads, cores_round_trip: copies ended before "
+    "the cores did\n"
+)
+"""What is told of a machine whose cores were not timed beside copies."""
 
 
 class Machine:
@@ -138,7 +145,7 @@ def test_measure_times_layers_afresh_and_keeps_them(
     workload = ("--prompt-tokens", 32, "--output-tokens", 96, "--context", 256)
     for _ in range(2):
         code, out, err = cli("measure", TINY_MOE, *workload, "--packing", "-o", path, "--force")
-        assert (code, err) == (0, f"offplan: wrote {path}\n")
+        assert (code, err) == (0, f"{BESIDE}offplan: wrote {path}\n")
         assert "NVIDIA H200, PCIe 5 x16" in out
         assert "55.4 GB/s" in out
     kept = parse_profile(path.read_text(), "here")
@@ -151,7 +158,7 @@ def test_measure_times_layers_afresh_and_keeps_them(
 
 def test_measure_prints_a_profile_or_json(cli: CLI, machine: Machine) -> None:
     code, out, err = cli("measure")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, BESIDE.replace("measured: ", "measured: cores, "))
     assert parse_profile(out, "stdout") == load_profile("h200-pcie5")
     payload = json.loads(cli("measure", "--json").out)["machine"]
     assert payload["h2d"]["value"] == 55.4e9
@@ -174,6 +181,24 @@ def test_a_cpu_is_measured_as_one_that_plays_gpu(
     budget = ("--machine", profile, "--gpu-memory", "768KiB")
     assert cli("plan", TINY_MOE, *workload, *budget, "-o", path).code == 0
     assert load_plan(path).prediction.basis == "measured"
+
+
+@pytest.mark.parametrize("has_cores", [True, False])
+def test_what_is_not_measured_of_the_cores_is_named(
+    cli: CLI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cores: bool
+) -> None:
+    def measure(*_: Any) -> dict[str, Any]:
+        if not has_cores:
+            raise OffplanError("`decode: host` has no kernel for this")
+        return {"cores": {"value": 1e11, "basis": "measured", "source": "a test"}}
+
+    monkeypatch.setattr(measure_cpu, "_LARGE_BYTES", 2**20)
+    monkeypatch.setattr(cores, "measure_cores", measure)
+    code, out, err = cli("measure", "--device", "cpu")
+    assert (code, parse_profile(out, "stdout").cores is not None) == (0, has_cores)
+    beside = "cores_beside_copies, host_reads, cores_round_trip: that takes a GPU"
+    told = beside if has_cores else "the host's cores: `decode: host` has no kernel for this"
+    assert f"offplan: not measured: {told}\n" in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -1,12 +1,14 @@
 """Threads of the CPU where other processes are busy."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from offplan.cli import main, threads
 from tests.cli import CLI, ROOT
+from tests.hostcores.cores import require_cores
 
 RUN = ("run", ROOT / "plans" / "tiny-moe.yaml", "--prompt", "Weights", "--device", "cpu")
 
@@ -70,3 +72,32 @@ def test_threads_that_wait_sleep_soon_unless_told(
     monkeypatch.setattr(os, "environ", environment := dict(given))
     main._let_waiting_threads_sleep()
     assert environment.get("GOMP_SPINCOUNT") == expected
+
+
+def test_threads_of_a_plan_are_of_this_hosts_cores(cli: CLI) -> None:
+    require_cores()
+    config = ROOT / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"
+    code, out, err = cli("plan", config, "--host-cores", "--host-threads", 1 << 20)
+    assert (code, out) == (1, "")
+    assert "1048576 threads are asked for: ask for" in err
+    there = ("--machine", "rtx4090", "--gpu-memory", "8GiB", "--host-threads", 64)
+    code, out, err = cli("analyze", config, *there)
+    assert (code, out) == (2, "")
+    assert "--host-threads 64 without --host-cores, which lets the host's cores multiply" in err
+    code, out, err = cli("analyze", config, "--host-cores", *there)
+    assert code == 0
+    assert "host's cores read 60 GB/s with 64 threads (estimated)." in " ".join(out.split())
+
+
+def test_a_plan_is_made_again_without_the_hosts_cores(cli: CLI, tmp_path: Path) -> None:
+    config = ROOT / "benchmarks" / "models" / "gpt-oss-20b" / "config.json"
+    there = ("--machine", "rtx4090", "--gpu-memory", "8GiB")
+    cores, without = tmp_path / "cores.yaml", tmp_path / "without.yaml"
+    asked = ("--host-cores", "--host-threads", 4)
+    assert cli("plan", config, *there, *asked, "-o", cores).code == 0
+    assert cli("plan", config, *there, "-o", without).code == 0
+    assert "decode: host" in cores.read_text()
+    code, out, _ = cli("replan", cores)
+    assert (code, out) == (0, cores.read_text())
+    code, out, _ = cli("replan", cores, "--no-host-cores")
+    assert (code, out) == (0, without.read_text())

@@ -14,6 +14,7 @@ from offplan.hostcores import build
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is the user's alone; pytest's own lies below one that all may write to."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     return tmp_path / "offplan" / "hostcores"
 
 
@@ -46,6 +47,30 @@ def test_another_source_or_compiler_is_another_library(
     first = build.find_library()
     monkeypatch.setenv("CXX", f"{tmp_path}/compiler -O1")
     assert build.find_library() != first
+
+
+def test_what_comes_with_a_wheel_needs_no_compiler(
+    cache: Path, fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = os.environ["CXX"]
+    monkeypatch.setattr(build, "_ZIG", (compiler, "-target"))
+    made = build.prebuild()
+    assert list((tmp_path / "prebuilt").iterdir()) == [made]
+    calls = fake.read_text()
+    assert "-mcpu=x86_64_v4+avx512bf16+avx512vbmi" in calls
+    assert "-march" not in calls
+    assert build.find_library() != made  # whoever names a compiler has it compile
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert build.find_library() == made
+    # of other flags, it is another library
+    monkeypatch.setattr(build, "_FLAGS", ("-O1",))
+    with pytest.raises(OffplanError, match="found none of"):
+        build.find_library()
+
+
+def test_zig_compiles_the_same_files() -> None:
+    assert build._ZIG_PROCESSORS.keys() == build._FILES.keys()
 
 
 def test_what_others_can_write_is_not_loaded(cache: Path, fake: Path) -> None:

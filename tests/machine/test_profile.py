@@ -295,3 +295,21 @@ def test_ranks_have_the_link_of_as_many_that_copied_at_once() -> None:
     found = [machine.with_ranks(number).h2d.value for number in (2, 3, 4, 8)]
     assert found == [40e9, 20e9, 20e9, 10e9]  # of three: no faster than four
     assert (machine.knows_ranks(8), machine.knows_ranks(16)) == (True, False)
+
+
+def test_threads_that_are_left_out_read_in_proportion_less() -> None:
+    figures = {"cores": "40 GB/s", "cores_beside_copies": "30 GB/s"}
+    data = load_profile("rtx4090").model_dump() | figures
+    untold = MachineProfile.model_validate(data)
+    machine = MachineProfile.model_validate({**data, "host_threads": "16"})
+    assert machine.with_threads(None) is machine.with_threads(16) is machine
+    fewer, more = machine.with_threads(4), machine.with_threads(32)
+    rates = [(each.cores_rate.value, each.cores_rate_beside.value) for each in (fewer, more)]
+    assert rates == [(10e9, 7.5e9), (40e9, 30e9)]
+    assert fewer.cores_rate.basis == fewer.cores_rate_beside.basis == "estimated"
+    assert fewer.cores_rate.source == "4 of 16 threads of: the profile, which names no source"
+    # a profile that counts no threads gives nothing to scale by
+    assert untold.with_threads(4).cores_rate == untold.cores_rate
+    told = untold.with_threads(4).host_threads
+    assert told is not None
+    assert (told.value, told.basis) == (4, "estimated")

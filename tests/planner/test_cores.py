@@ -19,7 +19,9 @@ from offplan.machine.profile import load_profile
 from offplan.plan import Goal, Offload, Workload, dump_plan, load_plan
 from offplan.planner.make import make_plan
 from offplan.planner.neighbours import find_neighbours
+from offplan.report.answer import describe_cores
 from offplan.report.plan import describe_crossovers, describe_offload
+from offplan.report.run import note_cores
 from offplan.runtime.generate import generate
 from tests.costs.builders import make_machine, moe_model
 from tests.held import hold_by
@@ -99,6 +101,41 @@ def test_rows_beyond_the_rate_take_longer() -> None:
 def test_engines_have_none() -> None:
     with pytest.raises(ValidationError, match="--host-cores with --for vllm: no engine"):
         Goal(engine="vllm", host_cores=True)
+
+
+def test_threads_are_of_cores_that_multiply() -> None:
+    with pytest.raises(ValidationError, match="--host-threads 4 without --host-cores, which lets"):
+        Goal(host_threads=4)
+
+
+def test_fewer_threads_are_priced_and_told_of() -> None:
+    machine = with_cores(MACHINE, host_threads=8)
+    plans = {}
+    for threads in (None, 4, 8, 16):
+        goal = WITH_CORES.model_copy(update={"host_threads": threads})
+        plans[threads] = make_plan(ask(MODELS["moe"], machine, 0.5, goal=goal)).plan
+    assert plans[4].prediction.objective_s > plans[8].prediction.objective_s
+    # the profile's own number changes nothing, a larger one no time
+    assert plans[8].machine == plans[None].machine
+    assert plans[8].prediction == plans[None].prediction == plans[16].prediction
+    assert "host_threads: 4" in dump_plan(plans[4])
+    assert "host_threads" not in dump_plan(plans[None])
+    told = "The prediction assumes that the host's cores read"
+    assert describe_cores(plans[4], machine) == [f"{told} 4 GB/s with 4 threads (estimated)."]
+    (line,) = describe_cores(plans[None], machine)
+    assert line.startswith(f"{told} 8 GB/s with 8 threads (")
+    assert describe_cores(make_plan(ask(MODELS["moe"], machine, 0.5)).plan, machine) == []
+
+
+def test_cores_that_are_slower_than_priced_are_told_of() -> None:
+    plan = make_plan(ask(MODELS["moe"], MACHINE, 0.5, goal=WITH_CORES)).plan
+    here = plan.machine.name
+    (line,) = note_cores(plan, here, 0.01, 0.02)
+    assert line.startswith("With the host's cores a token takes 2.000 times what was predicted")
+    assert "`offplan replan --no-host-cores PLAN` plans without them" in line
+    assert note_cores(plan, here, 0.01, 0.011) == note_cores(plan, here, 0.01, None) == []
+    without = make_plan(ask(MODELS["moe"], MACHINE, 0.5)).plan
+    assert note_cores(without, here, 0.01, 0.02) == note_cores(plan, "CPU", 0.01, 0.02) == []
 
 
 def test_what_has_no_kernel_is_left_to_the_link(tmp_path: Path) -> None:

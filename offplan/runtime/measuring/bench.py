@@ -96,6 +96,8 @@ class Bench:
     """Bytes in use on the card before the process took any."""
     stock: bool = False
     """Whether transformers' own passes run the model."""
+    host_threads: int | None = None
+    """Threads of the host's cores, of a plan that has them compute; None for Session's own."""
     record: Callable[[Session], None] | None = None
     """Told of the plan's session once it was measured, whose routing is then recorded."""
 

@@ -63,6 +63,7 @@ def _measure(
         device=bench.device,
         folder=bench.folder,
         stock=bench.stock,
+        host_threads=bench.host_threads,
         record_routing=record is not None,
         on_progress=on_stage("loading"),
         wrap_link=lambda link: link_type(link, bench.device),
