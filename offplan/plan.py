@@ -268,6 +268,31 @@ class Rule(Record):
     host_share: float | None = Field(default=None, ge=0, le=1)
     """Part of the experts that a layer misses in a step which the host's cores multiply where they
     lie; the link brings the others. Null is all of them, where ``decode: host`` keeps experts."""
+    parts: int | None = Field(default=None, ge=2, le=MOST)
+    """Parts in which prompts stream a layer's routed experts: some experts at a time, which meet
+    the tokens of all chunks while the next ones come. Null streams what the rule takes whole."""
+
+    @model_validator(mode="after")
+    def _streams_in_parts(self) -> "Rule":
+        if self.parts is None:
+            return self
+        if self.max_bytes is not None:
+            raise ValueError(
+                "a max_bytes rule takes whole parameters, and parts divides a layer's experts: "
+                "give the rule group_size and num_in_group"
+            )
+        if not self.prefill.streams or self.decode.streams or self.decode.is_served:
+            raise ValueError(
+                f"found parts: {self.parts} with prefill: {self.prefill.name} and decode: "
+                f"{self.decode.name}, expected prefill: prefetch and decode: uva or host: prompts "
+                "stream parts, and steps read the experts where they lie"
+            )
+        if self.cached_experts is not None:
+            raise ValueError(
+                f"found parts: {self.parts} with cached_experts: {self.cached_experts}: a prompt "
+                "in parts leaves no experts on the GPU for steps, so leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keeps_experts(self) -> "Rule":

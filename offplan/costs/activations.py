@@ -148,7 +148,7 @@ _EXPERT_ROLES = frozenset({Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN})
 
 
 def activation_bytes(stage: Stage, workload: Workload, prefill_chunk: int) -> int:
-    """Bytes of all ``activation_parts``."""
+    """Bytes of all ``activation_parts`` of plans whose layers are not in parts."""
     return sum(activation_parts(stage, workload, prefill_chunk).values())
 
 

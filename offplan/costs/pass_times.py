@@ -8,6 +8,7 @@ from offplan.costs.cores import CoresUse, add_uses, cores_by_layer
 from offplan.costs.kept_experts import keeping_by_layer
 from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
 from offplan.costs.missed import missed_by_layer
+from offplan.costs.parts import part_times
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -20,7 +21,8 @@ def pass_times(
     """Find what each operation of a pass takes."""
 
     def copy_ps(span: Span) -> int:
-        return to_ps(machine.copy_seconds(span.nbytes))
+        again = (len(span.runs) - 1) * machine.copy_latency.value
+        return to_ps(machine.copy_seconds(span.nbytes) + again)
 
     shapes, num_layers = priced.shapes, len(stage.layers)
     reuse = stage.reuse(shapes[0].batch)
@@ -54,6 +56,7 @@ def pass_times(
         cores_bytes=cores_bytes,
         cores_products=cores_products,
         missed_ps=missed_ps,
+        parts=part_times(placement, priced),
         keeping_ps=keeping_by_layer(placement, stage.experts, machine, num_layers, shapes),
     )
 
