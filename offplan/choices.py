@@ -12,6 +12,13 @@ DEFAULT_CACHED_EXPERTS: Literal["off", "auto"] = "off"
 ``auto`` once it has been measured on an H200 that with uniform routing no plan is slower by more
 than 1 % and that with the published reuse gpt-oss-120b in 24 GiB makes a token in 10 ms or less.
 """
+PartsChoice = Literal["off", "auto"]
+"""Whether rules may have prompts stream a layer's routed experts in parts."""
+DEFAULT_PARTS: PartsChoice = "off"
+"""Whether they may where nobody says: ``auto`` once prompts in parts have been measured on a GPU.
+
+They then have to take what is predicted, within what other predictions are off by.
+"""
 DeviceName = Literal["cuda", "cpu"]
 """What a machine is measured on: its current CUDA device, or the CPU as one that plays GPU."""
 ExportFormat = Literal["command", "yaml", "env", "docker"]

@@ -19,7 +19,7 @@ from pydantic import (
 
 from offplan.backends import BACKENDS
 from offplan.backends import Backend as Backend
-from offplan.choices import ObjectiveName, Store
+from offplan.choices import ObjectiveName, PartsChoice, Store
 from offplan.errors import PlanError
 from offplan.files import StrPath
 from offplan.kinds import describe_kind
@@ -155,6 +155,8 @@ class Goal(Record):
     cached_experts: Literal["off", "auto"] | Count = "off"
     """Whether rules may keep experts on the GPU one by one: ``auto`` chooses how many; a number is
     how many of each layer."""
+    parts: PartsChoice = "off"
+    """Whether rules may have prompts stream a layer's routed experts in parts; ``auto`` chooses."""
     host_cores: bool = False
     """Whether rules may have the host's cores multiply what they take (``decode: host``)."""
     tensor_parallel: Count = 1
@@ -196,6 +198,11 @@ class Goal(Record):
             raise ValueError(
                 f"--cached-experts {self.cached_experts} with --for {self.engine}: no engine keeps "
                 "experts one by one; leave one of them out"
+            )
+        if self.parts != "off" and self.engine is not None:
+            raise ValueError(
+                f"--parts {self.parts} with --for {self.engine}: no engine streams a layer's "
+                "experts in parts; leave one of them out"
             )
         return self
 
@@ -615,6 +622,7 @@ def leave_out_usual(section: dict[str, Any]) -> dict[str, Any]:
         ("packing", True),
         ("leave_unpacked", []),
         ("cached_experts", "off"),
+        ("parts", "off"),
         ("host_cores", False),
         ("tensor_parallel", 1),
         ("pipeline_parallel", 1),

@@ -105,6 +105,7 @@ class Query:
     leave_unpacked: options.LeaveUnpacked = None
     cached_experts: options.CachedExperts = None
     routing: options.Routing = None
+    parts: options.Parts = None
     host_cores: options.HostCores = False
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Show GPU memory against speed instead of one plan.")
@@ -190,6 +191,7 @@ class Query:
             packing=self.packing,
             leave_unpacked=self.leave_unpacked or (),
             cached_experts=self.cached_experts,
+            parts=self.parts,
             host_cores=self.host_cores,
             routing=None if self.routing is None else str(self.routing),
             ranks=self.ranks,

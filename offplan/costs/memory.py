@@ -59,7 +59,7 @@ def list_gpu_memory(
         "embedding on the host": -embedding,
     }
     slots = Input("slots", placement.num_slots, "count")
-    ring = (slots, Input("largest span", placement.slot_bytes, "bytes"))
+    ring: tuple[Input, ...] = (slots, Input("largest span", placement.slot_bytes, "bytes"))
     of_ring = "slots x largest span"
     activations = activation_parts(stage, workload, prefill_chunk)
     if placement.parts:

@@ -1,9 +1,11 @@
 """What prompts take besides where layers stream their routed experts in parts."""
 
+from offplan.checkpoint.roles import Role, role_of
 from offplan.costs.compute import LAUNCH_S, PassCompute
 from offplan.costs.timeline import PartTimes, to_ps
 from offplan.held.stage import Stage
-from offplan.placement import Phase, Placement
+from offplan.machine.profile import MachineProfile
+from offplan.placement import Phase, Placement, Span
 from offplan.plan import Workload
 
 PART_OPERATORS = 24
@@ -11,9 +13,9 @@ PART_OPERATORS = 24
 
 Source: ``runtime.model.parts.Arrived.add`` and transformers' ``grouped_mm``, read.
 """
-PART_COPIES = 4
+PART_COPIES = 2
 """Hidden states that a chunk keeps of each token at a layer's experts, beside those that wait in
-every layer: what went into attention, the residual behind it, the normed one, a copy of it.
+every layer: the residual behind attention, and the normed one. Shared experts may add theirs.
 
 Source: transformers' decoder layers, read; not yet measured.
 """
@@ -27,6 +29,12 @@ SCORE_BYTES = 8
 
 Source: transformers' routers, read.
 """
+
+
+def span_seconds(machine: MachineProfile, span: Span) -> float:
+    """Seconds of copying a span: a DMA for each of its runs."""
+    again = (len(span.runs) - 1) * machine.copy_latency.value
+    return machine.copy_seconds(span.nbytes) + again
 
 
 def part_times(placement: Placement, priced: PassCompute) -> dict[int, PartTimes]:
@@ -52,13 +60,14 @@ def launching_ps(num_chunks: int) -> int:
 def parts_bytes(stage: Stage, workload: Workload) -> int:
     """Bytes that all chunks of a prompt keep at the experts of a layer in parts.
 
-    For each token PART_COPIES of its hidden state, the product of each of its choices, the choices
-    and the scores.
+    For each token PART_COPIES of its hidden state, that of shared experts, the product of each of
+    its choices, the choices and the scores.
     """
     if stage.experts is None:
         return 0
     num_chosen = stage.experts.num_experts_per_token
-    states = PART_COPIES * stage.architecture.num_streams + num_chosen
+    has_shared = any(role_of(parameter) is Role.SHARED_EXPERTS for parameter in stage.parameters)
+    states = PART_COPIES * stage.architecture.num_streams + has_shared + num_chosen
     each = states * stage.architecture.hidden_size * stage.element_bytes
     each += CHOICE_BYTES * num_chosen + SCORE_BYTES * stage.experts.num_in_all
     return workload.batch * workload.prompt_tokens * each

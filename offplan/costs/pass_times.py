@@ -8,7 +8,7 @@ from offplan.costs.cores import CoresUse, add_uses, cores_by_layer
 from offplan.costs.kept_experts import keeping_by_layer
 from offplan.costs.link import embedding_bytes, read_bytes_by_layer, uva_slowdown
 from offplan.costs.missed import missed_by_layer
-from offplan.costs.parts import part_times
+from offplan.costs.parts import part_times, span_seconds
 from offplan.costs.timeline import PassTimes, to_ps
 from offplan.held.stage import Stage
 from offplan.machine.profile import MachineProfile
@@ -21,8 +21,7 @@ def pass_times(
     """Find what each operation of a pass takes."""
 
     def copy_ps(span: Span) -> int:
-        again = (len(span.runs) - 1) * machine.copy_latency.value
-        return to_ps(machine.copy_seconds(span.nbytes) + again)
+        return to_ps(span_seconds(machine, span))
 
     shapes, num_layers = priced.shapes, len(stage.layers)
     reuse = stage.reuse(shapes[0].batch)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, lcm
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,8 +94,9 @@ class PassTable:
 
     def __getitem__(self, rows: Ints) -> "PassTable":
         """Select candidates."""
-        every = (getattr(self, field.name) for field in fields(self))
-        return PassTable(*(None if each is None else each[rows] for each in every))
+        every: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: each[rows] for name, each in every.items() if each is not None}
+        return PassTable(**chosen)
 
     def on_engine(self, engine: PassRules) -> "PassTable":
         """Return the same with the slots that an engine fills ahead."""
@@ -375,16 +377,16 @@ def _run_pass(
         for part in range(0 if times.parts is None else times.parts.most[layer]):
             assert times.parts is not None
             assert parts_done is not None
-            num_parts, slot = times.parts.num_parts[:, layer], turn % PART_SLOTS
+            num_parts, place = times.parts.num_parts[:, layer], turn % PART_SLOTS
             has_part, is_early = num_parts > part, num_parts > part + PART_SLOTS
-            ready = np.maximum(compute, parts_done[every, slot]) + times.parts.part_ps[:, layer]
+            ready = np.maximum(compute, parts_done[every, place]) + times.parts.part_ps[:, layer]
             compute = np.where(has_part, ready, compute)
             refill = np.where(
                 is_early, times.parts.copy_ps[:, layer], times.parts.following_ps[:, layer]
             )
             copies = has_part & (refill >= 0)
             link = np.where(copies, np.maximum(link, compute) + refill, link)
-            parts_done[every, slot] = np.where(copies, link, parts_done[every, slot])
+            parts_done[every, place] = np.where(copies, link, parts_done[every, place])
             turn += has_part
         if streams_any[layer]:
             refill = refills[:, layer]

@@ -163,6 +163,8 @@ def _places(placement: Placement, store: str) -> dict[tuple[int, str], tuple[int
         ways = f"{entry.prefill.name}, {entry.decode.name}"
         if entry.keeps_experts:
             ways += f", {placement.expert_slots[entry.unit.layer].num_slots} experts kept"
+        if entry.num_parts > 1:
+            ways += f", in {entry.num_parts} parts"
         places[key] = num_bytes, f"{store} ({ways})"
     if (embedding := placement.host_embedding) is not None:
         places[-1, embedding.name.removesuffix(".weight")] = (embedding.nbytes, "host (by row)")

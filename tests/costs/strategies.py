@@ -42,8 +42,9 @@ def models_with_experts(draw: st.DrawFn) -> Model:
 def rules_in_parts(draw: st.DrawFn, model: Model) -> list[Rule]:
     """Rules for a model, the first of which has prompts stream routed experts in parts."""
     size = draw(st.integers(1, 3))
-    way = {"decode": Backend.UVA, "group": (size, draw(st.integers(1, size)))}
-    first = rule("experts", **way).model_copy(update={"parts": draw(st.sampled_from([2, 4, 8]))})
+    group = size, draw(st.integers(1, size))
+    first = rule("experts", decode=Backend.UVA, group=group)
+    first = first.model_copy(update={"parts": draw(st.sampled_from([2, 4, 8]))})
     rules = draw(rule_lists(len(model.layers)))
     return [first, *rules] if model.experts is not None else rules
 

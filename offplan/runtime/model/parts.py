@@ -86,7 +86,8 @@ class ExpertsInParts:
         """Have chunks be handed over at ``experts``; ``parts`` has their parameters by name."""
         self._experts, self._parts = experts, parts
         vars(experts).update(takes_parts=False, hand_over=None)
-        experts.__class__ = _stops_at(type(experts))
+        kind: Any = type(experts)
+        experts.__class__ = _stops_at(kind)
 
     @property
     def num_parts(self) -> int:
@@ -107,7 +108,7 @@ class ExpertsInParts:
 
 
 @cache
-def _stops_at(kind: type[nn.Module]) -> type[nn.Module]:
+def _stops_at(kind: Any) -> type[nn.Module]:
     """Return the class of experts whose forward may hand over; compiled code tells the two apart.
 
     Only passes that hand over have the compiled layer cut there.
