@@ -1,9 +1,11 @@
 """The experts that prompts stream in parts: where each part's parameters are in the slots."""
 
+from importlib.util import find_spec
+
 import torch
 from transformers import PreTrainedModel
 
-from offplan.errors import PlanError
+from offplan.errors import OffplanError, PlanError
 from offplan.placement import Placement
 from offplan.runtime.loading.skeleton import decoder_layers
 from offplan.runtime.memory.store import Offloaded, WeightStore
@@ -19,8 +21,12 @@ def check_parted(
 ) -> None:
     """Raise PlanError for experts that cannot be read in parts, before anything is loaded.
 
-    The module is on the meta device.
+    The module is on the meta device. Raises OffplanError where a package is missing.
     """
+    if placement.parts and find_spec("greenlet") is None:
+        raise OffplanError(
+            "a rule has parts, and prompts in parts need the package greenlet: pip install greenlet"
+        )
     values = dict(module.named_parameters())
     for layer, names in _names_by_layer(placement, offloaded).items():
         groups = list_experts(decoder_layers(module)[layer])
