@@ -9,25 +9,19 @@ import torch
 
 from offplan.checkpoint.open import open_model
 from offplan.errors import CheckpointError, PlanError
-from offplan.plan import Offload, Packing, Rule
+from offplan.plan import Offload, Packing
 from offplan.runtime.model.layers import DecoderLayers
 from offplan.runtime.passes import runner
 from tests.held import place
 from tests.runtime.cached import Abort, abort_in, run_hostile
 from tests.runtime.conftest import save_tiny
-from tests.runtime.plans import group, offload, open_session
+from tests.runtime.plans import group, in_parts, offload, open_session
 from tests.runtime.quantise import FORMS, save_stored
 
 NAMES = ["qwen3_moe_tied"]
 OTHERS = ["deepseek_v2", "gpt_oss", "chunked", "linear_experts", "deepseek_v3"]
 NAMES += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]  # type: ignore[misc]
 """With shared experts beside, biases, transposed weights, and none of these."""
-
-
-def in_parts(num_parts: int, every: int = 1, **more: Any) -> Rule:
-    way = {"prefill": "prefetch", "decode": "uva", **more}
-    pattern = {"cpu_offload_params": ["experts"], "group_size": every, "num_in_group": 1}
-    return Rule.model_validate({**pattern, **way, "parts": num_parts})
 
 
 @functools.cache

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from offplan.plan import Offload, Packing
-from tests.runtime.plans import group, offload, open_session
+from tests.runtime.plans import group, in_parts, offload, open_session
 from tests.runtime.quantise import save_stored
-from tests.runtime.test_parts import in_parts
 
 pytestmark = [
     pytest.mark.gpu,
